@@ -1,0 +1,32 @@
+"""Sub-quadratic softmax attention and Gaussian kernel sums with a stated error.
+
+The one idea: a support basis is a list of disjoint components that together cover the score
+matrix; each component turns (q, k, v) into partial sums; partial sums add; there is one division.
+"""
+
+from . import analysis
+from .api import attention, gaussian_kde, kernel_sum, plan
+from .certificate import Certificate
+from .errors import InputError, SupportBasisError
+from .methods import Auto, Exact, Polynomial, SingleThreshold
+from .plans import Plan
+from .result import Result
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Auto",
+    "Certificate",
+    "Exact",
+    "InputError",
+    "Plan",
+    "Polynomial",
+    "Result",
+    "SingleThreshold",
+    "SupportBasisError",
+    "analysis",
+    "attention",
+    "gaussian_kde",
+    "kernel_sum",
+    "plan",
+]

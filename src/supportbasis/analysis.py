@@ -1,0 +1,491 @@
+"""How the entries of Q and K are distributed, and what that makes of A^(L) (Appendix D, App. L).
+
+Entries are sub-Gaussian with variance proxy σ² when Pr(|x| ≥ t) ≤ 2·exp(-t²/σ²) for all t ≥ 0
+(Definition D.1; a Gaussian of standard deviation s has σ² = 2s²). Then few entries exceed a
+threshold T, few rows are large, and A^(L) is sparse. `EntryProfile.of(query, key)` says whether
+that is so for your tensors; the functions above it are the lemmas it is made of.
+
+A caution the paper leaves out: sub-Gaussian does not mean sparse. At T = sqrt(c·ln n) the bound
+is 2d·n^(1 - c/σ²), so the exponent α must exceed 1 - c/σ², which is near 1 for large σ².
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+from .inputs import check_finite
+from .split import check_pair, check_threshold, row_maxima
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_BINS = 4096  # magnitude bins that locate the binding order statistic
+_HALF = 100  # histogram bins on either side of zero
+
+
+def variance_proxy(x: Tensor) -> float:
+    """Smallest σ² whose sub-Gaussian tail covers the entries of x, a tensor of any shape.
+
+    With N entries and |x|_(k) the k-th largest magnitude, share(|x| ≥ t) ≤ 2·exp(-t²/σ²) for
+    all t exactly when it holds at every order statistic (Definition D.1), so
+
+        σ² = max_k |x|_(k)² / ln(2N/k).
+
+    Exact, yet only a few entries are sorted: a histogram bounds the term of each bin from both
+    sides, and bins that cannot hold the maximum are dropped. O(N) but for degenerate data. All
+    zeros give 0.0.
+
+    >>> x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    >>> 1.0 < variance_proxy(x) < 2.1  # a standard Gaussian has 2
+    True
+    """
+    _check_entries("x", x)
+    magnitudes = x.detach().flatten().abs()
+    if magnitudes.dtype != torch.float64:
+        magnitudes = magnitudes.float()
+    total, largest = magnitudes.numel(), float(magnitudes.max())
+    if largest == 0:
+        return 0.0
+    candidates, above = _binding_candidates(magnitudes, largest)
+    ordered = candidates.double().sort(descending=True).values
+    rank = above + torch.arange(1, ordered.numel() + 1, dtype=torch.float64, device=x.device)
+    return float((ordered.square() / (2 * total / rank).log()).max())
+
+
+def _binding_candidates(magnitudes: Tensor, largest: float) -> tuple[Tensor, int]:
+    """The entries that may attain the maximum in `variance_proxy`, and how many lie above them."""
+    if magnitudes.numel() <= _BINS:
+        return magnitudes, 0
+    # Monotone in the magnitude whatever the rounding, so that the bins are ordered.
+    bins = (magnitudes / largest * _BINS).int().clamp_(max=_BINS - 1)
+    counts = torch.bincount(bins, minlength=_BINS)
+    at_least = counts.flip(0).cumsum(0).flip(0)
+    log = (2 * magnitudes.numel() / at_least.double()).log()
+    edges = torch.arange(_BINS + 1, dtype=torch.float64, device=magnitudes.device) / _BINS
+    margin = 1e-6  # more than the rounding of the bin index
+    attained = ((edges[:-1] * (1 - margin)).square() / log).max()
+    attainable = (edges[1:] * (1 + margin)).square() / log
+    kept = (attainable >= attained).nonzero()
+    low, high = int(kept[0]), int(kept[-1])
+    return magnitudes[(bins >= low) & (bins <= high)], int(at_least[high] - counts[high])
+
+
+def expected_large_entries(n: int, d: int, threshold: float, proxy: float) -> float:
+    """Lemma D.2: E|supp(M^(L))| ≤ 2nd·exp(-T²/σ²) for M of n × d entries with proxy σ².
+
+    Independence is not needed. The bound may exceed nd when T is small.
+
+    >>> round(expected_large_entries(n=1000, d=10, threshold=2.0, proxy=1.0), 1)
+    366.3
+    """
+    _check_count("n", n, 0)
+    _check_count("d", d, 0)
+    check_threshold(threshold)
+    _check_not_negative("proxy", proxy)
+    return 2.0 * n * d * math.exp(-threshold * threshold / proxy) if proxy > 0 else 0.0
+
+
+def chernoff_tail(mean: float, count: float) -> float:
+    """Fact J.5: an upper bound on Pr[X ≥ count], X a sum of independent [0, 1] variables.
+
+    With count = (1 + δ)·mean: exp(-δ²·mean/3) for δ ≤ 1, exp(-δ·mean/3) for δ > 1, and 1 when
+    count ≤ mean. `mean` may be any upper bound on E[X], such as `expected_large_entries`.
+
+    >>> round(chernoff_tail(mean=30.0, count=60.0), 6)  # exp(-10)
+    4.5e-05
+    """
+    _check_not_negative("mean", mean)
+    _check_not_negative("count", count)
+    if count <= mean:
+        return 1.0
+    excess = count - mean  # δ·mean, usable at mean = 0
+    return math.exp(-excess * excess / (3 * mean) if excess <= mean else -excess / 3)
+
+
+def support_exponent(count: float, n: int) -> float:
+    """The exponent α with count = n^α, that is ln(count) / ln(n).
+
+    One large entry gives 0.0; none gives -inf (n^(-inf) = 0), so the two stay distinct.
+
+    >>> support_exponent(32, 1024)
+    0.5
+    """
+    _check_not_negative("count", count)
+    _check_count("n", n, 2)
+    return math.log(count) / math.log(n) if count > 0 else -math.inf
+
+
+def log_threshold(n: int, c: float = 1.0) -> float:
+    """T = sqrt(c·ln n), the threshold of Lemma D.3 and Theorem D.4 (which take 0 < c < 1).
+
+    >>> round(log_threshold(4096), 3)
+    2.884
+    """
+    _check_count("n", n, 2)
+    if not (c > 0 and math.isfinite(c)):
+        raise InputError(f"c must be a finite number > 0, got {c!r}")
+    return math.sqrt(c * math.log(n))
+
+
+def sharpest_threshold(n: int, d: int, proxy: float, alpha: float) -> float:
+    """Smallest T whose expected number of large entries (Lemma D.2) is at most n^α.
+
+        2nd·exp(-T²/σ²) = n^α   ⟺   T = σ·sqrt(ln(2d) + (1 - α)·ln n)
+
+    For proxy 0 every T > 0 will do; the smallest positive float32 is returned.
+
+    >>> T = sharpest_threshold(n=1024, d=8, proxy=2.0, alpha=0.5)
+    >>> round(expected_large_entries(1024, 8, T, proxy=2.0), 6)  # 1024^0.5
+    32.0
+    """
+    _check_count("n", n, 1)
+    _check_count("d", d, 1)
+    _check_not_negative("proxy", proxy)
+    _check_alpha(alpha)
+    threshold = math.sqrt(proxy * (math.log(2 * d) + (1 - alpha) * math.log(n)))
+    return max(threshold, torch.finfo(torch.float32).tiny)
+
+
+def sub_gaussian_threshold(query: Tensor, key: Tensor, alpha: float = 0.5) -> float:
+    """A threshold from data: `sharpest_threshold` of each side's proxy, the larger of the two.
+
+    Shapes `[..., n, d]`; the leading dims are taken as more samples of one distribution.
+
+    >>> q = torch.randn(512, 16, generator=torch.Generator().manual_seed(0))
+    >>> T = sub_gaussian_threshold(q, q / 2, alpha=0.5)
+    >>> int((q.abs() > T).sum()) <= 512**0.5
+    True
+    """
+    check_pair(query, key)
+    _check_entries("query", query)
+    _check_entries("key", key)
+    return max(_side_threshold(x, variance_proxy(x), alpha) for x in (query, key))
+
+
+def _side_threshold(x: Tensor, proxy: float, alpha: float) -> float:
+    return sharpest_threshold(x.shape[-2], x.shape[-1], proxy, alpha)
+
+
+@dataclass(frozen=True)
+class LargeEntries:
+    """What exceeds one threshold on one side. Counts run over all its matrices [n, d].
+
+    The proxy is fitted to these entries, so `entries` ≤ matrices · `bound` always; how
+    surprising the count is can only be told against another law, here the Gaussian.
+    """
+
+    threshold: float
+    entries: int
+    """Entries of magnitude > T."""
+    rows: int
+    """Rows with such an entry."""
+    row_share: float
+    """rows / all rows."""
+    alpha: float
+    """Support exponent: entries per matrix = n^alpha (-inf when there are none, nan at n = 1)."""
+    bound: float
+    """2nd·exp(-T²/σ²), the expected number per matrix at most (Lemma D.2)."""
+    tail: float
+    """Chernoff bound on Pr[|supp| ≥ n^α] for the profile's α, with mean `bound` (Lemma D.3)."""
+    gaussian_tail: float
+    """Chernoff bound on Pr[X ≥ entries] were the entries Gaussian with the same second moment;
+    near 0: the tail is heavier than a Gaussian's."""
+
+
+@dataclass(frozen=True)
+class SideProfile:
+    """Distribution of the entries of one tensor: `matrices` matrices of n × d."""
+
+    name: str
+    matrices: int
+    n: int
+    d: int
+    mean: float
+    std: float
+    largest: float
+    proxy: float
+    large: tuple[LargeEntries, ...]
+    """One per threshold of the profile, in its order."""
+    histogram: tuple[int, ...]
+    """Counts in equal bins over [-largest, largest]."""
+
+    @property
+    def entries(self) -> int:
+        return self.matrices * self.n * self.d
+
+    @property
+    def tail_counts(self) -> tuple[list[float], list[float]]:
+        """(T, entries with |x| ≥ T per matrix) on the histogram's edges, to within one bin."""
+        half = len(self.histogram) // 2
+        folded = [self.histogram[half + b] + self.histogram[half - 1 - b] for b in range(half)]
+        edges = [self.largest * b / half for b in range(half)]
+        return edges, [sum(folded[b:]) / self.matrices for b in range(half)]
+
+
+@dataclass(frozen=True)
+class EntryProfile:
+    """Distribution of the entries of query and key, and the A^(L) it leads to (Figure 1, App. L).
+
+    Build one with `EntryProfile.of`, then `print` it or `plot` it.
+
+    >>> g = torch.Generator().manual_seed(0)
+    >>> q, k = torch.randn(2, 4, 256, 8, generator=g)
+    >>> profile = EntryProfile.of(q, k, alpha=0.5)
+    >>> profile.labels
+    ('sqrt(ln n)', 'T(0.5)')
+    >>> profile.query.large[0].rows <= profile.query.large[0].entries
+    True
+    """
+
+    alpha: float
+    labels: tuple[str, ...]
+    thresholds: tuple[float, ...]
+    query: SideProfile
+    key: SideProfile | None
+    pair_shares: tuple[float, ...] | None
+    """Share of pairs in A^(L) per threshold, 1 - (1 - f_Q)(1 - f_K) averaged over heads, with f
+    the share of large rows; None without a key."""
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        key: Tensor | None = None,
+        *,
+        alpha: float = 0.5,
+        threshold: float | None = None,
+    ) -> EntryProfile:
+        """Profile tensors `[..., n, d]`, raw entries as the method sees them (before the scale).
+
+        Thresholds considered: sqrt(ln n); the smallest T with at most n^alpha large entries
+        expected on either side; and `threshold` if given. n is that of the longer side. Key
+        heads may be fewer than query heads (grouped-query attention).
+        """
+        given = {"query": query} if key is None else {"query": query, "key": key}
+        _check_alpha(alpha)
+        check_pair(query, query if key is None else key)
+        for name, x in given.items():
+            _check_entries(name, x)
+        n = max(x.shape[-2] for x in given.values())
+        proxies = {name: variance_proxy(x) for name, x in given.items()}
+        sharpest = max(_side_threshold(x, proxies[name], alpha) for name, x in given.items())
+        considered = {"sqrt(ln n)": log_threshold(n), f"T({alpha:g})": sharpest}
+        if threshold is not None:
+            check_threshold(threshold)
+            _check_not_negative("threshold", threshold)  # and finite: it is drawn
+            considered["T"] = float(threshold)
+        levels = tuple(considered.values())
+        sides = {s: _side_profile(s, x, proxies[s], levels, alpha) for s, x in given.items()}
+        shares = None if key is None else tuple(_pair_share(query, key, t) for t in levels)
+        return cls(alpha, tuple(considered), levels, sides["query"], sides.get("key"), shares)
+
+    @property
+    def sides(self) -> tuple[SideProfile, ...]:
+        return (self.query,) if self.key is None else (self.query, self.key)
+
+    def __str__(self) -> str:
+        head = ["", "matrices", "n", "d", "mean", "std", "max|x|", "proxy σ²", "σ²/(2·std²)"]
+        rows = [head, *(_moments_row(side) for side in self.sides)]
+        lines = ["Entries", *_table(rows)]
+        head = ["", "large entries", "share", "α", "expected ≤", f"Pr[≥n^{self.alpha:g}]"]
+        head += ["Pr[≥count|Gauss]", "large rows", "share"]
+        for i, label in enumerate(self.labels):
+            lines += ["", f"Above {label} = {self.thresholds[i]:.4g}"]
+            lines += _table([head, *(_large_row(side, i) for side in self.sides)])
+            if self.pair_shares is not None:
+                lines.append(f"  pairs in A^(L): {self.pair_shares[i]:.2%}")
+        return "\n".join(lines)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw one row per side; save it when `path` is given.
+
+        Left: histogram of the entries, log scale, with red dashed lines at ±sqrt(ln n) as in the
+        paper's figures. Right: large entries per matrix against T, below their sub-Gaussian bound.
+        Needs matplotlib.
+        """
+        figure: Figure = _matplotlib_figure()(
+            figsize=(11.0, 3.6 * len(self.sides)), layout="constrained"
+        )
+        axes = figure.subplots(len(self.sides), 2, squeeze=False)
+        for side, (left, right) in zip(self.sides, axes, strict=True):
+            _draw_histogram(left, side, self)
+            _draw_tail(right, side, self)
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure
+
+
+def _side_profile(
+    name: str, x: Tensor, proxy: float, thresholds: tuple[float, ...], alpha: float
+) -> SideProfile:
+    x = x.detach().reshape(-1, *x.shape[-2:])
+    x = x if x.dtype == torch.float64 else x.float()
+    matrices, n, d = x.shape
+    variance, mean = torch.var_mean(x.double(), correction=0)
+    moments = float(mean), float(variance.sqrt())
+    maxima = row_maxima(x)
+    second = math.hypot(*moments)
+    large = tuple(_large_entries(x, maxima, t, proxy, second, alpha) for t in thresholds)
+    largest = float(maxima.max())
+    return SideProfile(
+        name, matrices, n, d, *moments, largest, proxy, large, _histogram(x, largest)
+    )
+
+
+def _large_entries(
+    x: Tensor, maxima: Tensor, threshold: float, proxy: float, rms: float, alpha: float
+) -> LargeEntries:
+    matrices, n, d = x.shape
+    is_large = maxima.double() > threshold
+    rows = int(is_large.sum())
+    entries = int((x[is_large].abs().double() > threshold).sum())  # only large rows have any
+    bound = expected_large_entries(n, d, threshold, proxy)
+    gaussian = x.numel() * math.erfc(threshold / rms / math.sqrt(2)) if rms > 0 else 0.0
+    return LargeEntries(
+        threshold,
+        entries,
+        rows,
+        rows / is_large.numel(),
+        support_exponent(entries / matrices, n) if n > 1 else math.nan,
+        bound,
+        chernoff_tail(bound, n**alpha),
+        chernoff_tail(gaussian, entries),
+    )
+
+
+def _histogram(x: Tensor, largest: float) -> tuple[int, ...]:
+    unit = x.flatten() / (largest or 1.0)  # in [-1, 1]
+    bins = ((unit + 1) * _HALF).int().clamp_(0, 2 * _HALF - 1)
+    return tuple(torch.bincount(bins, minlength=2 * _HALF).tolist())
+
+
+def _pair_share(query: Tensor, key: Tensor, threshold: float) -> float:
+    """Mean over heads of 1 - (1 - f_Q)(1 - f_K)."""
+    rows, keys = ((row_maxima(x).double() > threshold).double().mean(-1) for x in (query, key))
+    if rows.dim() and keys.dim() and keys.shape[-1] > 1 and rows.shape[-1] % keys.shape[-1] == 0:
+        keys = keys.repeat_interleave(rows.shape[-1] // keys.shape[-1], dim=-1)
+    try:
+        return float((rows + keys - rows * keys).mean())
+    except RuntimeError:
+        raise InputError(
+            f"key has leading dims {tuple(key.shape[:-2])}, which match those of query, "
+            f"{tuple(query.shape[:-2])}, neither by broadcasting nor as groups of heads"
+        ) from None
+
+
+def _moments_row(side: SideProfile) -> list[str]:
+    numbers = (side.mean, side.std, side.largest, side.proxy)
+    spread = 2 * side.std**2
+    ratio = f"{side.proxy / spread:.3g}" if spread > 0 else "-"
+    shape = [f"{side.matrices}", f"{side.n}", f"{side.d}"]
+    return [side.name, *shape, *(f"{v:.4g}" for v in numbers), ratio]
+
+
+def _large_row(side: SideProfile, index: int) -> list[str]:
+    large = side.large[index]
+    tails = [f"{large.tail:.2g}", f"{large.gaussian_tail:.2g}"]
+    return [
+        side.name,
+        f"{large.entries:,}",
+        f"{large.entries / side.entries:.3%}",
+        f"{large.alpha:.3f}" if large.entries else "none",
+        f"{large.bound * side.matrices:,.1f}",
+        *tails,
+        f"{large.rows:,}",
+        f"{large.row_share:.2%}",
+    ]
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    """Columns as wide as their widest cell; the first flush left, the others right."""
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    lines = []
+    for first, *rest in rows:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  " + "  ".join([first.ljust(widths[0]), *cells]))
+    return lines
+
+
+def _matplotlib_figure() -> Any:
+    """The Figure class itself, not pyplot: no window, no global state, no backend to choose."""
+    try:
+        return importlib.import_module("matplotlib.figure").Figure
+    except ImportError as error:
+        raise ImportError(
+            'plotting needs matplotlib; install it with: pip install "supportbasis[cli]"'
+        ) from error
+
+
+_LINES = (("#c1121f", "--"), ("#333333", ":"), ("#6a4c93", "-."))  # one per threshold
+_FILL, _BOUND = "#5b8fb9", "#e07a1f"
+
+
+def _draw_histogram(axes: Axes, side: SideProfile, profile: EntryProfile) -> None:
+    bins, reach = len(side.histogram), side.largest or 1.0
+    edges = [reach * (2 * b / bins - 1) for b in range(bins + 1)]
+    axes.stairs(side.histogram, edges, fill=True, color=_FILL, baseline=0.5)
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=0.5)
+    levels = zip(profile.labels, profile.thresholds, _LINES, strict=False)
+    for label, threshold, (colour, dashes) in levels:
+        axes.axvline(-threshold, color=colour, linestyle=dashes)
+        text = f"±{label} = {threshold:.3g}"
+        axes.axvline(threshold, color=colour, linestyle=dashes, label=text)
+    shape = f"[{side.n}, {side.d}]"
+    count = f"{side.matrices} × {shape}" if side.matrices > 1 else shape
+    axes.set_title(f"{side.name} {count}: std {side.std:.3g}, max |entry| {side.largest:.3g}")
+    axes.set_xlabel("entry")
+    axes.set_ylabel("number of entries")
+
+
+def _draw_tail(axes: Axes, side: SideProfile, profile: EntryProfile) -> None:
+    edges, counts = side.tail_counts
+    size, least = 2.0 * side.n * side.d, 1 / side.matrices
+    proxy = side.proxy or 1.0
+    bound = [size * math.exp(-(t**2) / proxy) for t in edges]
+    axes.plot(edges, bound, color=_BOUND, label=f"2nd·exp(−T²/σ²), σ² = {side.proxy:.3g}")
+    axes.plot(edges, counts, color=_FILL, linewidth=2.2, label="entries with |x| ≥ T")
+    goal = side.n**profile.alpha
+    axes.axhline(goal, color="#888888", linewidth=0.8, label=f"n^{profile.alpha:g} = {goal:.3g}")
+    for threshold, (colour, dashes) in zip(profile.thresholds, _LINES, strict=False):
+        axes.axvline(threshold, color=colour, linestyle=dashes)
+    axes.set_yscale("log")
+    axes.set_ylim(least / 2, 2 * size)
+    axes.set_title(f"{side.name}: large entries per matrix")
+    axes.set_xlabel("threshold T")
+    axes.set_ylabel("number of large entries")
+    axes.legend(loc="upper right", fontsize="small", framealpha=1.0)
+
+
+def _check_entries(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"{name} must be a floating-point torch.Tensor, got {kind}")
+    if x.numel() == 0:
+        raise InputError(f"{name} has shape {tuple(x.shape)}; expected at least one entry")
+    check_finite(**{name: x})
+
+
+def _check_count(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name} must be an integer >= {least}, got {value!r}")
+
+
+def _check_not_negative(name: str, value: float) -> None:
+    if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+        raise InputError(f"{name} must be a finite number >= 0, got {value!r}")
+
+
+def _check_alpha(alpha: float) -> None:
+    if not (isinstance(alpha, (int, float)) and 0 < alpha <= 1):
+        raise InputError(f"alpha must be a number in (0, 1], got {alpha!r}")

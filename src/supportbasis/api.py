@@ -1,0 +1,306 @@
+"""The public functions. Each reads as the story of a call: inputs, plan, execute, result."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from torch import Tensor
+
+from . import sdpa
+from .certificate import certify
+from .errors import InputError
+from .execute import Outcome, execute
+from .inputs import attention_problem, check_finite, kernel_problem, with_weights
+from .methods import Auto, Exact, Method
+from .methods.exact import exact_plan
+from .plans import Plan
+from .problem import Problem, compute_dtype
+from .result import Result
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    method: Method | None = None,
+    plan: Plan | None = None,
+    return_result: bool = False,
+) -> Tensor | Result:
+    """Softmax attention in the form of ``torch.nn.functional.scaled_dot_product_attention``.
+
+    ``query`` is [..., heads, n, d], ``key`` [..., heads, m, d], ``value`` [..., heads, m, dv]; the
+    output is [..., heads, n, dv] in the input dtype. A boolean key mask or additive key bias
+    ([..., 1, m], broadcastable) is native in every method, also together with ``is_causal``; any
+    other mask, and dropout, runs exactly. ``method=None`` means ``Auto()``; a ``plan`` from
+    `sb.plan` is reused as it is. ``return_result=True`` returns a `Result` with lse, plan and
+    certificate.
+
+    >>> import torch, supportbasis as sb
+    >>> q, k, v = torch.randn(3, 1, 2, 128, 16).unbind(0)
+    >>> sb.attention(q, k, v, is_causal=True).shape
+    torch.Size([1, 2, 128, 16])
+    """
+    problem = attention_problem(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=plan is None
+    )
+    plan = _the_plan(problem, method, plan)
+    _check_gradients(problem, plan)
+    outcome, plan = _run(problem, plan, need_lse=return_result)
+    if return_result:
+        return _result(problem, plan, outcome)
+    return problem.restore(outcome.output)
+
+
+def plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    method: Method | None = None,
+) -> Plan:
+    """What `attention` would do with these inputs: a printable, reusable `Plan`.
+
+    Without ``value``, a method that measures errors judges them with random values of dim d.
+    """
+    if value is None and isinstance(key, Tensor) and key.is_floating_point():
+        generator = torch.Generator().manual_seed(0)
+        random = torch.randn(key.shape, generator=generator)
+        value = random.to(key.device, key.dtype)
+    problem = attention_problem(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    )
+    return _the_plan(problem, method, None)
+
+
+def kernel_sum(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    method: Method | None = None,
+    return_result: bool = False,
+) -> Tensor | Result:
+    """The unnormalised sum A V with A = exp(scale Q K^T) (the paper's Algorithm 3).
+
+    Sums that overflow the input dtype raise; ``return_result=True`` returns them as
+    ``output * exp(log_scale)`` with one log_scale for each head, and never overflows.
+    """
+    problem = kernel_problem(query, key, value, scale)
+    plan = _the_plan(problem, method, None)
+    _check_gradients(problem, plan)
+    outcome, plan = _run(problem, plan, need_lse=return_result)
+    if return_result:
+        return _result(problem, plan, outcome)
+    return _in_linear_units(problem, outcome)
+
+
+def gaussian_kde(
+    points: Tensor,
+    data: Tensor,
+    bandwidth: float | Tensor,
+    *,
+    weights: Tensor | None = None,
+    method: Method | None = None,
+    return_result: bool = False,
+) -> Tensor | Result:
+    """Gaussian kernel density of ``data`` [..., n, d] at ``points`` [..., m, d].
+
+    ``sum_j w_j exp(-|x - y_j|^2 / 2 h^2) / (sum_j w_j (2 pi h^2)^(d/2))``, where the bandwidth h is
+    a standard deviation: a number or one for each of the d dims. Returns [..., m].
+
+    >>> import torch, supportbasis as sb
+    >>> sb.gaussian_kde(torch.zeros(1, 1), torch.zeros(5, 1), 1.0)  # 1/sqrt(2 pi)
+    tensor([0.3989])
+    """
+    problem, log_norm = _density_problem(points, data, bandwidth, weights)
+    plan = _the_plan(problem, method, None)
+    _check_gradients(problem, plan)
+    outcome, plan = _run(problem, plan, need_lse=return_result)
+    result = _result(problem, plan, outcome) if return_result else None
+    outcome.log_scale = outcome.log_scale - log_norm.reshape(outcome.log_scale.shape)
+    density = _in_linear_units(problem, outcome).squeeze(-1).to(points.dtype)
+    if result is None:
+        return density
+    lse = result.lse - log_norm.unsqueeze(-1)
+    return Result(density, lse, torch.zeros_like(result.log_scale), plan, result.certificate)
+
+
+def _density_problem(
+    points: Tensor, data: Tensor, bandwidth: float | Tensor, weights: Tensor | None
+) -> tuple[Problem, Tensor]:
+    """exp(-|x-y|^2/2) = exp(<x,y>) exp(-|x|^2/2) exp(-|y|^2/2), after centring and dividing by h."""
+    check = attention_problem(points, data, None, None, 0.0, False, 1.0, False)
+    width = _check_bandwidth(bandwidth, points)
+    dtype = compute_dtype(points.dtype)
+    centre = data.to(dtype).mean(-2, keepdim=True) if data.shape[-2] else data.new_zeros(())
+    query = (points.to(dtype) - centre) / width
+    key = (data.to(dtype) - centre) / width
+    log_weight = -key.square().sum(-1) / 2
+    total = torch.full(check.leading, float(data.shape[-2]), dtype=dtype, device=data.device)
+    if weights is not None:
+        weight = _check_weights(weights, data, dtype)
+        log_weight = log_weight + weight.log()
+        total = weight.sum(-1).expand(check.leading)
+    elif not data.shape[-2]:
+        raise InputError("data has no points; expected at least one")
+    problem = kernel_problem(query, key, query.new_ones(*key.shape[:-1], 1), 1.0, finite=False)
+    problem = with_weights(problem, log_weight, -query.square().sum(-1) / 2)
+    volume = (width.log() + math.log(2 * math.pi) / 2).expand(points.shape[-1]).sum()
+    return problem, (total.log() + volume).to(dtype)
+
+
+def _check_bandwidth(bandwidth: float | Tensor, points: Tensor) -> Tensor:
+    dim = points.shape[-1]
+    width = torch.as_tensor(bandwidth, dtype=compute_dtype(points.dtype), device=points.device)
+    if width.shape not in ((), (1,), (dim,)):
+        raise InputError(
+            f"bandwidth has shape {tuple(width.shape)}; expected a number or one for each of "
+            f"the {dim} dims"
+        )
+    if not bool((width.isfinite() & (width > 0)).all()):
+        raise InputError(f"bandwidth must be finite and > 0, got {bandwidth!r}")
+    return width
+
+
+def _check_weights(weights: Tensor, data: Tensor, dtype: torch.dtype) -> Tensor:
+    if not isinstance(weights, Tensor) or not weights.is_floating_point():
+        raise InputError(f"weights must be a floating-point tensor, got {weights!r}")
+    if weights.device != data.device:
+        raise InputError(f"weights is on {weights.device} but data is on {data.device}")
+    try:
+        expanded = weights.to(dtype).expand(data.shape[:-1])
+    except RuntimeError:
+        raise InputError(
+            f"weights has shape {tuple(weights.shape)}; expected {tuple(data.shape[:-1])}"
+        ) from None
+    finite = bool((expanded.isfinite() & (expanded >= 0)).all())
+    if not finite or not bool((expanded.sum(-1) > 0).all()):
+        raise InputError("weights must be finite and >= 0, with a positive sum")
+    return expanded
+
+
+def _the_plan(problem: Problem, method: Method | None, plan: Plan | None) -> Plan:
+    """The caller's plan once it is seen to fit, or a new one."""
+    if method is not None and not isinstance(method, Method):
+        raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
+    if plan is None:
+        return _make_plan(problem, method or Auto())
+    if not isinstance(plan, Plan):
+        raise InputError(f"plan must be an sb.Plan, got {type(plan).__name__}")
+    if method is not None and method != plan.method:
+        raise InputError(f"method is {method} but the plan was made with {plan.method}")
+    _check_plan_fits(problem, plan)
+    if problem.query.device.type == "cpu":
+        check_finite(query=problem.query, key=problem.key, value=problem.value)
+    if problem.needs_exact:
+        return _make_plan(problem, plan.method)
+    return plan
+
+
+def _check_plan_fits(problem: Problem, plan: Plan) -> None:
+    shape = (problem.batch, problem.heads, problem.query.shape[-1])
+    made_for = (plan.batch, plan.num_heads, plan.dim)
+    if shape != made_for:
+        raise InputError(
+            f"plan was made for (batch, heads, dim) = {made_for}, but the inputs have {shape}"
+        )
+    for head in plan.heads:
+        if head.large_rows is not None and (head.n, head.m) != (problem.n, problem.m):
+            raise InputError(
+                f"plan splits {head.n} rows and {head.m} keys, but the inputs have {problem.n} "
+                f"and {problem.m}; save and load the plan (a loaded plan splits again) or make a "
+                "new one"
+            )
+
+
+def _make_plan(problem: Problem, method: Method) -> Plan:
+    reason = problem.needs_exact
+    if reason and not isinstance(method, Exact):
+        warnings.warn(
+            f"supportbasis: {method} runs exactly because {reason}", UserWarning, stacklevel=4
+        )
+    heads = tuple(
+        exact_plan(head, reason) if reason else method.plan_head(head)
+        for _, _, head in problem.each_head()
+    )
+    return Plan(method, problem.batch, problem.heads, problem.query.shape[-1], heads)
+
+
+def _check_gradients(problem: Problem, plan: Plan) -> None:
+    tracked = torch.is_grad_enabled() and any(
+        x.requires_grad for x in (problem.query, problem.key, problem.value)
+    )
+    if tracked and not isinstance(plan.method, Exact):
+        raise InputError(
+            "query, key or value requires grad, but only sb.Exact() has gradients so far; use "
+            "torch.no_grad(), detach the inputs, or pass method=sb.Exact()"
+        )
+
+
+def _run(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Outcome, Plan]:
+    """SDPA itself when every head is exact, the component engine otherwise."""
+    all_exact = all(head.kind == "exact" for head in plan.heads)
+    if all_exact and sdpa.can_run(problem):
+        return _run_sdpa(problem, need_lse), plan
+    outcome = execute(problem, plan)
+    invalid = int(outcome.invalid_rows.sum() - outcome.rescued_rows.sum())
+    if invalid:
+        warnings.warn(
+            f"supportbasis: {invalid} rows had no usable denominator (the polynomial is not "
+            "positive there) and return zeros; see certificate.invalid_rows",
+            UserWarning,
+            stacklevel=3,
+        )
+    return outcome, plan
+
+
+def _run_sdpa(problem: Problem, need_lse: bool) -> Outcome:
+    shape = (problem.batch, problem.heads)
+    zero = problem.query.new_zeros(shape, dtype=problem.dtype)
+    empty = problem.query.new_zeros((*shape, 0), dtype=problem.dtype)
+    if not need_lse:
+        return Outcome(sdpa.sdpa(problem), empty, zero, zero, zero, zero)
+    pair = sdpa.sdpa_with_lse(problem)
+    if pair is None:
+        reference = execute(problem, _make_plan(problem, Exact()))
+        pair = (sdpa.sdpa(problem), reference.lse)
+    return Outcome(*pair, zero, zero, zero, sdpa.sdpa_noise(problem))
+
+
+def _result(problem: Problem, plan: Plan, outcome: Outcome) -> Result:
+    with torch.no_grad():
+        certificate = certify(problem, plan, outcome)
+    return Result(
+        problem.restore(outcome.output),
+        problem.restore(outcome.lse),
+        problem.restore(outcome.log_scale),
+        plan,
+        certificate,
+    )
+
+
+def _in_linear_units(problem: Problem, outcome: Outcome) -> Tensor:
+    factor = outcome.log_scale.double().exp()
+    output = outcome.output.double() * factor[..., None, None]
+    output = output.to(problem.query.dtype)
+    if not bool(output.isfinite().all()):
+        raise InputError(
+            f"the sums overflow {problem.query.dtype}: the largest is about "
+            f"exp({float(outcome.log_scale.max()):.4g}); pass return_result=True, which returns "
+            "output and log_scale apart"
+        )
+    return problem.restore(output)

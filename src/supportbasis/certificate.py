@@ -1,0 +1,157 @@
+"""Certificates: an upper bound on the error, and a measurement of it on sampled rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .basis import score_reach, split_of
+from .density import density_error
+from .execute import Outcome
+from .plans import HeadPlan, Plan
+from .polynomials import CertifiedPolynomial
+from .problem import Head, Problem
+from .rounding import unit_roundoff
+from .sampling import exact_rows, frobenius_limit, sample_rows
+
+SAMPLED_ROWS = 256
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """How wrong the answer may be, for each (batch, head).
+
+    ``bound``
+        Proved: max|output - exact| <= bound * max|V|. For a kernel sum the error of row i is
+        relative to its exact row sum: |S - AV|_i <= bound * (A1)_i * max|V|.
+    ``measured``, ``limit``
+        Relative Frobenius error (gaussian_kde: largest error over largest density) on ``rows``
+        sampled query rows, and an upper limit for all rows that holds with probability
+        ``confidence`` over the choice of rows.
+    ``invalid_rows``
+        Rows whose denominator was unusable; ``rescued_rows`` of them were computed exactly.
+    """
+
+    bound: Tensor  # [batch, heads]
+    measured: Tensor  # [batch, heads]
+    limit: Tensor  # [batch, heads]
+    rows: int
+    confidence: float
+    invalid_rows: Tensor  # [batch, heads]
+    rescued_rows: Tensor  # [batch, heads]
+
+    def holds(self, tolerance: float) -> bool:
+        """Whether the measured error of every head, at its upper limit, is within tolerance."""
+        return bool((self.limit <= tolerance).all())
+
+    def bound_holds(self, tolerance: float) -> bool:
+        """Whether the proved bound of every head is within tolerance."""
+        return bool((self.bound <= tolerance).all())
+
+    def __str__(self) -> str:
+        if not self.bound.numel():
+            return "Certificate: no heads"
+        text = (
+            f"Certificate: bound {float(self.bound.max()):.3g}, measured "
+            f"{float(self.measured.max()):.3g} (below {float(self.limit.max()):.3g} with "
+            f"confidence {self.confidence:g}, {self.rows} rows)"
+        )
+        invalid = int(self.invalid_rows.sum())
+        return text + (f", {invalid} rows without a usable denominator" if invalid else "")
+
+    __repr__ = __str__
+
+
+def certify(problem: Problem, plan: Plan, outcome: Outcome, *, seed: int = 0) -> Certificate:
+    """Bound and measure the error of an outcome against the exact result."""
+    shape = (problem.batch, problem.heads)
+    bound, measured, limit = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
+    rows = sample_rows(problem.n, SAMPLED_ROWS, seed, problem.query.device)
+    random = problem.dropout_p > 0
+    for b, h, head in problem.each_head():
+        at = (b, h)
+        bound[at] = error_bound(head, plan.head(b, h), outcome, at)
+        if head.n and not random:
+            exact = exact_rows(head, rows, float(outcome.log_scale[at]))
+            given = outcome.output[at][rows].double()
+            head_plan = plan.head(b, h)
+            measured[at], limit[at] = sampled_error(given, exact, head, head_plan, rows)
+    used = 0 if random else len(rows)
+    confidence = 1.0 if used == problem.n else CONFIDENCE
+    counts = (outcome.invalid_rows.long().cpu(), outcome.rescued_rows.long().cpu())
+    return Certificate(bound, measured, limit, used, confidence, *counts)
+
+
+def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]) -> float:
+    """Polynomial part + rounding of the sums + rounding of the output, for one head."""
+    eta = float(outcome.rounding[at])
+    narrow = 2 * unit_roundoff(head.query.dtype)
+    if not head.normalise:
+        error = polynomial_error(head, plan)
+        return error + (1 + error) * eta + narrow * (1 + error)
+    spread = polynomial_spread(head, plan)
+    if spread == math.inf and not _positive(head, plan):
+        return math.inf
+    polynomial = 2 * math.tanh(spread / 4)
+    rounding = 2 * eta / (1 - eta) if eta < 1 else math.inf
+    largest = float(head.value.abs().max()) if head.value.numel() else 0.0
+    output = float(outcome.output[at].abs().max()) if outcome.output[at].numel() else 0.0
+    trivial = 1 + output / largest if largest > 0 else 0.0
+    invalid = int(outcome.invalid_rows[at]) > int(outcome.rescued_rows[at])
+    total = polynomial + rounding + narrow
+    return min(trivial, max(total, 1.0) if invalid else total)
+
+
+def _on_data(head: Head, plan: HeadPlan) -> tuple[float, bool]:
+    """The range of the scores that the polynomial meets, and whether exact keys are mixed in."""
+    if plan.kind == "polynomial":
+        return score_reach(head, None, head.live_keys), False
+    rows, keys = split_of(plan, head)
+    if rows.small is not None and not len(rows.small):
+        return 0.0, False
+    return score_reach(head, rows.small, keys.small), keys.large is not None
+
+
+def _recertified(head: Head, plan: HeadPlan) -> tuple[CertifiedPolynomial, bool]:
+    """The plan's polynomial on the range of this data, which may be wider than the plan's."""
+    reach, mixed = _on_data(head, plan)
+    poly = plan.polynomial
+    assert poly is not None
+    return (poly if reach <= poly.bound else poly.on(reach)), mixed
+
+
+def polynomial_spread(head: Head, plan: HeadPlan) -> float:
+    """ln rho: how much the polynomial can distort one weight against another."""
+    if plan.kind == "exact":
+        return 0.0
+    poly, mixed = _recertified(head, plan)
+    return poly.weight_log_spread(with_exact=mixed)
+
+
+def polynomial_error(head: Head, plan: HeadPlan) -> float:
+    """Largest relative error of one weight."""
+    if plan.kind == "exact":
+        return 0.0
+    return _recertified(head, plan)[0].error
+
+
+def _positive(head: Head, plan: HeadPlan) -> bool:
+    return _recertified(head, plan)[0].positive
+
+
+def sampled_error(
+    given: Tensor, exact: Tensor, head: Head, plan: HeadPlan, rows: Tensor
+) -> tuple[float, float]:
+    """Measured error of the sampled rows, and its upper limit for all rows."""
+    error = given - exact
+    if head.query_log_weight is None:
+        return frobenius_limit(error.square().sum(-1), exact.square().sum(-1), head.n)
+    peak = float(exact.abs().max())  # a density: largest error over largest density
+    measured = float(error.abs().max()) / max(peak, 1e-300)
+    if len(rows) == head.n:
+        return measured, measured
+    return measured, 2 * measured + density_error(head, plan, math.log(max(peak, 1e-300)))

@@ -1,0 +1,132 @@
+"""What a plan costs: multiply-adds for `Plan.cost`, seconds on this machine for `Plan.speedup`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .components.polynomial import CAUSAL_CHUNK
+from .features import FeatureMap, block_rows
+from .polynomials import true_rank
+from .problem import Head
+
+CALL_SECONDS = 3e-4  # of one head through the component engine, whatever its size
+BLOCK_SECONDS = 5e-6  # of one elementwise operation of a feature block
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much of each kind of work one head takes."""
+
+    exact_pairs: int = 0  # pairs summed exactly
+    feature_rows: int = 0  # tokens (rows and keys) turned into features
+    degree: int = 0
+    dense_pairs: int = 0  # pairs at which p is evaluated densely (causal diagonal)
+    scanned: int = 0  # entries read to split, to bound norms and to sample
+
+    def multiply_adds(self, head: Head) -> float:
+        pair = head.dim + head.value_dim
+        rank = true_rank(head.dim, self.degree) if self.feature_rows else 0
+        return (
+            self.exact_pairs * pair
+            + self.dense_pairs * (pair + self.degree)
+            + self.feature_rows * rank * (head.value_dim + 2)
+            + self.scanned
+        )
+
+    def cost(self, head: Head) -> float:
+        """Multiply-adds relative to those of exact attention on the same head."""
+        exact = head.pairs * (head.dim + head.value_dim)
+        return self.multiply_adds(head) / exact if exact else 1.0
+
+    def seconds(self, head: Head) -> float:
+        """Predicted time on this machine."""
+        rates = calibrate(head.query.device.type)
+        pair = rates.pair + rates.pair_dim * (head.dim + head.value_dim)
+        rank = true_rank(head.dim, self.degree) if self.feature_rows else 0
+        features = self.feature_rows * rank * (rates.feature + rates.product * head.value_dim)
+        blocks = math.ceil(self.feature_rows / block_rows(max(1, rank), head.dtype))
+        overhead = blocks * BLOCK_SECONDS * (head.dim * max(0, self.degree - 1) + 10)
+        pairs = (1.3 * self.exact_pairs + 2.0 * self.dense_pairs) * pair
+        return CALL_SECONDS + pairs + features + overhead + self.scanned * rates.scan
+
+    def speedup(self, head: Head) -> float:
+        """Predicted time of exact attention over predicted time of this work."""
+        return exact_seconds(head) / self.seconds(head)
+
+
+def exact_seconds(head: Head) -> float:
+    """Predicted time of SDPA on this head. Its causal kernel saves less than half the pairs."""
+    rates = calibrate(head.query.device.type)
+    pair = rates.pair + rates.pair_dim * (head.dim + head.value_dim)
+    causal = 1.5 if head.is_causal else 1.0
+    return 2e-5 + head.pairs * pair * causal
+
+
+def exact_work(head: Head) -> Work:
+    return Work(exact_pairs=head.pairs)
+
+
+def polynomial_work(head: Head, rows: int, keys: int, degree: int) -> Work:
+    """Features of ``rows`` rows and ``keys`` keys, and the causal diagonal."""
+    dense = rows * CAUSAL_CHUNK // 2 if head.is_causal else 0
+    scanned = 2 * (head.n + head.m) * head.dim
+    return Work(feature_rows=rows + keys, degree=degree, dense_pairs=dense, scanned=scanned)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds a unit of work, measured on this machine."""
+
+    pair: float  # one exact pair, beside its products
+    pair_dim: float  # one multiply-add of an exact pair
+    feature: float  # forming one feature
+    product: float  # one multiply-add of a feature with a value
+    scan: float  # reading one entry
+
+
+@lru_cache(maxsize=4)
+def calibrate(device: str) -> Rates:
+    """Measure the machine once a process, in about a tenth of a second."""
+    wide, narrow = _time_sdpa(64, device), _time_sdpa(16, device)
+    pair_dim = max((wide - narrow) / 96, 1e-15)
+    pair = max(wide - 128 * pair_dim, 1e-15)
+    features = FeatureMap(48, 2)
+    x = _numbers((1024, 48), device)
+    value = _numbers((1024, 64), device)
+    buffer = features.buffer(1024, x)
+    state = value.new_zeros(features.rank, 64)
+    count = 1024 * features.rank
+    write = _best(lambda: features.write(x, buffer), device) / count
+    product = _best(lambda: state.addmm_(buffer, value), device) / count
+    scan = _best(lambda: x.abs().amax(-1), device) / x.numel()
+    return Rates(pair, pair_dim, write, product / 64, scan)
+
+
+def _numbers(shape: tuple[int, ...], device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(0)  # the global generator stays untouched
+    return torch.randn(shape, generator=generator).to(device)
+
+
+def _time_sdpa(dim: int, device: str) -> float:
+    q, k, v = _numbers((3, 1, 1, 1536, dim), device).unbind(0)
+    seconds = _best(lambda: F.scaled_dot_product_attention(q, k, v), device)
+    return seconds / 1536**2
+
+
+def _best(run: Callable[[], object], device: str, repeats: int = 5) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,105 @@
+"""Carry out a plan: evaluate each head's components, add the partial sums, divide once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .basis import support_basis
+from .components import ExactSum
+from .partial import Partial
+from .plans import HeadPlan, Plan
+from .problem import Head, Problem
+
+
+@dataclass
+class Outcome:
+    """What running a plan gives, [batch, heads, ...]."""
+
+    output: Tensor  # [batch, heads, n, dv], input dtype
+    lse: Tensor  # [batch, heads, n]
+    log_scale: Tensor  # [batch, heads]: units of the output of a kernel sum, 0 for attention
+    invalid_rows: Tensor  # [batch, heads]: rows without a usable denominator
+    rescued_rows: Tensor  # [batch, heads]: of those, how many were computed exactly instead
+    rounding: Tensor  # [batch, heads]: largest relative rounding error of a row's sums
+
+
+def execute(problem: Problem, plan: Plan) -> Outcome:
+    """Run every head of the plan through the component engine."""
+    batch, heads, n = problem.batch, problem.heads, problem.n
+    new = problem.query.new_zeros
+    outcome = Outcome(
+        new(batch, heads, n, problem.value.shape[-1]),
+        new(batch, heads, n, dtype=problem.dtype),
+        *(new(batch, heads, dtype=problem.dtype) for _ in range(4)),
+    )
+    for b, h, head in problem.each_head():
+        run_head(head, plan.head(b, h), outcome, (b, h))
+    return outcome
+
+
+def run_head(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]) -> None:
+    """One head: the whole story of the library in one function."""
+    finished = []
+    for group in support_basis(plan, head):
+        total = group.components[0].evaluate(head, group.rows)
+        for component in group.components[1:]:
+            total.add_(component.evaluate(head, group.rows))
+        usable = total.usable if head.normalise else total.num.isfinite().all(-1)
+        lost = total.seen & ~usable
+        count = int(lost.sum())
+        outcome.invalid_rows[at] += count
+        if count and plan.kind == "single-threshold":
+            outcome.rescued_rows[at] += count
+            usable = _rescue(head, group.rows, lost, total)
+        valid = total.seen & usable
+        if bool(valid.any()):
+            relative = (total.noise / total.den.abs())[valid].max()
+            outcome.rounding[at] = torch.maximum(outcome.rounding[at], relative.nan_to_num(1.0))
+        finished.append((group.rows, total, valid))
+    write = _write_attention if head.normalise else _write_sums
+    write(head, finished, outcome, at)
+
+
+def _rescue(head: Head, rows: Tensor | None, lost: Tensor, total: Partial) -> Tensor:
+    """Compute the rows that the polynomial lost exactly, in place; all rows are usable then."""
+    where = lost.nonzero().squeeze(1)
+    exact = ExactSum(head.live_keys).evaluate(head, where if rows is None else rows[where])
+    total.num[where], total.den[where] = exact.num, exact.den
+    total.log_scale[where], total.noise[where] = exact.log_scale, exact.noise
+    return torch.ones_like(lost)
+
+
+Finished = list[tuple[Tensor | None, Partial, Tensor]]
+
+
+def _write_attention(head: Head, finished: Finished, outcome: Outcome, at: tuple[int, int]) -> None:
+    for rows, total, valid in finished:
+        output, lse = total.divide_(valid)
+        where = slice(None) if rows is None else rows
+        outcome.output[at][where] = output.to(outcome.output.dtype)
+        outcome.lse[at][where] = lse
+
+
+def _write_sums(head: Head, finished: Finished, outcome: Outcome, at: tuple[int, int]) -> None:
+    """Unnormalised sums of all rows in one common unit, exp(log_scale), so that none overflows."""
+    top = -math.inf
+    for rows, total, valid in finished:
+        if head.query_log_weight is not None:
+            factor = head.query_log_weight if rows is None else head.query_log_weight[rows]
+            total.log_scale = total.log_scale + factor
+        size = total.num.abs().amax(-1).log() if head.value_dim else total.log_scale
+        size = torch.where(valid, size + total.log_scale, -math.inf)
+        top = max(top, float(size.max()) if size.numel() else -math.inf)
+    unit = top if top > -math.inf else 0.0
+    outcome.log_scale[at] = unit
+    for rows, total, valid in finished:
+        factor = torch.where(valid, (total.log_scale - unit).exp(), 0.0)
+        where = slice(None) if rows is None else rows
+        sums = total.num.nan_to_num(0.0).mul_(factor.unsqueeze(1))
+        outcome.output[at][where] = sums.to(outcome.output.dtype)
+        den = torch.where(valid & (total.den > 0), total.den.log() + total.log_scale, -math.inf)
+        outcome.lse[at][where] = den

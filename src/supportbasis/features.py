@@ -1,0 +1,117 @@
+"""Feature maps of polynomial kernels: (<x, y>)^k = <phi_k(x), W phi_k(y)>, packed symmetric.
+
+phi_k holds each monomial of degree k once, C(d+k-1, k) of them instead of d^k; W is the diagonal
+of multinomial coefficients, applied once to the sum over keys instead of to every token. All
+degrees 0..g together have C(d+g, g) features (Lemma A.2 prints C(2(d+g), 2g)).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+from .polynomials import true_rank
+
+RANK_LIMIT = 2**18  # 64 MiB of float32 state at 64 value columns
+BUFFER_BYTES = 16 * 2**20
+MAX_BLOCK = 8192
+
+
+def check_rank(dim: int, degree: int) -> int:
+    """Number of features, or an error when their sums would not fit in a sensible memory."""
+    rank = true_rank(dim, degree)
+    if rank > RANK_LIMIT:
+        raise InputError(
+            f"degree {degree} in head dim {dim} needs {rank} features, more than the limit of "
+            f"{RANK_LIMIT}; use a lower degree, a smaller head dim, or sb.Exact()"
+        )
+    return rank
+
+
+def largest_degree(dim: int) -> int:
+    """Largest degree whose rank is within the limit."""
+    degree = 0
+    while true_rank(dim, degree + 1) <= RANK_LIMIT:
+        degree += 1
+    return degree
+
+
+def block_rows(rank: int, dtype: torch.dtype) -> int:
+    """Tokens a block: the features of one block fill the buffer and stay in cache."""
+    return max(16, min(MAX_BLOCK, BUFFER_BYTES // (rank * dtype.itemsize)))
+
+
+class FeatureMap:
+    """Monomials of degree 0..``degree`` in ``dim`` variables, written feature-major.
+
+    Monomials of degree k are ordered by their smallest index i: block i is x_i times the suffix
+    of the monomials of degree k-1 whose indices are all at least i. So a block of tokens costs
+    ``dim`` elementwise products a degree, each on contiguous memory.
+
+    >>> phi = FeatureMap(dim=2, degree=2)
+    >>> phi(torch.tensor([[2.0, 3.0]]))          # 1, x, y, x*x, x*y, y*y
+    tensor([[1., 2., 3., 4., 6., 9.]])
+    >>> phi.multiplicity.tolist()
+    [1.0, 1.0, 1.0, 1.0, 2.0, 1.0]
+    """
+
+    def __init__(self, dim: int, degree: int):
+        self.dim, self.degree = dim, degree
+        self.rank = check_rank(dim, degree)
+        self.multiplicity, self.order, self._suffixes = _layout(dim, degree)
+
+    def buffer(self, rows: int, like: Tensor) -> Tensor:
+        return torch.empty(self.rank, rows, dtype=like.dtype, device=like.device)
+
+    def write(self, x: Tensor, buffer: Tensor) -> Tensor:
+        """Features of tokens ``x`` [rows, dim] into ``buffer``; returns [rank, rows]."""
+        out = buffer[:, : x.shape[0]]
+        out[0].fill_(1.0)
+        if self.degree == 0:
+            return out
+        out[1 : 1 + self.dim].copy_(x.T)
+        columns = out[1 : 1 + self.dim]
+        end = 1 + self.dim
+        for suffixes in self._suffixes:
+            last = end
+            for i, start in enumerate(suffixes):
+                length = last - start
+                torch.mul(columns[i], out[start:last], out=out[end : end + length])
+                end += length
+        return out
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Features of all tokens at once, [rows, rank]: for tests and small inputs."""
+        return self.write(x, self.buffer(x.shape[0], x)).T
+
+
+@lru_cache(maxsize=64)
+def _layout(dim: int, degree: int) -> tuple[Tensor, Tensor, list[list[int]]]:
+    """Multinomial coefficient and degree of each monomial, and, for each degree k >= 2, where
+    in the packing the suffix starts that block i multiplies."""
+    levels = [torch.ones(1, dtype=torch.float64)]
+    suffixes: list[list[int]] = []
+    if degree >= 1:
+        levels.append(torch.ones(dim, dtype=torch.float64))
+    repeats = torch.ones(dim, dtype=torch.float64)  # of each monomial's smallest index
+    starts = list(range(dim))  # of block i within the level
+    for k in range(2, degree + 1):
+        last = levels[-1]
+        base = sum(level.numel() for level in levels[:-1])
+        suffixes.append([base + start for start in starts])
+        blocks, counts, next_starts, position = [], [], [], 0
+        for i, start in enumerate(starts):
+            stop = starts[i + 1] if i + 1 < dim else last.numel()
+            count = torch.ones(last.numel() - start, dtype=torch.float64)
+            count[: stop - start] = repeats[start:stop] + 1
+            blocks.append(last[start:] * k / count)
+            counts.append(count)
+            next_starts.append(position)
+            position += count.numel()
+        levels.append(torch.cat(blocks))
+        repeats, starts = torch.cat(counts), next_starts
+    order = torch.cat([torch.full_like(level, k) for k, level in enumerate(levels)])
+    return torch.cat(levels), order.long(), suffixes

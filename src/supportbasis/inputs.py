@@ -1,0 +1,224 @@
+"""Validation: from the caller's tensors to a `Problem`, or an error that names the argument."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+from .problem import Problem, compute_dtype
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def attention_problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    *,
+    finite: bool = True,
+) -> Problem:
+    """Check every argument of a call in SDPA's form and flatten it to [batch, heads, ...]."""
+    value_given = value if value is not None else key
+    _check_tensors(query=query, key=key, value=value_given)
+    leading, key_leading = _leading_dims(query, key, value_given, enable_gqa)
+    n, m, dim = query.shape[-2], key.shape[-2], query.shape[-1]
+    if not isinstance(is_causal, bool):
+        raise InputError(f"is_causal must be True or False, got {is_causal!r}")
+    weight, mask = _split_mask(attn_mask, query, (*leading, n, m))
+    problem = Problem(
+        _four(query, leading),
+        _four(key, key_leading),
+        _four(value_given, key_leading),
+        weight,
+        None,
+        mask,
+        _check_dropout(dropout_p),
+        is_causal,
+        check_scale(scale, dim),
+        True,
+        leading,
+    )
+    if finite:
+        check_finite(query=query, key=key, value=value_given)
+    return problem
+
+
+def kernel_problem(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, *, finite: bool = True
+) -> Problem:
+    """The same for an unnormalised kernel sum: no mask, no dropout, not causal."""
+    problem = attention_problem(query, key, value, None, 0.0, False, scale, False, finite=finite)
+    return _replace(problem, normalise=False)
+
+
+def _replace(problem: Problem, **changes: object) -> Problem:
+    fields = {name: getattr(problem, name) for name in problem.__dataclass_fields__}
+    return Problem(**{**fields, **changes})
+
+
+def with_weights(problem: Problem, key: Tensor, query: Tensor) -> Problem:
+    """The same kernel sum with log-weights [..., m] of the keys and [..., n] of the rows."""
+    n, m = problem.n, problem.m
+    shape = (problem.batch, problem.heads)
+    return _replace(
+        problem,
+        key_log_weight=key.expand(*problem.leading, m).reshape(*shape, m),
+        query_log_weight=query.expand(*problem.leading, n).reshape(*shape, n),
+    )
+
+
+def _check_tensors(**tensors: Tensor) -> None:
+    query = tensors["query"]
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in DTYPES:
+            expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise InputError(f"{name} has dtype {tensor.dtype}; expected one of {expected}")
+        if tensor.dim() < 2:
+            raise InputError(
+                f"{name} has shape {tuple(tensor.shape)}; expected [..., heads, tokens, dim]"
+            )
+        if tensor.dtype != query.dtype:
+            raise InputError(f"{name} has dtype {tensor.dtype} but query has {query.dtype}")
+        if tensor.device != query.device:
+            raise InputError(f"{name} is on {tensor.device} but query is on {query.device}")
+    if query.shape[-1] < 1:
+        raise InputError("query has head dim 0; expected at least 1")
+
+
+def _leading_dims(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Leading dims (heads included) of the query side and of the key side."""
+    if key.shape[-1] != query.shape[-1]:
+        raise InputError(
+            f"key has head dim {key.shape[-1]} but query has {query.shape[-1]}; they must agree"
+        )
+    if value.shape[-2] != key.shape[-2]:
+        raise InputError(
+            f"value has {value.shape[-2]} tokens but key has {key.shape[-2]}; they must agree"
+        )
+    if enable_gqa:
+        return _gqa_dims(query, key, value)
+    shapes = [tuple(x.shape[:-2]) for x in (query, key, value)]
+    try:
+        leading = tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        raise InputError(
+            f"leading dims of query {shapes[0]}, key {shapes[1]} and value {shapes[2]} do not "
+            "broadcast; for fewer key heads than query heads pass enable_gqa=True"
+        ) from None
+    return leading, leading
+
+
+def _gqa_dims(
+    query: Tensor, key: Tensor, value: Tensor
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if min(query.dim(), key.dim(), value.dim()) < 3:
+        raise InputError("enable_gqa=True needs a heads dim: [..., heads, tokens, dim]")
+    heads, key_heads, value_heads = query.shape[-3], key.shape[-3], value.shape[-3]
+    if key_heads != value_heads or key_heads == 0 or heads % key_heads:
+        raise InputError(
+            f"enable_gqa=True with {heads} query heads, {key_heads} key heads and {value_heads} "
+            "value heads; key and value heads must be equal and divide the query heads"
+        )
+    shapes = [tuple(x.shape[:-3]) for x in (query, key, value)]
+    try:
+        batch = tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        raise InputError(
+            f"batch dims of query {shapes[0]}, key {shapes[1]} and value {shapes[2]} "
+            "do not broadcast"
+        ) from None
+    return (*batch, heads), (*batch, key_heads)
+
+
+def _four(tensor: Tensor, leading: Sequence[int]) -> Tensor:
+    """Broadcast the leading dims and flatten them to [batch, heads]."""
+    tokens, dim = tensor.shape[-2:]
+    heads = leading[-1] if leading else 1
+    batch = math.prod(leading[:-1])
+    return tensor.expand(*leading, tokens, dim).reshape(batch, heads, tokens, dim)
+
+
+def _check_dropout(dropout_p: float) -> float:
+    if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:
+        raise InputError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
+    return float(dropout_p)
+
+
+def check_scale(scale: float | None, dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(dim)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise InputError(f"scale must be a finite number or None (1/sqrt(dim)), got {scale!r}")
+    return float(scale)
+
+
+def _split_mask(
+    mask: Tensor | None, query: Tensor, shape: tuple[int, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """A mask as key log-weights [batch, heads, m] if it is a key mask, else as it came.
+
+    A mask is a key mask when its query dim has size 1, or is an expanded view of such a mask.
+    """
+    if mask is None:
+        return None, None
+    if not isinstance(mask, Tensor):
+        raise InputError(f"attn_mask must be a torch.Tensor or None, got {type(mask).__name__}")
+    if mask.device != query.device:
+        raise InputError(f"attn_mask is on {mask.device} but query is on {query.device}")
+    if mask.dtype != torch.bool and mask.dtype not in DTYPES:
+        raise InputError(f"attn_mask has dtype {mask.dtype}; expected bool or floating point")
+    try:
+        mask.expand(shape)
+    except RuntimeError:
+        raise InputError(
+            f"attn_mask has shape {tuple(mask.shape)}, which does not broadcast to {shape}"
+        ) from None
+    batch, heads = math.prod(shape[:-3]), shape[-3] if len(shape) > 2 else 1
+    if mask.dim() >= 2 and mask.shape[-2] > 1:
+        if mask.stride(-2) != 0:
+            _check_bias(mask)
+            return None, mask.expand(shape).reshape(batch, heads, *shape[-2:])
+        mask = mask[..., :1, :]
+    weight = _log_weight(mask, compute_dtype(query.dtype))
+    return weight.expand(*shape[:-2], 1, shape[-1]).reshape(batch, heads, shape[-1]), None
+
+
+def _log_weight(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype == torch.bool:
+        zero = torch.zeros((), dtype=dtype, device=mask.device)
+        return torch.where(mask, zero, -math.inf)
+    _check_bias(mask)
+    return mask.to(dtype)
+
+
+def _check_bias(mask: Tensor) -> None:
+    if mask.dtype != torch.bool and bool((mask.isnan() | (mask == math.inf)).any()):
+        raise InputError("attn_mask contains NaN or +inf; a bias is finite or -inf (masked)")
+
+
+def check_finite(**tensors: Tensor) -> None:
+    """Raise if a tensor has NaN or Inf. One reduction; the entries are searched only on failure."""
+    for name, tensor in tensors.items():
+        if bool(tensor.sum(dtype=compute_dtype(tensor.dtype)).isfinite()):
+            continue
+        bad = ~tensor.isfinite()
+        count = int(bad.sum())
+        if count:  # a sum of huge finite entries may overflow without any of them being at fault
+            first = tuple(bad.nonzero()[0].tolist())
+            raise InputError(
+                f"{name} has {count} non-finite entries (NaN or Inf), the first at {first}; "
+                "expected finite numbers"
+            )

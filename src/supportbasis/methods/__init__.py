@@ -1,0 +1,26 @@
+"""Methods: small objects that say how a support basis is chosen. Every one returns a `HeadPlan`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .auto import Auto
+from .base import Method
+from .exact import Exact
+from .polynomial import Polynomial
+from .single_threshold import SingleThreshold
+
+__all__ = ["Auto", "Exact", "Method", "Polynomial", "SingleThreshold", "method_from_json"]
+
+_METHODS: dict[str, type[Method]] = {
+    method.__name__: method for method in (Exact, Polynomial, SingleThreshold, Auto)
+}
+
+
+def method_from_json(content: dict[str, Any]) -> Method:
+    """The method that `Method.to_json` described."""
+    arguments = dict(content)
+    name = arguments.pop("name")
+    if name not in _METHODS:
+        raise ValueError(f"unknown method {name!r}; expected one of {sorted(_METHODS)}")
+    return _METHODS[name](**arguments)

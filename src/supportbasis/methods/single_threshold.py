@@ -1,0 +1,165 @@
+"""The single-threshold support basis (the paper's Algorithms 1 and 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import analysis
+from ..basis import Side, entry_reach, large_tokens, score_reach, split_of
+from ..cost import Work, polynomial_work
+from ..errors import InputError
+from ..features import check_rank
+from ..plans import HeadPlan
+from ..polynomials import CertifiedPolynomial, largest_bound
+from ..problem import Head
+from ..scores import ScoreSample, best_polynomial
+from .base import Method, check_degree, is_positive
+from .exact import exact_plan
+
+EPSILON = 0.05  # certified relative error that threshold=None asks of the polynomial
+RULES = ("sqrt-log", "sub-gaussian")
+
+
+@dataclass(frozen=True)
+class SingleThreshold(Method):
+    """Rows with an entry beyond T exactly, the rest by a certified polynomial.
+
+    ``threshold`` compares raw entries of query and key, before the scale:
+
+    - a number: that T for every head;
+    - None: the cheapest T for which some polynomial of this degree is certified to 5 %; where
+      none is cheaper than exact attention, everything is exact and the plan says so;
+    - "sqrt-log": sqrt(ln n), the paper's choice; "sub-gaussian": from a sub-Gaussian fit of the
+      entries, so that about sqrt(n) of them are large. For other constants pass the number that
+      `sb.analysis.log_threshold` or `sb.analysis.sub_gaussian_threshold` returns.
+    """
+
+    threshold: float | str | None = None
+    degree: int = 2
+
+    def __post_init__(self) -> None:
+        check_degree(self.degree)
+        if self.threshold is None or self.threshold in RULES or is_positive(self.threshold):
+            return
+        raise InputError(
+            f"threshold must be a finite number > 0, None or one of {RULES}, got {self.threshold!r}"
+        )
+
+    def plan_head(self, head: Head) -> HeadPlan:
+        check_rank(head.dim, self.degree)
+        threshold = self._threshold(head)
+        if threshold is None:
+            return exact_plan(
+                head, f"no threshold has a degree-{self.degree} polynomial within {EPSILON:.0%}"
+            )
+        plan = threshold_plan(head, threshold, self.degree)
+        if self.threshold is None and plan.cost >= 1:
+            return exact_plan(
+                head, f"T={threshold:.4g} would cost {plan.cost:.3g} times exact attention"
+            )
+        return plan
+
+    def _threshold(self, head: Head) -> float | None:
+        if isinstance(self.threshold, (int, float)):
+            return float(self.threshold)
+        if self.threshold == "sqrt-log":
+            return analysis.log_threshold(max(2, head.n, head.m))
+        if self.threshold == "sub-gaussian":
+            return analysis.sub_gaussian_threshold(head.query, head.key)
+        return largest_threshold(head, largest_bound(self.degree, EPSILON))
+
+
+def threshold_plan(
+    head: Head, threshold: float, degree: int, sample: ScoreSample | None = None
+) -> HeadPlan:
+    """Split at a threshold and pick the polynomial for what is small."""
+    large_rows, large_keys = large_tokens(head, threshold)
+    plan = HeadPlan(
+        "single-threshold", "", head.n, head.m, 1.0, 1.0, None, threshold, large_rows, large_keys
+    )
+    rows, keys = split_of(plan, head)
+    work = split_work(head, rows, keys, degree)
+    if _none(rows.small) or _none(keys.small):
+        polynomial, reason = None, f"at T={threshold:.4g} every row or every key is large"
+    else:
+        polynomial, reason = small_polynomial(head, rows, keys, threshold, degree, sample), ""
+    return HeadPlan(
+        "single-threshold" if polynomial is not None else "exact",
+        reason,
+        head.n,
+        head.m,
+        work.cost(head) if polynomial is not None else 1.0,
+        work.speedup(head) if polynomial is not None else 1.0,
+        polynomial,
+        threshold,
+        large_rows,
+        large_keys,
+    )
+
+
+def small_polynomial(
+    head: Head, rows: Side, keys: Side, threshold: float, degree: int, sample: ScoreSample | None
+) -> CertifiedPolynomial:
+    """The certified polynomial of least expected error on the small rows and keys."""
+    reach = min(entry_reach(head, threshold), score_reach(head, rows.small, keys.small))
+    sample = sample or ScoreSample.draw(head, rows.small, keys.small)
+    return best_polynomial(sample, degree, reach)
+
+
+def split_work(head: Head, rows: Side, keys: Side, degree: int) -> Work:
+    """Exact rectangles, features of the rest, and what the planner reads."""
+    large_rows, small_rows = rows.count(head.n)
+    large_keys, small_keys = keys.count(head.m)
+    share = head.pairs / max(1, head.n * head.m)
+    pairs = (large_rows * head.m + small_rows * large_keys) * share
+    work = polynomial_work(head, small_rows, small_keys, degree)
+    return Work(
+        exact_pairs=int(pairs),
+        feature_rows=work.feature_rows,
+        degree=degree,
+        dense_pairs=work.dense_pairs,
+        scanned=work.scanned + (head.n + head.m) * head.dim + ScoreSample.MULTIPLY_ADDS * head.dim,
+    )
+
+
+def largest_threshold(head: Head, reach: float) -> float | None:
+    """Largest T such that no score of small rows and keys can leave [-reach, reach].
+
+    Rows and keys sorted by their largest entry, with the running maximum of their norms, give
+    the range B(T) = min(|scale| d T^2, |scale| max|q| max|k|) at every T that changes the split.
+    """
+    if not head.n or not head.m:
+        return None
+    query, query_norms = _sorted_side(head.query_maxima, head.query_norms, None)
+    key, key_norms = _sorted_side(head.key_maxima, head.key_norms, head.live_keys)
+    if not len(key):
+        return None
+    candidates = torch.cat([query, key]).unique()
+    scale = abs(head.scale)
+    by_norm = scale * _running(query, query_norms, candidates) * _running(key, key_norms, candidates)
+    by_entry = scale * head.dim * candidates.square()
+    feasible = torch.minimum(by_norm, by_entry) <= reach
+    count = int(feasible.sum())  # the range grows with T, so the feasible ones come first
+    if count == 0 or float(candidates[count - 1]) <= 0:
+        return None if count == 0 else torch.finfo(torch.float64).tiny
+    return float(candidates[count - 1])
+
+
+def _sorted_side(maxima: Tensor, norms: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
+    if live is not None:
+        maxima, norms = maxima[live], norms[live]
+    ordered, order = maxima.double().sort()
+    return ordered, norms[order].cummax(0).values if len(norms) else norms
+
+
+def _running(ordered: Tensor, norms: Tensor, thresholds: Tensor) -> Tensor:
+    """Largest norm among the tokens whose largest entry is at most each threshold."""
+    count = torch.searchsorted(ordered, thresholds, right=True)
+    return torch.where(count > 0, norms[(count - 1).clamp(min=0)], 0.0)
+
+
+def _none(index: Tensor | None) -> bool:
+    return index is not None and not len(index)

@@ -1,0 +1,73 @@
+"""Partial sums: what every component returns, and the one division at the end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Partial:
+    """Numerator and denominator of some rows over some keys, in units of ``exp(log_scale)``.
+
+    For row i the true sums are ``exp(log_scale_i) * num_i = sum_j a_ij v_j`` and
+    ``exp(log_scale_i) * den_i = sum_j a_ij``. A row that has seen no key has ``den = 0`` and
+    ``log_scale = -inf``. ``noise`` bounds the rounding error of ``den``, and of ``num`` divided
+    by the largest |v|, in the same units: it grows with the sum of the magnitudes of the terms,
+    so a row whose terms cancel is noticed.
+    """
+
+    num: Tensor  # [rows, dv]
+    den: Tensor  # [rows]
+    log_scale: Tensor  # [rows]
+    noise: Tensor  # [rows]
+
+    @staticmethod
+    def empty(rows: int, value_dim: int, like: Tensor, dtype: torch.dtype) -> Partial:
+        """Sums over no key at all."""
+
+        def full(*shape: int, fill: float = 0.0) -> Tensor:
+            return torch.full(shape, fill, dtype=dtype, device=like.device)
+
+        return Partial(full(rows, value_dim), full(rows), full(rows, fill=-math.inf), full(rows))
+
+    def add_(self, other: Partial) -> Partial:
+        """Add the sums of the same rows over other keys, in place."""
+        top = torch.maximum(self.log_scale, other.log_scale)
+        unit = torch.where(top > -math.inf, top, 0.0)
+        mine, theirs = (self.log_scale - unit).exp_(), (other.log_scale - unit).exp_()
+        self.num.mul_(mine.unsqueeze(1)).addcmul_(other.num, theirs.unsqueeze(1))
+        self.den.mul_(mine).addcmul_(other.den, theirs)
+        self.noise.mul_(mine).addcmul_(other.noise, theirs)
+        self.log_scale = top
+        return self
+
+    def __getitem__(self, rows: slice | Tensor) -> Partial:
+        return Partial(self.num[rows], self.den[rows], self.log_scale[rows], self.noise[rows])
+
+    @property
+    def seen(self) -> Tensor:
+        """Rows that have at least one key."""
+        return self.log_scale > -math.inf
+
+    @property
+    def usable(self) -> Tensor:
+        """Rows whose sums are finite and whose denominator stands clear of rounding.
+
+        ``noise`` is a worst case; rounding errors of independent sign are far smaller, so a
+        denominator counts as lost only below a sixteenth of it.
+        """
+        finite = self.num.isfinite().all(-1) & self.den.isfinite()
+        return finite & (self.den > self.noise / 16)
+
+    def divide_(self, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Output rows and their log-sum-exp; rows that are not ``valid`` get zeros and -inf."""
+        one = torch.ones((), dtype=self.den.dtype, device=self.den.device)
+        den = torch.where(valid, self.den, one)
+        output = self.num.div_(den.unsqueeze(1))
+        output.masked_fill_(~valid.unsqueeze(1), 0.0)
+        lse = torch.where(valid, den.log() + self.log_scale, -math.inf)
+        return output, lse

@@ -1,0 +1,165 @@
+"""What is to be computed: a validated call, and the two-dimensional problem of each of its heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of all sums: float64 for float64 input, float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """One (batch, head) pair: rows of ``query`` attend to rows of ``key``.
+
+    A pair (i, j) has weight ``exp(scale * <q_i, k_j> + key_log_weight_j)``, and zero when
+    ``is_causal`` and ``j > i``. A padded key has log-weight ``-inf``.
+    """
+
+    query: Tensor  # [n, d]
+    key: Tensor  # [m, d]
+    value: Tensor  # [m, dv]
+    key_log_weight: Tensor | None  # [m]
+    query_log_weight: Tensor | None  # [n], known factor of each row of an unnormalised sum
+    scale: float
+    is_causal: bool
+    normalise: bool  # attention divides by the row sum, a kernel sum does not
+    mask: Tensor | None = None  # [n, m] bool or bias; only exact sums know what to do with it
+    precision: torch.dtype | None = None  # of all sums; None: chosen from the input
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.precision or compute_dtype(self.query.dtype)
+
+    @property
+    def n(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def m(self) -> int:
+        return self.key.shape[0]
+
+    @property
+    def dim(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def value_dim(self) -> int:
+        return self.value.shape[1]
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs that exact attention would visit."""
+        if not self.is_causal:
+            return self.n * self.m
+        square = min(self.n, self.m)
+        return square * (square + 1) // 2 + max(0, self.n - self.m) * self.m
+
+    @cached_property
+    def query_norms(self) -> Tensor:
+        """Euclidean norm of each query, float64, so that no finite entry overflows."""
+        return torch.linalg.vector_norm(self.query, dim=-1, dtype=torch.float64)
+
+    @cached_property
+    def key_norms(self) -> Tensor:
+        return torch.linalg.vector_norm(self.key, dim=-1, dtype=torch.float64)
+
+    @cached_property
+    def query_maxima(self) -> Tensor:
+        """Largest |entry| of each query row: what a threshold is compared with."""
+        return self.query.abs().amax(-1)
+
+    @cached_property
+    def key_maxima(self) -> Tensor:
+        return self.key.abs().amax(-1)
+
+    @cached_property
+    def live_keys(self) -> Tensor | None:
+        """Indices of the keys that are not padded; None when all of them are live."""
+        if self.key_log_weight is None:
+            return None
+        live = self.key_log_weight > -math.inf
+        return None if bool(live.all()) else live.nonzero().squeeze(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A validated call, with leading dims flattened to [batch, heads]."""
+
+    query: Tensor  # [batch, heads, n, d]
+    key: Tensor  # [batch, key heads, m, d]
+    value: Tensor  # [batch, key heads, m, dv]
+    key_log_weight: Tensor | None  # [batch, heads, m]
+    query_log_weight: Tensor | None  # [batch, heads, n]
+    mask: Tensor | None  # any other mask, [batch, heads, n, m]
+    dropout_p: float
+    is_causal: bool
+    scale: float
+    normalise: bool
+    leading: tuple[int, ...]  # the caller's leading dims, heads included
+
+    @property
+    def batch(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.heads // max(1, self.key.shape[1])
+
+    @property
+    def n(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def m(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return compute_dtype(self.query.dtype)
+
+    @property
+    def needs_exact(self) -> str | None:
+        """Why no approximation applies to this call, or None."""
+        if self.dropout_p > 0:
+            return "dropout draws weights pair by pair"
+        if self.mask is not None:
+            return "the mask is not a key mask: it depends on the query"
+        return None
+
+    def head(self, batch: int, head: int) -> Head:
+        key_head = head // self.group
+        weight, row_weight = self.key_log_weight, self.query_log_weight
+        return Head(
+            self.query[batch, head],
+            self.key[batch, key_head],
+            self.value[batch, key_head],
+            None if weight is None else weight[batch, head],
+            None if row_weight is None else row_weight[batch, head],
+            self.scale,
+            self.is_causal,
+            self.normalise,
+            None if self.mask is None else self.mask[batch, head],
+        )
+
+    def each_head(self) -> Iterator[tuple[int, int, Head]]:
+        for batch in range(self.batch):
+            for head in range(self.heads):
+                yield batch, head, self.head(batch, head)
+
+    def restore(self, tensor: Tensor) -> Tensor:
+        """[batch, heads, ...] back to the caller's leading dims."""
+        return tensor.reshape(*self.leading, *tensor.shape[2:])

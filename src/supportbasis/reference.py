@@ -1,0 +1,81 @@
+"""Slow, obvious float64 twins: the whole weight matrix, written down. For tests and small inputs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .plans import HeadPlan, Plan
+from .problem import Head, Problem
+
+
+def execute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
+    """What `execute.execute` computes: (output, lse), [batch, heads, ...], in float64.
+
+    For a kernel sum the output is the sum itself, in linear units.
+    """
+    outputs, sums = [], []
+    for b, h, head in problem.each_head():
+        output, lse = run_head(head, plan.head(b, h))
+        outputs.append(output)
+        sums.append(lse)
+    shape = (problem.batch, problem.heads)
+    return (
+        torch.stack(outputs).unflatten(0, shape),
+        torch.stack(sums).unflatten(0, shape),
+    )
+
+
+def run_head(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
+    """One head, quadratic time and memory."""
+    weight, top = weights(head, plan)
+    den = weight.sum(1)
+    num = weight @ head.value.double()
+    if not head.normalise:
+        factor = top if head.query_log_weight is None else top + head.query_log_weight.double()
+        return num * factor.exp().unsqueeze(1), den.log() + factor
+    seen = den > 0
+    output = torch.where(seen.unsqueeze(1), num / den.unsqueeze(1), 0.0)
+    return output, torch.where(seen, den.log() + top, -math.inf)
+
+
+def weights(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
+    """The matrix of weights in units of exp(top) for each row: exp, or p on small x small."""
+    score = head.query.double() @ head.key.double().T * head.scale
+    log_weight = _log_weight(head, score)
+    top = (score + log_weight).amax(1) if head.m else score.new_zeros(head.n)
+    top = torch.where(top > -math.inf, top, 0.0)
+    exact = (score + log_weight - top.unsqueeze(1)).exp()
+    if plan.kind == "exact":
+        return exact, top
+    assert plan.polynomial is not None
+    unit = (log_weight + plan.polynomial.bound - top.unsqueeze(1)).exp()
+    return torch.where(_is_small(head, plan), plan.polynomial(score) * unit, exact), top
+
+
+def _log_weight(head: Head, score: Tensor) -> Tensor:
+    weight = torch.zeros_like(score)
+    if head.key_log_weight is not None:
+        weight = weight + head.key_log_weight.double()
+    if head.mask is not None:
+        mask = head.mask
+        weight = weight.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else weight + mask
+    if head.is_causal:
+        weight = weight.masked_fill(torch.ones_like(score, dtype=torch.bool).triu(1), -math.inf)
+    return weight
+
+
+def _is_small(head: Head, plan: HeadPlan) -> Tensor:
+    """Pairs of a small row and a small key (all pairs where nothing is split)."""
+    if plan.kind == "polynomial":
+        return torch.ones(head.n, head.m, dtype=torch.bool, device=head.query.device)
+    if plan.large_rows is not None and plan.large_keys is not None:
+        row = torch.ones(head.n, dtype=torch.bool).scatter_(0, plan.large_rows, False)
+        key = torch.ones(head.m, dtype=torch.bool).scatter_(0, plan.large_keys, False)
+    else:
+        assert plan.threshold is not None
+        row = head.query.abs().amax(1) <= plan.threshold
+        key = head.key.abs().amax(1) <= plan.threshold
+    return row.unsqueeze(1) & key

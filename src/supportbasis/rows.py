@@ -1,0 +1,63 @@
+"""A plan's error on sampled query rows, without running it: weights of those rows, densely."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .basis import split_of
+from .plans import HeadPlan
+from .problem import Head
+from .sampling import frobenius_limit, sample_rows
+
+ROWS = 128
+ENTRIES = 2**24
+
+
+class RowCheck:
+    """Exact output of sampled rows, computed once, against which any plan can be compared."""
+
+    def __init__(self, head: Head, tolerance: float, seed: int):
+        self.head = head
+        dtype = torch.float64 if tolerance < 1e-5 else head.dtype
+        count = max(32, min(ROWS, ENTRIES // max(1, head.m)))
+        self.rows = sample_rows(head.n, count, seed, head.query.device)
+        self.scores = (head.query[self.rows].to(dtype) * head.scale) @ head.key.to(dtype).T
+        self.log_weight = self._log_weight(dtype)
+        self.value = head.value.to(dtype)
+        self.top = (self.scores + self.log_weight).amax(1, keepdim=True)
+        self.top.masked_fill_(self.top == -math.inf, 0.0)
+        self.weight = (self.scores + self.log_weight - self.top).exp_()
+        self.exact = self._output(self.weight)
+
+    def _log_weight(self, dtype: torch.dtype) -> Tensor:
+        head = self.head
+        weight = torch.zeros((), dtype=dtype, device=head.query.device)
+        if head.key_log_weight is not None:
+            weight = head.key_log_weight.to(dtype).expand_as(self.scores)
+        if head.is_causal:
+            later = torch.arange(head.m, device=head.key.device) > self.rows.unsqueeze(1)
+            weight = weight.expand_as(self.scores).masked_fill(later, -math.inf)
+        return weight
+
+    def _output(self, weight: Tensor) -> Tensor:
+        den = weight.sum(1, keepdim=True) if self.head.normalise else 1.0
+        return (weight @ self.value / den).nan_to_num(0.0)
+
+    def error(self, plan: HeadPlan) -> tuple[float, float]:
+        """Measured error of the plan on the sampled rows, and its upper limit."""
+        assert plan.polynomial is not None
+        poly = plan.polynomial
+        weight = poly(self.scores).mul_((poly.bound + self.log_weight - self.top).exp())
+        if plan.kind == "single-threshold":
+            rows, keys = split_of(plan, self.head)
+            if keys.large is not None:
+                weight[:, keys.large] = self.weight[:, keys.large]
+            if rows.large is not None:
+                large = torch.isin(self.rows, rows.large)
+                weight[large] = self.weight[large]
+        squared = (self._output(weight) - self.exact).double().square().sum(-1)
+        size = self.exact.double().square().sum(-1)
+        return frobenius_limit(squared, size, self.head.n)

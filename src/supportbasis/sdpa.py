@@ -1,0 +1,128 @@
+"""Exact attention of all heads in one call to PyTorch's own kernel: the baseline and fall-back."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .components.exact import KEY_TILE
+from .problem import Problem
+from .rounding import gamma, product_roundoff, sum_depth, unit_roundoff
+
+
+def can_run(problem: Problem) -> bool:
+    """Whether SDPA computes this problem: attention, something to do, and a bias it can hold."""
+    sizes = (problem.batch, problem.heads, problem.n, problem.m, problem.value.shape[-1])
+    if not problem.normalise or 0 in sizes:
+        return False
+    bias = problem.key_log_weight
+    if bias is None:
+        return True
+    if problem.is_causal and problem.query.device.type != "cpu":
+        return False
+    return bool((bias.to(problem.query.dtype).to(bias.dtype) == bias).all())
+
+
+def sdpa(problem: Problem) -> Tensor:
+    """Output [batch, heads, n, dv] in the input dtype; differentiable."""
+    output = F.scaled_dot_product_attention(
+        problem.query,
+        problem.key,
+        problem.value,
+        attn_mask=_mask(problem),
+        dropout_p=problem.dropout_p,
+        is_causal=problem.is_causal and problem.mask is None,
+        scale=problem.scale,
+        enable_gqa=problem.group > 1,
+    )
+    dead = _dead_rows(problem)
+    return output if dead is None else output.masked_fill(dead.unsqueeze(-1), 0.0)
+
+
+def sdpa_with_lse(problem: Problem) -> tuple[Tensor, Tensor] | None:
+    """The same with the log-sum-exp of each row, where PyTorch has a kernel that returns it."""
+    kernel = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    same_dim = problem.query.shape[-1] == problem.value.shape[-1]
+    if kernel is None or problem.query.device.type != "cpu" or not same_dim:
+        return None
+    if problem.dropout_p > 0:
+        return None
+    key, value = problem.key, problem.value
+    if problem.group > 1:
+        key, value = (x.repeat_interleave(problem.group, 1) for x in (key, value))
+    mask = _mask(problem)
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=problem.query.dtype).masked_fill_(~mask, -math.inf)
+        mask = mask.expand(-1, -1, problem.n, -1)
+    output, lse = kernel(
+        problem.query,
+        key,
+        value,
+        is_causal=problem.is_causal and problem.mask is None,
+        attn_mask=mask,
+        scale=problem.scale,
+    )
+    lse = lse.to(problem.dtype)
+    dead = _dead_rows(problem)
+    if dead is not None:
+        output = output.masked_fill(dead.unsqueeze(-1), 0.0)
+        lse = lse.masked_fill(dead, -math.inf)
+    return output, lse
+
+
+def _mask(problem: Problem) -> Tensor | None:
+    """Key weights and any other mask as one argument of SDPA, in a form it takes."""
+    if problem.mask is None:
+        bias = problem.key_log_weight
+        if bias is None:
+            return None
+        if bool(((bias == 0) | (bias == -math.inf)).all()):
+            return (bias == 0).unsqueeze(2)
+        return bias.unsqueeze(2).to(problem.query.dtype)
+    mask = problem.mask
+    if problem.is_causal:
+        later = torch.ones(problem.n, problem.m, dtype=torch.bool, device=mask.device).triu_(1)
+        mask = mask & ~later if mask.dtype == torch.bool else mask.masked_fill(later, -math.inf)
+    return mask if mask.dtype == torch.bool else mask.to(problem.query.dtype)
+
+
+def _dead_rows(problem: Problem) -> Tensor | None:
+    """Rows that may attend to nothing, [batch, heads, n]; None when there is no mask."""
+    mask, bias = _mask(problem), problem.key_log_weight
+    if mask is None:
+        return None
+    if problem.mask is not None:
+        return ~mask.any(-1) if mask.dtype == torch.bool else (mask == -math.inf).all(-1)
+    assert bias is not None
+    if not problem.is_causal:
+        return (bias == -math.inf).all(-1, keepdim=True).expand(-1, -1, problem.n)
+    before = bias.cummax(-1).values == -math.inf  # nothing up to and including key j
+    if problem.n > problem.m:
+        before = torch.cat([before, before[..., -1:].expand(-1, -1, problem.n - problem.m)], -1)
+    return before[..., : problem.n]
+
+
+def sdpa_noise(problem: Problem) -> Tensor:
+    """Relative rounding error of a row's sums in SDPA, [batch, heads], worst row.
+
+    Scores carry the rounding of an inner product; weights are rounded to the input dtype before
+    they meet the values; the kernel sums over keys block by block in float32 or wider.
+    """
+    wide = product_roundoff(problem.dtype)
+    norms = [
+        torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).amax(-1)
+        for x in (problem.query, problem.key)
+    ]
+    reach = abs(problem.scale) * norms[0] * norms[1].repeat_interleave(problem.group, 1)
+    score = reach * gamma(problem.query.shape[-1] + 6, wide)
+    for bias in (problem.key_log_weight, problem.mask):
+        if bias is not None and bias.dtype != torch.bool:
+            finite = bias.masked_fill(bias == -math.inf, 0.0).abs()
+            score = score + 4 * unit_roundoff(problem.dtype) * finite.flatten(2).amax(-1)
+    total = gamma(sum_depth(problem.m, KEY_TILE) + 16, wide)
+    narrow = unit_roundoff(problem.query.dtype) if problem.query.dtype != problem.dtype else 0.0
+    return (torch.expm1(2 * score) + total + 2 * narrow).clamp(max=1.0).to(problem.dtype)
