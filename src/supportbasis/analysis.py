@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .checks import check_finite
 from .errors import InputError
-from .inputs import check_finite
 from .split import check_pair, check_threshold, row_maxima
 
 if TYPE_CHECKING:

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from . import sdpa
 from .certificate import certify
+from .checks import check_finite
 from .errors import InputError
 from .execute import Outcome, execute
-from .inputs import attention_problem, check_finite, kernel_problem, with_weights
+from .inputs import attention_problem, kernel_problem, with_weights
 from .methods import Auto, Exact, Method
 from .methods.exact import exact_plan
 from .plans import Plan
-from .problem import Problem, compute_dtype
+from .problem import Problem
 from .result import Result
+from .rounding import compute_dtype
 
 
 def attention(
@@ -52,7 +54,6 @@ def attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=plan is None
     )
     plan = _the_plan(problem, method, plan)
-    _check_gradients(problem, plan)
     outcome, plan = _run(problem, plan, need_lse=return_result)
     if return_result:
         return _result(problem, plan, outcome)
@@ -101,7 +102,6 @@ def kernel_sum(
     """
     problem = kernel_problem(query, key, value, scale)
     plan = _the_plan(problem, method, None)
-    _check_gradients(problem, plan)
     outcome, plan = _run(problem, plan, need_lse=return_result)
     if return_result:
         return _result(problem, plan, outcome)
@@ -128,7 +128,6 @@ def gaussian_kde(
     """
     problem, log_norm = _density_problem(points, data, bandwidth, weights)
     plan = _the_plan(problem, method, None)
-    _check_gradients(problem, plan)
     outcome, plan = _run(problem, plan, need_lse=return_result)
     result = _result(problem, plan, outcome) if return_result else None
     outcome.log_scale = outcome.log_scale - log_norm.reshape(outcome.log_scale.shape)
@@ -142,7 +141,7 @@ def gaussian_kde(
 def _density_problem(
     points: Tensor, data: Tensor, bandwidth: float | Tensor, weights: Tensor | None
 ) -> tuple[Problem, Tensor]:
-    """exp(-|x-y|^2/2) = exp(<x,y>) exp(-|x|^2/2) exp(-|y|^2/2), after centring and dividing by h."""
+    """exp(-|x-y|^2/2) = exp(<x,y>) exp(-|x|^2/2) exp(-|y|^2/2), centred and divided by h."""
     check = attention_problem(points, data, None, None, 0.0, False, 1.0, False)
     width = _check_bandwidth(bandwidth, points)
     dtype = compute_dtype(points.dtype)
@@ -198,11 +197,14 @@ def _the_plan(problem: Problem, method: Method | None, plan: Plan | None) -> Pla
     if method is not None and not isinstance(method, Method):
         raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
     if plan is None:
-        return _make_plan(problem, method or Auto())
+        method = method or Auto()
+        _check_gradients(problem, method)
+        return _make_plan(problem, method)
     if not isinstance(plan, Plan):
         raise InputError(f"plan must be an sb.Plan, got {type(plan).__name__}")
     if method is not None and method != plan.method:
         raise InputError(f"method is {method} but the plan was made with {plan.method}")
+    _check_gradients(problem, plan.method)
     _check_plan_fits(problem, plan)
     if problem.query.device.type == "cpu":
         check_finite(query=problem.query, key=problem.key, value=problem.value)
@@ -240,11 +242,11 @@ def _make_plan(problem: Problem, method: Method) -> Plan:
     return Plan(method, problem.batch, problem.heads, problem.query.shape[-1], heads)
 
 
-def _check_gradients(problem: Problem, plan: Plan) -> None:
+def _check_gradients(problem: Problem, method: Method) -> None:
     tracked = torch.is_grad_enabled() and any(
         x.requires_grad for x in (problem.query, problem.key, problem.value)
     )
-    if tracked and not isinstance(plan.method, Exact):
+    if tracked and not isinstance(method, Exact):
         raise InputError(
             "query, key or value requires grad, but only sb.Exact() has gradients so far; use "
             "torch.no_grad(), detach the inputs, or pass method=sb.Exact()"

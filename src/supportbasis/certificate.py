@@ -76,10 +76,11 @@ def certify(problem: Problem, plan: Plan, outcome: Outcome, *, seed: int = 0) ->
         at = (b, h)
         bound[at] = error_bound(head, plan.head(b, h), outcome, at)
         if head.n and not random:
-            exact = exact_rows(head, rows, float(outcome.log_scale[at]))
+            unit = float(outcome.log_scale[at])
+            exact = exact_rows(head, rows, unit)
             given = outcome.output[at][rows].double()
-            head_plan = plan.head(b, h)
-            measured[at], limit[at] = sampled_error(given, exact, head, head_plan, rows)
+            pair = sampled_error(given, exact, head, plan.head(b, h), rows, unit)
+            measured[at], limit[at] = pair
     used = 0 if random else len(rows)
     confidence = 1.0 if used == problem.n else CONFIDENCE
     counts = (outcome.invalid_rows.long().cpu(), outcome.rescued_rows.long().cpu())
@@ -125,7 +126,7 @@ def _recertified(head: Head, plan: HeadPlan) -> tuple[CertifiedPolynomial, bool]
 
 
 def polynomial_spread(head: Head, plan: HeadPlan) -> float:
-    """ln rho: how much the polynomial can distort one weight against another."""
+    """Ln rho: how much the polynomial can distort one weight against another."""
     if plan.kind == "exact":
         return 0.0
     poly, mixed = _recertified(head, plan)
@@ -144,9 +145,12 @@ def _positive(head: Head, plan: HeadPlan) -> bool:
 
 
 def sampled_error(
-    given: Tensor, exact: Tensor, head: Head, plan: HeadPlan, rows: Tensor
+    given: Tensor, exact: Tensor, head: Head, plan: HeadPlan, rows: Tensor, log_scale: float
 ) -> tuple[float, float]:
-    """Measured error of the sampled rows, and its upper limit for all rows."""
+    """Measured error of the sampled rows, and its upper limit for all rows.
+
+    Both results are in units of ``exp(log_scale)``.
+    """
     error = given - exact
     if head.query_log_weight is None:
         return frobenius_limit(error.square().sum(-1), exact.square().sum(-1), head.n)
@@ -154,4 +158,5 @@ def sampled_error(
     measured = float(error.abs().max()) / max(peak, 1e-300)
     if len(rows) == head.n:
         return measured, measured
-    return measured, 2 * measured + density_error(head, plan, math.log(max(peak, 1e-300)))
+    log_peak = math.log(max(peak, 1e-300)) + log_scale
+    return measured, 2 * measured + density_error(head, plan, log_peak)

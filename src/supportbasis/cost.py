@@ -70,10 +70,6 @@ def exact_seconds(head: Head) -> float:
     return 2e-5 + head.pairs * pair * causal
 
 
-def exact_work(head: Head) -> Work:
-    return Work(exact_pairs=head.pairs)
-
-
 def polynomial_work(head: Head, rows: int, keys: int, degree: int) -> Work:
     """Features of ``rows`` rows and ``keys`` keys, and the causal diagonal."""
     dense = rows * CAUSAL_CHUNK // 2 if head.is_causal else 0

@@ -51,7 +51,7 @@ def density_error(head: Head, plan: HeadPlan, log_peak: float) -> float:
 
 
 def _error_within(poly: CertifiedPolynomial, reach: Tensor) -> Tensor:
-    """max over |z| <= reach of |p(z) - e^z|, in units of exp(bound)."""
+    """Max over |z| <= reach of |p(z) - e^z|, in units of exp(bound)."""
     top = float(reach.max())
     grid = torch.linspace(0.0, top, GRID, dtype=torch.float64, device=reach.device)
     both = torch.stack([grid, -grid])

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .checks import check_finite
 from .errors import InputError
-from .problem import Problem, compute_dtype
+from .problem import Problem
+from .rounding import compute_dtype
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -43,7 +45,7 @@ def attention_problem(
         mask,
         _check_dropout(dropout_p),
         is_causal,
-        check_scale(scale, dim),
+        _check_scale(scale, dim),
         True,
         leading,
     )
@@ -121,9 +123,7 @@ def _leading_dims(
     return leading, leading
 
 
-def _gqa_dims(
-    query: Tensor, key: Tensor, value: Tensor
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _gqa_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if min(query.dim(), key.dim(), value.dim()) < 3:
         raise InputError("enable_gqa=True needs a heads dim: [..., heads, tokens, dim]")
     heads, key_heads, value_heads = query.shape[-3], key.shape[-3], value.shape[-3]
@@ -157,7 +157,7 @@ def _check_dropout(dropout_p: float) -> float:
     return float(dropout_p)
 
 
-def check_scale(scale: float | None, dim: int) -> float:
+def _check_scale(scale: float | None, dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(dim)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
@@ -207,18 +207,3 @@ def _log_weight(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _check_bias(mask: Tensor) -> None:
     if mask.dtype != torch.bool and bool((mask.isnan() | (mask == math.inf)).any()):
         raise InputError("attn_mask contains NaN or +inf; a bias is finite or -inf (masked)")
-
-
-def check_finite(**tensors: Tensor) -> None:
-    """Raise if a tensor has NaN or Inf. One reduction; the entries are searched only on failure."""
-    for name, tensor in tensors.items():
-        if bool(tensor.sum(dtype=compute_dtype(tensor.dtype)).isfinite()):
-            continue
-        bad = ~tensor.isfinite()
-        count = int(bad.sum())
-        if count:  # a sum of huge finite entries may overflow without any of them being at fault
-            first = tuple(bad.nonzero()[0].tolist())
-            raise InputError(
-                f"{name} has {count} non-finite entries (NaN or Inf), the first at {first}; "
-                "expected finite numbers"
-            )

@@ -1,4 +1,4 @@
-"""What is to be computed: a validated call, and the two-dimensional problem of each of its heads."""
+"""What is to be computed: a validated call, and the two-dimensional problem of each head."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of all sums: float64 for float64 input, float32 for everything else."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from .rounding import compute_dtype
+from .split import row_maxima
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +72,13 @@ class Head:
 
     @cached_property
     def query_maxima(self) -> Tensor:
-        """Largest |entry| of each query row: what a threshold is compared with."""
-        return self.query.abs().amax(-1)
+        """Largest |entry| of each query row: what a threshold is compared with, in float64,
+        since a comparison in half precision would round the threshold."""
+        return row_maxima(self.query).double()
 
     @cached_property
     def key_maxima(self) -> Tensor:
-        return self.key.abs().amax(-1)
+        return row_maxima(self.key).double()
 
     @cached_property
     def live_keys(self) -> Tensor | None:
@@ -162,4 +161,4 @@ class Problem:
 
     def restore(self, tensor: Tensor) -> Tensor:
         """[batch, heads, ...] back to the caller's leading dims."""
-        return tensor.reshape(*self.leading, *tensor.shape[2:])
+        return tensor.reshape((*self.leading, *tensor.shape[2:]))

@@ -1,4 +1,4 @@
-"""Slow, obvious float64 twins: the whole weight matrix, written down. For tests and small inputs."""
+"""Slow, obvious float64 twins: the whole weight matrix, written down. For small inputs."""
 
 from __future__ import annotations
 

@@ -1,10 +1,15 @@
-"""Worst-case rounding of floating-point sums, in the notation of error analysis textbooks."""
+"""Precision: the dtype of all sums, and the worst-case rounding of floating-point sums."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of all sums: float64 for float64 input, float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:

@@ -11,6 +11,8 @@ from torch import Tensor
 from .components import ExactSum
 from .problem import Head
 
+QUANTILE = 1.96  # one-sided 97.5 % of a normal ratio: 95 % is left for one with a long tail
+
 
 def sample_rows(n: int, count: int, seed: int, device: torch.device) -> Tensor:
     """Sorted row indices without replacement, from a private generator."""
@@ -47,5 +49,4 @@ def frobenius_limit(squared: Tensor, size: Tensor, n: int) -> tuple[float, float
         return math.sqrt(ratio), math.sqrt(ratio)
     residual = (squared - ratio * size).square().sum() / (count - 1)
     standard = math.sqrt(float(residual) / count * (1 - count / n)) / total
-    quantile = 1.645 * (1 + 1.0 / max(1, count - 1))
-    return math.sqrt(ratio), math.sqrt(ratio * math.exp(quantile * standard / ratio))
+    return math.sqrt(ratio), math.sqrt(ratio * math.exp(QUANTILE * standard / ratio))

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .checks import check_finite
 from .errors import InputError
-from .inputs import check_finite
 
 
 def row_maxima(x: Tensor) -> Tensor:

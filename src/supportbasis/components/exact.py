@@ -52,8 +52,8 @@ class ExactSum:
         norms = head.query_norms if rows is None else head.query_norms[rows]
         key_norm = head.key_norms.max() if head.m else norms.new_zeros(())
         unit = unit_roundoff(head.dtype)
-        score = abs(head.scale) * norms * key_norm * gamma(
-            head.dim + 6, product_roundoff(head.dtype)
+        score = (
+            abs(head.scale) * norms * key_norm * gamma(head.dim + 6, product_roundoff(head.dtype))
         )
         for bias in (head.key_log_weight, head.mask):
             if bias is not None and bias.dtype != torch.bool:

@@ -1,14 +1,15 @@
 """The polynomial component: p(scores) through packed features, never as an n x n or n x r array.
 
 With t = <q, k> / (max|q| max|k|) in [-1, 1] and p = sum_k a_k t^k, the sum over keys is
-``sum_j p(t_ij) w_j v_j = <phi(q_i), diag(a W) S>`` where ``S = sum_j phi(k_j) w_j v_j``. Causal sums
-keep S as a running prefix and evaluate p densely inside one chunk.
+``sum_j p(t_ij) w_j v_j = <phi(q_i), diag(a W) S>`` where ``S = sum_j phi(k_j) w_j v_j``. Causal
+sums keep S as a running prefix and evaluate p densely inside one chunk.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -186,11 +187,12 @@ def _causal(task: _Task) -> Partial:
     row_edges = _edges(task.rows, task.row_count, head.n, chunk, head.query)
     key_edges = _edges(task.keys, task.key_count, head.n, chunk, head.query)
     buffer = task.features.buffer(chunk, task.weights)
-    state, total = _State(task), Partial.empty(
-        task.row_count, head.value_dim, head.query, head.dtype
+    state, total = (
+        _State(task),
+        Partial.empty(task.row_count, head.value_dim, head.query, head.dtype),
     )
     reach = task.noise(1.0, chunk)
-    for rows, keys in zip(_spans(row_edges), _spans(key_edges), strict=True):
+    for rows, keys in zip(pairwise(row_edges), pairwise(key_edges), strict=True):
         if rows[0] < rows[1]:
             part = _chunk_rows(task, state, rows, keys, buffer, reach[rows[0] : rows[1]])
             _store(total, rows, part)
@@ -246,19 +248,13 @@ def _diagonal(
     return Partial(num, kernel.sum(1), top + task.log_scale, reach * mass)
 
 
-def _edges(
-    index: Tensor | None, count: int, tokens: int, chunk: int, like: Tensor
-) -> list[int]:
+def _edges(index: Tensor | None, count: int, tokens: int, chunk: int, like: Tensor) -> list[int]:
     """Where the chunks of positions 0, chunk, 2 chunk, ... begin in an index set."""
     borders = torch.arange(0, tokens + chunk, chunk, device=like.device)
     if index is None:
         return [min(count, int(border)) for border in borders.tolist()]
     edges: list[int] = torch.searchsorted(index, borders).tolist()
     return edges
-
-
-def _spans(edges: list[int]) -> list[tuple[int, int]]:
-    return list(zip(edges[:-1], edges[1:], strict=True))
 
 
 def _store(total: Partial, rows: tuple[int, int], part: Partial) -> None:

@@ -104,7 +104,8 @@ class _Search:
         plan = threshold_plan(self.head, threshold, degree)
         if plan.polynomial is None:
             return None
-        assert plan.large_rows is not None and plan.large_keys is not None
+        assert plan.large_rows is not None
+        assert plan.large_keys is not None
         if len(plan.large_rows) == 0 and len(plan.large_keys) == 0:
             return replace(
                 plan, kind="polynomial", threshold=None, large_rows=None, large_keys=None

@@ -24,6 +24,7 @@ class Method(ABC):
 
 
 def check_degree(degree: object) -> None:
+    """Raise unless this is an integer >= 0."""
     if isinstance(degree, bool) or not isinstance(degree, int) or degree < 0:
         raise InputError(f"degree must be an integer >= 0, got {degree!r}")
 

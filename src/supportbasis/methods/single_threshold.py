@@ -50,6 +50,8 @@ class SingleThreshold(Method):
 
     def plan_head(self, head: Head) -> HeadPlan:
         check_rank(head.dim, self.degree)
+        if not head.pairs:
+            return exact_plan(head, "there are no pairs")
         threshold = self._threshold(head)
         if threshold is None:
             return exact_plan(
@@ -68,7 +70,9 @@ class SingleThreshold(Method):
         if self.threshold == "sqrt-log":
             return analysis.log_threshold(max(2, head.n, head.m))
         if self.threshold == "sub-gaussian":
-            return analysis.sub_gaussian_threshold(head.query, head.key)
+            live = head.live_keys
+            key = head.key if live is None else head.key[live]
+            return analysis.sub_gaussian_threshold(head.query, key) if len(key) else None
         return largest_threshold(head, largest_bound(self.degree, EPSILON))
 
 
@@ -131,15 +135,16 @@ def largest_threshold(head: Head, reach: float) -> float | None:
     Rows and keys sorted by their largest entry, with the running maximum of their norms, give
     the range B(T) = min(|scale| d T^2, |scale| max|q| max|k|) at every T that changes the split.
     """
-    if not head.n or not head.m:
-        return None
+    if score_reach(head, None, head.live_keys) <= reach:  # the common case: nothing to sort
+        top = max(float(head.query_maxima.max()), float(head.key_maxima.max()))
+        return max(top, torch.finfo(torch.float64).tiny)
     query, query_norms = _sorted_side(head.query_maxima, head.query_norms, None)
     key, key_norms = _sorted_side(head.key_maxima, head.key_norms, head.live_keys)
-    if not len(key):
-        return None
     candidates = torch.cat([query, key]).unique()
     scale = abs(head.scale)
-    by_norm = scale * _running(query, query_norms, candidates) * _running(key, key_norms, candidates)
+    by_norm = (
+        scale * _running(query, query_norms, candidates) * _running(key, key_norms, candidates)
+    )
     by_entry = scale * head.dim * candidates.square()
     feasible = torch.minimum(by_norm, by_entry) <= reach
     count = int(feasible.sum())  # the range grows with T, so the feasible ones come first

@@ -1,0 +1,251 @@
+"""``supportbasis bench``: the benchmarks that the project reports, each with its error."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from ..errors import InputError
+from ..methods import Auto, Method, Polynomial, SingleThreshold
+from .density import measure_density
+from .machine import Machine
+from .measure import Measurement, Tick, compare
+from .plots import plot_times
+from .progress import Steps
+from .report import (
+    EXPLAINED,
+    Section,
+    facts,
+    figure,
+    findings,
+    html_table,
+    is_approximate,
+    machine_section,
+    paragraph,
+    terminal_table,
+    write_csv,
+    write_html,
+)
+from .settings import Setting, gaussian, outliers
+
+Run = Callable[[str, int, float, Tick], list[Measurement]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How long the inputs are, and how long each is timed."""
+
+    single: tuple[int, ...]
+    long: int
+    kde: int
+    sweep: tuple[int, int]  # lengths of the crossover sweep: from, to
+    budget: float  # seconds of timing for each benchmark
+    sweep_budget: float
+
+
+FULL = Sizes((8192, 32768, 131072), 32768, 100_000, (512, 65536), 15.0, 1.5)
+QUICK = Sizes((2048, 8192), 8192, 8192, (512, 8192), 1.5, 0.3)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A named benchmark: one length, or the sweep that looks for the crossover."""
+
+    name: str
+    run: Run
+    lengths: tuple[int, ...]
+    budget: float
+    is_sweep: bool = False
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """The length from which a method is faster than its baseline; None: not up to ``longest``."""
+
+    name: str
+    method: str
+    baseline: str
+    n: float | None
+    shortest: int
+    longest: int
+
+    def __str__(self) -> str:
+        if self.n is None:
+            return f"not faster than {self.baseline} up to n={self.longest}"
+        if self.n <= self.shortest:
+            return f"faster than {self.baseline} from n≤{self.shortest}"
+        return f"faster than {self.baseline} from n≈{self.n:.0f}"
+
+
+def _on(make: Callable[[int], Setting], methods: dict[str, Method], is_causal: bool = False) -> Run:
+    def run(name: str, n: int, budget: float, tick: Tick) -> list[Measurement]:
+        made = make(n)
+        setting = Setting(made.name, made.description, made.query, made.key, made.value, is_causal)
+        return compare(setting, methods, name=name, budget=budget, tick=tick)
+
+    return run
+
+
+SINGLE = {"SingleThreshold(0.4, degree=2)": SingleThreshold(0.4, 2)}
+OUTLIERS = {"SingleThreshold(degree=2)": SingleThreshold(degree=2), "Polynomial(2)": Polynomial(2)}
+WORKS: dict[str, Run] = {
+    "single": _on(gaussian, {**SINGLE}),
+    "degree1": _on(gaussian, {"SingleThreshold(0.4, degree=1)": SingleThreshold(0.4, 1)}),
+    "auto": _on(gaussian, {"Auto(1e-3)": Auto(1e-3)}),
+    "causal": _on(gaussian, {**SINGLE}, is_causal=True),
+    "outliers": _on(outliers, {**OUTLIERS}),
+    "kde": measure_density,
+}
+
+
+def jobs(sizes: Sizes) -> list[Job]:
+    """All benchmarks, shortest first within a work, then the sweeps."""
+    made = []
+    for name, run in WORKS.items():
+        lengths = {"single": sizes.single, "kde": (sizes.kde,)}.get(name, (sizes.long,))
+        made += [Job(_job_name(name, n), run, (n,), sizes.budget) for n in lengths]
+    start, end = sizes.sweep
+    doubling = tuple(start * 2**i for i in range(int(math.log2(end / start)) + 1))
+    for name, run in WORKS.items():
+        made.append(Job(f"crossover-{name}", run, doubling, sizes.sweep_budget, is_sweep=True))
+    return made
+
+
+def _job_name(work: str, n: int) -> str:
+    if work != "kde":
+        return f"{work}-n{n}"
+    return f"kde-{n // 1000}k" if n >= 1000 else f"kde-{n}"
+
+
+def run_bench(sizes: Sizes, only: str | None, out: Path, console: Console) -> None:
+    """Measure, append to the CSV, write the report, and print a table last."""
+    chosen = [job for job in jobs(sizes) if only is None or job.name.startswith(only)]
+    if not chosen:
+        names = ", ".join(job.name for job in jobs(sizes))
+        raise InputError(f"--only: no benchmark starts with {only!r}; there are {names}")
+    machine = Machine.here()
+    rows: list[Measurement] = []
+    crossovers: list[Crossover] = []
+    with Steps(console, len(chosen)) as steps:
+        for job in chosen:
+            measured = _run_job(job, steps)
+            write_csv(out / "results.csv", machine, measured, append=True)
+            rows += measured
+            if job.is_sweep:
+                crossovers.append(crossover(job.name, measured))
+    _write_crossovers(out / "crossover.csv", machine, crossovers)
+    _write_report(out, machine, rows, crossovers)
+    _print(console, rows, crossovers)
+    files = ", ".join(name for name in ("results.csv", "times.png") if (out / name).exists())
+    console.print(f"\nReport: {out / 'report.html'}, beside it {files}", style="bold")
+
+
+def _run_job(job: Job, steps: Steps) -> list[Measurement]:
+    rows: list[Measurement] = []
+    wins = 0
+    with steps.step(job.name) as tick:
+        for index, n in enumerate(job.lengths):
+            measured = job.run(job.name, n, job.budget, _part(tick, index, len(job.lengths)))
+            rows += measured
+            wins = wins + 1 if is_win(measured[0]) else 0
+            if job.is_sweep and wins == 2:
+                break
+    return rows
+
+
+def _part(tick: Tick, index: int, count: int) -> Tick:
+    return lambda share: tick((index + share) / count)
+
+
+# ---- crossover -------------------------------------------------------------------------------
+
+
+def is_win(row: Measurement) -> bool:
+    """Whether an approximation ran and was faster than the baseline."""
+    return is_approximate(row) and (row.ratio or 0.0) >= 1
+
+
+def crossover(name: str, rows: Sequence[Measurement]) -> Crossover:
+    """The first length from which the first method of a sweep always wins, interpolated."""
+    method, baseline = rows[0].method, rows[0].baseline
+    sweep = sorted((row for row in rows if row.method == method), key=lambda row: row.n)
+    first = len(sweep)
+    while first and is_win(sweep[first - 1]):
+        first -= 1
+    ends = (sweep[0].n, sweep[-1].n)
+    if first == len(sweep):
+        return Crossover(name, method, baseline, None, *ends)
+    n = float(sweep[0].n) if first == 0 else _between(sweep[first - 1], sweep[first])
+    return Crossover(name, method, baseline, n, *ends)
+
+
+def _between(before: Measurement, after: Measurement) -> float:
+    """Where the ratio passes 1 on a log-log scale."""
+    assert after.ratio is not None
+    if before.ratio is None or before.ratio >= 1 or not is_approximate(before):
+        return float(after.n)
+    low, high = math.log(before.ratio), math.log(after.ratio)
+    share = -low / (high - low)
+    return math.exp(math.log(before.n) + share * math.log(after.n / before.n))
+
+
+def _write_crossovers(path: Path, machine: Machine, crossovers: Sequence[Crossover]) -> None:
+    if not crossovers:
+        return
+    table = [asdict(machine) | asdict(item) for item in crossovers]
+    new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(table[0]))
+        if new:
+            writer.writeheader()
+        writer.writerows(table)
+
+
+# ---- the report ------------------------------------------------------------------------------
+
+
+def _benchmarks(rows: Sequence[Measurement]) -> list[Measurement]:
+    return [row for row in rows if not row.name.startswith("crossover-")]
+
+
+def _by_name(rows: Sequence[Measurement]) -> Iterator[tuple[str, list[Measurement]]]:
+    for name in dict.fromkeys(row.name for row in rows):
+        yield name, [row for row in rows if row.name == name]
+
+
+def _write_report(
+    out: Path, machine: Machine, rows: Sequence[Measurement], crossovers: Sequence[Crossover]
+) -> None:
+    sections = []
+    single = _benchmarks(rows)
+    if single:
+        said = [
+            paragraph(f"{name}: {findings(group)}", "finding") for name, group in _by_name(single)
+        ]
+        sections.append(Section("Results", [html_table(single, named=True), *said]))
+    if crossovers:
+        pairs = [(f"{item.name}, {item.method}", str(item)) for item in crossovers]
+        sections.append(Section("Where the methods start to pay", [facts(pairs)]))
+    plot_times(rows, out / "times.png")
+    picture = figure(out / "times.png", "Seconds for each call against the number of tokens.")
+    sections += [Section("Time against length", [picture]), machine_section(machine)]
+    lead = (
+        "float32, one head, d=64, scale 1/√d, Q and K from N(0, 0.1²), V from N(0, 1), unless a "
+        "benchmark says otherwise (outliers: 1 % of queries and keys times 50; kde: standard "
+        f"normal points in 3 dimensions, bandwidth 1, errors over the largest density). {EXPLAINED}"
+    )
+    write_html(out / "report.html", "supportbasis bench", lead, sections)
+
+
+def _print(console: Console, rows: Sequence[Measurement], crossovers: Sequence[Crossover]) -> None:
+    console.print()
+    single = _benchmarks(rows)
+    if single:
+        console.print(terminal_table("supportbasis bench", single, named=True))
+    for item in crossovers:
+        console.print(f"{item.name}, {item.method}: {item}", highlight=False)

@@ -1,0 +1,255 @@
+"""Time and error of methods against PyTorch's exact attention.
+
+Every call is timed whole, planning included. Calls of all methods and of the baseline take turns
+in one loop, so that a busy moment of the machine hits all of them; the best time of each counts.
+Errors are against float64 attention of sampled query rows over all keys.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..api import attention
+from ..errors import SupportBasisError
+from ..methods import Method
+from ..plans import HeadPlan, Plan
+from ..result import Result
+from .settings import Setting
+
+SAMPLED_ROWS = 512
+LEAST_ROUNDS, MOST_ROUNDS = 2, 20
+ROW_CHUNK = 64
+
+Tick = Callable[[float], None]  # told which share of the time budget is used up
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One method on one input. A number that does not exist is None."""
+
+    name: str
+    method: str
+    n: int
+    d: int
+    causal: bool
+    seconds: float | None
+    baseline: str
+    baseline_seconds: float
+    ratio: float | None  # baseline time over time: above 1 is faster than the baseline
+    relative_error: float | None  # Frobenius, worst head
+    max_error: float | None  # largest error over max|V| (kernel density: over the largest density)
+    bound: float | None
+    cost: float | None
+    repeats: int
+    ran: str = ""  # what ran
+    note: str = ""  # what the library warned about, or why the method failed
+
+
+@dataclass(eq=False)
+class Contender:
+    """A call to be timed. ``details`` repeats it once, untimed, for its plan and certificate."""
+
+    label: str
+    call: Callable[[], Tensor]
+    details: Callable[[], Result] | None = None
+    ran: str = ""
+    seconds: float = math.inf
+    output: Tensor | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Time one call; keep its output, the best time and what was warned about."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            start = time.perf_counter()
+            self.output = self.call()
+            self.seconds = min(self.seconds, time.perf_counter() - start)
+        self.notes = [str(warning.message).removeprefix("supportbasis: ") for warning in caught]
+
+
+@torch.no_grad()
+def interleave(contenders: list[Contender], budget: float, tick: Tick) -> int:
+    """Let the contenders take turns for about ``budget`` seconds; returns the number of rounds."""
+    racing = list(contenders)
+    start = time.perf_counter()
+    for done in range(1, MOST_ROUNDS + 1):
+        for contender in list(racing):
+            try:
+                contender.run()
+            except SupportBasisError as error:
+                contender.notes = [str(error)]
+                racing.remove(contender)
+        used = (time.perf_counter() - start) / budget
+        tick(min(1.0, max(used, done / MOST_ROUNDS)))
+        if done >= LEAST_ROUNDS and used >= 1:
+            break
+    return done
+
+
+def sdpa(setting: Setting) -> Contender:
+    """The baseline."""
+    label = "SDPA causal" if setting.is_causal else "SDPA"
+    tensors = (setting.query, setting.key, setting.value)
+    call = lambda: F.scaled_dot_product_attention(*tensors, is_causal=setting.is_causal)  # noqa: E731
+    return Contender(label, call, ran="PyTorch's exact kernel")
+
+
+def mean_value(setting: Setting) -> Contender:
+    """Attention with all weights equal: what a method must beat to be worth anything."""
+
+    def call() -> Tensor:
+        value = setting.value
+        if not setting.is_causal:
+            mean = value.mean(-2, keepdim=True)
+            return mean.expand(*setting.query.shape[:-1], value.shape[-1])
+        count = torch.arange(1, value.shape[-2] + 1, dtype=value.dtype).unsqueeze(1)
+        return value.cumsum(-2) / count
+
+    return Contender("mean(V)", call, ran="degree 0: every weight equal")
+
+
+def with_method(setting: Setting, label: str, method: Method) -> Contender:
+    """A call of `sb.attention`."""
+    tensors = (setting.query, setting.key, setting.value)
+
+    def call() -> Tensor:
+        output = attention(*tensors, is_causal=setting.is_causal, method=method)
+        assert isinstance(output, Tensor)
+        return output
+
+    def details() -> Result:
+        result = attention(*tensors, is_causal=setting.is_causal, method=method, return_result=True)
+        assert isinstance(result, Result)
+        return result
+
+    return Contender(label, call, details)
+
+
+def compare(
+    setting: Setting,
+    methods: Mapping[str, Method],
+    *,
+    name: str = "",
+    budget: float,
+    seed: int = 0,
+    tick: Tick,
+    everything: bool = False,
+) -> list[Measurement]:
+    """Measure methods on a setting; ``everything`` adds lines for mean(V) and SDPA itself."""
+    baseline = sdpa(setting)
+    contenders = [with_method(setting, *item) for item in methods.items()]
+    if everything:
+        racing = [mean_value(setting), baseline, *contenders]
+    else:
+        racing = [baseline, *contenders]
+    rounds = interleave(racing, budget, tick)
+    exact = ExactRows.of(setting, seed)
+    name = name or setting.name
+    return [
+        _measured(contender, name, setting, baseline, exact, rounds)
+        for contender in (racing if everything else contenders)
+    ]
+
+
+def _measured(
+    contender: Contender,
+    name: str,
+    setting: Setting,
+    baseline: Contender,
+    exact: ExactRows,
+    rounds: int,
+) -> Measurement:
+    ran, bound, cost = contender.ran, None, 1.0 if contender is baseline else None
+    failed = contender.output is None
+    errors = (None, None) if contender.output is None else exact.errors(contender.output)
+    if contender.details is not None and not failed:
+        ran, bound, cost = _details(contender.details)
+    return Measurement(
+        name=name,
+        method=contender.label,
+        n=setting.n,
+        d=setting.dim,
+        causal=setting.is_causal,
+        seconds=None if failed else contender.seconds,
+        baseline=baseline.label,
+        baseline_seconds=baseline.seconds,
+        ratio=None if failed else baseline.seconds / contender.seconds,
+        relative_error=errors[0],
+        max_error=errors[1],
+        bound=bound,
+        cost=cost,
+        repeats=rounds,
+        ran="failed" if failed else ran,
+        note="; ".join(dict.fromkeys(contender.notes)),
+    )
+
+
+def _details(call: Callable[[], Result]) -> tuple[str, float, float]:
+    """What ran, the certified bound of the worst head, and the cost."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = call()
+    return describe(result.plan), float(result.certificate.bound.max()), result.plan.cost
+
+
+def describe(plan: Plan) -> str:
+    """What a plan does, in a few words."""
+    if len(plan.heads) == 1:
+        return _describe_head(plan.heads[0])
+    kinds = Counter(
+        "exact" if head.polynomial is None else f"{head.polynomial.kind} deg {head.degree}"
+        for head in plan.heads
+    )
+    return ", ".join(f"{count} heads {kind}" for kind, count in kinds.most_common())
+
+
+def _describe_head(head: HeadPlan) -> str:
+    if head.polynomial is None:
+        return f"exact: {head.reason}" if head.reason else "exact"
+    text = f"{head.polynomial.kind} deg {head.degree} on ±{head.polynomial.bound:.3g}"
+    if head.threshold is None or head.large_rows is None or head.large_keys is None:
+        return text
+    rows, keys = 100 * len(head.large_rows) / head.n, 100 * len(head.large_keys) / head.m
+    return f"{text}, T={head.threshold:.2f}, large: {rows:.1f} % rows, {keys:.1f} % keys"
+
+
+@dataclass(frozen=True, eq=False)
+class ExactRows:
+    """Float64 attention of sampled query rows over all keys."""
+
+    rows: Tensor
+    output: Tensor  # [batch, heads, rows, dv]
+    largest_value: Tensor  # [batch, heads]
+
+    @staticmethod
+    def of(setting: Setting, seed: int) -> ExactRows:
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randperm(setting.n, generator=generator)[:SAMPLED_ROWS].sort().values
+        chunks = [_exact(setting, chunk) for chunk in rows.split(ROW_CHUNK)]
+        return ExactRows(rows, torch.cat(chunks, -2), setting.value.double().abs().amax((-1, -2)))
+
+    def errors(self, output: Tensor) -> tuple[float, float]:
+        """Relative Frobenius error, and largest error over max|V|, of the worst head."""
+        wrong = output[..., self.rows, :].double() - self.output
+        relative = wrong.norm(dim=(-1, -2)) / self.output.norm(dim=(-1, -2))
+        largest = wrong.abs().amax((-1, -2)) / self.largest_value
+        return float(relative.max()), float(largest.max())
+
+
+def _exact(setting: Setting, rows: Tensor) -> Tensor:
+    """Softmax attention of some query rows, as it is written down in the books, in float64."""
+    query = setting.query[..., rows, :].double()
+    score = query @ setting.key.double().mT / math.sqrt(setting.dim)
+    if setting.is_causal:
+        later = torch.arange(setting.key.shape[-2]) > rows.unsqueeze(1)
+        score = score.masked_fill(later, -math.inf)
+    return score.softmax(-1) @ setting.value.double()

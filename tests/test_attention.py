@@ -1,0 +1,245 @@
+"""Every method against its dense float64 twin, over shapes, masks, lengths and dtypes."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import supportbasis as sb
+from cases import METHODS, dense_attention, max_error, qkv, run_both
+
+pytestmark = pytest.mark.filterwarnings("ignore:supportbasis. .* rows had no usable")
+
+SHAPES = {
+    "T1": {"n": 1},
+    "T33": {"n": 33},
+    "H3-T17": {"leading": (3,), "n": 17},
+    "B2-H3-T40-d3": {"leading": (2, 3), "n": 40, "d": 3},
+    "B2x2-H1-T9": {"leading": (2, 2, 1), "n": 9},
+    "T20-S37": {"leading": (1, 1), "n": 20, "m": 37},
+    "T37-S20": {"leading": (1, 2), "n": 37, "m": 20},
+    "dv9": {"leading": (2,), "n": 21, "dv": 9},
+    "dv1": {"n": 21, "dv": 1},
+    "d1": {"n": 21, "d": 1, "dv": 3},
+}
+
+
+def make(shape: dict, **more):
+    shape = dict(shape)
+    return qkv(*shape.pop("leading", ()), **shape, **more)
+
+
+def assert_twin(result, output, lse, tolerance=1e-9):
+    """Equal to the twin except in rows that the certificate declares lost."""
+    lost = int(result.certificate.invalid_rows.sum() - result.certificate.rescued_rows.sum())
+    if lost:
+        good = result.lse > -math.inf
+        assert int((~good).sum()) >= lost
+        output, lse = output[good], lse[good]
+        result = sb.Result(
+            result.output[good], result.lse[good], result.log_scale, result.plan, None
+        )
+    torch.testing.assert_close(result.output, output, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(result.lse, lse, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_equals_its_dense_twin(method, causal, shape):
+    q, k, v = make(SHAPES[shape])
+    result, output, lse = run_both(q, k, v, METHODS[method], is_causal=causal)
+    assert result.output.shape == (*q.shape[:-1], v.shape[-1])
+    assert result.lse.shape == q.shape[:-1]
+    assert result.lse.dtype == torch.float64
+    assert_twin(result, output, lse)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["bool", "bias", "bool-heads", "wild-bias"])
+@pytest.mark.parametrize("method", METHODS)
+def test_key_masks_and_biases_are_native(method, kind, causal):
+    q, k, v = qkv(2, 3, n=45, m=41)
+    generator = torch.Generator().manual_seed(3)
+    if kind == "bool":
+        mask = torch.rand(2, 1, 1, 41, generator=generator) < 0.6
+    elif kind == "bool-heads":
+        mask = torch.rand(2, 3, 1, 41, generator=generator) < 0.6
+    else:
+        spread = 1.0 if kind == "bias" else 100.0
+        mask = torch.randn(1, 3, 1, 41, generator=generator, dtype=torch.float64) * spread
+        mask[..., 5] = -math.inf
+    call = {"attn_mask": mask, "is_causal": causal}
+    result, output, lse = run_both(q, k, v, METHODS[method], **call)
+    assert all(head.reason == "" or "query" not in head.reason for head in result.plan.heads)
+    assert_twin(result, output, lse)
+    if method == "exact":
+        expected = dense_attention(q, k, v, mask, causal)
+        assert_twin(result, *expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_grouped_query_heads(method, causal):
+    q, k, v = qkv(2, 6, n=25, m=31, key_heads=2, dv=3)
+    call = {"is_causal": causal, "enable_gqa": True}
+    result, output, lse = run_both(q, k, v, METHODS[method], **call)
+    assert_twin(result, output, lse)
+    repeated = sb.attention(
+        q,
+        k.repeat_interleave(3, 1),
+        v.repeat_interleave(3, 1),
+        method=METHODS[method],
+        is_causal=causal,
+    )
+    torch.testing.assert_close(result.output, repeated, rtol=1e-9, atol=1e-9)
+
+
+def test_gqa_through_sdpa_with_lse_when_value_dim_equals_dim():
+    q, k, v = qkv(2, 6, n=25, m=31, key_heads=2)
+    result = sb.attention(q, k, v, method=sb.Exact(), enable_gqa=True, return_result=True)
+    output, lse = dense_attention(q, k, v)
+    assert_twin(result, output, lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_low_precision_stays_within_the_derived_rounding(method, causal, dtype):
+    q, k, v = qkv(2, 2, n=50, d=6, dtype=dtype)
+    result, output, lse = run_both(q, k, v, METHODS[method], is_causal=causal)
+    assert result.output.dtype == dtype
+    assert result.lse.dtype == torch.float32
+    if int(result.certificate.invalid_rows.sum()):
+        pytest.skip("the polynomial is not positive on this range")
+    # accumulated in float32: far better than the narrow dtype would do, but for its own rounding
+    narrow = torch.finfo(dtype).eps
+    assert max_error(result.output, output, v) <= 2 * narrow + 2e-5
+    torch.testing.assert_close(result.lse.double(), lse, rtol=1e-4, atol=1e-4)
+
+
+@settings(deadline=None, derandomize=True, max_examples=80)
+@given(
+    n=st.integers(0, 40),
+    m=st.integers(0, 40),
+    d=st.integers(1, 6),
+    dv=st.integers(1, 4),
+    causal=st.booleans(),
+    log_size=st.floats(-8, 1),
+    name=st.sampled_from(sorted(METHODS)),
+    seed=st.integers(0, 999),
+)
+def test_any_length_dim_and_magnitude(n, m, d, dv, causal, log_size, name, seed):
+    q, k, v = qkv(1, 1, n=n, m=m, d=d, dv=dv, scale=10**log_size, seed=seed)
+    result, output, lse = run_both(q, k, v, METHODS[name], is_causal=causal)
+    assert result.output.isfinite().all()
+    assert_twin(result, output, lse, tolerance=1e-7)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.7, 1 / 5, 3.0])
+@pytest.mark.parametrize("method", METHODS)
+def test_any_scale(method, scale):
+    q, k, v = qkv(2, n=30)
+    result, output, lse = run_both(q, k, v, METHODS[method], scale=scale)
+    assert_twin(result, output, lse)
+
+
+def test_agrees_with_sdpa_on_its_own_arguments():
+    q, k, v = qkv(2, 3, n=29, m=18, dtype=torch.float32)
+    mask = torch.rand(2, 1, 29, 18, generator=torch.Generator().manual_seed(0)) < 0.7
+    for call in ({}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": mask}):
+        expected = F.scaled_dot_product_attention(q, k, v, **call)
+        got = sb.attention(q, k, v, method=sb.Exact(), **call)
+        torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(sb.attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_any_other_mask_runs_exactly_and_says_so(kind, causal):
+    q, k, v = qkv(2, 2, n=19, m=23)
+    mask = torch.rand(19, 23, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask[4] = False
+    if kind == "float":
+        mask = torch.where(mask, torch.randn(19, 23).double(), -math.inf)
+    for method in (None, sb.SingleThreshold(1.0), sb.Polynomial(2)):
+        with pytest.warns(UserWarning, match="runs exactly because the mask"):
+            result = sb.attention(
+                q, k, v, attn_mask=mask, is_causal=causal, method=method, return_result=True
+            )
+        assert "mask" in result.plan.heads[0].reason
+        output, lse = dense_attention(q, k, v, mask, causal)
+        assert_twin(result, output, lse)
+        assert (result.output[..., 4, :] == 0).all()
+        assert (result.lse[..., 4] == -math.inf).all()
+
+
+def test_an_expanded_key_mask_is_seen_to_be_a_key_mask():
+    q, k, v = qkv(2, 2, n=19, m=23)
+    mask = torch.rand(2, 1, 1, 23, generator=torch.Generator().manual_seed(0)) < 0.5
+    expanded = mask.expand(2, 1, 19, 23)
+    method = sb.Polynomial(2)
+    torch.testing.assert_close(
+        sb.attention(q, k, v, attn_mask=expanded, method=method),
+        sb.attention(q, k, v, attn_mask=mask, method=method),
+    )
+
+
+def test_dropout_runs_exactly_and_says_so():
+    q, k, v = qkv(1, 1, n=64, dtype=torch.float32)
+    with pytest.warns(UserWarning, match="dropout"):
+        result = sb.attention(q, k, v, dropout_p=0.5, method=sb.Polynomial(2), return_result=True)
+    assert "dropout" in result.plan.heads[0].reason
+    assert result.certificate.rows == 0
+    assert result.output.isfinite().all()
+    exact = sb.attention(q, k, v, method=sb.Exact())
+    assert not torch.allclose(result.output, exact)
+
+
+def test_leading_dims_broadcast_as_in_sdpa():
+    q, _, _ = qkv(2, 3, n=8)
+    _, k, v = qkv(1, 3, n=8, seed=1)
+    expected = dense_attention(q, k.expand(2, 3, 8, 5), v.expand(2, 3, 8, 5))[0]
+    for method in (sb.Exact(), sb.SingleThreshold(1e-6, 1)):
+        torch.testing.assert_close(sb.attention(q, k, v, method=method), expected)
+
+
+def test_exact_has_gradients_and_the_others_say_they_do_not():
+    q, k, v = (x.requires_grad_() for x in qkv(1, 1, n=12))
+    sb.attention(q, k, v, method=sb.Exact()).square().sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
+    for method in (None, sb.Polynomial(1), sb.SingleThreshold(1.0)):
+        with pytest.raises(sb.InputError, match="requires grad"):
+            sb.attention(q, k, v, method=method)
+    with torch.no_grad():
+        sb.attention(q, k, v, method=sb.Polynomial(1))
+
+
+def test_the_global_generator_is_untouched():
+    q, k, v = qkv(1, 1, n=3000, d=8, scale=0.1, dtype=torch.float32)
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    for method in (sb.SingleThreshold(0.2), sb.Auto(1e-2), sb.Polynomial(2), sb.Exact()):
+        sb.attention(q, k, v, method=method, return_result=True)
+    sb.plan(q, k, method=sb.Auto(1e-2))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_inputs_are_not_modified():
+    q, k, v = qkv(1, 2, n=60, dtype=torch.float32)
+    copies = [x.clone() for x in (q, k, v)]
+    for method in METHODS.values():
+        sb.attention(q, k, v, method=method, is_causal=True, return_result=True)
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v), copies, strict=True))
+
+
+def test_non_contiguous_inputs():
+    q, k, v = (x.transpose(1, 2) for x in qkv(2, 14, n=3))  # [2, 3, 14, 5] with strides swapped
+    assert not q.is_contiguous()
+    for method in METHODS.values():
+        given = sb.attention(q, k, v, method=method)
+        packed = sb.attention(*(x.contiguous() for x in (q, k, v)), method=method)
+        torch.testing.assert_close(given, packed)

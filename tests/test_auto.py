@@ -1,0 +1,85 @@
+"""Auto: the cheapest plan within the tolerance, else exact."""
+
+import pytest
+import torch
+
+import supportbasis as sb
+from cases import dense_attention, qkv
+
+
+def relative(output, exact):
+    return float((output.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tolerance", [1e-1, 1e-3, 1e-5])
+def test_meets_its_tolerance_on_bounded_inputs(tolerance, causal):
+    q, k, v = qkv(1, 1, n=8192, d=16, scale=0.3, dtype=torch.float32)
+    result = sb.attention(q, k, v, method=sb.Auto(tolerance), is_causal=causal, return_result=True)
+    exact, _ = dense_attention(q, k, v, is_causal=causal)
+    assert relative(result.output, exact) <= tolerance
+    assert result.certificate.holds(tolerance)
+
+
+def test_is_not_exact_where_a_polynomial_will_do():
+    q, k, v = qkv(1, 1, n=16384, d=32, scale=0.1, dtype=torch.float32)
+    plan = sb.plan(q, k, v, method=sb.Auto(1e-3))
+    assert plan.heads[0].kind != "exact"
+    assert plan.cost < 0.2
+    assert plan.heads[0].degree <= 2
+    assert plan.heads[0].measured <= 1e-3
+
+
+def test_a_looser_tolerance_never_costs_more():
+    q, k, v = qkv(1, 1, n=16384, d=16, scale=0.4, dtype=torch.float32)
+    speeds = [sb.plan(q, k, v, method=sb.Auto(t)).speedup for t in (1e-6, 1e-4, 1e-2, 0.5)]
+    assert all(b >= 0.7 * a for a, b in zip(speeds, speeds[1:], strict=False))
+
+
+def test_falls_back_to_exact_where_nothing_else_will_do():
+    q, k, v = qkv(1, 1, n=6000, d=16, scale=4.0, dtype=torch.float32)
+    result = sb.attention(q, k, v, method=sb.Auto(1e-3), return_result=True)
+    head = result.plan.heads[0]
+    assert head.kind == "exact"
+    assert "within 0.001" in head.reason
+    exact, _ = dense_attention(q, k, v)
+    assert relative(result.output, exact) <= 1e-5
+
+
+def test_short_inputs_are_exact_without_a_search():
+    q, k, v = qkv(1, 4, n=64, dtype=torch.float32)
+    head = sb.plan(q, k, v).heads[0]
+    assert head.kind == "exact"
+    assert "length" in head.reason
+
+
+def test_splits_off_outliers():
+    q, k, v = qkv(1, 1, n=16384, d=32, scale=0.1, dtype=torch.float32)
+    q[:, :, ::200] *= 40
+    k[:, :, ::200] *= 40
+    result = sb.attention(q, k, v, method=sb.Auto(1e-3), return_result=True)
+    head = result.plan.heads[0]
+    assert head.kind == "single-threshold"
+    rows = torch.arange(0, 16384, 37)
+    rows = torch.cat([rows, torch.arange(0, 16384, 200)])
+    exact, _ = dense_attention(q[:, :, rows], k, v)
+    assert relative(result.output[:, :, rows], exact) <= 1e-3
+
+
+def test_heads_are_planned_one_by_one():
+    calm = qkv(1, 1, n=8192, d=16, scale=0.1, dtype=torch.float32)
+    wild = qkv(1, 1, n=8192, d=16, scale=6.0, dtype=torch.float32, seed=1)
+    q, k, v = (torch.cat(pair, 1) for pair in zip(calm, wild, strict=True))
+    plan = sb.plan(q, k, v, method=sb.Auto(1e-3))
+    assert plan.heads[0].kind != "exact"
+    assert plan.heads[1].kind == "exact"
+    output = sb.attention(q, k, v, plan=plan)
+    exact, _ = dense_attention(q, k, v)
+    assert relative(output, exact) <= 1e-3
+
+
+def test_is_deterministic():
+    q, k, v = qkv(1, 1, n=8192, d=16, scale=0.3, dtype=torch.float32)
+    first, second = (sb.plan(q, k, v, method=sb.Auto(1e-3)) for _ in range(2))
+    assert first.heads[0].polynomial == second.heads[0].polynomial
+    assert first.heads[0].measured == second.heads[0].measured

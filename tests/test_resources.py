@@ -1,0 +1,60 @@
+"""What the library takes: memory at length 131072, time to import, what an import drags in."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MEMORY = """
+import torch, supportbasis as sb
+
+def resident(field):
+    for line in open("/proc/self/status"):
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+
+def tokens(n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.empty(1, 1, n, 64).normal_(generator=generator)
+
+q, k, v = (tokens(131072, seed) for seed in range(3))
+q *= 0.1; k *= 0.1
+method = sb.SingleThreshold(0.4, 2)
+sb.attention(q[:, :, :4096], k[:, :, :4096], v[:, :, :4096], method=method, is_causal={causal})
+before = resident("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # start the high-water mark anew
+output = sb.attention(q, k, v, method=method, is_causal={causal})
+print(resident("VmHWM") - before - output.numel() * 4 / 2**20)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("causal", [False, True])
+def test_peak_extra_memory_at_131072_tokens_is_below_256_mb(causal):
+    code = MEMORY.format(causal=causal)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 256
+
+
+IMPORT = """
+import sys, time
+import torch
+start = time.perf_counter()
+import supportbasis
+print(time.perf_counter() - start)
+heavy = {"triton", "transformers", "matplotlib", "typer", "rich", "numpy"} - {"numpy"}
+print(sorted(heavy & set(sys.modules)))
+"""
+
+
+def test_import_is_quick_and_drags_nothing_in():
+    times = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True
+        )
+        seconds, modules = done.stdout.splitlines()
+        assert modules == "[]"
+        times.append(float(seconds))
+    assert min(times) < 0.2
