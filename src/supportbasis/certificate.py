@@ -152,7 +152,7 @@ def sampled_error(
     Both results are in units of ``exp(log_scale)``.
     """
     error = given - exact
-    if head.query_log_weight is None:
+    if not head.is_density:
         return frobenius_limit(error.square().sum(-1), exact.square().sum(-1), head.n)
     peak = float(exact.abs().max())  # a density: largest error over largest density
     measured = float(error.abs().max()) / max(peak, 1e-300)

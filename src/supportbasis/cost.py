@@ -98,7 +98,7 @@ def calibrate(device: str) -> Rates:
     x = _numbers((1024, 48), device)
     value = _numbers((1024, 64), device)
     buffer = features.buffer(1024, x)
-    state = value.new_zeros(features.rank, 64)
+    state = value.new_zeros(features.rank - 1, 64)
     count = 1024 * features.rank
     write = _best(lambda: features.write(x, buffer), device) / count
     product = _best(lambda: state.addmm_(buffer, value), device) / count
@@ -117,7 +117,7 @@ def _time_sdpa(dim: int, device: str) -> float:
     return seconds / 1536**2
 
 
-def _best(run: Callable[[], object], device: str, repeats: int = 5) -> float:
+def _best(run: Callable[[], object], device: str, repeats: int = 7) -> float:
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

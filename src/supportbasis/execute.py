@@ -48,7 +48,7 @@ def run_head(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]) 
         total = group.components[0].evaluate(head, group.rows)
         for component in group.components[1:]:
             total.add_(component.evaluate(head, group.rows))
-        usable = total.usable if head.normalise else total.num.isfinite().all(-1)
+        usable = total.usable if head.normalise else total.finite
         lost = total.seen & ~usable
         count = int(lost.sum())
         outcome.invalid_rows[at] += count
@@ -68,8 +68,7 @@ def _rescue(head: Head, rows: Tensor | None, lost: Tensor, total: Partial) -> Te
     """Compute the rows that the polynomial lost exactly, in place; all rows are usable then."""
     where = lost.nonzero().squeeze(1)
     exact = ExactSum(head.live_keys).evaluate(head, where if rows is None else rows[where])
-    total.num[where], total.den[where] = exact.num, exact.den
-    total.log_scale[where], total.noise[where] = exact.log_scale, exact.noise
+    total.put_(where, exact)
     return torch.ones_like(lost)
 
 

@@ -42,8 +42,21 @@ class Partial:
         self.num.mul_(mine.unsqueeze(1)).addcmul_(other.num, theirs.unsqueeze(1))
         self.den.mul_(mine).addcmul_(other.den, theirs)
         self.noise.mul_(mine).addcmul_(other.noise, theirs)
-        self.log_scale = top
+        self.log_scale.copy_(top)
         return self
+
+    def copy_(self, other: Partial) -> Partial:
+        """Become the other sums, in place."""
+        self.num.copy_(other.num)
+        self.den.copy_(other.den)
+        self.log_scale.copy_(other.log_scale)
+        self.noise.copy_(other.noise)
+        return self
+
+    def put_(self, rows: Tensor, other: Partial) -> None:
+        """Replace some rows."""
+        self.num[rows], self.den[rows] = other.num, other.den
+        self.log_scale[rows], self.noise[rows] = other.log_scale, other.noise
 
     def __getitem__(self, rows: slice | Tensor) -> Partial:
         return Partial(self.num[rows], self.den[rows], self.log_scale[rows], self.noise[rows])
@@ -60,8 +73,12 @@ class Partial:
         ``noise`` is a worst case; rounding errors of independent sign are far smaller, so a
         denominator counts as lost only below a sixteenth of it.
         """
-        finite = self.num.isfinite().all(-1) & self.den.isfinite()
-        return finite & (self.den > self.noise / 16)
+        return self.finite & (self.den > self.noise / 16)
+
+    @property
+    def finite(self) -> Tensor:
+        """Rows without NaN or Inf (one reduction: a sum of the row is as finite as its terms)."""
+        return self.num.sum(-1).isfinite() & self.den.isfinite()
 
     def divide_(self, valid: Tensor) -> tuple[Tensor, Tensor]:
         """Output rows and their log-sum-exp; rows that are not ``valid`` get zeros and -inf."""

@@ -61,6 +61,11 @@ class Head:
         square = min(self.n, self.m)
         return square * (square + 1) // 2 + max(0, self.n - self.m) * self.m
 
+    @property
+    def is_density(self) -> bool:
+        """Whether rows carry known factors, so that errors count over the largest sum."""
+        return self.query_log_weight is not None
+
     @cached_property
     def query_norms(self) -> Tensor:
         """Euclidean norm of each query, float64, so that no finite entry overflows."""

@@ -12,7 +12,7 @@ from .plans import HeadPlan
 from .problem import Head
 from .sampling import frobenius_limit, sample_rows
 
-ROWS = 128
+ROWS = 64
 ENTRIES = 2**24
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .polynomials import CertifiedPolynomial, chebyshev, minimax, taylor
 from .problem import Head
 
-ROWS, KEYS = 128, 512
+ROWS, KEYS = 128, 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +22,7 @@ class ScoreSample:
     scores: Tensor  # [rows, keys]
     log_weight: Tensor  # [rows, keys]
     normalise: bool
+    is_density: bool
     MULTIPLY_ADDS: ClassVar[int] = ROWS * KEYS
 
     @staticmethod
@@ -34,7 +35,7 @@ class ScoreSample:
             log_weight += head.key_log_weight[key]
         if head.query_log_weight is not None:
             log_weight += head.query_log_weight[row].unsqueeze(1)
-        return ScoreSample(scores, log_weight, head.normalise)
+        return ScoreSample(scores, log_weight, head.normalise, head.is_density)
 
     def expected_error(self, poly: CertifiedPolynomial) -> float:
         """Relative root-mean-square error of the weights: of the output, for random values."""
@@ -65,7 +66,14 @@ def pick(index: Tensor | None, total: int, count: int, seed: int, device: torch.
 
 def best_polynomial(sample: ScoreSample, degree: int, reach: float) -> CertifiedPolynomial:
     """Of Taylor, Chebyshev and relative minimax on [-reach, reach], the one of least expected
-    error on the sample among those certified positive; if none is, the least certified error."""
+    error on the sample among those certified positive; if none is, the least certified error.
+
+    The sum of a density has no denominator to lose: there any sign will do, and minimax, which
+    weighs all scores alike, is left out.
+    """
+    if sample.is_density:
+        kinds = (taylor(degree, reach), chebyshev(degree, reach))
+        return min(kinds, key=sample.expected_error)
     candidates = [kind(degree, reach) for kind in (taylor, chebyshev, minimax)]
     positive = [poly for poly in candidates if poly.positive]
     if not positive:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .components.exact import KEY_TILE
+from .components.exact import SUM_BLOCK
 from .problem import Problem
 from .rounding import gamma, product_roundoff, sum_depth, unit_roundoff
 
@@ -123,6 +123,6 @@ def sdpa_noise(problem: Problem) -> Tensor:
         if bias is not None and bias.dtype != torch.bool:
             finite = bias.masked_fill(bias == -math.inf, 0.0).abs()
             score = score + 4 * unit_roundoff(problem.dtype) * finite.flatten(2).amax(-1)
-    total = gamma(sum_depth(problem.m, KEY_TILE) + 16, wide)
+    total = gamma(sum_depth(problem.m, SUM_BLOCK) + 16, wide)
     narrow = unit_roundoff(problem.query.dtype) if problem.query.dtype != problem.dtype else 0.0
     return (torch.expm1(2 * score) + total + 2 * narrow).clamp(max=1.0).to(problem.dtype)

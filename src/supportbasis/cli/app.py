@@ -104,5 +104,5 @@ def _writable(out: Path) -> Path:
 
 def _console() -> Console:
     """The terminal, or lines wide enough for a table when the output goes to a file."""
-    console = Console()
-    return console if console.is_terminal else Console(width=110)
+    width = None if Console().is_terminal else 120
+    return Console(width=width, markup=False, highlight=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,12 +22,14 @@ from .report import (
     Section,
     facts,
     figure,
-    findings,
     html_table,
     is_approximate,
+    is_lost,
     machine_section,
     paragraph,
+    small,
     terminal_table,
+    times,
     write_csv,
     write_html,
 )
@@ -82,23 +84,25 @@ class Crossover:
         return f"faster than {self.baseline} from n≈{self.n:.0f}"
 
 
-def _on(make: Callable[[int], Setting], methods: dict[str, Method], is_causal: bool = False) -> Run:
+def _on(make: Callable[..., Setting], methods: dict[str, Method], is_causal: bool = False) -> Run:
     def run(name: str, n: int, budget: float, tick: Tick) -> list[Measurement]:
-        made = make(n)
-        setting = Setting(made.name, made.description, made.query, made.key, made.value, is_causal)
+        setting = make(n, is_causal=is_causal)
         return compare(setting, methods, name=name, budget=budget, tick=tick)
 
     return run
 
 
-SINGLE = {"SingleThreshold(0.4, degree=2)": SingleThreshold(0.4, 2)}
-OUTLIERS = {"SingleThreshold(degree=2)": SingleThreshold(degree=2), "Polynomial(2)": Polynomial(2)}
+SINGLE: dict[str, Method] = {"SingleThreshold(0.4, degree=2)": SingleThreshold(0.4, 2)}
+OUTLIERS: dict[str, Method] = {
+    "SingleThreshold(degree=2)": SingleThreshold(degree=2),
+    "Polynomial(2)": Polynomial(2),
+}
 WORKS: dict[str, Run] = {
-    "single": _on(gaussian, {**SINGLE}),
+    "single": _on(gaussian, SINGLE),
     "degree1": _on(gaussian, {"SingleThreshold(0.4, degree=1)": SingleThreshold(0.4, 1)}),
     "auto": _on(gaussian, {"Auto(1e-3)": Auto(1e-3)}),
-    "causal": _on(gaussian, {**SINGLE}, is_causal=True),
-    "outliers": _on(outliers, {**OUTLIERS}),
+    "causal": _on(gaussian, SINGLE, is_causal=True),
+    "outliers": _on(outliers, OUTLIERS),
     "kde": measure_density,
 }
 
@@ -213,9 +217,22 @@ def _benchmarks(rows: Sequence[Measurement]) -> list[Measurement]:
     return [row for row in rows if not row.name.startswith("crossover-")]
 
 
-def _by_name(rows: Sequence[Measurement]) -> Iterator[tuple[str, list[Measurement]]]:
-    for name in dict.fromkeys(row.name for row in rows):
-        yield name, [row for row in rows if row.name == name]
+def bench_findings(rows: Sequence[Measurement]) -> str:
+    """Two sentences: how many lines beat their baseline, and which gave no useful answer."""
+    wins = [row for row in rows if is_win(row) and not is_lost(row)]
+    text = f"{len(wins)} of {len(rows)} lines gave an answer faster than their baseline"
+    if wins:
+        best = max(wins, key=lambda row: row.ratio or 0.0)
+        text += (
+            f", the largest gain being {times(best.ratio)} over {best.baseline} in {best.name} "
+            f"({best.method}), with a relative error of {small(best.relative_error)}"
+        )
+    lost = [f"{row.name} ({row.method})" for row in rows if is_lost(row)]
+    if lost:
+        return f"{text}. More than 10 % off, or without an answer: {', '.join(lost)}."
+    worst = max(rows, key=lambda row: row.relative_error or 0.0)
+    error = small(worst.relative_error)
+    return f"{text}. The largest relative error of all is {error}, in {worst.name}."
 
 
 def _write_report(
@@ -224,10 +241,8 @@ def _write_report(
     sections = []
     single = _benchmarks(rows)
     if single:
-        said = [
-            paragraph(f"{name}: {findings(group)}", "finding") for name, group in _by_name(single)
-        ]
-        sections.append(Section("Results", [html_table(single, named=True), *said]))
+        said = paragraph(bench_findings(single), "finding")
+        sections.append(Section("Results", [said, html_table(single, named=True)]))
     if crossovers:
         pairs = [(f"{item.name}, {item.method}", str(item)) for item in crossovers]
         sections.append(Section("Where the methods start to pay", [facts(pairs)]))
@@ -247,5 +262,6 @@ def _print(console: Console, rows: Sequence[Measurement], crossovers: Sequence[C
     single = _benchmarks(rows)
     if single:
         console.print(terminal_table("supportbasis bench", single, named=True))
+        console.print(bench_findings(single))
     for item in crossovers:
-        console.print(f"{item.name}, {item.method}: {item}", highlight=False)
+        console.print(f"{item.name}, {item.method}: {item}")

@@ -15,7 +15,7 @@ from ..methods import Auto
 from ..result import Result
 from .measure import Contender, Measurement, Tick, describe, interleave
 
-DIM, BANDWIDTH, TOLERANCE = 3, 1.0, 1e-4
+DIM, BANDWIDTH = 3, 1.0
 SAMPLED_POINTS = 512
 CHUNKS = (1024, 4096)
 
@@ -26,7 +26,7 @@ def measure_density(name: str, n: int, budget: float, tick: Tick) -> list[Measur
     """Density of n standard normal points at n others: `gaussian_kde` against exact sums."""
     generator = torch.Generator().manual_seed(0)
     points, data = (torch.randn(n, DIM, generator=generator) for _ in range(2))
-    method = Auto(TOLERANCE)
+    method = Auto(1e-4)
     baseline = Contender("chunked exact sum", partial(_fastest_form(points, data), points, data))
 
     def density() -> Tensor:
@@ -34,7 +34,7 @@ def measure_density(name: str, n: int, budget: float, tick: Tick) -> list[Measur
         assert isinstance(output, Tensor)
         return output
 
-    ours = Contender(f"Auto({TOLERANCE:g})", density)
+    ours = Contender("Auto(1e-4)", density)
     rounds = interleave([baseline, ours], budget, tick)
     assert ours.output is not None
     relative, largest = _errors(ours.output, points, data)

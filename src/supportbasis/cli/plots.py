@@ -21,6 +21,11 @@ FAMILIES = {
     "Auto": ("#2f855a", "^"),
 }
 COLOURS = ("#2f6fab", "#2f855a", "#b7791f", "#805ad5", "#c05621")
+PANELS = {
+    "SDPA": "Attention",
+    "SDPA causal": "Causal attention",
+    "chunked exact sum": "Gaussian kernel density",
+}
 LABEL_GAP = 13.0  # points between the base lines of two labels
 LETTER = 5.4  # width of a letter of a label, in points
 
@@ -67,7 +72,7 @@ def plot_errors(rows: Sequence[Measurement], title: str, path: Path) -> None:
     for point in points:
         colour, marker = _family(point.label)
         axes.plot(point.speed, point.error, marker, color=colour, markersize=8, zorder=3)
-    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_title(title, loc="left", fontsize=11, parse_math=False)
     figure.draw_without_rendering()  # settles the layout, which the labels depend on
     _label_points(axes, points, [_free_line(axes, point) for point in free])
     figure.savefig(path, dpi=150)
@@ -180,9 +185,8 @@ def plot_times(rows: Sequence[Measurement], path: Path) -> None:
     """Time against length, log-log: one panel for each baseline, its time in black."""
     timed = sorted((row for row in rows if row.seconds), key=lambda row: (row.baseline, row.n))
     panels = [(name, list(group)) for name, group in groupby(timed, lambda row: row.baseline)]
-    order = ("SDPA", "SDPA causal")
-    panels.sort(key=lambda panel: order.index(panel[0]) if panel[0] in order else len(order))
-    figure = _new_figure(1.2 + 4.6 * max(1, len(panels)), 4.8)
+    panels.sort(key=lambda panel: list(PANELS).index(panel[0]))
+    figure = _new_figure(0.6 + 3.9 * max(1, len(panels)), 5.2)
     for axes, (baseline, panel) in zip(
         figure.subplots(1, max(1, len(panels)), squeeze=False)[0], panels, strict=False
     ):
@@ -205,8 +209,9 @@ def _time_panel(axes: Axes, baseline: str, rows: Sequence[Measurement]) -> None:
         axes.plot(*_points(points), "-o", color=colour, markersize=4, label=name)
     axes.set_xlabel("tokens")
     axes.set_ylabel("seconds per call")
-    axes.set_title(f"against {baseline}", loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    axes.set_title(PANELS[baseline], loc="left", fontsize=11)
+    axes.xaxis.set_major_formatter(lambda n, _: f"{n / 1024:g}k" if n >= 1024 else f"{n:g}")
+    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(-0.05, -0.13))
 
 
 def _line_name(row: Measurement) -> str:

@@ -16,7 +16,7 @@ class Steps:
     """A bar of ``count`` steps; each step moves it by the share of its own time that is over."""
 
     def __init__(self, console: Console, count: int):
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=console, transient=True)
         self._task = self._progress.add_task("starting", total=max(1, count))
         self._done = 0

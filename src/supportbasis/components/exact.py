@@ -12,8 +12,9 @@ from ..partial import Partial
 from ..problem import Head
 from ..rounding import gamma, product_roundoff, sum_depth, unit_roundoff
 
-KEY_TILE = 1024
-TILE = 2**20  # scores at a time
+KEY_TILE = 4096
+TILE = 2**19  # scores at a time
+SUM_BLOCK = 1024  # keys added up at a time, which bounds the rounding of the sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,26 +27,47 @@ class ExactSum:
         count = head.n if rows is None else rows.numel()
         keys = head.m if self.keys is None else self.keys.numel()
         total = Partial.empty(count, head.value_dim, head.query, head.dtype)
-        step = max(64, min(8192, TILE // max(1, min(keys, KEY_TILE))))
+        least = 32 if head.is_causal else 128  # short tiles skip more of what lies ahead
+        step = max(least, min(8192, TILE // max(1, min(keys, KEY_TILE))))
+        step = least if head.is_causal and keys > KEY_TILE else step
         for start in range(0, count, step):
             stop = min(count, start + step)
-            index = take_index(rows, start, stop, head.query)
-            tile = self._row_tile(head, index, keys)
-            total.num[start:stop] = tile.num
-            total.den[start:stop] = tile.den
-            total.log_scale[start:stop] = tile.log_scale
+            self._row_tile(head, rows, (start, stop), keys, total[start:stop])
         total.noise = total.den * self._relative_noise(head, rows, keys)
         return total
 
-    def _row_tile(self, head: Head, rows: Tensor, keys: int) -> Partial:
-        query = head.query[rows].to(head.dtype).mul_(head.scale)
-        total = Partial.empty(rows.numel(), head.value_dim, query, head.dtype)
+    def _row_tile(
+        self, head: Head, rows: Tensor | None, span: tuple[int, int], keys: int, total: Partial
+    ) -> None:
+        """Add all keys to the rows of one tile; ``total`` is a view that is written in place."""
+        query = take(head.query, rows, *span).to(head.dtype)
+        row_at = take_index(rows, *span, head.query)
         for start in range(0, keys, KEY_TILE):
-            index = take_index(self.keys, start, min(keys, start + KEY_TILE), head.key)
-            if head.is_causal and int(index[0]) > int(rows[-1]):
+            tile = (start, min(keys, start + KEY_TILE))
+            if head.is_causal and position(self.keys, start) > position(rows, span[1] - 1):
                 break
-            total.add_(_tile(head, query, rows, index))
-        return total
+            part = self._tile(head, query, row_at, tile)
+            total.add_(part) if start else total.copy_(part)
+
+    def _tile(self, head: Head, query: Tensor, row_at: Tensor, tile: tuple[int, int]) -> Partial:
+        score = query @ (take(head.key, self.keys, *tile).to(head.dtype) * head.scale).T
+        if head.key_log_weight is not None:
+            score += take(head.key_log_weight, self.keys, *tile).to(head.dtype)
+        if head.mask is not None:
+            mask = head.mask[row_at][:, take_index(self.keys, *tile, row_at)]
+            score = _masked(score, mask)
+        if head.is_causal and position(self.keys, tile[1] - 1) > int(row_at[0]):
+            ahead = take_index(self.keys, *tile, row_at) > row_at.unsqueeze(1)
+            score.masked_fill_(ahead, -math.inf)
+        top = score.amax(1)
+        unit = torch.where(top > -math.inf, top, 0.0)
+        weight = score.sub_(unit.unsqueeze(1)).exp_()
+        value = take(head.value, self.keys, *tile).to(head.dtype)
+        num = weight[:, :SUM_BLOCK] @ value[:SUM_BLOCK]
+        for start in range(SUM_BLOCK, len(value), SUM_BLOCK):
+            block = slice(start, start + SUM_BLOCK)
+            num.addmm_(weight[:, block], value[block])
+        return Partial(num, weight.sum(1), top, torch.zeros_like(top))
 
     def _relative_noise(self, head: Head, rows: Tensor | None, keys: int) -> Tensor:
         """Relative rounding error of each row's sums: of the scores, then of the sum."""
@@ -59,30 +81,25 @@ class ExactSum:
             if bias is not None and bias.dtype != torch.bool:
                 finite = bias.masked_fill(bias == -math.inf, 0.0).abs()
                 score = score + (4 * unit * finite.max() if finite.numel() else 0.0)
-        total = gamma(sum_depth(keys, KEY_TILE) + 16, product_roundoff(head.dtype))
+        total = gamma(sum_depth(keys, SUM_BLOCK) + 16, product_roundoff(head.dtype))
         return (torch.expm1(2 * score) + total).clamp(max=1.0).to(head.dtype)
 
 
+def take(source: Tensor, index: Tensor | None, start: int, stop: int) -> Tensor:
+    """Tokens start..stop of an index set (None: all tokens in order, which needs no gather)."""
+    return source[start:stop] if index is None else source[index[start:stop]]
+
+
 def take_index(index: Tensor | None, start: int, stop: int, like: Tensor) -> Tensor:
-    """Entries start..stop of an index set, where None stands for all tokens in order."""
+    """Positions of the same tokens."""
     if index is None:
         return torch.arange(start, stop, device=like.device)
     return index[start:stop]
 
 
-def _tile(head: Head, query: Tensor, rows: Tensor, keys: Tensor) -> Partial:
-    score = query @ head.key[keys].to(head.dtype).T
-    if head.key_log_weight is not None:
-        score += head.key_log_weight[keys].to(head.dtype)
-    if head.mask is not None:
-        score = _masked(score, head.mask[rows][:, keys])
-    if head.is_causal and int(keys[-1]) > int(rows[0]):
-        score.masked_fill_(keys > rows.unsqueeze(1), -math.inf)
-    top = score.amax(1)
-    unit = torch.where(top > -math.inf, top, 0.0)
-    weight = score.sub_(unit.unsqueeze(1)).exp_()
-    num = weight @ head.value[keys].to(head.dtype)
-    return Partial(num, weight.sum(1), top, torch.zeros_like(top))
+def position(index: Tensor | None, at: int) -> int:
+    """Position of one token of an index set."""
+    return at if index is None else int(index[at])
 
 
 def _masked(score: Tensor, mask: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from ..partial import Partial
 from ..polynomials import CertifiedPolynomial
 from ..problem import Head
 from ..rounding import gamma, product_roundoff, sum_depth
-from .exact import take_index
+from .exact import take, take_index
 
-CAUSAL_CHUNK = 512
+CAUSAL_CHUNK = 504  # see `block_rows` for why it is not 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,34 +62,29 @@ class _Task:
 
     def query(self, start: int, stop: int) -> Tensor:
         sign = math.copysign(1.0, self.head.scale) if self.head.scale else 0.0
-        return self._tokens(self.head.query, self.rows, start, stop, sign / self.query_norm)
+        tokens = take(self.head.query, self.rows, start, stop)
+        return tokens.to(self.head.dtype) * (sign / self.query_norm)
 
     def key(self, start: int, stop: int) -> Tensor:
-        return self._tokens(self.head.key, self.keys, start, stop, 1.0 / self.key_norm)
+        return take(self.head.key, self.keys, start, stop).to(self.head.dtype) / self.key_norm
 
     def value(self, start: int, stop: int) -> Tensor:
-        source = self.head.value
-        picked = source[start:stop] if self.keys is None else source[self.keys[start:stop]]
-        return picked.to(self.head.dtype)
+        return take(self.head.value, self.keys, start, stop).to(self.head.dtype)
 
     def log_weight(self, start: int, stop: int) -> Tensor | None:
         source = self.head.key_log_weight
         if source is None:
             return None
-        picked = source[start:stop] if self.keys is None else source[self.keys[start:stop]]
-        return picked.to(self.head.dtype)
-
-    def _tokens(
-        self, source: Tensor, index: Tensor | None, start: int, stop: int, factor: float
-    ) -> Tensor:
-        picked = source[start:stop] if index is None else source[index[start:stop]]
-        return picked.to(self.head.dtype) * factor
+        return take(source, self.keys, start, stop).to(self.head.dtype)
 
     def dense(self, t: Tensor) -> Tensor:
-        """p(t) by Horner's rule, in t's memory where possible."""
-        result = torch.full_like(t, self.coefficients[-1])
-        for coefficient in reversed(self.coefficients[:-1]):
-            result.mul_(t).add_(coefficient)
+        """p(t) by Horner's rule."""
+        *lower, last = self.coefficients
+        if not lower:
+            return torch.full_like(t, last)
+        result = (t * last).add_(lower.pop())
+        for coefficient in reversed(lower):
+            torch.addcmul(t.new_tensor(coefficient), result, t, out=result)
         return result
 
     def noise(self, mass: Tensor | float, block: int) -> Tensor:
@@ -146,9 +141,12 @@ class _State:
             weight = (log_weight - self.top).exp_() if self.top > -math.inf else log_weight.exp()
             value = value * weight.unsqueeze(1)
         features = task.features.write(task.key(start, stop), buffer)
-        self.values.addmm_(features, value)
-        self.ones.addmv_(features, weight)
-        self.mass += float(weight.sum())
+        total = weight.sum()
+        self.values[0] += value.sum(0)
+        self.values[1:].addmm_(features, value)
+        self.ones[0] += total
+        self.ones[1:].addmv_(features, weight)
+        self.mass += float(total)
 
     def _raise_top(self, top: float) -> None:
         if top > self.top:
@@ -173,8 +171,8 @@ def _full(task: _Task) -> Partial:
     for start in range(0, task.row_count, block):
         stop = min(task.row_count, start + block)
         features = task.features.write(task.query(start, stop), buffer)
-        torch.mm(features.T, values, out=total.num[start:stop])
-        torch.mv(features.T, ones, out=total.den[start:stop])
+        torch.mm(features.T, values[1:], out=total.num[start:stop]).add_(values[0])
+        torch.mv(features.T, ones[1:], out=total.den[start:stop]).add_(ones[0])
     total.log_scale = task.constant(task.log_scale + state.top)
     total.noise = task.noise(state.mass, block)
     return total
@@ -194,8 +192,8 @@ def _causal(task: _Task) -> Partial:
     reach = task.noise(1.0, chunk)
     for rows, keys in zip(pairwise(row_edges), pairwise(key_edges), strict=True):
         if rows[0] < rows[1]:
-            part = _chunk_rows(task, state, rows, keys, buffer, reach[rows[0] : rows[1]])
-            _store(total, rows, part)
+            where = slice(*rows)
+            total[where].copy_(_chunk_rows(task, state, rows, keys, buffer, reach[where]))
         if keys[0] < keys[1]:
             state.add(task, *keys, buffer)
     return total
@@ -213,10 +211,11 @@ def _chunk_rows(
     part = _diagonal(task, query, rows, keys, reach)
     if state.top > -math.inf:
         features = task.features.write(query, buffer)
-        weights = task.weights
+        values = state.values * task.weights.unsqueeze(1)
+        ones = state.ones * task.weights
         earlier = Partial(
-            features.T @ (state.values * weights.unsqueeze(1)),
-            features.T @ (state.ones * weights),
+            (features.T @ values[1:]).add_(values[0]),
+            (features.T @ ones[1:]).add_(ones[0]),
             torch.full_like(reach, task.log_scale + state.top),
             reach * state.mass,
         )
@@ -233,17 +232,19 @@ def _diagonal(
         return Partial.empty(rows[1] - rows[0], head.value_dim, query, head.dtype)
     row_at = take_index(task.rows, *rows, query)
     key_at = take_index(task.keys, *keys, query)
-    visible = key_at <= row_at.unsqueeze(1)
+    ahead = key_at > row_at.unsqueeze(1)
+    kernel = task.dense(query @ task.key(*keys).T)
     log_weight = task.log_weight(*keys)
     if log_weight is None:
-        weight, top = visible, torch.where(visible.any(1), 0.0, -math.inf).to(head.dtype)
-        mass = visible.sum(1)
+        kernel.masked_fill_(ahead, 0.0)
+        mass = torch.searchsorted(key_at, row_at, right=True).to(head.dtype)
+        top = torch.zeros_like(mass).masked_fill_(mass == 0, -math.inf)
     else:
-        shown = log_weight.masked_fill(~visible, -math.inf)
+        shown = log_weight.masked_fill(ahead, -math.inf)
         top = shown.amax(1)
         weight = (shown - torch.where(top > -math.inf, top, 0.0).unsqueeze(1)).exp_()
         mass = weight.sum(1)
-    kernel = task.dense(query @ task.key(*keys).T).mul_(weight)
+        kernel.mul_(weight)
     num = kernel @ task.value(*keys)
     return Partial(num, kernel.sum(1), top + task.log_scale, reach * mass)
 
@@ -255,9 +256,3 @@ def _edges(index: Tensor | None, count: int, tokens: int, chunk: int, like: Tens
         return [min(count, int(border)) for border in borders.tolist()]
     edges: list[int] = torch.searchsorted(index, borders).tolist()
     return edges
-
-
-def _store(total: Partial, rows: tuple[int, int], part: Partial) -> None:
-    where = slice(*rows)
-    total.num[where], total.den[where] = part.num, part.den
-    total.log_scale[where], total.noise[where] = part.log_scale, part.noise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +24,6 @@ from .single_threshold import threshold_plan
 PLANNING_SECONDS = 0.02  # what a search costs; exact attention below that is left alone
 SHARES = (0.0, 0.001, 0.004, 0.015, 0.05)  # of tokens that a candidate threshold makes large
 MARGIN = 0.8  # of the tolerance that an estimate may use up before it is verified
-ATTEMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -52,33 +51,53 @@ class Auto(Method):
         if limit < PLANNING_SECONDS + cheapest:
             return exact_plan(head, "below the length where an approximation pays")
         search = _Search(head, self.tolerance, self.seed)
-        plans = [search.smallest_degree(share) for share in SHARES]
-        useful = [plan for plan in plans if plan is not None and plan.speedup > 1]
-        for plan in search.verified(sorted(useful, key=lambda p: -p.speedup)):
-            return plan
-        return exact_plan(head, f"no cheaper plan within {self.tolerance:g}")
+        for plan in search.candidates():
+            measured = search.verify(plan)
+            if measured is not None:
+                return replace(plan, measured=measured)
+        return exact_plan(head, f"no plan within {self.tolerance:g} is predicted to be faster")
 
 
 class _Search:
-    """One head's search: an estimate of the error of a plan, and its verification."""
+    """One head's search: plans of least degree for a few thresholds, and their verification."""
 
     def __init__(self, head: Head, tolerance: float, seed: int):
         self.head, self.tolerance, self.seed = head, tolerance, seed
-        self.is_density = head.query_log_weight is not None
-        self.maxima = torch.cat([head.query_maxima, head.key_maxima]).double().sort().values
+        self.limit = exact_seconds(head)
+        self.maxima = torch.cat([head.query_maxima, head.key_maxima]).sort().values
         self.top_degree = self._top_degree()
-        self.estimate = self._density_error if self.is_density else self._sampled_error
-        self._peak = density_scale(head, seed) if self.is_density else 0.0
+        self.peak = density_scale(head, seed) if head.is_density else 0.0
+        self.check: RowCheck | None = None
 
     def _top_degree(self) -> int:
         """Highest degree whose features alone are faster than exact attention."""
-        head, degree = self.head, 0
-        limit, top = exact_seconds(head), largest_degree(head.dim)
+        head, degree, top = self.head, 0, largest_degree(self.head.dim)
         while degree < top:
-            if polynomial_work(head, head.n, head.m, degree + 1).seconds(head) >= limit:
+            if polynomial_work(head, head.n, head.m, degree + 1).seconds(head) >= self.limit:
                 break
             degree += 1
         return degree
+
+    def candidates(self) -> Iterator[HeadPlan]:
+        """Plans whose estimated error is within the margin, fastest first; each is followed by
+        the same threshold one degree higher, in case the estimate was too hopeful."""
+        plans: list[HeadPlan] = []
+        fastest = 0.0
+        for share in SHARES:
+            if 0 < 1 / max(fastest, 1e-9) < 2 * share:  # the exact part alone would be slower
+                continue
+            plan = self.smallest_degree(share)
+            if plan is not None and plan.speedup > 1:
+                plans.append(plan)
+                fastest = max(fastest, plan.speedup)
+        for plan in sorted(plans, key=lambda p: -p.speedup):
+            yield plan
+            higher = self.plan(self._threshold(plan), (plan.degree or 0) + 1)
+            if higher is not None and higher.speedup > 1:
+                yield higher
+
+    def _threshold(self, plan: HeadPlan) -> float:
+        return self.threshold(0.0) if plan.threshold is None else plan.threshold
 
     def threshold(self, share: float) -> float:
         """T that makes about this share of the tokens large."""
@@ -91,7 +110,7 @@ class _Search:
         low, high, found = 0, self.top_degree, None
         while low <= high:  # the error falls with the degree
             degree = (low + high) // 2
-            plan = self._candidate(threshold, degree)
+            plan = self.plan(threshold, degree)
             if plan is None:
                 return None
             if self.estimate(plan) <= MARGIN * self.tolerance:
@@ -100,50 +119,34 @@ class _Search:
                 low = degree + 1
         return found
 
-    def _candidate(self, threshold: float, degree: int) -> HeadPlan | None:
+    def plan(self, threshold: float, degree: int) -> HeadPlan | None:
+        """The plan at a threshold and degree; a plain polynomial where nothing is large."""
+        if degree > self.top_degree:
+            return None
         plan = threshold_plan(self.head, threshold, degree)
         if plan.polynomial is None:
             return None
         assert plan.large_rows is not None
         assert plan.large_keys is not None
-        if len(plan.large_rows) == 0 and len(plan.large_keys) == 0:
-            return replace(
-                plan, kind="polynomial", threshold=None, large_rows=None, large_keys=None
-            )
-        return plan
+        if len(plan.large_rows) or len(plan.large_keys):
+            return plan
+        return replace(plan, kind="polynomial", threshold=None, large_rows=None, large_keys=None)
 
-    def _sampled_error(self, plan: HeadPlan) -> float:
+    def estimate(self, plan: HeadPlan) -> float:
+        """Expected error from a sample of scores; for a density, an upper bound."""
         assert plan.polynomial is not None
+        if self.head.is_density:
+            return density_error(self.head, plan, self.peak)
         rows, keys = None, self.head.live_keys
         if plan.kind == "single-threshold":
             rows, keys = (side.small for side in split_of(plan, self.head))
         return ScoreSample.draw(self.head, rows, keys).expected_error(plan.polynomial)
 
-    def _density_error(self, plan: HeadPlan) -> float:
-        return density_error(self.head, plan, self._peak)
-
-    def verified(self, plans: list[HeadPlan]) -> Iterator[HeadPlan]:
-        """Plans whose error on sampled rows against all keys is within the tolerance."""
-        check: Callable[[HeadPlan], tuple[float, float]]
-        if self.is_density:
-            check = lambda plan: (self.estimate(plan),) * 2  # noqa: E731
+    def verify(self, plan: HeadPlan) -> float | None:
+        """The error on sampled rows against all keys, if its limit is within the tolerance."""
+        if self.head.is_density:
+            measured = limit = self.estimate(plan)
         else:
-            check = RowCheck(self.head, self.tolerance, self.seed).error
-        for plan in plans[:ATTEMPTS]:
-            for attempt in _escalations(self, plan):
-                measured, limit = check(attempt)
-                if limit <= self.tolerance:
-                    yield replace(attempt, measured=measured)
-                    break
-
-
-def _escalations(search: _Search, plan: HeadPlan) -> Iterator[HeadPlan]:
-    """The plan, then the same threshold one degree higher, while that still pays."""
-    yield plan
-    assert plan.polynomial is not None
-    degree = plan.polynomial.degree + 1
-    threshold = plan.threshold or search.threshold(0.0)
-    if degree <= search.top_degree:
-        higher = search._candidate(threshold, degree)
-        if higher is not None and higher.speedup > 1:
-            yield higher
+            self.check = self.check or RowCheck(self.head, self.tolerance, self.seed)
+            measured, limit = self.check.error(plan)
+        return measured if limit <= self.tolerance else None
