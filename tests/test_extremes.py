@@ -85,7 +85,9 @@ def test_all_keys_padded_gives_zeros_and_lse_minus_infinity(method, causal):
     assert int(result.certificate.invalid_rows.sum()) == 0
     mask = torch.ones(9, dtype=torch.bool)
     mask[:4] = False  # causal rows 0..3 see only padded keys
-    result = sb.attention(q, k, v, attn_mask=mask, is_causal=True, method=method, return_result=True)
+    result = sb.attention(
+        q, k, v, attn_mask=mask, is_causal=True, method=method, return_result=True
+    )
     assert (result.output[:, :, :4] == 0).all()
     assert (result.lse[:, :, :4] == -math.inf).all()
     assert (result.lse[:, :, 4:] > -math.inf).all()

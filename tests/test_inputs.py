@@ -40,7 +40,10 @@ CASES = {
     "scale str": (lambda: sb.attention(q, k, v, scale="1"), "scale must be a finite"),
     "dropout": (lambda: sb.attention(q, k, v, dropout_p=1.5), "dropout_p must be in"),
     "is_causal": (lambda: sb.attention(q, k, v, is_causal=1), "is_causal must be True or False"),
-    "mask shape": (lambda: sb.attention(q, k, v, attn_mask=torch.ones(3, 9)), "attn_mask has shape"),
+    "mask shape": (
+        lambda: sb.attention(q, k, v, attn_mask=torch.ones(3, 9)),
+        "attn_mask has shape",
+    ),
     "mask dtype": (
         lambda: sb.attention(q, k, v, attn_mask=torch.ones(6, 6, dtype=torch.int32)),
         "attn_mask has dtype",
@@ -59,7 +62,10 @@ CASES = {
     "tolerance": (lambda: sb.Auto(0.0), "tolerance must be a finite number > 0"),
     "seed": (lambda: sb.Auto(0.1, seed=0.5), "seed must be an integer"),
     "bandwidth": (lambda: sb.gaussian_kde(q[0, 0], k[0, 0], -1.0), "bandwidth must be finite"),
-    "bandwidth shape": (lambda: sb.gaussian_kde(q[0, 0], k[0, 0], torch.ones(2)), "bandwidth has shape"),
+    "bandwidth shape": (
+        lambda: sb.gaussian_kde(q[0, 0], k[0, 0], torch.ones(2)),
+        "bandwidth has shape",
+    ),
     "weights sign": (
         lambda: sb.gaussian_kde(q[0, 0], k[0, 0], 1.0, weights=-torch.ones(6)),
         "weights must be finite and >= 0",

@@ -30,7 +30,7 @@ def test_an_exact_sum_is_the_sum_of_its_parts():
     for causal in (False, True):
         problem = head(is_causal=causal)
         keys = torch.arange(30)
-        first, second = ExactSum(keys[::2]), ExactSum(keys[1::2])
+        first, second = ExactSum(keys[::2].clone()), ExactSum(keys[1::2].clone())
         whole = ExactSum(None).evaluate(problem, None)
         parts = first.evaluate(problem, None).add_(second.evaluate(problem, None))
         assert_same_sums(whole, parts)

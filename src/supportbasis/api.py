@@ -263,7 +263,7 @@ def _run(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Outcome, Plan]:
     if invalid:
         warnings.warn(
             f"supportbasis: {invalid} rows had no usable denominator (the polynomial is not "
-            "positive there) and return zeros; see certificate.invalid_rows",
+            "positive there) and return zeros; return_result=True counts them by head",
             UserWarning,
             stacklevel=3,
         )

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .components.polynomial import CAUSAL_CHUNK
-from .features import FeatureMap, block_rows
-from .polynomials import true_rank
+from .features import FeatureMap, block_rows, feature_count, tile_width
 from .problem import Head
 
 CALL_SECONDS = 3e-4  # of one head through the component engine, whatever its size
@@ -33,7 +32,7 @@ class Work:
 
     def multiply_adds(self, head: Head) -> float:
         pair = head.dim + head.value_dim
-        rank = true_rank(head.dim, self.degree) if self.feature_rows else 0
+        rank = feature_count(head.dim, self.degree) if self.feature_rows else 0
         return (
             self.exact_pairs * pair
             + self.dense_pairs * (pair + self.degree)
@@ -50,10 +49,14 @@ class Work:
         """Predicted time on this machine."""
         rates = calibrate(head.query.device.type)
         pair = rates.pair + rates.pair_dim * (head.dim + head.value_dim)
-        rank = true_rank(head.dim, self.degree) if self.feature_rows else 0
+        rank = feature_count(head.dim, self.degree) if self.feature_rows else 0
         features = self.feature_rows * rank * (rates.feature + rates.product * head.value_dim)
         blocks = math.ceil(self.feature_rows / block_rows(max(1, rank), head.dtype))
-        overhead = blocks * BLOCK_SECONDS * (head.dim * max(0, self.degree - 1) + 10)
+        overhead = (
+            blocks
+            * BLOCK_SECONDS
+            * (head.dim / tile_width(head.dim, self.degree) * max(0, self.degree - 1) + 10)
+        )
         pairs = (1.3 * self.exact_pairs + 2.0 * self.dense_pairs) * pair
         return CALL_SECONDS + pairs + features + overhead + self.scanned * rates.scan
 
@@ -98,8 +101,8 @@ def calibrate(device: str) -> Rates:
     x = _numbers((1024, 48), device)
     value = _numbers((1024, 64), device)
     buffer = features.buffer(1024, x)
-    state = value.new_zeros(features.rank - 1, 64)
-    count = 1024 * features.rank
+    state = value.new_zeros(features.count - 1, 64)
+    count = 1024 * features.count
     write = _best(lambda: features.write(x, buffer), device) / count
     product = _best(lambda: state.addmm_(buffer, value), device) / count
     scan = _best(lambda: x.abs().amax(-1), device) / x.numel()

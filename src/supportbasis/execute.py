@@ -32,8 +32,8 @@ def execute(problem: Problem, plan: Plan) -> Outcome:
     batch, heads, n = problem.batch, problem.heads, problem.n
     new = problem.query.new_zeros
     outcome = Outcome(
-        new(batch, heads, n, problem.value.shape[-1]),
-        new(batch, heads, n, dtype=problem.dtype),
+        problem.query.new_empty(batch, heads, n, problem.value.shape[-1]),
+        problem.query.new_empty(batch, heads, n, dtype=problem.dtype),
         *(new(batch, heads, dtype=problem.dtype) for _ in range(4)),
     )
     for b, h, head in problem.each_head():

@@ -1,7 +1,7 @@
 """Feature maps of polynomial kernels: (<x, y>)^k = <phi_k(x), W phi_k(y)>, packed symmetric.
 
-phi_k holds each monomial of degree k once, C(d+k-1, k) of them instead of d^k; W is the diagonal
-of multinomial coefficients, applied once to the sum over keys instead of to every token. All
+phi_k holds the monomials of degree k, C(d+k-1, k) of them instead of d^k; W is the diagonal of
+multinomial coefficients, applied once to the sum over keys instead of to every token. All
 degrees 0..g together have C(d+g, g) features (Lemma A.2 prints C(2(d+g), 2g)).
 """
 
@@ -56,12 +56,32 @@ def odd_rows(rows: int) -> int:
     return rows - 8 if rows % 64 == 0 else rows
 
 
+def tile_width(dim: int, degree: int) -> int:
+    """Leading variables that are multiplied in one operation; see `FeatureMap`."""
+    return 4 if degree == 2 and dim >= 16 else 1
+
+
+def feature_count(dim: int, degree: int) -> int:
+    """Features actually formed, the constant included: the true rank, and a few repetitions."""
+    width = tile_width(dim, degree)
+    if width == 1:
+        return true_rank(dim, degree)
+    pairs = sum(min(width, dim - start) * (dim - start) for start in range(0, dim, width))
+    return 1 + dim + pairs
+
+
 class FeatureMap:
     """Monomials of degree 0..``degree`` in ``dim`` variables, written feature-major.
 
-    Monomials of degree k are ordered by their smallest index i: block i is x_i times the suffix
-    of the monomials of degree k-1 whose indices are all at least i. So a block of tokens costs
-    ``dim`` elementwise products a degree, each on contiguous memory.
+    Variables are taken in tiles of equal width. Monomials of degree k are ordered by their first
+    tile: block t holds each variable of tile t times the suffix of the monomials of degree k-1
+    whose variables all lie in tile t or later. So a block of tokens costs one elementwise product
+    a tile and degree, on contiguous memory. With tiles of one variable every monomial appears
+    once; a wider tile repeats those with two variables in it and needs fewer operations.
+
+    The multiplicities follow from (u + s)^k - s^k = u * sum_c C(k, c+1) u^c s^(k-1-c), where u is
+    the inner product over tile t and s that over later tiles: a monomial of degree k-1 with c
+    variables in tile t gains the factor C(k, c+1) / C(k-1, c) = k / (c + 1).
 
     >>> phi = FeatureMap(dim=2, degree=2)
     >>> phi(torch.tensor([[2.0, 3.0]]))          # 1, x, y, x*x, x*y, y*y
@@ -72,60 +92,66 @@ class FeatureMap:
 
     def __init__(self, dim: int, degree: int):
         self.dim, self.degree = dim, degree
-        self.rank = check_rank(dim, degree)
-        self.multiplicity, self.order, self._suffixes = _layout(dim, degree)
+        check_rank(dim, degree)
+        self.width = tile_width(dim, degree)
+        self.multiplicity, self.order, self._suffixes = _layout(dim, degree, self.width)
+        self.count = len(self.multiplicity)
 
     def buffer(self, rows: int, like: Tensor) -> Tensor:
-        size = self.rank - 1 if self.degree > 1 else 0
+        """Memory for the features of one block of tokens."""
+        size = self.count - 1 if self.degree > 1 else 0
         return torch.empty(size, rows, dtype=like.dtype, device=like.device)
 
     def write(self, x: Tensor, buffer: Tensor) -> Tensor:
-        """Features of degree >= 1 of tokens ``x`` [rows, dim]: [rank - 1, rows].
+        """Features of degree >= 1 of tokens ``x`` [rows, dim]: [count - 1, rows].
 
         The constant feature is left to the caller, for whom it is a plain sum. Degree 1 is a view
         of ``x``; higher degrees are written into ``buffer``.
         """
         if self.degree <= 1:
             return x.T[: self.dim * self.degree]
-        out = buffer[:, : x.shape[0]]
-        columns = out[: self.dim].copy_(x.T)
+        rows = x.shape[0]
+        out = buffer[:, :rows]
+        tiles = out[: self.dim].copy_(x.T).unsqueeze(1).split(self.width)  # [width, 1, rows] each
         end = self.dim
         for suffixes in self._suffixes:
             last = end
-            for i, start in enumerate(suffixes):
-                length = last - start
-                torch.mul(columns[i], out[start:last], out=out[end : end + length])
-                end += length
+            for tile, start in zip(tiles, suffixes, strict=True):
+                stop = end + len(tile) * (last - start)
+                block = out[end:stop].view(len(tile), last - start, rows)
+                torch.mul(tile, out[start:last], out=block)
+                end = stop
         return out
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Features of all tokens at once, [rows, rank]: for tests and small inputs."""
+        """Features of all tokens at once, [rows, count]: for tests and small inputs."""
         return torch.cat([torch.ones_like(x[:, :1]), self.write(x, self.buffer(len(x), x)).T], 1)
 
 
 @lru_cache(maxsize=64)
-def _layout(dim: int, degree: int) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """Multinomial coefficient and degree of each monomial, and, for each degree k >= 2, where
-    among the features of degree >= 1 the suffix starts that block i multiplies."""
+def _layout(dim: int, degree: int, width: int) -> tuple[Tensor, Tensor, list[list[int]]]:
+    """Multiplicity and degree of each feature, and, for each degree k >= 2, where among the
+    features of degree >= 1 the suffix starts that each tile multiplies."""
     levels = [torch.ones(1, dtype=torch.float64)]
     suffixes: list[list[int]] = []
     if degree >= 1:
         levels.append(torch.ones(dim, dtype=torch.float64))
-    repeats = torch.ones(dim, dtype=torch.float64)  # of each monomial's smallest index
-    starts = list(range(dim))  # of block i within the level
+    repeats = torch.ones(dim, dtype=torch.float64)  # variables of each monomial in its first tile
+    starts = list(range(0, dim, width))  # of each tile's block within the level
     for k in range(2, degree + 1):
         last = levels[-1]
         base = sum(level.numel() for level in levels[1:-1])
         suffixes.append([base + start for start in starts])
         blocks, counts, next_starts, position = [], [], [], 0
-        for i, start in enumerate(starts):
-            stop = starts[i + 1] if i + 1 < dim else last.numel()
+        for tile, start in enumerate(starts):
+            stop = starts[tile + 1] if tile + 1 < len(starts) else last.numel()
             count = torch.ones(last.numel() - start, dtype=torch.float64)
             count[: stop - start] = repeats[start:stop] + 1
-            blocks.append(last[start:] * k / count)
-            counts.append(count)
+            variables = min(width, dim - tile * width)
+            blocks.append((last[start:] * k / count).repeat(variables))
+            counts.append(count.repeat(variables))
             next_starts.append(position)
-            position += count.numel()
+            position += count.numel() * variables
         levels.append(torch.cat(blocks))
         repeats, starts = torch.cat(counts), next_starts
     order = torch.cat([torch.full_like(level, k) for k, level in enumerate(levels)])

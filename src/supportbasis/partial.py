@@ -34,6 +34,15 @@ class Partial:
 
         return Partial(full(rows, value_dim), full(rows), full(rows, fill=-math.inf), full(rows))
 
+    @staticmethod
+    def blank(rows: int, value_dim: int, like: Tensor, dtype: torch.dtype) -> Partial:
+        """Memory for sums that will all be written."""
+
+        def new(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=like.device)
+
+        return Partial(new(rows, value_dim), new(rows), new(rows), new(rows))
+
     def add_(self, other: Partial) -> Partial:
         """Add the sums of the same rows over other keys, in place."""
         top = torch.maximum(self.log_scale, other.log_scale)

@@ -61,7 +61,7 @@ class HeadPlan:
             parts.append(f"T={self.threshold:.4g}")
         if self.large_rows is not None and self.large_keys is not None:
             parts.append(f"{len(self.large_rows)} large rows, {len(self.large_keys)} large keys")
-        parts.append(f"cost {self.cost:.3g}, predicted {self.speedup:.3g}x SDPA")
+        parts.append(f"cost {self.cost:.3g}, predicted {self.speedup:.3g}x as fast as exact")
         if self.measured is not None:
             parts.append(f"measured error {self.measured:.2g}")
         return "; ".join(parts) + (f" ({self.reason})" if self.reason else "")

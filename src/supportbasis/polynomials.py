@@ -42,6 +42,21 @@ _REMEZ_BOUND = 300.0  # beyond, e^{2B} leaves float64 and the exchange has nothi
 _WIDEST = 300.0  # `largest_bound` does not look further
 
 
+def horner(coefficients: Sequence[float], t: Tensor) -> Tensor:
+    """sum_k c_k t^k entrywise, one pass over memory a degree.
+
+    >>> horner((1.0, 2.0, 3.0), torch.tensor([2.0]))
+    tensor([17.])
+    """
+    *lower, last = coefficients
+    if not lower:
+        return torch.full_like(t, last)
+    value = (t * last).add_(lower.pop())
+    for c in reversed(lower):
+        torch.addcmul(t.new_tensor(c), value, t, out=value)
+    return value
+
+
 @dataclass(frozen=True)
 class CertifiedPolynomial:
     """A polynomial p with proven bounds on p(z) e^{-z} over [-bound, bound].
@@ -87,11 +102,7 @@ class CertifiedPolynomial:
         >>> round(scaled * math.exp(2.0), 6)  # 1 + z at z = 1
         2.0
         """
-        t = self._t(z)
-        value = torch.full_like(t, self.coefficients[-1])
-        for c in reversed(self.coefficients[:-1]):
-            value = value * t + c
-        return value
+        return horner(self.coefficients, self._t(z))
 
     def _t(self, z: Tensor) -> Tensor:
         if self.bound == 0.0:

@@ -10,8 +10,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .rounding import compute_dtype
+from .rounding import compute_dtype, unit_roundoff
 from .split import row_maxima
+
+
+def _norms(x: Tensor, maxima: Tensor) -> Tensor:
+    """Row norms, never below the true ones: in float32 where no square can overflow or vanish."""
+    top = float(maxima.max()) if maxima.numel() else 1.0
+    dtype = torch.float32 if 1e-12 < top < 1e12 and x.dtype != torch.float64 else torch.float64
+    norms = torch.linalg.vector_norm(x, dim=-1, dtype=dtype).double()
+    return norms * (1 + (x.shape[-1] + 4) * unit_roundoff(dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,12 +76,12 @@ class Head:
 
     @cached_property
     def query_norms(self) -> Tensor:
-        """Euclidean norm of each query, float64, so that no finite entry overflows."""
-        return torch.linalg.vector_norm(self.query, dim=-1, dtype=torch.float64)
+        """Euclidean norm of each query in float64, rounded up."""
+        return _norms(self.query, self.query_maxima)
 
     @cached_property
     def key_norms(self) -> Tensor:
-        return torch.linalg.vector_norm(self.key, dim=-1, dtype=torch.float64)
+        return _norms(self.key, self.key_maxima)
 
     @cached_property
     def query_maxima(self) -> Tensor:
@@ -144,7 +152,17 @@ class Problem:
             return "the mask is not a key mask: it depends on the query"
         return None
 
+    @cached_property
+    def _heads(self) -> dict[tuple[int, int], Head]:
+        return {}
+
     def head(self, batch: int, head: int) -> Head:
+        """One head; kept, so that norms found while planning serve the execution too."""
+        if (batch, head) not in self._heads:
+            self._heads[batch, head] = self._slice(batch, head)
+        return self._heads[batch, head]
+
+    def _slice(self, batch: int, head: int) -> Head:
         key_head = head // self.group
         weight, row_weight = self.key_log_weight, self.query_log_weight
         return Head(

@@ -27,37 +27,46 @@ class RowCheck:
         self.scores = (head.query[self.rows].to(dtype) * head.scale) @ head.key.to(dtype).T
         self.log_weight = self._log_weight(dtype)
         self.value = head.value.to(dtype)
-        self.top = (self.scores + self.log_weight).amax(1, keepdim=True)
+        total = self.scores if self.log_weight is None else self.scores + self.log_weight
+        self.top = total.amax(1, keepdim=True)
         self.top.masked_fill_(self.top == -math.inf, 0.0)
-        self.weight = (self.scores + self.log_weight - self.top).exp_()
+        self.weight = (total - self.top).exp_()
         self.exact = self._output(self.weight)
 
-    def _log_weight(self, dtype: torch.dtype) -> Tensor:
-        head = self.head
-        weight = torch.zeros((), dtype=dtype, device=head.query.device)
+    def _log_weight(self, dtype: torch.dtype) -> Tensor | None:
+        """Log-weights of the sampled rows' pairs; None where all are zero."""
+        head, weight = self.head, None
         if head.key_log_weight is not None:
             weight = head.key_log_weight.to(dtype).expand_as(self.scores)
         if head.is_causal:
             later = torch.arange(head.m, device=head.key.device) > self.rows.unsqueeze(1)
-            weight = weight.expand_as(self.scores).masked_fill(later, -math.inf)
+            weight = torch.zeros_like(self.scores) if weight is None else weight.clone()
+            weight.masked_fill_(later, -math.inf)
         return weight
 
     def _output(self, weight: Tensor) -> Tensor:
-        den = weight.sum(1, keepdim=True) if self.head.normalise else 1.0
-        return (weight @ self.value / den).nan_to_num(0.0)
+        output = weight @ self.value
+        return (
+            output / weight.sum(1, keepdim=True) if self.head.normalise else output
+        ).nan_to_num()
 
     def error(self, plan: HeadPlan) -> tuple[float, float]:
         """Measured error of the plan on the sampled rows, and its upper limit."""
         assert plan.polynomial is not None
         poly = plan.polynomial
-        weight = poly(self.scores).mul_((poly.bound + self.log_weight - self.top).exp())
+        unit = poly.bound - self.top
+        weight = poly(self.scores)
+        weight.mul_((unit if self.log_weight is None else unit + self.log_weight).exp())
         if plan.kind == "single-threshold":
-            rows, keys = split_of(plan, self.head)
-            if keys.large is not None:
-                weight[:, keys.large] = self.weight[:, keys.large]
-            if rows.large is not None:
-                large = torch.isin(self.rows, rows.large)
-                weight[large] = self.weight[large]
+            self._restore_exact(plan, weight)
         squared = (self._output(weight) - self.exact).double().square().sum(-1)
         size = self.exact.double().square().sum(-1)
         return frobenius_limit(squared, size, self.head.n)
+
+    def _restore_exact(self, plan: HeadPlan, weight: Tensor) -> None:
+        rows, keys = split_of(plan, self.head)
+        if keys.large is not None:
+            weight[:, keys.large] = self.weight[:, keys.large]
+        if rows.large is not None:
+            large = torch.isin(self.rows, rows.large)
+            weight[large] = self.weight[large]

@@ -64,9 +64,12 @@ def pick(index: Tensor | None, total: int, count: int, seed: int, device: torch.
     return chosen if index is None else index[chosen]
 
 
-def best_polynomial(sample: ScoreSample, degree: int, reach: float) -> CertifiedPolynomial:
+def best_polynomial(
+    sample: ScoreSample, degree: int, reach: float, epsilon: float = math.inf
+) -> CertifiedPolynomial:
     """Of Taylor, Chebyshev and relative minimax on [-reach, reach], the one of least expected
-    error on the sample among those certified positive; if none is, the least certified error.
+    error on the sample among those certified positive and, if epsilon is given, to epsilon; if
+    there is none, the one of least certified error.
 
     The sum of a density has no denominator to lose: there any sign will do, and minimax, which
     weighs all scores alike, is left out.
@@ -75,7 +78,7 @@ def best_polynomial(sample: ScoreSample, degree: int, reach: float) -> Certified
         kinds = (taylor(degree, reach), chebyshev(degree, reach))
         return min(kinds, key=sample.expected_error)
     candidates = [kind(degree, reach) for kind in (taylor, chebyshev, minimax)]
-    positive = [poly for poly in candidates if poly.positive]
-    if not positive:
+    fit = [poly for poly in candidates if poly.positive and poly.error <= epsilon]
+    if not fit:
         return min(candidates, key=lambda poly: poly.error)
-    return min(positive, key=sample.expected_error)
+    return min(fit, key=sample.expected_error)

@@ -17,7 +17,7 @@ from .measure import Contender, Measurement, Tick, describe, interleave
 
 DIM, BANDWIDTH = 3, 1.0
 SAMPLED_POINTS = 512
-CHUNKS = (1024, 4096)
+CHUNKS = (64, 256, 1024, 4096)
 
 Sum = Callable[[Tensor, Tensor], Tensor]
 

@@ -26,10 +26,11 @@ class ExactSum:
     def evaluate(self, head: Head, rows: Tensor | None) -> Partial:
         count = head.n if rows is None else rows.numel()
         keys = head.m if self.keys is None else self.keys.numel()
-        total = Partial.empty(count, head.value_dim, head.query, head.dtype)
+        if not keys:
+            return Partial.empty(count, head.value_dim, head.query, head.dtype)
+        total = Partial.blank(count, head.value_dim, head.query, head.dtype)
         least = 32 if head.is_causal else 128  # short tiles skip more of what lies ahead
-        step = max(least, min(8192, TILE // max(1, min(keys, KEY_TILE))))
-        step = least if head.is_causal and keys > KEY_TILE else step
+        step = least if keys > KEY_TILE else max(least, min(8192, TILE // keys))
         for start in range(0, count, step):
             stop = min(count, start + step)
             self._row_tile(head, rows, (start, stop), keys, total[start:stop])
@@ -42,23 +43,33 @@ class ExactSum:
         """Add all keys to the rows of one tile; ``total`` is a view that is written in place."""
         query = take(head.query, rows, *span).to(head.dtype)
         row_at = take_index(rows, *span, head.query)
-        for start in range(0, keys, KEY_TILE):
-            tile = (start, min(keys, start + KEY_TILE))
-            if head.is_causal and position(self.keys, start) > position(rows, span[1] - 1):
-                break
-            part = self._tile(head, query, row_at, tile)
+        shown_to_all, shown = keys, keys
+        if head.is_causal:
+            shown_to_all, shown = (self._until(int(row_at[at]), keys) for at in (0, -1))
+        for start in range(0, max(1, shown), KEY_TILE):
+            tile = (start, min(max(1, shown), start + KEY_TILE))
+            part = self._tile(head, query, row_at, tile, max(0, shown_to_all - start))
             total.add_(part) if start else total.copy_(part)
 
-    def _tile(self, head: Head, query: Tensor, row_at: Tensor, tile: tuple[int, int]) -> Partial:
+    def _until(self, row: int, keys: int) -> int:
+        """Number of keys that do not lie ahead of a row."""
+        if self.keys is None:
+            return min(keys, row + 1)
+        return int(torch.searchsorted(self.keys, row, right=True))
+
+    def _tile(
+        self, head: Head, query: Tensor, row_at: Tensor, tile: tuple[int, int], free: int
+    ) -> Partial:
+        """One tile of scores; its first ``free`` keys lie ahead of no row."""
         score = query @ (take(head.key, self.keys, *tile).to(head.dtype) * head.scale).T
         if head.key_log_weight is not None:
             score += take(head.key_log_weight, self.keys, *tile).to(head.dtype)
         if head.mask is not None:
             mask = head.mask[row_at][:, take_index(self.keys, *tile, row_at)]
             score = _masked(score, mask)
-        if head.is_causal and position(self.keys, tile[1] - 1) > int(row_at[0]):
-            ahead = take_index(self.keys, *tile, row_at) > row_at.unsqueeze(1)
-            score.masked_fill_(ahead, -math.inf)
+        if free < score.shape[1]:
+            key_at = take_index(self.keys, *tile, row_at)[free:]
+            score[:, free:].masked_fill_(key_at > row_at.unsqueeze(1), -math.inf)
         top = score.amax(1)
         unit = torch.where(top > -math.inf, top, 0.0)
         weight = score.sub_(unit.unsqueeze(1)).exp_()
@@ -95,11 +106,6 @@ def take_index(index: Tensor | None, start: int, stop: int, like: Tensor) -> Ten
     if index is None:
         return torch.arange(start, stop, device=like.device)
     return index[start:stop]
-
-
-def position(index: Tensor | None, at: int) -> int:
-    """Position of one token of an index set."""
-    return at if index is None else int(index[at])
 
 
 def _masked(score: Tensor, mask: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..features import FeatureMap, block_rows
 from ..partial import Partial
-from ..polynomials import CertifiedPolynomial
+from ..polynomials import CertifiedPolynomial, horner
 from ..problem import Head
 from ..rounding import gamma, product_roundoff, sum_depth
 from .exact import take, take_index
@@ -77,22 +77,12 @@ class _Task:
             return None
         return take(source, self.keys, start, stop).to(self.head.dtype)
 
-    def dense(self, t: Tensor) -> Tensor:
-        """p(t) by Horner's rule."""
-        *lower, last = self.coefficients
-        if not lower:
-            return torch.full_like(t, last)
-        result = (t * last).add_(lower.pop())
-        for coefficient in reversed(lower):
-            torch.addcmul(t.new_tensor(coefficient), result, t, out=result)
-        return result
-
     def noise(self, mass: Tensor | float, block: int) -> Tensor:
         """Rounding of a row's sums: depth of the sums times the magnitude of their terms."""
         magnitude = torch.zeros_like(self._relative_norms)
         for coefficient in reversed(self.coefficients):
             magnitude.mul_(self._relative_norms).add_(abs(coefficient))
-        depth = sum_depth(self.key_count, block) + self.features.rank
+        depth = sum_depth(self.key_count, block) + self.features.count
         depth += 2 * self.features.degree + self.head.dim + 16
         return magnitude * gamma(depth, product_roundoff(self.head.dtype)) * mass
 
@@ -125,8 +115,8 @@ class _State:
     def __init__(self, task: _Task):
         head = task.head
         zeros = head.query.new_zeros
-        self.values = zeros(task.features.rank, head.value_dim, dtype=head.dtype)
-        self.ones = zeros(task.features.rank, dtype=head.dtype)
+        self.values = zeros(task.features.count, head.value_dim, dtype=head.dtype)
+        self.ones = zeros(task.features.count, dtype=head.dtype)
         self.top = -math.inf
         self.mass = 0.0
 
@@ -160,14 +150,14 @@ class _State:
 def _full(task: _Task) -> Partial:
     """Every row sees every key: one pass over the keys, one over the rows."""
     head = task.head
-    block = block_rows(task.features.rank, head.dtype)
+    block = block_rows(task.features.count, head.dtype)
     buffer = task.features.buffer(min(block, max(task.row_count, task.key_count)), task.weights)
     state = _State(task)
     for start in range(0, task.key_count, block):
         state.add(task, start, min(task.key_count, start + block), buffer)
     values = state.values.mul_(task.weights.unsqueeze(1))
     ones = state.ones.mul_(task.weights)
-    total = Partial.empty(task.row_count, head.value_dim, head.query, head.dtype)
+    total = Partial.blank(task.row_count, head.value_dim, head.query, head.dtype)
     for start in range(0, task.row_count, block):
         stop = min(task.row_count, start + block)
         features = task.features.write(task.query(start, stop), buffer)
@@ -181,14 +171,12 @@ def _full(task: _Task) -> Partial:
 def _causal(task: _Task) -> Partial:
     """Chunks of positions: earlier chunks through the running state, the chunk itself densely."""
     head = task.head
-    chunk = max(32, min(CAUSAL_CHUNK, block_rows(task.features.rank, head.dtype)))
+    chunk = max(32, min(CAUSAL_CHUNK, block_rows(task.features.count, head.dtype)))
     row_edges = _edges(task.rows, task.row_count, head.n, chunk, head.query)
     key_edges = _edges(task.keys, task.key_count, head.n, chunk, head.query)
     buffer = task.features.buffer(chunk, task.weights)
-    state, total = (
-        _State(task),
-        Partial.empty(task.row_count, head.value_dim, head.query, head.dtype),
-    )
+    state = _State(task)
+    total = Partial.blank(task.row_count, head.value_dim, head.query, head.dtype)
     reach = task.noise(1.0, chunk)
     for rows, keys in zip(pairwise(row_edges), pairwise(key_edges), strict=True):
         if rows[0] < rows[1]:
@@ -233,7 +221,7 @@ def _diagonal(
     row_at = take_index(task.rows, *rows, query)
     key_at = take_index(task.keys, *keys, query)
     ahead = key_at > row_at.unsqueeze(1)
-    kernel = task.dense(query @ task.key(*keys).T)
+    kernel = horner(task.coefficients, query @ task.key(*keys).T)
     log_weight = task.log_weight(*keys)
     if log_weight is None:
         kernel.masked_fill_(ahead, 0.0)

@@ -64,7 +64,8 @@ class _Search:
     def __init__(self, head: Head, tolerance: float, seed: int):
         self.head, self.tolerance, self.seed = head, tolerance, seed
         self.limit = exact_seconds(head)
-        self.maxima = torch.cat([head.query_maxima, head.key_maxima]).sort().values
+        self.maxima = torch.cat([head.query_maxima, head.key_maxima])
+        self.samples: dict[float, ScoreSample] = {}
         self.top_degree = self._top_degree()
         self.peak = density_scale(head, seed) if head.is_density else 0.0
         self.check: RowCheck | None = None
@@ -102,7 +103,8 @@ class _Search:
     def threshold(self, share: float) -> float:
         """T that makes about this share of the tokens large."""
         position = math.ceil((1 - share) * (len(self.maxima) - 1))
-        return max(float(self.maxima[position]), torch.finfo(torch.float64).tiny)
+        value = self.maxima.kthvalue(position + 1).values if share else self.maxima.max()
+        return max(float(value), torch.finfo(torch.float64).tiny)
 
     def smallest_degree(self, share: float) -> HeadPlan | None:
         """The plan of least degree whose estimated error is within the margin."""
@@ -123,7 +125,7 @@ class _Search:
         """The plan at a threshold and degree; a plain polynomial where nothing is large."""
         if degree > self.top_degree:
             return None
-        plan = threshold_plan(self.head, threshold, degree)
+        plan = threshold_plan(self.head, threshold, degree, sample=self.samples.get(threshold))
         if plan.polynomial is None:
             return None
         assert plan.large_rows is not None
@@ -137,10 +139,17 @@ class _Search:
         assert plan.polynomial is not None
         if self.head.is_density:
             return density_error(self.head, plan, self.peak)
-        rows, keys = None, self.head.live_keys
-        if plan.kind == "single-threshold":
-            rows, keys = (side.small for side in split_of(plan, self.head))
-        return ScoreSample.draw(self.head, rows, keys).expected_error(plan.polynomial)
+        return self._sample(plan).expected_error(plan.polynomial)
+
+    def _sample(self, plan: HeadPlan) -> ScoreSample:
+        """Scores of what is small in this plan, drawn once for each threshold."""
+        threshold = self._threshold(plan)
+        if threshold not in self.samples:
+            rows, keys = None, self.head.live_keys
+            if plan.kind == "single-threshold":
+                rows, keys = (side.small for side in split_of(plan, self.head))
+            self.samples[threshold] = ScoreSample.draw(self.head, rows, keys)
+        return self.samples[threshold]
 
     def verify(self, plan: HeadPlan) -> float | None:
         """The error on sampled rows against all keys, if its limit is within the tolerance."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from ..cost import Work, polynomial_work
 from ..errors import InputError
 from ..features import check_rank
 from ..plans import HeadPlan
-from ..polynomials import CertifiedPolynomial, largest_bound
+from ..polynomials import largest_bound
 from ..problem import Head
 from ..scores import ScoreSample, best_polynomial
 from .base import Method, check_degree, is_positive
@@ -57,7 +58,8 @@ class SingleThreshold(Method):
             return exact_plan(
                 head, f"no threshold has a degree-{self.degree} polynomial within {EPSILON:.0%}"
             )
-        plan = threshold_plan(head, threshold, self.degree)
+        epsilon = EPSILON if self.threshold is None else math.inf
+        plan = threshold_plan(head, threshold, self.degree, epsilon)
         if self.threshold is None and plan.cost >= 1:
             return exact_plan(
                 head, f"T={threshold:.4g} would cost {plan.cost:.3g} times exact attention"
@@ -77,40 +79,39 @@ class SingleThreshold(Method):
 
 
 def threshold_plan(
-    head: Head, threshold: float, degree: int, sample: ScoreSample | None = None
+    head: Head,
+    threshold: float,
+    degree: int,
+    epsilon: float = math.inf,
+    sample: ScoreSample | None = None,
 ) -> HeadPlan:
-    """Split at a threshold and pick the polynomial for what is small."""
+    """Split at a threshold and pick the polynomial for what is small, certified to epsilon."""
     large_rows, large_keys = large_tokens(head, threshold)
-    plan = HeadPlan(
-        "single-threshold", "", head.n, head.m, 1.0, 1.0, None, threshold, large_rows, large_keys
-    )
-    rows, keys = split_of(plan, head)
-    work = split_work(head, rows, keys, degree)
-    if _none(rows.small) or _none(keys.small):
-        polynomial, reason = None, f"at T={threshold:.4g} every row or every key is large"
-    else:
-        polynomial, reason = small_polynomial(head, rows, keys, threshold, degree, sample), ""
-    return HeadPlan(
-        "single-threshold" if polynomial is not None else "exact",
-        reason,
+    everything = HeadPlan(
+        "exact",
+        f"at T={threshold:.4g} every row or every key is large",
         head.n,
         head.m,
-        work.cost(head) if polynomial is not None else 1.0,
-        work.speedup(head) if polynomial is not None else 1.0,
-        polynomial,
-        threshold,
-        large_rows,
-        large_keys,
+        cost=1.0,
+        speedup=1.0,
+        threshold=threshold,
+        large_rows=large_rows,
+        large_keys=large_keys,
     )
-
-
-def small_polynomial(
-    head: Head, rows: Side, keys: Side, threshold: float, degree: int, sample: ScoreSample | None
-) -> CertifiedPolynomial:
-    """The certified polynomial of least expected error on the small rows and keys."""
+    rows, keys = split_of(everything, head)
+    if _none(rows.small) or _none(keys.small):
+        return everything
     reach = min(entry_reach(head, threshold), score_reach(head, rows.small, keys.small))
     sample = sample or ScoreSample.draw(head, rows.small, keys.small)
-    return best_polynomial(sample, degree, reach)
+    work = split_work(head, rows, keys, degree)
+    return replace(
+        everything,
+        kind="single-threshold",
+        reason="",
+        cost=work.cost(head),
+        speedup=work.speedup(head),
+        polynomial=best_polynomial(sample, degree, reach, epsilon),
+    )
 
 
 def split_work(head: Head, rows: Side, keys: Side, degree: int) -> Work:
