@@ -49,6 +49,21 @@ def test_a_polynomial_sum_is_the_sum_of_its_parts():
         assert_same_sums(whole, parts)
 
 
+def test_the_kernel_and_the_tiles_give_the_same_sums(monkeypatch):
+    monkeypatch.setattr("supportbasis.components.exact.KERNEL_KEYS", 7)
+    monkeypatch.setattr("supportbasis.components.exact.KERNEL_ROWS", 6)
+    bias = torch.randn(30, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    for weight in (None, bias):
+        for keys in (None, torch.arange(1, 30, 3)):
+            for rows in (None, torch.tensor([2, 3, 11])):
+                problem = head(key_log_weight=weight)
+                by_kernel = ExactSum(keys).evaluate(problem, rows)
+                with monkeypatch.context() as patch:
+                    patch.setattr("supportbasis.components.exact._kernel_takes", lambda *_: False)
+                    by_tiles = ExactSum(keys).evaluate(problem, rows)
+                assert_same_sums(by_kernel, by_tiles)
+
+
 def test_rows_are_independent():
     rows = torch.tensor([0, 3, 4, 17])
     for component in (ExactSum(None), PolynomialSum(taylor(2, 4.0), None)):

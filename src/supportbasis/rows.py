@@ -12,7 +12,7 @@ from .plans import HeadPlan
 from .problem import Head
 from .sampling import frobenius_limit, sample_rows
 
-ROWS = 64
+ROWS = 40
 ENTRIES = 2**24
 
 
@@ -22,7 +22,7 @@ class RowCheck:
     def __init__(self, head: Head, tolerance: float, seed: int):
         self.head = head
         dtype = torch.float64 if tolerance < 1e-5 else head.dtype
-        count = max(32, min(ROWS, ENTRIES // max(1, head.m)))
+        count = max(16, min(ROWS, ENTRIES // max(1, head.m)))
         self.rows = sample_rows(head.n, count, seed, head.query.device)
         self.scores = (head.query[self.rows].to(dtype) * head.scale) @ head.key.to(dtype).T
         self.log_weight = self._log_weight(dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .polynomials import CertifiedPolynomial, chebyshev, minimax, taylor
 from .problem import Head
 
-ROWS, KEYS = 128, 256
+ROWS, KEYS = 64, 256
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .components.exact import SUM_BLOCK
+from .components.exact import KERNEL, SUM_BLOCK
 from .problem import Problem
 from .rounding import gamma, product_roundoff, sum_depth, unit_roundoff
 
@@ -44,7 +44,7 @@ def sdpa(problem: Problem) -> Tensor:
 
 def sdpa_with_lse(problem: Problem) -> tuple[Tensor, Tensor] | None:
     """The same with the log-sum-exp of each row, where PyTorch has a kernel that returns it."""
-    kernel = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    kernel = getattr(torch.ops.aten, KERNEL, None)
     same_dim = problem.query.shape[-1] == problem.value.shape[-1]
     if kernel is None or problem.query.device.type != "cpu" or not same_dim:
         return None

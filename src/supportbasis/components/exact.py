@@ -1,4 +1,8 @@
-"""The exact component: a rectangle of rows and keys by online softmax, tile by tile."""
+"""The exact component: a rectangle of rows and keys by online softmax.
+
+Where PyTorch's CPU kernel takes the rectangle it does the work; causal rectangles, masks and other
+devices go tile by tile. Both give the same sums, and tests hold one against the other.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,8 @@ from ..rounding import gamma, product_roundoff, sum_depth, unit_roundoff
 KEY_TILE = 4096
 TILE = 2**19  # scores at a time
 SUM_BLOCK = 1024  # keys added up at a time, which bounds the rounding of the sum
+KERNEL_ROWS = 16384
+KERNEL_KEYS = 2048  # few rows are spread over the cores by handing out keys in pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,13 +35,20 @@ class ExactSum:
         if not keys:
             return Partial.empty(count, head.value_dim, head.query, head.dtype)
         total = Partial.blank(count, head.value_dim, head.query, head.dtype)
+        if count and _kernel_takes(head, self.keys):
+            _by_kernel(head, rows, self.keys, total)
+        else:
+            self._by_tiles(head, rows, keys, total)
+        total.noise = total.den * self._relative_noise(head, rows, keys)
+        return total
+
+    def _by_tiles(self, head: Head, rows: Tensor | None, keys: int, total: Partial) -> None:
+        count = len(total.den)
         least = 32 if head.is_causal else 128  # short tiles skip more of what lies ahead
         step = least if keys > KEY_TILE else max(least, min(8192, TILE // keys))
         for start in range(0, count, step):
             stop = min(count, start + step)
             self._row_tile(head, rows, (start, stop), keys, total[start:stop])
-        total.noise = total.den * self._relative_noise(head, rows, keys)
-        return total
 
     def _row_tile(
         self, head: Head, rows: Tensor | None, span: tuple[int, int], keys: int, total: Partial
@@ -110,3 +123,63 @@ def take_index(index: Tensor | None, start: int, stop: int, like: Tensor) -> Ten
 
 def _masked(score: Tensor, mask: Tensor) -> Tensor:
     return score.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else score + mask
+
+
+def _kernel_takes(head: Head, keys: Tensor | None) -> bool:
+    """Whether PyTorch's CPU kernel, which also returns the log-sum-exp, can do this rectangle."""
+    if head.is_causal or head.mask is not None or head.query.device.type != "cpu":
+        return False
+    if head.value_dim == 0 or not hasattr(torch.ops.aten, KERNEL):
+        return False
+    bias = head.key_log_weight
+    if bias is None:
+        return True
+    return bool((bias if keys is None else bias[keys]).isfinite().all())
+
+
+KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def _by_kernel(head: Head, rows: Tensor | None, keys: Tensor | None, total: Partial) -> None:
+    """Fill ``total`` with out * exp(lse): numerator out, denominator 1, log-scale lse."""
+    kernel, dim = getattr(torch.ops.aten, KERNEL), max(head.dim, head.value_dim)
+    key, value = (
+        _padded(take(source, keys, 0, head.m).to(head.dtype), dim)
+        for source in (head.key, head.value)
+    )
+    bias = head.key_log_weight
+    if bias is not None:
+        bias = take(bias, keys, 0, head.m).to(head.dtype)
+    for start in range(0, len(total.den), KERNEL_ROWS):
+        part = total[start : start + KERNEL_ROWS]
+        query = _padded(take(head.query, rows, start, start + KERNEL_ROWS).to(head.dtype), dim)
+        part.copy_(Partial.empty(len(query), head.value_dim, query, head.dtype))
+        whole = len(key) // KERNEL_KEYS if len(query) <= KERNEL_KEYS else 0
+        edge = whole * KERNEL_KEYS
+        for piece, count in ((slice(0, edge), whole), (slice(edge, None), 1)):
+            if not len(key[piece]):
+                continue
+            mask = None if bias is None else bias[piece].view(1, count, 1, -1)
+            output, lse = kernel(
+                query.expand(1, count, *query.shape),
+                key[piece].view(1, count, -1, dim),
+                value[piece].view(1, count, -1, dim),
+                attn_mask=None if mask is None else mask.expand(-1, -1, len(query), -1),
+                scale=head.scale,
+            )
+            part.add_(_joined(output[0, ..., : head.value_dim], lse[0].to(head.dtype)))
+
+
+def _joined(output: Tensor, lse: Tensor) -> Partial:
+    """Pieces of keys [pieces, rows, ...] as one partial sum."""
+    if len(output) == 1:
+        return Partial(output[0], torch.ones_like(lse[0]), lse[0], torch.zeros_like(lse[0]))
+    top = lse.amax(0)
+    weight = (lse - top).exp_()
+    num = (output * weight.unsqueeze(-1)).sum(0)
+    return Partial(num, weight.sum(0), top, torch.zeros_like(top))
+
+
+def _padded(x: Tensor, dim: int) -> Tensor:
+    """Zero columns up to a common dim, which change no score and no kept output."""
+    return x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))

@@ -83,14 +83,15 @@ class _Search:
         """Plans whose estimated error is within the margin, fastest first; each is followed by
         the same threshold one degree higher, in case the estimate was too hopeful."""
         plans: list[HeadPlan] = []
-        fastest = 0.0
+        features = polynomial_work(self.head, self.head.n, self.head.m, 0).seconds(self.head)
+        fastest = self.limit
         for share in SHARES:
-            if 0 < 1 / max(fastest, 1e-9) < 2 * share:  # the exact part alone would be slower
-                continue
+            if features + 2 * share * self.limit > fastest / 1.5:
+                continue  # the exact part alone leaves too little to gain
             plan = self.smallest_degree(share)
             if plan is not None and plan.speedup > 1:
                 plans.append(plan)
-                fastest = max(fastest, plan.speedup)
+                fastest = min(fastest, self.limit / plan.speedup)
         for plan in sorted(plans, key=lambda p: -p.speedup):
             yield plan
             higher = self.plan(self._threshold(plan), (plan.degree or 0) + 1)
