@@ -207,6 +207,24 @@ def test_leading_dims_broadcast_as_in_sdpa():
         torch.testing.assert_close(sb.attention(q, k, v, method=method), expected)
 
 
+@pytest.mark.parametrize("dv", [5, 3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_exact_has_gradients_with_key_masks(causal, dv):
+    mask = torch.tensor([True] * 7 + [False] * 5)
+    q, k, v = (x.requires_grad_() for x in qkv(1, 2, n=12, dv=dv))
+    exact, _ = dense_attention(q, k, v, mask, causal)
+    expected = torch.autograd.grad(exact.square().sum(), (q, k, v))
+    for wants_result in (False, True):
+        given = sb.attention(
+            q, k, v, attn_mask=mask, is_causal=causal,
+            method=sb.Exact(), return_result=wants_result,
+        )  # fmt: skip
+        output = given.output if wants_result else given
+        got = torch.autograd.grad(output.square().sum(), (q, k, v))
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_exact_has_gradients_and_the_others_say_they_do_not():
     q, k, v = (x.requires_grad_() for x in qkv(1, 1, n=12))
     sb.attention(q, k, v, method=sb.Exact()).square().sum().backward()

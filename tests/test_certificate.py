@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 import supportbasis as sb
 from cases import dense_attention, max_error, qkv
+from supportbasis import reference
 from supportbasis.certificate import CONFIDENCE, SAMPLED_ROWS
+from supportbasis.inputs import attention_problem
+from supportbasis.plans import HeadPlan
 from supportbasis.sampling import frobenius_limit
 
 pytestmark = pytest.mark.filterwarnings("ignore:supportbasis. .* rows had no usable")
@@ -192,3 +195,29 @@ def test_a_coarser_matmul_precision_widens_the_bound():
     finally:
         torch.set_float32_matmul_precision(before)
     assert float(loose.certificate.bound) > 10 * float(strict.certificate.bound)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    degree=st.integers(0, 4),
+    threshold=st.floats(0.3, 2.0),
+    shift=st.floats(-3.0, 3.0),
+    seed=st.integers(0, 999),
+)
+def test_weights_and_denominators_are_within_epsilon(degree, threshold, shift, seed):
+    """Definition A.1 entrywise, Lemmas C.1 and C.2 for the denominators, also on rows whose scores
+    are all very negative (there the paper's "-1" would cancel)."""
+    q, k, v = qkv(1, 1, n=25, m=30, d=3, scale=0.5, seed=seed)
+    k = k + shift  # with q shifted the other way, every score of those rows is far below zero
+    q[:, :, ::2] -= 2 * shift
+    result = sb.attention(q, k, v, method=sb.SingleThreshold(threshold, degree), return_result=True)
+    head = attention_problem(q, k, v, None, 0.0, False, None, False).head(0, 0)
+    plan = result.plan.heads[0]
+    epsilon = 0.0 if plan.polynomial is None else plan.polynomial.error
+    exact = HeadPlan("exact", "", 25, 30, 1.0, 1.0)
+    used, true = reference.weights(head, plan)[0], reference.weights(head, exact)[0]
+    assert ((used - true).abs() <= epsilon * true * (1 + 1e-9) + 1e-15).all()
+    if epsilon < 1:
+        _, lse = dense_attention(q, k, v)
+        relative = (result.lse - lse).expm1().abs().max()
+        assert float(relative) <= epsilon * (1 + 1e-6) + 1e-12

@@ -38,7 +38,7 @@ def test_kernel_sum_is_within_its_bound(method):
 
 
 def test_kernel_sum_obeys_the_papers_lemma():
-    """Lemma B.10: |S - AV| <= n eps_0 max|V| where eps_0 bounds |p - exp| on the small part."""
+    """Lemma B.11: |S - AV| <= n eps_0 max|V| where eps_0 bounds |p - exp| on the small part."""
     q, k, v = qkv(1, 1, n=80, d=4, scale=0.4)
     result = sb.kernel_sum(
         q, k, v, scale=1 / 4, method=sb.SingleThreshold(0.6, 2), return_result=True

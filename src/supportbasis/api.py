@@ -243,10 +243,7 @@ def _make_plan(problem: Problem, method: Method) -> Plan:
 
 
 def _check_gradients(problem: Problem, method: Method) -> None:
-    tracked = torch.is_grad_enabled() and any(
-        x.requires_grad for x in (problem.query, problem.key, problem.value)
-    )
-    if tracked and not isinstance(method, Exact):
+    if problem.requires_grad and not isinstance(method, Exact):
         raise InputError(
             "query, key or value requires grad, but only sb.Exact() has gradients so far; use "
             "torch.no_grad(), detach the inputs, or pass method=sb.Exact()"
@@ -278,8 +275,9 @@ def _run_sdpa(problem: Problem, need_lse: bool) -> Outcome:
         return Outcome(sdpa.sdpa(problem), empty, zero, zero, zero, zero)
     pair = sdpa.sdpa_with_lse(problem)
     if pair is None:
-        reference = execute(problem, _make_plan(problem, Exact()))
-        pair = (sdpa.sdpa(problem), reference.lse)
+        with torch.no_grad():
+            lse = execute(problem, _make_plan(problem, Exact())).lse
+        pair = (sdpa.sdpa(problem), lse)
     return Outcome(*pair, zero, zero, zero, sdpa.sdpa_noise(problem))
 
 

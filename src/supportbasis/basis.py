@@ -104,5 +104,5 @@ def score_reach(head: Head, rows: Tensor | None, keys: Tensor | None) -> float:
 
 
 def entry_reach(head: Head, threshold: float) -> float:
-    """The same from the threshold alone: |scale| d T^2 (Lemma B.7 has scale = 1/d)."""
+    """The same from the threshold alone: |scale| d T^2 (Lemma B.8 has scale = 1/d)."""
     return abs(head.scale) * head.dim * threshold**2

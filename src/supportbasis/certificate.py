@@ -93,7 +93,7 @@ def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int
     narrow = 2 * unit_roundoff(head.query.dtype)
     if not head.normalise:
         error = polynomial_error(head, plan)
-        return error + (1 + error) * eta + narrow * (1 + error)
+        return error + (1 + error) * (1 + eta) * (eta + narrow)
     spread = polynomial_spread(head, plan)
     if spread == math.inf and not _positive(head, plan):
         return math.inf

@@ -144,6 +144,11 @@ class Problem:
         return compute_dtype(self.query.dtype)
 
     @property
+    def requires_grad(self) -> bool:
+        tensors = (self.query, self.key, self.value)
+        return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+    @property
     def needs_exact(self) -> str | None:
         """Why no approximation applies to this call, or None."""
         if self.dropout_p > 0:

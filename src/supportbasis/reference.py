@@ -70,12 +70,16 @@ def _log_weight(head: Head, score: Tensor) -> Tensor:
 def _is_small(head: Head, plan: HeadPlan) -> Tensor:
     """Pairs of a small row and a small key (all pairs where nothing is split)."""
     if plan.kind == "polynomial":
-        return torch.ones(head.n, head.m, dtype=torch.bool, device=head.query.device)
+        return _all(head.n, head).unsqueeze(1) & _all(head.m, head)
     if plan.large_rows is not None and plan.large_keys is not None:
-        row = torch.ones(head.n, dtype=torch.bool).scatter_(0, plan.large_rows, False)
-        key = torch.ones(head.m, dtype=torch.bool).scatter_(0, plan.large_keys, False)
+        row = _all(head.n, head).scatter_(0, plan.large_rows, False)
+        key = _all(head.m, head).scatter_(0, plan.large_keys, False)
     else:
         assert plan.threshold is not None
         row = head.query.abs().amax(1) <= plan.threshold
         key = head.key.abs().amax(1) <= plan.threshold
     return row.unsqueeze(1) & key
+
+
+def _all(count: int, head: Head) -> Tensor:
+    return torch.ones(count, dtype=torch.bool, device=head.query.device)

@@ -19,11 +19,17 @@ def can_run(problem: Problem) -> bool:
     if not problem.normalise or 0 in sizes:
         return False
     bias = problem.key_log_weight
-    if bias is None:
+    if bias is None or problem.requires_grad:  # our own tiles have no gradient
         return True
-    if problem.is_causal and problem.query.device.type != "cpu":
+    if problem.is_causal and not _is_fused(problem):
         return False
     return bool((bias.to(problem.query.dtype).to(bias.dtype) == bias).all())
+
+
+def _is_fused(problem: Problem) -> bool:
+    """Whether PyTorch takes the CPU kernel that knows causal masks and biases together."""
+    same_dim = problem.query.shape[-1] == problem.value.shape[-1]
+    return problem.query.device.type == "cpu" and same_dim and problem.dropout_p == 0
 
 
 def sdpa(problem: Problem) -> Tensor:
@@ -34,7 +40,7 @@ def sdpa(problem: Problem) -> Tensor:
         problem.value,
         attn_mask=_mask(problem),
         dropout_p=problem.dropout_p,
-        is_causal=problem.is_causal and problem.mask is None,
+        is_causal=problem.is_causal and not _mask_is_causal(problem),
         scale=problem.scale,
         enable_gqa=problem.group > 1,
     )
@@ -45,10 +51,7 @@ def sdpa(problem: Problem) -> Tensor:
 def sdpa_with_lse(problem: Problem) -> tuple[Tensor, Tensor] | None:
     """The same with the log-sum-exp of each row, where PyTorch has a kernel that returns it."""
     kernel = getattr(torch.ops.aten, KERNEL, None)
-    same_dim = problem.query.shape[-1] == problem.value.shape[-1]
-    if kernel is None or problem.query.device.type != "cpu" or not same_dim:
-        return None
-    if problem.dropout_p > 0:
+    if kernel is None or not _is_fused(problem):
         return None
     key, value = problem.key, problem.value
     if problem.group > 1:
@@ -62,7 +65,7 @@ def sdpa_with_lse(problem: Problem) -> tuple[Tensor, Tensor] | None:
         problem.query,
         key,
         value,
-        is_causal=problem.is_causal and problem.mask is None,
+        is_causal=problem.is_causal and not _mask_is_causal(problem),
         attn_mask=mask,
         scale=problem.scale,
     )
@@ -74,17 +77,21 @@ def sdpa_with_lse(problem: Problem) -> tuple[Tensor, Tensor] | None:
     return output, lse
 
 
+def _mask_is_causal(problem: Problem) -> bool:
+    """Whether `_mask` already hides what lies ahead, for kernels that take only one of the two."""
+    biased = problem.key_log_weight is not None and not _is_fused(problem)
+    return problem.is_causal and (problem.mask is not None or biased)
+
+
 def _mask(problem: Problem) -> Tensor | None:
     """Key weights and any other mask as one argument of SDPA, in a form it takes."""
-    if problem.mask is None:
-        bias = problem.key_log_weight
-        if bias is None:
-            return None
-        if bool(((bias == 0) | (bias == -math.inf)).all()):
-            return (bias == 0).unsqueeze(2)
-        return bias.unsqueeze(2).to(problem.query.dtype)
-    mask = problem.mask
-    if problem.is_causal:
+    mask, bias = problem.mask, problem.key_log_weight
+    if mask is None and bias is not None:
+        padding = bool(((bias == 0) | (bias == -math.inf)).all())
+        mask = ((bias == 0) if padding else bias).unsqueeze(2)
+    if mask is None:
+        return None
+    if _mask_is_causal(problem):
         later = torch.ones(problem.n, problem.m, dtype=torch.bool, device=mask.device).triu_(1)
         mask = mask & ~later if mask.dtype == torch.bool else mask.masked_fill(later, -math.inf)
     return mask if mask.dtype == torch.bool else mask.to(problem.query.dtype)
@@ -95,7 +102,7 @@ def _dead_rows(problem: Problem) -> Tensor | None:
     mask, bias = _mask(problem), problem.key_log_weight
     if mask is None:
         return None
-    if problem.mask is not None:
+    if problem.mask is not None or _mask_is_causal(problem):
         return ~mask.any(-1) if mask.dtype == torch.bool else (mask == -math.inf).all(-1)
     assert bias is not None
     if not problem.is_causal:

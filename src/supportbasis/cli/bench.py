@@ -99,7 +99,13 @@ OUTLIERS: dict[str, Method] = {
 }
 WORKS: dict[str, Run] = {
     "single": _on(gaussian, SINGLE),
-    "degree1": _on(gaussian, {"SingleThreshold(0.4, degree=1)": SingleThreshold(0.4, 1)}),
+    "degree1": _on(
+        gaussian,
+        {
+            "SingleThreshold(degree=1)": SingleThreshold(degree=1),
+            "SingleThreshold(0.4, degree=1)": SingleThreshold(0.4, 1),
+        },
+    ),
     "auto": _on(gaussian, {"Auto(1e-3)": Auto(1e-3)}),
     "causal": _on(gaussian, SINGLE, is_causal=True),
     "outliers": _on(outliers, OUTLIERS),

@@ -1,0 +1,61 @@
+"""The same components on a CUDA device: run with ``pytest -m gpu`` where there is one."""
+
+import math
+
+import pytest
+import torch
+
+import supportbasis as sb
+from cases import METHODS, dense_attention, qkv
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore:supportbasis. .* rows had no usable"),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_cuda_equals_cpu(method, masked, causal):
+    q, k, v = qkv(2, 4, n=70, m=63, key_heads=2, dv=3)
+    mask = torch.rand(2, 1, 1, 63, generator=torch.Generator().manual_seed(0)) < 0.7
+    call = {"is_causal": causal, "enable_gqa": True, "return_result": True}
+    on_cpu = sb.attention(
+        q, k, v, attn_mask=mask if masked else None, method=METHODS[method], **call
+    )
+    on_cuda = sb.attention(
+        q.cuda(), k.cuda(), v.cuda(),
+        attn_mask=mask.cuda() if masked else None, method=METHODS[method], **call,
+    )  # fmt: skip
+    torch.testing.assert_close(on_cuda.output.cpu(), on_cpu.output, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(on_cuda.lse.cpu(), on_cpu.lse, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", [sb.Exact(), sb.SingleThreshold(0.3, 2), sb.Auto(1e-2)], ids=str)
+def test_cuda_stays_within_its_bound(method, dtype):
+    q, k, v = qkv(1, 2, n=4096, d=64, scale=0.1, dtype=dtype)
+    result = sb.attention(q.cuda(), k.cuda(), v.cuda(), method=method, return_result=True)
+    exact, lse = dense_attention(q, k, v)
+    error = (result.output.cpu().double() - exact).abs().max() / v.double().abs().max()
+    assert float(error) <= float(result.certificate.bound.max())
+    torch.testing.assert_close(result.lse.cpu().double(), lse, rtol=0, atol=0.02)
+
+
+def test_cuda_kernel_sums_and_densities():
+    points, data, value = qkv(n=300, m=400, d=3)
+    for call in (
+        lambda d: sb.gaussian_kde(points.to(d), data.to(d), 0.7),
+        lambda d: sb.kernel_sum(points.to(d) / 3, data.to(d) / 3, value.to(d), scale=1.0),
+    ):
+        torch.testing.assert_close(call("cuda").cpu(), call("cpu"), rtol=1e-9, atol=1e-12)
+
+
+def test_cuda_rows_that_see_nothing():
+    q, k, v = (x.cuda() for x in qkv(1, 1, n=9, dtype=torch.float32))
+    mask = torch.zeros(9, dtype=torch.bool, device="cuda")
+    result = sb.attention(q, k, v, attn_mask=mask, method=sb.Exact(), return_result=True)
+    assert (result.output == 0).all()
+    assert (result.lse == -math.inf).all()
