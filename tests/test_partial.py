@@ -5,7 +5,7 @@ import math
 import torch
 
 from cases import qkv
-from supportbasis.components import ExactSum, PolynomialSum
+from supportbasis.components import ExactSum, PolynomialSum, evaluate
 from supportbasis.partial import Partial
 from supportbasis.polynomials import taylor
 from supportbasis.problem import Head
@@ -31,10 +31,10 @@ def test_an_exact_sum_is_the_sum_of_its_parts():
         problem = head(is_causal=causal)
         keys = torch.arange(30)
         first, second = ExactSum(keys[::2].clone()), ExactSum(keys[1::2].clone())
-        whole = ExactSum(None).evaluate(problem, None)
-        parts = first.evaluate(problem, None).add_(second.evaluate(problem, None))
+        whole = evaluate([ExactSum(None)], problem, None)
+        parts = evaluate([first], problem, None).add_(evaluate([second], problem, None))
         assert_same_sums(whole, parts)
-        swapped = second.evaluate(problem, None).add_(first.evaluate(problem, None))
+        swapped = evaluate([second], problem, None).add_(evaluate([first], problem, None))
         assert_same_sums(whole, swapped)
 
 
@@ -43,9 +43,9 @@ def test_a_polynomial_sum_is_the_sum_of_its_parts():
     for causal in (False, True):
         problem = head(is_causal=causal)
         even, odd = torch.arange(0, 30, 2), torch.arange(1, 30, 2)
-        whole = PolynomialSum(poly, None).evaluate(problem, None)
-        parts = PolynomialSum(poly, even).evaluate(problem, None)
-        parts.add_(PolynomialSum(poly, odd).evaluate(problem, None))
+        whole = evaluate([PolynomialSum(poly, None)], problem, None)
+        parts = evaluate([PolynomialSum(poly, even)], problem, None)
+        parts.add_(evaluate([PolynomialSum(poly, odd)], problem, None))
         assert_same_sums(whole, parts)
 
 
@@ -57,10 +57,10 @@ def test_the_kernel_and_the_tiles_give_the_same_sums(monkeypatch):
         for keys in (None, torch.arange(1, 30, 3)):
             for rows in (None, torch.tensor([2, 3, 11])):
                 problem = head(key_log_weight=weight)
-                by_kernel = ExactSum(keys).evaluate(problem, rows)
+                by_kernel = evaluate([ExactSum(keys)], problem, rows)
                 with monkeypatch.context() as patch:
                     patch.setattr("supportbasis.components.exact._kernel_takes", lambda *_: False)
-                    by_tiles = ExactSum(keys).evaluate(problem, rows)
+                    by_tiles = evaluate([ExactSum(keys)], problem, rows)
                 assert_same_sums(by_kernel, by_tiles)
 
 
@@ -70,12 +70,12 @@ def test_rows_are_independent():
         for causal in (False, True):
             problem = head(is_causal=causal)
             assert_same_sums(
-                component.evaluate(problem, None)[rows], component.evaluate(problem, rows)
+                evaluate([component], problem, None)[rows], evaluate([component], problem, rows)
             )
 
 
 def test_units_do_not_matter():
-    part = ExactSum(None).evaluate(head(), None)
+    part = evaluate([ExactSum(None)], head(), None)
     shifted = Partial(part.num / 7, part.den / 7, part.log_scale + math.log(7), part.noise)
     empty = Partial.empty(20, 4, part.num, torch.float64)
     assert_same_sums(empty.add_(part), shifted)
@@ -100,7 +100,7 @@ def test_causal_polynomial_sums_span_many_chunks(monkeypatch):
             problem = head(n=n, m=m, is_causal=True, key_log_weight=weight)
             rows = torch.arange(0, n, 3)
             keys = torch.arange(m)[torch.rand(m, generator=generator) < 0.7]
-            part = PolynomialSum(poly, keys).evaluate(problem, rows)
+            part = evaluate([PolynomialSum(poly, keys)], problem, rows)
             score = problem.query[rows] @ problem.key[keys].T * problem.scale
             log_weight = torch.zeros(len(keys)).double() if weight is None else weight[keys]
             visible = keys <= rows[:, None]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .basis import split_of
-from .components import ExactSum
+from .components import ExactSum, evaluate
 from .plans import HeadPlan
 from .polynomials import CertifiedPolynomial
 from .problem import Head
@@ -27,7 +27,7 @@ GRID = 4096
 def density_scale(head: Head, seed: int, rows: int = 64) -> float:
     """Log of the largest sum among sampled rows: a lower estimate of the largest of all."""
     picked = sample_rows(head.n, rows, seed, head.query.device)
-    total = ExactSum(head.live_keys).evaluate(head, picked)
+    total = evaluate([ExactSum(head.live_keys)], head, picked)
     factor = 0.0 if head.query_log_weight is None else head.query_log_weight[picked]
     return float((total.num.abs().amax(1).log() + total.log_scale + factor).max())
 

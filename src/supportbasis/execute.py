@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .basis import support_basis
-from .components import ExactSum
+from .components import ExactSum, evaluate
 from .partial import Partial
 from .plans import HeadPlan, Plan
 from .problem import Head, Problem
@@ -45,9 +45,7 @@ def run_head(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]) 
     """One head: the whole story of the library in one function."""
     finished = []
     for group in support_basis(plan, head):
-        total = group.components[0].evaluate(head, group.rows)
-        for component in group.components[1:]:
-            total.add_(component.evaluate(head, group.rows))
+        total = evaluate(group.components, head, group.rows)
         usable = total.usable if head.normalise else total.finite
         lost = total.seen & ~usable
         count = int(lost.sum())
@@ -67,7 +65,7 @@ def run_head(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]) 
 def _rescue(head: Head, rows: Tensor | None, lost: Tensor, total: Partial) -> Tensor:
     """Compute the rows that the polynomial lost exactly, in place; all rows are usable then."""
     where = lost.nonzero().squeeze(1)
-    exact = ExactSum(head.live_keys).evaluate(head, where if rows is None else rows[where])
+    exact = evaluate([ExactSum(head.live_keys)], head, where if rows is None else rows[where])
     total.put_(where, exact)
     return torch.ones_like(lost)
 

@@ -34,15 +34,6 @@ class Partial:
 
         return Partial(full(rows, value_dim), full(rows), full(rows, fill=-math.inf), full(rows))
 
-    @staticmethod
-    def blank(rows: int, value_dim: int, like: Tensor, dtype: torch.dtype) -> Partial:
-        """Memory for sums that will all be written."""
-
-        def new(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=like.device)
-
-        return Partial(new(rows, value_dim), new(rows), new(rows), new(rows))
-
     def add_(self, other: Partial) -> Partial:
         """Add the sums of the same rows over other keys, in place."""
         top = torch.maximum(self.log_scale, other.log_scale)
@@ -52,14 +43,6 @@ class Partial:
         self.den.mul_(mine).addcmul_(other.den, theirs)
         self.noise.mul_(mine).addcmul_(other.noise, theirs)
         self.log_scale.copy_(top)
-        return self
-
-    def copy_(self, other: Partial) -> Partial:
-        """Become the other sums, in place."""
-        self.num.copy_(other.num)
-        self.den.copy_(other.den)
-        self.log_scale.copy_(other.log_scale)
-        self.noise.copy_(other.noise)
         return self
 
     def put_(self, rows: Tensor, other: Partial) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .components import ExactSum
+from .components import ExactSum, evaluate
 from .problem import Head
 
 QUANTILE = 1.96  # one-sided 97.5 % of a normal ratio: 95 % is left for one with a long tail
@@ -25,7 +25,7 @@ def sample_rows(n: int, count: int, seed: int, device: torch.device) -> Tensor:
 def exact_rows(head: Head, rows: Tensor, log_scale: float = 0.0) -> Tensor:
     """The exact result of some rows in float64."""
     wide = replace(head, precision=torch.float64)
-    total = ExactSum(head.live_keys).evaluate(wide, rows)
+    total = evaluate([ExactSum(head.live_keys)], wide, rows)
     if head.normalise:
         return total.divide_(total.seen)[0]
     if head.query_log_weight is not None:

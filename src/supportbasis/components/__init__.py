@@ -1,11 +1,12 @@
 """Components of a support basis: which keys, and how they are summed.
 
-A component is evaluated on a set of query rows and returns a `Partial`; the components of one
-row set have disjoint keys that together cover all of them.
+A component adds the sums over its own keys to the `Partial` of a set of query rows; the components
+of one row set have disjoint keys that together cover all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor
@@ -15,10 +16,19 @@ from ..problem import Head
 from .exact import ExactSum
 from .polynomial import PolynomialSum
 
-__all__ = ["Component", "ExactSum", "PolynomialSum"]
+__all__ = ["Component", "ExactSum", "PolynomialSum", "evaluate"]
 
 
 class Component(Protocol):
     """Anything that sums ``exp(score) v`` over its own keys for given query rows."""
 
-    def evaluate(self, head: Head, rows: Tensor | None) -> Partial: ...
+    def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None: ...
+
+
+def evaluate(components: Iterable[Component], head: Head, rows: Tensor | None) -> Partial:
+    """The sums of all components for the given rows (None: every row)."""
+    count = head.n if rows is None else len(rows)
+    total = Partial.empty(count, head.value_dim, head.query, head.dtype)
+    for component in components:
+        component.add_to(total, head, rows)
+    return total

@@ -29,40 +29,39 @@ class ExactSum:
 
     keys: Tensor | None = None
 
-    def evaluate(self, head: Head, rows: Tensor | None) -> Partial:
-        count = head.n if rows is None else rows.numel()
+    def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
+        """Add the sums over these keys to ``total``, which holds the given rows."""
         keys = head.m if self.keys is None else self.keys.numel()
-        if not keys:
-            return Partial.empty(count, head.value_dim, head.query, head.dtype)
-        total = Partial.blank(count, head.value_dim, head.query, head.dtype)
-        if count and _kernel_takes(head, self.keys):
-            _by_kernel(head, rows, self.keys, total)
-        else:
-            self._by_tiles(head, rows, keys, total)
-        total.noise = total.den * self._relative_noise(head, rows, keys)
-        return total
-
-    def _by_tiles(self, head: Head, rows: Tensor | None, keys: int, total: Partial) -> None:
         count = len(total.den)
+        if not keys or not count:
+            return
+        noise = self._relative_noise(head, rows, keys)
+        if _kernel_takes(head, self.keys):
+            _by_kernel(head, rows, self.keys, total, noise)
+            return
         least = 32 if head.is_causal else 128  # short tiles skip more of what lies ahead
         step = least if keys > KEY_TILE else max(least, min(8192, TILE // keys))
         for start in range(0, count, step):
             stop = min(count, start + step)
-            self._row_tile(head, rows, (start, stop), keys, total[start:stop])
+            tile = self._row_tile(head, rows, (start, stop), keys)
+            tile.noise = tile.den * noise[start:stop]
+            total[start:stop].add_(tile)
 
     def _row_tile(
-        self, head: Head, rows: Tensor | None, span: tuple[int, int], keys: int, total: Partial
-    ) -> None:
-        """Add all keys to the rows of one tile; ``total`` is a view that is written in place."""
+        self, head: Head, rows: Tensor | None, span: tuple[int, int], keys: int
+    ) -> Partial:
+        """All keys for the rows of one tile."""
         query = take(head.query, rows, *span).to(head.dtype)
         row_at = take_index(rows, *span, head.query)
         shown_to_all, shown = keys, keys
         if head.is_causal:
             shown_to_all, shown = (self._until(int(row_at[at]), keys) for at in (0, -1))
-        for start in range(0, max(1, shown), KEY_TILE):
-            tile = (start, min(max(1, shown), start + KEY_TILE))
-            part = self._tile(head, query, row_at, tile, max(0, shown_to_all - start))
-            total.add_(part) if start else total.copy_(part)
+        shown = max(1, shown)  # a row that sees nothing still gets a tile, fully masked
+        total = self._tile(head, query, row_at, (0, min(shown, KEY_TILE)), shown_to_all)
+        for start in range(KEY_TILE, shown, KEY_TILE):
+            tile = (start, min(shown, start + KEY_TILE))
+            total.add_(self._tile(head, query, row_at, tile, max(0, shown_to_all - start)))
+        return total
 
     def _until(self, row: int, keys: int) -> int:
         """Number of keys that do not lie ahead of a row."""
@@ -140,8 +139,10 @@ def _kernel_takes(head: Head, keys: Tensor | None) -> bool:
 KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-def _by_kernel(head: Head, rows: Tensor | None, keys: Tensor | None, total: Partial) -> None:
-    """Fill ``total`` with out * exp(lse): numerator out, denominator 1, log-scale lse."""
+def _by_kernel(
+    head: Head, rows: Tensor | None, keys: Tensor | None, total: Partial, noise: Tensor
+) -> None:
+    """Add out * exp(lse) to ``total``: numerator out, denominator 1, log-scale lse."""
     kernel, dim = getattr(torch.ops.aten, KERNEL), max(head.dim, head.value_dim)
     key, value = (
         _padded(take(source, keys, 0, head.m).to(head.dtype), dim)
@@ -151,9 +152,8 @@ def _by_kernel(head: Head, rows: Tensor | None, keys: Tensor | None, total: Part
     if bias is not None:
         bias = take(bias, keys, 0, head.m).to(head.dtype)
     for start in range(0, len(total.den), KERNEL_ROWS):
-        part = total[start : start + KERNEL_ROWS]
+        block = slice(start, start + KERNEL_ROWS)
         query = _padded(take(head.query, rows, start, start + KERNEL_ROWS).to(head.dtype), dim)
-        part.copy_(Partial.empty(len(query), head.value_dim, query, head.dtype))
         whole = len(key) // KERNEL_KEYS if len(query) <= KERNEL_KEYS else 0
         edge = whole * KERNEL_KEYS
         for piece, count in ((slice(0, edge), whole), (slice(edge, None), 1)):
@@ -167,7 +167,9 @@ def _by_kernel(head: Head, rows: Tensor | None, keys: Tensor | None, total: Part
                 attn_mask=None if mask is None else mask.expand(-1, -1, len(query), -1),
                 scale=head.scale,
             )
-            part.add_(_joined(output[0, ..., : head.value_dim], lse[0].to(head.dtype)))
+            part = _joined(output[0, ..., : head.value_dim], lse[0].to(head.dtype))
+            part.noise = part.den * noise[block]
+            total[block].add_(part)
 
 
 def _joined(output: Tensor, lse: Tensor) -> Partial:

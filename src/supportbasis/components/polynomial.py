@@ -31,11 +31,12 @@ class PolynomialSum:
     polynomial: CertifiedPolynomial
     keys: Tensor | None = None
 
-    def evaluate(self, head: Head, rows: Tensor | None) -> Partial:
+    def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
+        """Add the sums over these keys to ``total``, which holds the given rows."""
         task = _Task(head, rows, self.keys, self.polynomial)
-        if task.row_count == 0 or task.key_count == 0:
-            return Partial.empty(task.row_count, head.value_dim, head.query, head.dtype)
-        return _causal(task) if head.is_causal else _full(task)
+        if task.row_count and task.key_count:
+            add = _add_causal if head.is_causal else _add_full
+            add(task, total)
 
 
 class _Task:
@@ -85,9 +86,6 @@ class _Task:
         depth = sum_depth(self.key_count, block) + self.features.count
         depth += 2 * self.features.degree + self.head.dim + 16
         return magnitude * gamma(depth, product_roundoff(self.head.dtype)) * mass
-
-    def constant(self, value: float) -> Tensor:
-        return self._relative_norms.new_full((self.row_count,), value)
 
 
 def _largest(norms: Tensor) -> float:
@@ -147,7 +145,7 @@ class _State:
             self.top = top
 
 
-def _full(task: _Task) -> Partial:
+def _add_full(task: _Task, total: Partial) -> None:
     """Every row sees every key: one pass over the keys, one over the rows."""
     head = task.head
     block = block_rows(task.features.count, head.dtype)
@@ -157,18 +155,17 @@ def _full(task: _Task) -> Partial:
         state.add(task, start, min(task.key_count, start + block), buffer)
     values = state.values.mul_(task.weights.unsqueeze(1))
     ones = state.ones.mul_(task.weights)
-    total = Partial.blank(task.row_count, head.value_dim, head.query, head.dtype)
+    noise = task.noise(state.mass, block)
+    log_scale = torch.full_like(noise, task.log_scale + state.top)
     for start in range(0, task.row_count, block):
-        stop = min(task.row_count, start + block)
-        features = task.features.write(task.query(start, stop), buffer)
-        torch.mm(features.T, values[1:], out=total.num[start:stop]).add_(values[0])
-        torch.mv(features.T, ones[1:], out=total.den[start:stop]).add_(ones[0])
-    total.log_scale = task.constant(task.log_scale + state.top)
-    total.noise = task.noise(state.mass, block)
-    return total
+        rows = slice(start, min(task.row_count, start + block))
+        features = task.features.write(task.query(rows.start, rows.stop), buffer)
+        num = (features.T @ values[1:]).add_(values[0])
+        den = (features.T @ ones[1:]).add_(ones[0])
+        total[rows].add_(Partial(num, den, log_scale[rows], noise[rows]))
 
 
-def _causal(task: _Task) -> Partial:
+def _add_causal(task: _Task, total: Partial) -> None:
     """Chunks of positions: earlier chunks through the running state, the chunk itself densely."""
     head = task.head
     chunk = max(32, min(CAUSAL_CHUNK, block_rows(task.features.count, head.dtype)))
@@ -176,15 +173,13 @@ def _causal(task: _Task) -> Partial:
     key_edges = _edges(task.keys, task.key_count, head.n, chunk, head.query)
     buffer = task.features.buffer(chunk, task.weights)
     state = _State(task)
-    total = Partial.blank(task.row_count, head.value_dim, head.query, head.dtype)
     reach = task.noise(1.0, chunk)
     for rows, keys in zip(pairwise(row_edges), pairwise(key_edges), strict=True):
         if rows[0] < rows[1]:
             where = slice(*rows)
-            total[where].copy_(_chunk_rows(task, state, rows, keys, buffer, reach[where]))
+            total[where].add_(_chunk_rows(task, state, rows, keys, buffer, reach[where]))
         if keys[0] < keys[1]:
             state.add(task, *keys, buffer)
-    return total
 
 
 def _chunk_rows(
