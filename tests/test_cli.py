@@ -373,7 +373,7 @@ def test_bench_runs_every_work_and_appends_its_rows(
 
     code, _ = invoke("bench", "--quick", "--only", "degree1", "--out", tmp_path)
     assert code == 0
-    assert [r["name"] for r in read(tmp_path / "results.csv")][len(rows) :] == ["degree1-n256"]
+    assert [r["name"] for r in read(tmp_path / "results.csv")][len(rows) :] == ["degree1-n256"] * 2
 
 
 def test_bench_names_what_there_is(tmp_path: Path) -> None:

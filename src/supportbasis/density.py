@@ -36,18 +36,28 @@ def density_error(head: Head, plan: HeadPlan, log_peak: float) -> float:
     """Upper bound on the polynomial's largest error in units of ``exp(log_peak)``."""
     if plan.polynomial is None:
         return 0.0
-    rows, keys = None, head.live_keys
-    if plan.kind == "single-threshold":
-        rows, keys = (side.small for side in split_of(plan, head))
-    row_norm, row_weight = _row_bins(head, rows)
-    key_norm, key_weight, top = _key_bins(head, keys)
-    if not len(row_norm) or not len(key_norm):
-        return 0.0
-    reach = abs(head.scale) * row_norm.unsqueeze(1) * key_norm
-    error = _error_within(plan.polynomial, reach) @ key_weight
-    log_error = error.log() + plan.polynomial.bound + top + row_weight - log_peak
-    largest = float(log_error.max())
-    return math.exp(largest) if largest < 700 else math.inf
+    return NormBins(head, plan).error(plan.polynomial, log_peak)
+
+
+class NormBins:
+    """The small rows and keys of a plan, binned by norm: serves every polynomial for that split."""
+
+    def __init__(self, head: Head, plan: HeadPlan):
+        rows, keys = None, head.live_keys
+        if plan.kind == "single-threshold":
+            rows, keys = (side.small for side in split_of(plan, head))
+        row_norm, self.row_weight = _row_bins(head, rows)
+        key_norm, self.key_weight, self.top = _key_bins(head, keys)
+        self.reach = abs(head.scale) * row_norm.unsqueeze(1) * key_norm
+
+    def error(self, poly: CertifiedPolynomial, log_peak: float) -> float:
+        """Upper bound on the largest error of this polynomial in units of ``exp(log_peak)``."""
+        if not self.reach.numel():
+            return 0.0
+        error = _error_within(poly, self.reach) @ self.key_weight
+        log_error = error.log() + poly.bound + self.top + self.row_weight - log_peak
+        largest = float(log_error.max())
+        return math.exp(largest) if largest < 700 else math.inf
 
 
 def _error_within(poly: CertifiedPolynomial, reach: Tensor) -> Tensor:

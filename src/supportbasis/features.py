@@ -94,7 +94,7 @@ class FeatureMap:
         self.dim, self.degree = dim, degree
         check_rank(dim, degree)
         self.width = tile_width(dim, degree)
-        self.multiplicity, self.order, self._suffixes = _layout(dim, degree, self.width)
+        self.multiplicity, self.order, self._steps = _layout(dim, degree, self.width)
         self.count = len(self.multiplicity)
 
     def buffer(self, rows: int, like: Tensor) -> Tensor:
@@ -112,15 +112,15 @@ class FeatureMap:
             return x.T[: self.dim * self.degree]
         rows = x.shape[0]
         out = buffer[:, :rows]
-        tiles = out[: self.dim].copy_(x.T).unsqueeze(1).split(self.width)  # [width, 1, rows] each
-        end = self.dim
-        for suffixes in self._suffixes:
-            last = end
-            for tile, start in zip(tiles, suffixes, strict=True):
-                stop = end + len(tile) * (last - start)
-                block = out[end:stop].view(len(tile), last - start, rows)
-                torch.mul(tile, out[start:last], out=block)
-                end = stop
+        columns = out[: self.dim].copy_(x.T).unbind(0)
+        for first, width, start, last, end in self._steps:
+            suffix, size = out[start:last], last - start
+            if width == 1:
+                torch.mul(columns[first], suffix, out=out[end : end + size])
+            else:
+                tile = out[first : first + width].unsqueeze(1)
+                block = out[end : end + width * size].view(width, size, rows)
+                torch.mul(tile, suffix, out=block)
         return out
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -128,31 +128,36 @@ class FeatureMap:
         return torch.cat([torch.ones_like(x[:, :1]), self.write(x, self.buffer(len(x), x)).T], 1)
 
 
+Step = tuple[int, int, int, int, int]  # first variable, how many, suffix from, to, written to
+
+
 @lru_cache(maxsize=64)
-def _layout(dim: int, degree: int, width: int) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """Multiplicity and degree of each feature, and, for each degree k >= 2, where among the
-    features of degree >= 1 the suffix starts that each tile multiplies."""
+def _layout(dim: int, degree: int, width: int) -> tuple[Tensor, Tensor, list[Step]]:
+    """Multiplicity and degree of each feature, and the products that form them in order.
+
+    Positions in the steps count features of degree >= 1, which start with the variables.
+    """
     levels = [torch.ones(1, dtype=torch.float64)]
-    suffixes: list[list[int]] = []
+    steps: list[Step] = []
     if degree >= 1:
         levels.append(torch.ones(dim, dtype=torch.float64))
     repeats = torch.ones(dim, dtype=torch.float64)  # variables of each monomial in its first tile
     starts = list(range(0, dim, width))  # of each tile's block within the level
+    base, end = 0, dim  # of the level that is multiplied
     for k in range(2, degree + 1):
-        last = levels[-1]
-        base = sum(level.numel() for level in levels[1:-1])
-        suffixes.append([base + start for start in starts])
-        blocks, counts, next_starts, position = [], [], [], 0
+        level, last = levels[-1], end
+        blocks, counts, next_starts = [], [], []
         for tile, start in enumerate(starts):
-            stop = starts[tile + 1] if tile + 1 < len(starts) else last.numel()
-            count = torch.ones(last.numel() - start, dtype=torch.float64)
+            stop = starts[tile + 1] if tile + 1 < len(starts) else level.numel()
+            count = torch.ones(level.numel() - start, dtype=torch.float64)
             count[: stop - start] = repeats[start:stop] + 1
             variables = min(width, dim - tile * width)
-            blocks.append((last[start:] * k / count).repeat(variables))
+            blocks.append((level[start:] * k / count).repeat(variables))
             counts.append(count.repeat(variables))
-            next_starts.append(position)
-            position += count.numel() * variables
+            next_starts.append(end - last)
+            steps.append((tile * width, variables, base + start, last, end))
+            end += count.numel() * variables
         levels.append(torch.cat(blocks))
-        repeats, starts = torch.cat(counts), next_starts
+        repeats, starts, base = torch.cat(counts), next_starts, last
     order = torch.cat([torch.full_like(level, k) for k, level in enumerate(levels)])
-    return torch.cat(levels), order.long(), suffixes
+    return torch.cat(levels), order.long(), steps

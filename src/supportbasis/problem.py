@@ -71,7 +71,8 @@ class Head:
 
     @property
     def is_density(self) -> bool:
-        """Whether rows carry known factors, so that errors count over the largest sum."""
+        """Whether this is a density: rows carry known factors, errors count over the largest sum,
+        and the value is one column of ones, so that numerator and denominator are the same."""
         return self.query_log_weight is not None
 
     @cached_property

@@ -67,23 +67,27 @@ def _normaliser(data: Tensor) -> float:
 
 def by_distance(points: Tensor, data: Tensor, chunk: int) -> Tensor:
     """exp(-|x - y|²/2h²) from pairwise distances, a chunk of points at a time."""
-    sums = [
-        torch.cdist(x, data).square_().mul_(-0.5 / BANDWIDTH**2).exp_().sum(1)
-        for x in points.split(chunk)
-    ]
-    return torch.cat(sums) / _normaliser(data)
+    sums = points.new_empty(len(points))
+    for start in range(0, len(points), chunk):
+        kernel = torch.cdist(points[start : start + chunk], data)
+        kernel.square_().mul_(-0.5 / BANDWIDTH**2).exp_()
+        torch.sum(kernel, 1, out=sums[start : start + chunk])
+    return sums / _normaliser(data)
 
 
 def by_products(points: Tensor, data: Tensor, chunk: int) -> Tensor:
-    """The same from <x, y> - |x|²/2 - |y|²/2: one matrix product for each chunk."""
+    """The same from <x, y> - |x|²/2 - |y|²/2: one matrix product for each chunk, all of them in
+    the same memory (fresh memory for each would cost more than the product)."""
     x, y = points / BANDWIDTH, data / BANDWIDTH
-    one = torch.ones(len(y), 1)
-    right = torch.cat([y, one, -y.square().sum(1, keepdim=True) / 2], 1).T.contiguous()
-    sums = []
-    for part in x.split(chunk):
-        left = torch.cat([part, -part.square().sum(1, keepdim=True) / 2, one[: len(part)]], 1)
-        sums.append((left @ right).exp_().sum(1))
-    return torch.cat(sums) / _normaliser(data)
+    left = torch.cat([x, -x.square().sum(1, keepdim=True) / 2, torch.ones(len(x), 1)], 1)
+    right = torch.cat([y, torch.ones(len(y), 1), -y.square().sum(1, keepdim=True) / 2], 1).T
+    right, buffer = right.contiguous(), points.new_empty(chunk, len(data))
+    sums = points.new_empty(len(points))
+    for start in range(0, len(points), chunk):
+        part = left[start : start + chunk]
+        kernel = torch.mm(part, right, out=buffer[: len(part)]).exp_()
+        torch.sum(kernel, 1, out=sums[start : start + chunk])
+    return sums / _normaliser(data)
 
 
 def _fastest_form(points: Tensor, data: Tensor) -> Sum:

@@ -26,7 +26,8 @@ from ..result import Result
 from .settings import Setting
 
 SAMPLED_ROWS = 512
-LEAST_ROUNDS, MOST_ROUNDS = 2, 20
+LEAST_ROUNDS, MOST_ROUNDS = 3, 20
+TURN_SECONDS, TURN_CALLS = 0.5, 3  # a short call is repeated within its turn
 ROW_CHUNK = 64
 
 Tick = Callable[[float], None]  # told which share of the time budget is used up
@@ -66,6 +67,14 @@ class Contender:
     output: Tensor | None = None
     notes: list[str] = field(default_factory=list)
 
+    def turn(self) -> None:
+        """A few calls of a short contender, one of a long one."""
+        start = time.perf_counter()
+        for _ in range(TURN_CALLS):
+            self.run()
+            if time.perf_counter() - start > TURN_SECONDS:
+                break
+
     def run(self) -> None:
         """Time one call; keep its output, the best time and what was warned about."""
         with warnings.catch_warnings(record=True) as caught:
@@ -84,7 +93,7 @@ def interleave(contenders: list[Contender], budget: float, tick: Tick) -> int:
     for done in range(1, MOST_ROUNDS + 1):
         for contender in list(racing):
             try:
-                contender.run()
+                contender.turn()
             except SupportBasisError as error:
                 contender.notes = [str(error)]
                 racing.remove(contender)

@@ -130,8 +130,9 @@ class _State:
             value = value * weight.unsqueeze(1)
         features = task.features.write(task.key(start, stop), buffer)
         total = weight.sum()
-        self.values[0] += value.sum(0)
-        self.values[1:].addmm_(features, value)
+        if not task.head.is_density:
+            self.values[0] += value.sum(0)
+            self.values[1:].addmm_(features, value)
         self.ones[0] += total
         self.ones[1:].addmv_(features, weight)
         self.mass += float(total)
@@ -160,8 +161,11 @@ def _add_full(task: _Task, total: Partial) -> None:
     for start in range(0, task.row_count, block):
         rows = slice(start, min(task.row_count, start + block))
         features = task.features.write(task.query(rows.start, rows.stop), buffer)
-        num = (features.T @ values[1:]).add_(values[0])
         den = (features.T @ ones[1:]).add_(ones[0])
+        if head.is_density:
+            num = den.unsqueeze(1)
+        else:
+            num = (features.T @ values[1:]).add_(values[0])
         total[rows].add_(Partial(num, den, log_scale[rows], noise[rows]))
 
 

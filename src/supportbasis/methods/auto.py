@@ -10,7 +10,7 @@ import torch
 
 from ..basis import split_of
 from ..cost import exact_seconds, polynomial_work
-from ..density import density_error, density_scale
+from ..density import NormBins, density_scale
 from ..errors import InputError
 from ..features import largest_degree
 from ..plans import HeadPlan
@@ -66,6 +66,7 @@ class _Search:
         self.limit = exact_seconds(head)
         self.maxima = torch.cat([head.query_maxima, head.key_maxima])
         self.samples: dict[float, ScoreSample] = {}
+        self.bins: dict[float, NormBins] = {}
         self.top_degree = self._top_degree()
         self.peak = density_scale(head, seed) if head.is_density else 0.0
         self.check: RowCheck | None = None
@@ -138,9 +139,12 @@ class _Search:
     def estimate(self, plan: HeadPlan) -> float:
         """Expected error from a sample of scores; for a density, an upper bound."""
         assert plan.polynomial is not None
-        if self.head.is_density:
-            return density_error(self.head, plan, self.peak)
-        return self._sample(plan).expected_error(plan.polynomial)
+        if not self.head.is_density:
+            return self._sample(plan).expected_error(plan.polynomial)
+        threshold = self._threshold(plan)
+        if threshold not in self.bins:
+            self.bins[threshold] = NormBins(self.head, plan)
+        return self.bins[threshold].error(plan.polynomial, self.peak)
 
     def _sample(self, plan: HeadPlan) -> ScoreSample:
         """Scores of what is small in this plan, drawn once for each threshold."""
