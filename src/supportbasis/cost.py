@@ -98,13 +98,14 @@ def calibrate(device: str) -> Rates:
     pair_dim = max((wide - narrow) / 96, 1e-15)
     pair = max(wide - 128 * pair_dim, 1e-15)
     features = FeatureMap(48, 2)
-    x = _numbers((1024, 48), device)
-    value = _numbers((1024, 64), device)
-    buffer = features.buffer(1024, x)
-    state = value.new_zeros(features.count - 1, 64)
-    count = 1024 * features.count
+    lanes = 1 if device == "cuda" else min(16, torch.get_num_threads())
+    x = _numbers((lanes, 504, 48), device)
+    value = _numbers((lanes, 504, 64), device)
+    buffer = features.buffer(lanes, 504, x)
+    state = value.new_zeros(lanes, features.count - 1, 64)
+    count = lanes * 504 * features.count
     write = _best(lambda: features.write(x, buffer), device) / count
-    product = _best(lambda: state.addmm_(buffer, value), device) / count
+    product = _best(lambda: state.baddbmm_(buffer, value), device) / count
     scan = _best(lambda: x.abs().amax(-1), device) / x.numel()
     return Rates(pair, pair_dim, write, product / 64, scan)
 

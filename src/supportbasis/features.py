@@ -16,7 +16,7 @@ from .errors import InputError
 from .polynomials import true_rank
 
 RANK_LIMIT = 2**18  # 64 MiB of float32 state at 64 value columns
-BUFFER_BYTES = 8 * 2**20
+BUFFER_BYTES = 9 * 2**19  # of one lane
 MAX_BLOCK = 8192
 
 
@@ -40,7 +40,7 @@ def largest_degree(dim: int) -> int:
 
 
 def block_rows(rank: int, dtype: torch.dtype) -> int:
-    """Tokens a block: the features of one block fill the buffer and stay in cache.
+    """Tokens a lane and block: the features of one block fill the buffer and stay in cache.
 
     A multiple of 8 for vector units, but not of 64: columns a power of two apart fall into the
     same cache sets, and products with the transposed features lose a third of their speed.
@@ -97,35 +97,36 @@ class FeatureMap:
         self.multiplicity, self.order, self._steps = _layout(dim, degree, self.width)
         self.count = len(self.multiplicity)
 
-    def buffer(self, rows: int, like: Tensor) -> Tensor:
+    def buffer(self, lanes: int, rows: int, like: Tensor) -> Tensor:
         """Memory for the features of one block of tokens."""
         size = self.count - 1 if self.degree > 1 else 0
-        return torch.empty(size, rows, dtype=like.dtype, device=like.device)
+        return torch.empty(lanes, size, rows, dtype=like.dtype, device=like.device)
 
     def write(self, x: Tensor, buffer: Tensor) -> Tensor:
-        """Features of degree >= 1 of tokens ``x`` [rows, dim]: [count - 1, rows].
+        """Features of degree >= 1 of tokens ``x`` [lanes, rows, dim]: [lanes, count - 1, rows].
 
         The constant feature is left to the caller, for whom it is a plain sum. Degree 1 is a view
         of ``x``; higher degrees are written into ``buffer``.
         """
         if self.degree <= 1:
-            return x.T[: self.dim * self.degree]
-        rows = x.shape[0]
-        out = buffer[:, :rows]
-        columns = out[: self.dim].copy_(x.T).unbind(0)
+            return x.transpose(1, 2)[:, : self.dim * self.degree]
+        lanes, rows = x.shape[:2]
+        out = buffer[:, :, :rows]
+        out[:, : self.dim].copy_(x.transpose(1, 2))
         for first, width, start, last, end in self._steps:
-            suffix, size = out[start:last], last - start
+            suffix, size = out[:, start:last], last - start
             if width == 1:
-                torch.mul(columns[first], suffix, out=out[end : end + size])
+                torch.mul(out[:, first : first + 1], suffix, out=out[:, end : end + size])
             else:
-                tile = out[first : first + width].unsqueeze(1)
-                block = out[end : end + width * size].view(width, size, rows)
-                torch.mul(tile, suffix, out=block)
+                tile = out[:, first : first + width].unsqueeze(2)
+                block = out[:, end : end + width * size].view(lanes, width, size, rows)
+                torch.mul(tile, suffix.unsqueeze(1), out=block)
         return out
 
     def __call__(self, x: Tensor) -> Tensor:
         """Features of all tokens at once, [rows, count]: for tests and small inputs."""
-        return torch.cat([torch.ones_like(x[:, :1]), self.write(x, self.buffer(len(x), x)).T], 1)
+        features = self.write(x.unsqueeze(0), self.buffer(1, len(x), x))[0].T
+        return torch.cat([torch.ones_like(x[:, :1]), features], 1)
 
 
 Step = tuple[int, int, int, int, int]  # first variable, how many, suffix from, to, written to

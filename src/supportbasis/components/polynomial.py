@@ -3,6 +3,10 @@
 With t = <q, k> / (max|q| max|k|) in [-1, 1] and p = sum_k a_k t^k, the sum over keys is
 ``sum_j p(t_ij) w_j v_j = <phi(q_i), diag(a W) S>`` where ``S = sum_j phi(k_j) w_j v_j``. Causal
 sums keep S as a running prefix and evaluate p densely inside one chunk.
+
+Tokens are handed out in lanes, one for each thread: the thread that writes a lane's features also
+multiplies them, and they never leave its cache. (Split any other way, features written by one core
+and read by another cost up to twice the time, depending on where the cores happen to sit.)
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from ..rounding import gamma, product_roundoff, sum_depth
 from .exact import take, take_index
 
 CAUSAL_CHUNK = 504  # see `block_rows` for why it is not 512
+MAX_LANES = 16
+NARROW = 8  # columns below which products are faster the other way round
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +55,7 @@ class _Task:
         self.row_count = head.n if rows is None else rows.numel()
         self.key_count = head.m if keys is None else keys.numel()
         self.features = FeatureMap(head.dim, poly.degree)
+        self.lanes = min(MAX_LANES, torch.get_num_threads()) if not head.query.is_cuda else 1
         self.log_scale = poly.bound
         query_norms = head.query_norms if rows is None else head.query_norms[rows]
         key_norms = head.key_norms if keys is None else head.key_norms[keys]
@@ -77,6 +84,17 @@ class _Task:
         if source is None:
             return None
         return take(source, self.keys, start, stop).to(self.head.dtype)
+
+    def in_lanes(self, tokens: Tensor) -> Tensor:
+        """[rows, ...] as [lanes, rows / lanes, ...], filled up with zeros."""
+        missing = -len(tokens) % self.lanes
+        if missing:
+            tokens = torch.cat([tokens, tokens.new_zeros(missing, *tokens.shape[1:])])
+        return tokens.view(self.lanes, -1, *tokens.shape[1:])
+
+    def write(self, tokens: Tensor, buffer: Tensor) -> Tensor:
+        """Features of a block of tokens, [lanes, count - 1, rows]."""
+        return self.features.write(self.in_lanes(tokens), buffer)
 
     def noise(self, mass: Tensor | float, block: int) -> Tensor:
         """Rounding of a row's sums: depth of the sums times the magnitude of their terms."""
@@ -111,12 +129,13 @@ class _State:
     """Running sums of features: S = sum phi(k) w v and s = sum phi(k) w, in units of exp(top)."""
 
     def __init__(self, task: _Task):
-        head = task.head
-        zeros = head.query.new_zeros
-        self.values = zeros(task.features.count, head.value_dim, dtype=head.dtype)
-        self.ones = zeros(task.features.count, dtype=head.dtype)
-        self.top = -math.inf
+        head, count = task.head, task.features.count
+        new = head.query.new_zeros
+        self.values = new(task.lanes, count - 1, head.value_dim, dtype=head.dtype)
+        self.ones = new(task.lanes, count - 1, 1, dtype=head.dtype)
+        self.constant = new(head.value_dim, dtype=head.dtype)  # of the constant feature
         self.mass = 0.0
+        self.top = -math.inf
 
     def add(self, task: _Task, start: int, stop: int, buffer: Tensor) -> None:
         """Add keys start..stop."""
@@ -128,54 +147,83 @@ class _State:
             self._raise_top(float(log_weight.max()))
             weight = (log_weight - self.top).exp_() if self.top > -math.inf else log_weight.exp()
             value = value * weight.unsqueeze(1)
-        features = task.features.write(task.key(start, stop), buffer)
-        total = weight.sum()
+        features = task.write(task.key(start, stop), buffer)
+        self.mass += float(weight.sum())
+        _add_products(self.ones, features, task.in_lanes(weight).unsqueeze(2))
         if not task.head.is_density:
-            self.values[0] += value.sum(0)
-            self.values[1:].addmm_(features, value)
-        self.ones[0] += total
-        self.ones[1:].addmv_(features, weight)
-        self.mass += float(total)
+            self.constant += value.sum(0)
+            _add_products(self.values, features, task.in_lanes(value))
 
     def _raise_top(self, top: float) -> None:
         if top > self.top:
             shrink = math.exp(self.top - top)
-            self.values.mul_(shrink)
-            self.ones.mul_(shrink)
+            for sums in (self.values, self.ones, self.constant):
+                sums.mul_(shrink)
             self.mass *= shrink
             self.top = top
 
 
+class _Reader:
+    """The finished state with the polynomial applied: features of queries to sums over keys."""
+
+    def __init__(self, state: _State, task: _Task):
+        weights = task.weights[1:].unsqueeze(1)
+        self.task = task
+        self.values = state.values.sum(0).mul_(weights)
+        self.ones = state.ones.sum(0).mul_(weights)
+        self.constant = state.constant * task.weights[0]
+        self.mass = state.mass * float(task.weights[0])
+
+    def read(self, query: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """Numerator [rows, dv] and denominator [rows] of a block of queries."""
+        features, rows = self.task.write(query, buffer), len(query)
+        den = _products(features, self.ones)[:rows].add_(self.mass)
+        if self.task.head.is_density:
+            return den, den.squeeze(1)
+        return _products(features, self.values)[:rows].add_(self.constant), den.squeeze(1)
+
+
+def _add_products(total: Tensor, features: Tensor, value: Tensor) -> None:
+    """Add features [lanes, count, rows] times value [lanes, rows, columns] to the sums."""
+    if value.shape[2] >= NARROW:
+        total.baddbmm_(features, value)
+    else:
+        total.transpose(1, 2).add_(value.transpose(1, 2) @ features.transpose(1, 2))
+
+
+def _products(features: Tensor, sums: Tensor) -> Tensor:
+    """Features [lanes, count, rows], transposed, times sums [count, columns]: [rows, columns]."""
+    if sums.shape[1] >= NARROW:
+        return (features.transpose(1, 2) @ sums).flatten(0, 1)
+    return (sums.T @ features).transpose(1, 2).flatten(0, 1)
+
+
 def _add_full(task: _Task, total: Partial) -> None:
     """Every row sees every key: one pass over the keys, one over the rows."""
-    head = task.head
-    block = block_rows(task.features.count, head.dtype)
-    buffer = task.features.buffer(min(block, max(task.row_count, task.key_count)), task.weights)
+    lane = block_rows(task.features.count, task.head.dtype)
+    lane = min(lane, math.ceil(max(task.row_count, task.key_count) / task.lanes))
+    buffer, block = task.features.buffer(task.lanes, lane, task.weights), lane * task.lanes
     state = _State(task)
     for start in range(0, task.key_count, block):
         state.add(task, start, min(task.key_count, start + block), buffer)
-    values = state.values.mul_(task.weights.unsqueeze(1))
-    ones = state.ones.mul_(task.weights)
+    reader = _Reader(state, task)
     noise = task.noise(state.mass, block)
     log_scale = torch.full_like(noise, task.log_scale + state.top)
     for start in range(0, task.row_count, block):
         rows = slice(start, min(task.row_count, start + block))
-        features = task.features.write(task.query(rows.start, rows.stop), buffer)
-        den = (features.T @ ones[1:]).add_(ones[0])
-        if head.is_density:
-            num = den.unsqueeze(1)
-        else:
-            num = (features.T @ values[1:]).add_(values[0])
+        num, den = reader.read(task.query(rows.start, rows.stop), buffer)
         total[rows].add_(Partial(num, den, log_scale[rows], noise[rows]))
 
 
 def _add_causal(task: _Task, total: Partial) -> None:
     """Chunks of positions: earlier chunks through the running state, the chunk itself densely."""
     head = task.head
-    chunk = max(32, min(CAUSAL_CHUNK, block_rows(task.features.count, head.dtype)))
+    chunk = min(CAUSAL_CHUNK, task.lanes * block_rows(task.features.count, head.dtype))
+    chunk = max(32, chunk)
     row_edges = _edges(task.rows, task.row_count, head.n, chunk, head.query)
     key_edges = _edges(task.keys, task.key_count, head.n, chunk, head.query)
-    buffer = task.features.buffer(chunk, task.weights)
+    lane = math.ceil(chunk / task.lanes)
+    buffer = task.features.buffer(task.lanes, lane, task.weights)
     state = _State(task)
     reach = task.noise(1.0, chunk)
     for rows, keys in zip(pairwise(row_edges), pairwise(key_edges), strict=True):
@@ -197,16 +245,9 @@ def _chunk_rows(
     query = task.query(*rows)
     part = _diagonal(task, query, rows, keys, reach)
     if state.top > -math.inf:
-        features = task.features.write(query, buffer)
-        values = state.values * task.weights.unsqueeze(1)
-        ones = state.ones * task.weights
-        earlier = Partial(
-            (features.T @ values[1:]).add_(values[0]),
-            (features.T @ ones[1:]).add_(ones[0]),
-            torch.full_like(reach, task.log_scale + state.top),
-            reach * state.mass,
-        )
-        part.add_(earlier)
+        num, den = _Reader(state, task).read(query, buffer)
+        top = torch.full_like(reach, task.log_scale + state.top)
+        part.add_(Partial(num, den, top, reach * state.mass))
     return part
 
 
