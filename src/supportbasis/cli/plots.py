@@ -20,7 +20,7 @@ FAMILIES = {
     "SingleThreshold": ("#2f6fab", "o"),
     "Auto": ("#2f855a", "^"),
 }
-COLOURS = ("#2f6fab", "#2f855a", "#b7791f", "#805ad5", "#c05621")
+COLOURS = ("#2f6fab", "#2f855a", "#b7791f", "#805ad5", "#c05621", "#d53f8c", "#319795")
 PANELS = {
     "SDPA": "Attention",
     "SDPA causal": "Causal attention",
