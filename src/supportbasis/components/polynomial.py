@@ -90,7 +90,7 @@ class _Task:
         missing = -len(tokens) % self.lanes
         if missing:
             tokens = torch.cat([tokens, tokens.new_zeros(missing, *tokens.shape[1:])])
-        return tokens.view(self.lanes, -1, *tokens.shape[1:])
+        return tokens.view(self.lanes, len(tokens) // self.lanes, *tokens.shape[1:])
 
     def write(self, tokens: Tensor, buffer: Tensor) -> Tensor:
         """Features of a block of tokens, [lanes, count - 1, rows]."""
