@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import supportbasis as sb
 from cases import METHODS, dense_attention, max_error, qkv, run_both
 
-pytestmark = pytest.mark.filterwarnings("ignore:supportbasis. .* rows had no usable")
+pytestmark = pytest.mark.filterwarnings("ignore:supportbasis. rows had no usable")
 
 SHAPES = {
     "T1": {"n": 1},
@@ -194,6 +194,8 @@ def test_dropout_runs_exactly_and_says_so():
         result = sb.attention(q, k, v, dropout_p=0.5, method=sb.Polynomial(2), return_result=True)
     assert "dropout" in result.plan.heads[0].reason
     assert result.certificate.rows == 0
+    assert not result.certificate.holds(1e9)
+    assert not result.certificate.bound_holds(1e9)
     assert result.output.isfinite().all()
     exact = sb.attention(q, k, v, method=sb.Exact())
     assert not torch.allclose(result.output, exact)
@@ -261,3 +263,60 @@ def test_non_contiguous_inputs():
         given = sb.attention(q, k, v, method=method)
         packed = sb.attention(*(x.contiguous() for x in (q, k, v)), method=method)
         torch.testing.assert_close(given, packed)
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0])
+@pytest.mark.parametrize("method", [None, sb.Exact(), sb.SingleThreshold(1.0), sb.Polynomial(2)])
+def test_causal_with_a_scale_of_zero_or_less(method, scale):
+    """PyTorch's CPU kernel returns NaN here; the sign goes to the query instead."""
+    q, k, v = qkv(1, 2, n=40, scale=0.2, dtype=torch.float32)
+    result = sb.attention(q, k, v, is_causal=True, scale=scale, method=method, return_result=True)
+    exact, lse = dense_attention(q, k, v, is_causal=True, scale=scale)
+    assert max_error(result.output, exact, v) <= float(result.certificate.bound.max()) < 2
+    if method is None:
+        torch.testing.assert_close(result.lse.double(), lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [20.0, 1e5])
+def test_masks_keep_their_precision_with_half_inputs(size):
+    q, k, v = qkv(1, 1, n=24, dtype=torch.float16)
+    mask = torch.randn(24, 24, generator=torch.Generator().manual_seed(0)) * size
+    result = sb.attention(q, k, v, attn_mask=mask, method=sb.Exact(), return_result=True)
+    exact, lse = dense_attention(q, k, v, mask)
+    assert max_error(result.output, exact, v) <= float(result.certificate.bound)
+    torch.testing.assert_close(result.lse.double(), lse, rtol=1e-5, atol=0.1)
+    bias = mask[:1]
+    result = sb.attention(q, k, v, attn_mask=bias, method=sb.Exact(), return_result=True)
+    exact, _ = dense_attention(q, k, v, bias)
+    assert max_error(result.output, exact, v) <= float(result.certificate.bound)
+
+
+def test_a_plan_with_a_mask_it_cannot_serve_runs_exactly_and_says_so():
+    q, k, v = qkv(1, 1, n=30, scale=0.3)
+    plan = sb.plan(q, k, v, method=sb.Polynomial(1))
+    mask = torch.rand(30, 30, generator=torch.Generator().manual_seed(0)) < 0.8
+    with pytest.warns(UserWarning, match="runs exactly"):
+        output = sb.attention(q, k, v, attn_mask=mask, plan=plan)
+    torch.testing.assert_close(output, dense_attention(q, k, v, mask)[0])
+
+
+def test_gradients_that_do_not_exist_are_refused():
+    q, k, v = qkv(1, 1, n=9)
+    bias = torch.zeros(9, dtype=torch.float64, requires_grad=True)
+    weights = torch.ones(9, dtype=torch.float64, requires_grad=True)
+    for call in (
+        lambda: sb.attention(q, k, v, attn_mask=bias, method=sb.Exact()),
+        lambda: sb.kernel_sum(q.requires_grad_(), k, v, method=sb.Exact()),
+        lambda: sb.gaussian_kde(k[0, 0], v[0, 0], 1.0, weights=weights),
+    ):
+        with pytest.raises(sb.InputError, match="requires grad"):
+            call()
+
+
+def test_values_that_overflow_a_sum_are_refused():
+    q, k, v = qkv(1, 1, n=200, scale=0.1, dtype=torch.float32)
+    with pytest.raises(sb.InputError, match="overflows"):
+        sb.attention(q, k, torch.full_like(v, 1e38), method=sb.Exact())
+    huge = q * 1e30
+    with pytest.raises(sb.InputError, match="overflows"):
+        sb.attention(huge, huge, v, scale=1.0, method=sb.Exact())

@@ -7,6 +7,8 @@ import torch
 
 import supportbasis as sb
 from cases import dense_attention, qkv
+from supportbasis.inputs import attention_problem
+from supportbasis.rows import RowCheck
 
 
 def relative(output, exact):
@@ -85,3 +87,19 @@ def test_is_deterministic():
     first, second = (sb.plan(q, k, v, method=sb.Auto(1e-3)) for _ in range(2))
     assert first.heads[0].polynomial == second.heads[0].polynomial
     assert first.heads[0].measured == second.heads[0].measured
+
+
+def test_the_row_check_sees_what_the_plan_does():
+    """Error of the sampled rows without running the plan = error of the same rows after it."""
+    q, k, v = qkv(1, 1, n=300, d=4, scale=0.8)
+    head = attention_problem(q, k, v, None, 0.0, False, None, False).head(0, 0)
+    plan = sb.plan(q, k, v, method=sb.SingleThreshold(1.2, 2))
+    assert len(plan.heads[0].large_rows) > 30
+    check = RowCheck(head, 1e-9, seed=0)
+    rows = check.rows
+    output = sb.attention(q, k, v, plan=plan)[0, 0][rows]
+    exact = dense_attention(q, k, v)[0][0, 0][rows]
+    expected, _ = check.sample.frobenius_limit(
+        (output - exact).square().sum(-1), exact.square().sum(-1)
+    )
+    assert check.error(plan.heads[0])[0] == pytest.approx(expected, rel=1e-6)

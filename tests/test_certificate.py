@@ -11,11 +11,12 @@ import supportbasis as sb
 from cases import dense_attention, max_error, qkv
 from supportbasis import reference
 from supportbasis.certificate import CONFIDENCE, SAMPLED_ROWS
+from supportbasis.components import ExactSum, evaluate
 from supportbasis.inputs import attention_problem
 from supportbasis.plans import HeadPlan
-from supportbasis.sampling import frobenius_limit
+from supportbasis.sampling import RowSample
 
-pytestmark = pytest.mark.filterwarnings("ignore:supportbasis. .* rows had no usable")
+pytestmark = pytest.mark.filterwarnings("ignore:supportbasis. rows had no usable")
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 METHODS = [
@@ -96,7 +97,7 @@ def test_invalid_rows_are_counted_zeroed_and_warned_about():
     q = torch.tensor([[4.0], [0.1]])
     k = torch.tensor([[-2.0], [-2.0]])
     method = sb.Polynomial(1, bound=1.0)  # linear: negative at score -8
-    with pytest.warns(UserWarning, match="1 rows had no usable denominator"):
+    with pytest.warns(UserWarning, match="rows had no usable denominator"):
         result = sb.attention(q, k, torch.ones(2, 1), method=method, scale=1.0, return_result=True)
     assert result.certificate.invalid_rows.tolist() == [[1]]
     assert result.output[0].item() == 0
@@ -140,8 +141,9 @@ def test_the_limit_covers_the_true_error_as_often_as_it_says(tail):
     true = math.sqrt(float(squared.sum() / size.sum()))
     limits = []
     for _ in range(trials):
-        rows = torch.randperm(n, generator=generator)[:SAMPLED_ROWS]
-        _, limit = frobenius_limit(squared[rows], size[rows], n)
+        rows = torch.randperm(n, generator=generator)[:SAMPLED_ROWS].sort().values
+        sample = RowSample(rows, torch.zeros_like(rows, dtype=torch.bool), n)
+        _, limit = sample.frobenius_limit(squared[rows], size[rows])
         covered += limit >= true
         limits.append(limit)
     slack = 3 * math.sqrt(CONFIDENCE * (1 - CONFIDENCE) / trials)
@@ -221,3 +223,85 @@ def test_weights_and_denominators_are_within_epsilon(degree, threshold, shift, s
         _, lse = dense_attention(q, k, v)
         relative = (result.lse - lse).expm1().abs().max()
         assert float(relative) <= epsilon * (1 + 1e-6) + 1e-12
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_wild_query_does_not_escape(seed):
+    """A query that carries most of the error is in the census, however rare it is."""
+    q, k, v = qkv(1, 1, n=5000, d=8, scale=1.0, dtype=torch.float32, seed=seed)
+    q = q * 0.1
+    q[0, 0, 7] = 3 * k[0, 0, 3]
+    method = sb.Polynomial(2, bound=2.0)
+    result = sb.attention(q, k, v, method=method, return_result=True)
+    exact, _ = dense_attention(q, k, v)
+    true = float((result.output - exact).norm() / exact.norm())
+    assert true > 0.02
+    assert float(result.certificate.limit) >= true
+    auto = sb.attention(q, k, v, method=sb.Auto(1e-2), return_result=True)
+    assert float((auto.output - exact).norm() / exact.norm()) <= 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [1e-7, 1e-5, 1.0, 1e4])
+@pytest.mark.parametrize("method", [sb.Exact(), sb.Polynomial(4), sb.SingleThreshold(0.5)], ids=str)
+def test_bound_holds_for_values_of_any_size(method, size, dtype):
+    q, k, v = qkv(1, 1, n=40, scale=0.3)
+    q, k, v = q.to(dtype), k.to(dtype), (v * size).to(dtype)
+    result = sb.attention(q, k, v, method=method, return_result=True)
+    exact, _ = dense_attention(q, k, v)
+    assert max_error(result.output, exact, v) <= float(result.certificate.bound)
+
+
+@pytest.mark.parametrize("size", [30.0, 1e3, 1e4])
+@pytest.mark.parametrize("through", ["sdpa", "kernel", "tiles"])
+def test_exact_work_bounds_the_rounding_of_large_scores(through, size, monkeypatch):
+    """Float32 scores near 1e4 are wrong in their third digit; the bound must say so."""
+    if through == "tiles":
+        monkeypatch.setattr("supportbasis.components.exact._kernel_takes", lambda *_: False)
+    worst = 0.0
+    for seed in range(6):
+        q, k, v = qkv(1, 1, n=64, d=64, dtype=torch.float32, seed=seed)
+        k = (k + 10 * k[:, :, :1]) * size / 80  # nearly parallel keys: large scores, close together
+        method = sb.Exact() if through == "sdpa" else sb.SingleThreshold(1e-3)
+        result = sb.attention(q, k, v, method=method, return_result=True)
+        exact, _ = dense_attention(q, k, v)
+        error = max_error(result.output, exact, v)
+        worst = max(worst, error)
+        assert error <= float(result.certificate.bound)
+        if through != "sdpa":
+            eta = 2 * evaluate([ExactSum(None)], _head(q, k, v), None).noise
+            assert float(eta.max()) >= error / 2
+    assert worst > 1e-7
+
+
+def _head(q, k, v):
+    return attention_problem(q, k, v, None, 0.0, False, None, False).head(0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_kernel_sum_bound_is_relative_to_each_row_even_the_smallest(dtype):
+    for size in (0.3, 3.0, 60.0):
+        q, k, v = qkv(1, 1, n=40, d=6, dtype=dtype)
+        q = (q * size).to(dtype)
+        result = sb.kernel_sum(q, k, v, method=sb.Exact(), return_result=True)
+        score = q.double() @ k.double().mT / math.sqrt(6) - result.log_scale.double()
+        exact, mass = score.exp() @ v.double(), score.exp().sum(-1, keepdim=True)
+        error = ((result.output.double() - exact).abs() / mass).max() / v.double().abs().max()
+        assert float(error) <= float(result.certificate.bound)
+
+
+def test_padded_keys_do_not_loosen_the_bound():
+    q, k, v = qkv(1, 1, n=40, scale=0.3, dtype=torch.float32)
+    mask = torch.arange(40) < 30
+    huge = k.clone()
+    huge[:, :, 30:] = 1e6
+    for method in (sb.Exact(), sb.SingleThreshold(0.5), sb.Polynomial(2)):
+        bounds = [
+            float(
+                sb.attention(
+                    q, x, v, attn_mask=mask, method=method, return_result=True
+                ).certificate.bound
+            )
+            for x in (k, huge)
+        ]
+        assert bounds[1] == pytest.approx(bounds[0], rel=0.3)

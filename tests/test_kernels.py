@@ -128,3 +128,50 @@ def test_auto_density_is_fast_in_work_and_within_tolerance():
     assert float(error) <= 1e-4
     assert float(result.certificate.limit) >= float(error)
     assert result.certificate.holds(1.5e-4)
+
+
+@pytest.mark.parametrize("distance", [10.0, 1e3, 1e4])
+def test_density_of_clusters_many_bandwidths_apart(distance):
+    """The expanded square cancels; far clusters are summed in float64."""
+    points, data, _ = qkv(n=60, m=80, d=3, dtype=torch.float32)
+    points[::2] += distance
+    data[::2] += distance
+    expected = dense_kde(points, data, 1.0)
+    result = sb.gaussian_kde(points, data, 1.0, method=sb.Exact(), return_result=True)
+    error = float((result.output.double() - expected).abs().max() / expected.max())
+    assert error <= 2e-4
+    assert result.output.dtype == torch.float32
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_the_limit_of_a_density_covers_its_largest_error(degree):
+    points, data, _ = qkv(n=3000, m=500, d=2, dtype=torch.float32, scale=0.7)
+    result = sb.gaussian_kde(points, data, 1.0, method=sb.Polynomial(degree), return_result=True)
+    expected = dense_kde(points, data, 1.0)
+    error = float((result.output.double() - expected).abs().max() / expected.max())
+    limit = float(result.certificate.limit)
+    assert error <= limit
+    assert float(result.certificate.measured) <= error * 1.01
+    if degree == 8:
+        assert limit <= 500 * error + 1e-5  # and it is not vacuous
+
+
+def test_density_that_overflows_its_dtype_is_refused():
+    data = (qkv(n=400, d=1)[0] * 1e-6).half()
+    with pytest.raises(sb.InputError, match=r"overflow torch\.float16"):
+        sb.gaussian_kde(data, data, 1e-6)
+
+
+@pytest.mark.parametrize("bandwidth", ["a", None, 1j, True])
+def test_bandwidth_of_another_kind_is_refused(bandwidth):
+    with pytest.raises(sb.InputError, match="bandwidth"):
+        sb.gaussian_kde(torch.zeros(2, 1), torch.zeros(2, 1), bandwidth)
+
+
+def test_density_errors_speak_of_points_and_data():
+    bad = torch.zeros(4, 2)
+    bad[1, 0] = math.nan
+    with pytest.raises(sb.InputError, match="points has 1 non-finite"):
+        sb.gaussian_kde(bad, torch.zeros(4, 2), 1.0)
+    with pytest.raises(sb.InputError, match=r"data has dtype torch\.float64 but points"):
+        sb.gaussian_kde(torch.zeros(4, 2), torch.zeros(4, 2).double(), 1.0)

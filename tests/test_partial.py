@@ -115,3 +115,9 @@ def test_causal_polynomial_sums_span_many_chunks(monkeypatch):
             torch.testing.assert_close(part.den[seen], den, rtol=1e-9, atol=1e-12)
             num = weights @ problem.value[keys] * (top[seen] - part.log_scale[seen]).exp()[:, None]
             torch.testing.assert_close(part.num[seen], num, rtol=1e-9, atol=1e-12)
+
+
+def test_a_denominator_below_its_rounding_is_not_usable():
+    num, den = torch.ones(4, 1), torch.tensor([1.0, 1e-6, -1.0, math.nan])
+    part = Partial(num, den, torch.zeros(4), torch.full((4,), 1e-4))
+    assert part.usable.tolist() == [True, False, False, False]

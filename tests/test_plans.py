@@ -176,3 +176,36 @@ def test_a_plan_prints_and_draws(tmp_path):
     assert (tmp_path / "supports.png").stat().st_size > 5000
     with pytest.raises(sb.InputError, match="head must be"):
         plan.draw(head=2)
+
+
+@pytest.mark.parametrize("damage", ["a head", "polynomial", "threshold"])
+def test_a_damaged_plan_is_refused_when_loaded(damage, tmp_path):
+    q, k, v = qkv(1, 2, n=40)
+    path = tmp_path / "plan.json"
+    sb.plan(q, k, v, method=sb.SingleThreshold(1.2)).save(path)
+    content = json.loads(path.read_text())
+    if damage == "a head":
+        content["heads"].pop()
+    else:
+        content["heads"][0].pop(damage)
+    path.write_text(json.dumps(content))
+    with pytest.raises(sb.InputError, match="damaged"):
+        sb.Plan.load(path)
+
+
+def test_a_plan_that_splits_nothing_serves_any_length():
+    q, k, v = qkv(1, 1, n=40)
+    plan = sb.plan(q, k, v, method=sb.SingleThreshold(1e-6))
+    assert plan.heads[0].kind == "exact"
+    longer = qkv(1, 1, n=50)
+    torch.testing.assert_close(sb.attention(*longer, plan=plan), dense_attention(*longer)[0])
+
+
+def test_methods_take_numbers_of_other_kinds():
+    number, integer = torch.tensor(0.5).item(), True + 1
+    assert sb.SingleThreshold(number, integer) == sb.SingleThreshold(0.5, 2)
+    numpy = pytest.importorskip("numpy")
+    method = sb.SingleThreshold(numpy.float32(0.5), numpy.int64(2))
+    assert method == sb.SingleThreshold(0.5, 2)
+    assert type(method.threshold) is float
+    assert sb.Polynomial(numpy.int64(1), numpy.float64(2.0)) == sb.Polynomial(1, 2.0)

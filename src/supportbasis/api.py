@@ -19,7 +19,7 @@ from .methods.exact import exact_plan
 from .plans import Plan
 from .problem import Problem
 from .result import Result
-from .rounding import compute_dtype
+from .rounding import compute_dtype, unit_roundoff
 
 
 def attention(
@@ -105,7 +105,7 @@ def kernel_sum(
     outcome, plan = _run(problem, plan, need_lse=return_result)
     if return_result:
         return _result(problem, plan, outcome)
-    return _in_linear_units(problem, outcome)
+    return _in_linear_units(problem, outcome, query.dtype)
 
 
 def gaussian_kde(
@@ -131,7 +131,7 @@ def gaussian_kde(
     outcome, plan = _run(problem, plan, need_lse=return_result)
     result = _result(problem, plan, outcome) if return_result else None
     outcome.log_scale = outcome.log_scale - log_norm.reshape(outcome.log_scale.shape)
-    density = _in_linear_units(problem, outcome).squeeze(-1).to(points.dtype)
+    density = _in_linear_units(problem, outcome, points.dtype).squeeze(-1)
     if result is None:
         return density
     lse = result.lse - log_norm.unsqueeze(-1)
@@ -142,29 +142,44 @@ def _density_problem(
     points: Tensor, data: Tensor, bandwidth: float | Tensor, weights: Tensor | None
 ) -> tuple[Problem, Tensor]:
     """exp(-|x-y|^2/2) = exp(<x,y>) exp(-|x|^2/2) exp(-|y|^2/2), centred and divided by h."""
-    check = attention_problem(points, data, None, None, 0.0, False, 1.0, False)
+    names = ("points", "data", "data")
+    check = attention_problem(points, data, None, None, 0.0, False, 1.0, False, names=names)
+    if not data.shape[-2]:
+        raise InputError("data has no points; expected at least one")
     width = _check_bandwidth(bandwidth, points)
-    dtype = compute_dtype(points.dtype)
-    centre = data.to(dtype).mean(-2, keepdim=True) if data.shape[-2] else data.new_zeros(())
-    query = (points.to(dtype) - centre) / width
-    key = (data.to(dtype) - centre) / width
-    log_weight = -key.square().sum(-1) / 2
-    total = torch.full(check.leading, float(data.shape[-2]), dtype=dtype, device=data.device)
+    data64 = data.double()
+    centre = data64.mean(-2, keepdim=True)
+    query, key = (points.double() - centre) / width, (data64 - centre) / width
+    row_weight, log_weight = (-x.square().sum(-1) / 2 for x in (query, key))
+    total = torch.full(check.leading, float(data.shape[-2]), dtype=torch.float64)
+    total = total.to(data.device)
     if weights is not None:
-        weight = _check_weights(weights, data, dtype)
+        weight = _check_weights(weights, data)
         log_weight = log_weight + weight.log()
         total = weight.sum(-1).expand(check.leading)
-    elif not data.shape[-2]:
-        raise InputError("data has no points; expected at least one")
+    dtype = _density_dtype(points.dtype, query, key)
+    query, key = query.to(dtype), key.to(dtype)
     problem = kernel_problem(query, key, query.new_ones(*key.shape[:-1], 1), 1.0, finite=False)
-    problem = with_weights(problem, log_weight, -query.square().sum(-1) / 2)
+    problem = with_weights(problem, log_weight, row_weight)
     volume = (width.log() + math.log(2 * math.pi) / 2).expand(points.shape[-1]).sum()
-    return problem, (total.log() + volume).to(dtype)
+    return problem, total.log() + volume
+
+
+def _density_dtype(dtype: torch.dtype, query: Tensor, key: Tensor) -> torch.dtype:
+    """float32 unless its rounding of <x, y> would show: the exponent -|x - y|^2/2 is a small
+    difference of large numbers when points lie many bandwidths from their centre."""
+    reach = sum(float(x.square().sum(-1).max()) for x in (query, key) if x.numel())
+    rounding = reach * (query.shape[-1] + 6) * unit_roundoff(torch.float32)
+    return torch.float64 if rounding > 1e-4 else compute_dtype(dtype)
 
 
 def _check_bandwidth(bandwidth: float | Tensor, points: Tensor) -> Tensor:
     dim = points.shape[-1]
-    width = torch.as_tensor(bandwidth, dtype=compute_dtype(points.dtype), device=points.device)
+    if isinstance(bandwidth, bool) or not isinstance(bandwidth, (int, float, Tensor)):
+        raise InputError(f"bandwidth must be a number or a tensor, got {bandwidth!r}")
+    if isinstance(bandwidth, Tensor) and (bandwidth.is_complex() or bandwidth.requires_grad):
+        raise InputError("bandwidth must be a real tensor that does not require grad")
+    width = torch.as_tensor(bandwidth, dtype=torch.float64, device=points.device)
     if width.shape not in ((), (1,), (dim,)):
         raise InputError(
             f"bandwidth has shape {tuple(width.shape)}; expected a number or one for each of "
@@ -175,13 +190,15 @@ def _check_bandwidth(bandwidth: float | Tensor, points: Tensor) -> Tensor:
     return width
 
 
-def _check_weights(weights: Tensor, data: Tensor, dtype: torch.dtype) -> Tensor:
+def _check_weights(weights: Tensor, data: Tensor) -> Tensor:
     if not isinstance(weights, Tensor) or not weights.is_floating_point():
         raise InputError(f"weights must be a floating-point tensor, got {weights!r}")
+    if weights.requires_grad and torch.is_grad_enabled():
+        raise InputError("weights requires grad, but densities have no gradients so far")
     if weights.device != data.device:
         raise InputError(f"weights is on {weights.device} but data is on {data.device}")
     try:
-        expanded = weights.to(dtype).expand(data.shape[:-1])
+        expanded = weights.double().expand(data.shape[:-1])
     except RuntimeError:
         raise InputError(
             f"weights has shape {tuple(weights.shape)}; expected {tuple(data.shape[:-1])}"
@@ -221,7 +238,11 @@ def _check_plan_fits(problem: Problem, plan: Plan) -> None:
             f"plan was made for (batch, heads, dim) = {made_for}, but the inputs have {shape}"
         )
     for head in plan.heads:
-        if head.large_rows is not None and (head.n, head.m) != (problem.n, problem.m):
+        if (
+            head.kind == "single-threshold"
+            and head.large_rows is not None
+            and (head.n, head.m) != (problem.n, problem.m)
+        ):
             raise InputError(
                 f"plan splits {head.n} rows and {head.m} keys, but the inputs have {problem.n} "
                 f"and {problem.m}; save and load the plan (a loaded plan splits again) or make a "
@@ -243,7 +264,14 @@ def _make_plan(problem: Problem, method: Method) -> Plan:
 
 
 def _check_gradients(problem: Problem, method: Method) -> None:
-    if problem.requires_grad and not isinstance(method, Exact):
+    if not problem.requires_grad:
+        return
+    if not problem.normalise:
+        raise InputError(
+            "an input requires grad, but kernel sums have no gradients so far; use "
+            "torch.no_grad() or detach the inputs"
+        )
+    if not isinstance(method, Exact):
         raise InputError(
             "query, key or value requires grad, but only sb.Exact() has gradients so far; use "
             "torch.no_grad(), detach the inputs, or pass method=sb.Exact()"
@@ -254,17 +282,31 @@ def _run(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Outcome, Plan]:
     """SDPA itself when every head is exact, the component engine otherwise."""
     all_exact = all(head.kind == "exact" for head in plan.heads)
     if all_exact and sdpa.can_run(problem):
-        return _run_sdpa(problem, need_lse), plan
-    outcome = execute(problem, plan)
-    invalid = int(outcome.invalid_rows.sum() - outcome.rescued_rows.sum())
-    if invalid:
+        outcome = _run_sdpa(problem, need_lse)
+    else:
+        outcome = execute(problem, plan)
+    if int(outcome.invalid_rows.sum() - outcome.rescued_rows.sum()):
         warnings.warn(
-            f"supportbasis: {invalid} rows had no usable denominator (the polynomial is not "
-            "positive there) and return zeros; return_result=True counts them by head",
+            "supportbasis: rows had no usable denominator (the polynomial is not positive there) "
+            "and return zeros; return_result=True counts them by head",
             UserWarning,
             stacklevel=3,
         )
+    _check_output(problem, outcome.output)
     return outcome, plan
+
+
+def _check_output(problem: Problem, output: Tensor) -> None:
+    """Finite inputs can still overflow: in a score, or in a sum of huge values."""
+    if output.is_cuda or bool(output.detach().sum(dtype=problem.dtype).isfinite()):
+        return
+    if not bool(output.isfinite().all()):
+        reach = [float(x.detach().abs().max()) for x in (problem.query, problem.key, problem.value)]
+        raise InputError(
+            f"the output overflows {problem.dtype}: the largest entries of query, key and value "
+            f"are {reach[0]:.3g}, {reach[1]:.3g} and {reach[2]:.3g}; scale them down or use "
+            "float64"
+        )
 
 
 def _run_sdpa(problem: Problem, need_lse: bool) -> Outcome:
@@ -293,13 +335,12 @@ def _result(problem: Problem, plan: Plan, outcome: Outcome) -> Result:
     )
 
 
-def _in_linear_units(problem: Problem, outcome: Outcome) -> Tensor:
+def _in_linear_units(problem: Problem, outcome: Outcome, dtype: torch.dtype) -> Tensor:
     factor = outcome.log_scale.double().exp()
-    output = outcome.output.double() * factor[..., None, None]
-    output = output.to(problem.query.dtype)
+    output = (outcome.output.double() * factor[..., None, None]).to(dtype)
     if not bool(output.isfinite().all()):
         raise InputError(
-            f"the sums overflow {problem.query.dtype}: the largest is about "
+            f"the sums overflow {dtype}: the largest is about "
             f"exp({float(outcome.log_scale.max()):.4g}); pass return_result=True, which returns "
             "output and log_scale apart"
         )

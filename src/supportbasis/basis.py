@@ -13,6 +13,8 @@ from .components import Component, ExactSum, PolynomialSum
 from .plans import HeadPlan
 from .problem import Head
 
+LARGEST_REACH = 1e300  # stands for every range that float64 cannot hold
+
 
 @dataclass(frozen=True, eq=False)
 class RowGroup:
@@ -100,7 +102,7 @@ def score_reach(head: Head, rows: Tensor | None, keys: Tensor | None) -> float:
     key = head.key_norms if keys is None else head.key_norms[keys]
     if not query.numel() or not key.numel():
         return 0.0
-    return abs(head.scale) * float(query.max()) * float(key.max())
+    return min(abs(head.scale) * float(query.max()) * float(key.max()), LARGEST_REACH)
 
 
 def entry_reach(head: Head, threshold: float) -> float:

@@ -15,7 +15,7 @@ from .plans import HeadPlan, Plan
 from .polynomials import CertifiedPolynomial
 from .problem import Head, Problem
 from .rounding import unit_roundoff
-from .sampling import exact_rows, frobenius_limit, sample_rows
+from .sampling import RowSample, exact_rows
 
 SAMPLED_ROWS = 256
 CONFIDENCE = 0.95
@@ -55,6 +55,8 @@ class Certificate:
     def __str__(self) -> str:
         if not self.bound.numel():
             return "Certificate: no heads"
+        if not self.rows:
+            return "Certificate: nothing was measured"
         text = (
             f"Certificate: bound {float(self.bound.max()):.3g}, measured "
             f"{float(self.measured.max()):.3g} (below {float(self.limit.max()):.3g} with "
@@ -70,18 +72,18 @@ def certify(problem: Problem, plan: Plan, outcome: Outcome, *, seed: int = 0) ->
     """Bound and measure the error of an outcome against the exact result."""
     shape = (problem.batch, problem.heads)
     bound, measured, limit = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
-    rows = sample_rows(problem.n, SAMPLED_ROWS, seed, problem.query.device)
-    random = problem.dropout_p > 0
-    for b, h, head in problem.each_head():
-        at = (b, h)
-        bound[at] = error_bound(head, plan.head(b, h), outcome, at)
-        if head.n and not random:
-            unit = float(outcome.log_scale[at])
-            exact = exact_rows(head, rows, unit)
-            given = outcome.output[at][rows].double()
-            pair = sampled_error(given, exact, head, plan.head(b, h), rows, unit)
-            measured[at], limit[at] = pair
-    used = 0 if random else len(rows)
+    if problem.dropout_p > 0:  # a random output has no exact one to be compared with
+        bound.fill_(math.inf)
+        measured.fill_(math.nan)
+        limit.fill_(math.inf)
+    else:
+        for b, h, head in problem.each_head():
+            at = (b, h)
+            bound[at] = error_bound(head, plan.head(b, h), outcome, at)
+            if head.n:
+                sample = RowSample.draw(head, SAMPLED_ROWS, seed)
+                measured[at], limit[at] = sampled_error(head, plan.head(b, h), outcome, at, sample)
+    used = 0 if problem.dropout_p > 0 else min(problem.n, SAMPLED_ROWS)
     confidence = 1.0 if used == problem.n else CONFIDENCE
     counts = (outcome.invalid_rows.long().cpu(), outcome.rescued_rows.long().cpu())
     return Certificate(bound, measured, limit, used, confidence, *counts)
@@ -89,22 +91,35 @@ def certify(problem: Problem, plan: Plan, outcome: Outcome, *, seed: int = 0) ->
 
 def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]) -> float:
     """Polynomial part + rounding of the sums + rounding of the output, for one head."""
+    if not bool(outcome.output[at].isfinite().all()):
+        return math.inf
     eta = float(outcome.rounding[at])
+    largest = float(head.value.abs().max()) if head.value.numel() else 0.0
+    vanishing = torch.finfo(head.query.dtype).smallest_normal / largest if largest else 0.0
     narrow = 2 * unit_roundoff(head.query.dtype)
     if not head.normalise:
         error = polynomial_error(head, plan)
-        return error + (1 + error) * (1 + eta) * (eta + narrow)
+        lost = min(1.0, vanishing * _smallest_row(outcome, at))
+        return error + (1 + error) * (1 + eta) * (eta + narrow) + lost
     spread = polynomial_spread(head, plan)
     if spread == math.inf and not _positive(head, plan):
         return math.inf
     polynomial = 2 * math.tanh(spread / 4)
     rounding = 2 * eta / (1 - eta) if eta < 1 else math.inf
-    largest = float(head.value.abs().max()) if head.value.numel() else 0.0
     output = float(outcome.output[at].abs().max()) if outcome.output[at].numel() else 0.0
     trivial = 1 + output / largest if largest > 0 else 0.0
     invalid = int(outcome.invalid_rows[at]) > int(outcome.rescued_rows[at])
-    total = polynomial + rounding + narrow
+    total = polynomial + rounding + narrow + vanishing
     return min(trivial, max(total, 1.0) if invalid else total)
+
+
+def _smallest_row(outcome: Outcome, at: tuple[int, int]) -> float:
+    """The common unit of a kernel sum over the smallest row sum: rows far below it vanish."""
+    lse = outcome.lse[at][outcome.lse[at] > -math.inf].double()
+    if not lse.numel():
+        return 0.0
+    spread = float(outcome.log_scale[at]) - float(lse.min())
+    return math.exp(spread) if spread < 700 else math.inf
 
 
 def _on_data(head: Head, plan: HeadPlan) -> tuple[float, bool]:
@@ -145,18 +160,17 @@ def _positive(head: Head, plan: HeadPlan) -> bool:
 
 
 def sampled_error(
-    given: Tensor, exact: Tensor, head: Head, plan: HeadPlan, rows: Tensor, log_scale: float
+    head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int], sample: RowSample
 ) -> tuple[float, float]:
-    """Measured error of the sampled rows, and its upper limit for all rows.
-
-    Both results are in units of ``exp(log_scale)``.
-    """
-    error = given - exact
+    """Measured error of the sampled rows, and its upper limit for all rows."""
+    log_scale = float(outcome.log_scale[at])
+    exact = exact_rows(head, sample.rows, log_scale)
+    error = outcome.output[at][sample.rows].double() - exact
     if not head.is_density:
-        return frobenius_limit(error.square().sum(-1), exact.square().sum(-1), head.n)
-    peak = float(exact.abs().max())  # a density: largest error over largest density
-    measured = float(error.abs().max()) / max(peak, 1e-300)
-    if len(rows) == head.n:
+        return sample.frobenius_limit(error.square().sum(-1), exact.square().sum(-1))
+    peak = max(float(exact.abs().max()), 1e-300)  # largest error over largest density
+    measured = float(error.abs().max()) / peak
+    if len(sample.rows) == head.n:
         return measured, measured
-    log_peak = math.log(max(peak, 1e-300)) + log_scale
-    return measured, 2 * measured + density_error(head, plan, log_peak)
+    # the polynomial's error is bounded for all rows; twice the measured one is left for rounding
+    return measured, 2 * measured + density_error(head, plan, math.log(peak) + log_scale)

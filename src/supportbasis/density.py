@@ -18,7 +18,7 @@ from .components import ExactSum, evaluate
 from .plans import HeadPlan
 from .polynomials import CertifiedPolynomial
 from .problem import Head
-from .sampling import sample_rows
+from .sampling import RowSample
 
 BINS = 64
 GRID = 4096
@@ -26,7 +26,7 @@ GRID = 4096
 
 def density_scale(head: Head, seed: int, rows: int = 64) -> float:
     """Log of the largest sum among sampled rows: a lower estimate of the largest of all."""
-    picked = sample_rows(head.n, rows, seed, head.query.device)
+    picked = RowSample.draw(head, rows, seed).rows
     total = evaluate([ExactSum(head.live_keys)], head, picked)
     factor = 0.0 if head.query_log_weight is None else head.query_log_weight[picked]
     return float((total.num.abs().amax(1).log() + total.log_scale + factor).max())

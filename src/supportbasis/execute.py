@@ -63,11 +63,11 @@ def run_head(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]) 
 
 
 def _rescue(head: Head, rows: Tensor | None, lost: Tensor, total: Partial) -> Tensor:
-    """Compute the rows that the polynomial lost exactly, in place; all rows are usable then."""
+    """Compute the rows that the polynomial lost exactly, in place; returns what is usable now."""
     where = lost.nonzero().squeeze(1)
     exact = evaluate([ExactSum(head.live_keys)], head, where if rows is None else rows[where])
     total.put_(where, exact)
-    return torch.ones_like(lost)
+    return total.finite
 
 
 Finished = list[tuple[Tensor | None, Partial, Tensor]]
@@ -99,4 +99,4 @@ def _write_sums(head: Head, finished: Finished, outcome: Outcome, at: tuple[int,
         sums = total.num.nan_to_num(0.0).mul_(factor.unsqueeze(1))
         outcome.output[at][where] = sums.to(outcome.output.dtype)
         den = torch.where(valid & (total.den > 0), total.den.log() + total.log_scale, -math.inf)
-        outcome.lse[at][where] = den
+        outcome.lse[at][where] = den.to(outcome.lse.dtype)

@@ -27,16 +27,23 @@ def attention_problem(
     enable_gqa: bool,
     *,
     finite: bool = True,
+    names: tuple[str, str, str] = ("query", "key", "value"),
 ) -> Problem:
     """Check every argument of a call in SDPA's form and flatten it to [batch, heads, ...]."""
     value_given = value if value is not None else key
-    _check_tensors(query=query, key=key, value=value_given)
-    leading, key_leading = _leading_dims(query, key, value_given, enable_gqa)
+    given = (query, key, value_given)
+    _check_tensors(given, names)
+    leading, key_leading = _leading_dims(given, names, enable_gqa)
     n, m, dim = query.shape[-2], key.shape[-2], query.shape[-1]
     if not isinstance(is_causal, bool):
         raise InputError(f"is_causal must be True or False, got {is_causal!r}")
     weight, mask = _split_mask(attn_mask, query, (*leading, n, m))
-    problem = Problem(
+    if finite:
+        check_finite(**dict(zip(names, given, strict=True)))
+    scale = _check_scale(scale, dim)
+    if scale <= 0:  # kernels disagree about such scales; the sign belongs to the query just as well
+        query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
+    return Problem(
         _four(query, leading),
         _four(key, key_leading),
         _four(value_given, key_leading),
@@ -45,13 +52,10 @@ def attention_problem(
         mask,
         _check_dropout(dropout_p),
         is_causal,
-        _check_scale(scale, dim),
+        scale,
         True,
         leading,
     )
-    if finite:
-        check_finite(query=query, key=key, value=value_given)
-    return problem
 
 
 def kernel_problem(
@@ -78,9 +82,9 @@ def with_weights(problem: Problem, key: Tensor, query: Tensor) -> Problem:
     )
 
 
-def _check_tensors(**tensors: Tensor) -> None:
-    query = tensors["query"]
-    for name, tensor in tensors.items():
+def _check_tensors(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
+    query, first = tensors[0], names[0]
+    for name, tensor in zip(names, tensors, strict=True):
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.dtype not in DTYPES:
@@ -91,56 +95,54 @@ def _check_tensors(**tensors: Tensor) -> None:
                 f"{name} has shape {tuple(tensor.shape)}; expected [..., heads, tokens, dim]"
             )
         if tensor.dtype != query.dtype:
-            raise InputError(f"{name} has dtype {tensor.dtype} but query has {query.dtype}")
+            raise InputError(f"{name} has dtype {tensor.dtype} but {first} has {query.dtype}")
         if tensor.device != query.device:
-            raise InputError(f"{name} is on {tensor.device} but query is on {query.device}")
+            raise InputError(f"{name} is on {tensor.device} but {first} is on {query.device}")
     if query.shape[-1] < 1:
-        raise InputError("query has head dim 0; expected at least 1")
+        raise InputError(f"{first} has head dim 0; expected at least 1")
 
 
 def _leading_dims(
-    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+    tensors: Sequence[Tensor], names: Sequence[str], enable_gqa: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Leading dims (heads included) of the query side and of the key side."""
+    query, key, value = tensors
     if key.shape[-1] != query.shape[-1]:
         raise InputError(
-            f"key has head dim {key.shape[-1]} but query has {query.shape[-1]}; they must agree"
+            f"{names[1]} has head dim {key.shape[-1]} but {names[0]} has {query.shape[-1]}; "
+            "they must agree"
         )
     if value.shape[-2] != key.shape[-2]:
         raise InputError(
-            f"value has {value.shape[-2]} tokens but key has {key.shape[-2]}; they must agree"
+            f"{names[2]} has {value.shape[-2]} tokens but {names[1]} has {key.shape[-2]}; "
+            "they must agree"
         )
-    if enable_gqa:
-        return _gqa_dims(query, key, value)
-    shapes = [tuple(x.shape[:-2]) for x in (query, key, value)]
-    try:
-        leading = tuple(torch.broadcast_shapes(*shapes))
-    except RuntimeError:
-        raise InputError(
-            f"leading dims of query {shapes[0]}, key {shapes[1]} and value {shapes[2]} do not "
-            "broadcast; for fewer key heads than query heads pass enable_gqa=True"
-        ) from None
-    return leading, leading
-
-
-def _gqa_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if min(query.dim(), key.dim(), value.dim()) < 3:
+    if not enable_gqa:
+        hint = "; for fewer key heads than query heads pass enable_gqa=True"
+        leading = _broadcast(tensors, names, 2, hint)
+        return leading, leading
+    if min(x.dim() for x in tensors) < 3:
         raise InputError("enable_gqa=True needs a heads dim: [..., heads, tokens, dim]")
-    heads, key_heads, value_heads = query.shape[-3], key.shape[-3], value.shape[-3]
+    heads, key_heads, value_heads = (x.shape[-3] for x in tensors)
     if key_heads != value_heads or key_heads == 0 or heads % key_heads:
         raise InputError(
             f"enable_gqa=True with {heads} query heads, {key_heads} key heads and {value_heads} "
             "value heads; key and value heads must be equal and divide the query heads"
         )
-    shapes = [tuple(x.shape[:-3]) for x in (query, key, value)]
-    try:
-        batch = tuple(torch.broadcast_shapes(*shapes))
-    except RuntimeError:
-        raise InputError(
-            f"batch dims of query {shapes[0]}, key {shapes[1]} and value {shapes[2]} "
-            "do not broadcast"
-        ) from None
+    batch = _broadcast(tensors, names, 3, "")
     return (*batch, heads), (*batch, key_heads)
+
+
+def _broadcast(
+    tensors: Sequence[Tensor], names: Sequence[str], last: int, hint: str
+) -> tuple[int, ...]:
+    """The common shape of all but the last dims."""
+    shapes = [tuple(x.shape[:-last]) for x in tensors]
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        text = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
+        raise InputError(f"leading dims of {text} do not broadcast{hint}") from None
 
 
 def _four(tensor: Tensor, leading: Sequence[int]) -> Tensor:
@@ -176,6 +178,8 @@ def _split_mask(
         return None, None
     if not isinstance(mask, Tensor):
         raise InputError(f"attn_mask must be a torch.Tensor or None, got {type(mask).__name__}")
+    if mask.requires_grad and torch.is_grad_enabled():
+        raise InputError("attn_mask requires grad, but biases have no gradients so far; detach it")
     if mask.device != query.device:
         raise InputError(f"attn_mask is on {mask.device} but query is on {query.device}")
     if mask.dtype != torch.bool and mask.dtype not in DTYPES:

@@ -134,14 +134,12 @@ class Plan:
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise InputError(f"path: {path} is not a plan; expected format {FORMAT!r}")
         try:
-            return Plan(
-                method_from_json(content["method"]),
-                int(content["batch"]),
-                int(content["num_heads"]),
-                int(content["dim"]),
-                tuple(_head_from_json(head) for head in content["heads"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            batch, num_heads, dim = (int(content[key]) for key in ("batch", "num_heads", "dim"))
+            heads = tuple(_head_from_json(head) for head in content["heads"])
+            if len(heads) != batch * num_heads:
+                raise ValueError(f"{len(heads)} heads for {batch} x {num_heads}")
+            return Plan(method_from_json(content["method"]), batch, num_heads, dim, heads)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"path: {path} is a damaged plan ({error!r})") from None
 
     def draw(self, path: str | Path | None = None, head: int = 0) -> Figure:
@@ -174,7 +172,11 @@ def _head_from_json(content: dict[str, Any]) -> HeadPlan:
     head = HeadPlan(**content)
     if head.kind not in ("exact", "polynomial", "single-threshold"):
         raise ValueError(f"unknown kind {head.kind!r}")
+    if head.kind == "single-threshold" and not isinstance(head.threshold, float):
+        raise ValueError(f"a head has threshold {head.threshold!r}")
     if poly is None:
+        if head.kind != "exact":
+            raise ValueError("a head has no polynomial")
         return head
     poly["coefficients"] = tuple(float(c) for c in poly["coefficients"])
     poly["error"] = float(poly["error"])

@@ -18,7 +18,9 @@ def _norms(x: Tensor, maxima: Tensor) -> Tensor:
     """Row norms, never below the true ones: in float32 where no square can overflow or vanish."""
     top = float(maxima.max()) if maxima.numel() else 1.0
     dtype = torch.float32 if 1e-12 < top < 1e12 and x.dtype != torch.float64 else torch.float64
-    norms = torch.linalg.vector_norm(x, dim=-1, dtype=dtype).double()
+    unit = top if top > 1e150 else 1.0
+    norms = torch.linalg.vector_norm(x / unit if unit != 1.0 else x, dim=-1, dtype=dtype).double()
+    norms = norms * unit
     return norms * (1 + (x.shape[-1] + 4) * unit_roundoff(dtype))
 
 

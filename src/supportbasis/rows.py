@@ -10,7 +10,7 @@ from torch import Tensor
 from .basis import split_of
 from .plans import HeadPlan
 from .problem import Head
-from .sampling import frobenius_limit, sample_rows
+from .sampling import RowSample
 
 ROWS = 40
 ENTRIES = 2**24
@@ -23,7 +23,8 @@ class RowCheck:
         self.head = head
         dtype = torch.float64 if tolerance < 1e-5 else head.dtype
         count = max(16, min(ROWS, ENTRIES // max(1, head.m)))
-        self.rows = sample_rows(head.n, count, seed, head.query.device)
+        self.sample = RowSample.draw(head, count, seed)
+        self.rows = self.sample.rows
         self.scores = (head.query[self.rows].to(dtype) * head.scale) @ head.key.to(dtype).T
         self.log_weight = self._log_weight(dtype)
         self.value = head.value.to(dtype)
@@ -61,7 +62,7 @@ class RowCheck:
             self._restore_exact(plan, weight)
         squared = (self._output(weight) - self.exact).double().square().sum(-1)
         size = self.exact.double().square().sum(-1)
-        return frobenius_limit(squared, size, self.head.n)
+        return self.sample.frobenius_limit(squared, size)
 
     def _restore_exact(self, plan: HeadPlan, weight: Tensor) -> None:
         rows, keys = split_of(plan, self.head)

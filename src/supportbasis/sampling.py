@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,12 +14,53 @@ from .problem import Head
 QUANTILE = 1.96  # one-sided 97.5 % of a normal ratio: 95 % is left for one with a long tail
 
 
-def sample_rows(n: int, count: int, seed: int, device: torch.device) -> Tensor:
-    """Sorted row indices without replacement, from a private generator."""
-    if n <= count:
-        return torch.arange(n, device=device)
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randperm(n, generator=generator)[:count].sort().values.to(device)
+@dataclass(frozen=True, eq=False)
+class RowSample:
+    """Rows that stand for all rows: a census of the longest queries and a sample of the rest.
+
+    The error of a polynomial grows with the norm of the query, so a few long queries can carry
+    most of it and would escape a plain sample.
+    """
+
+    rows: Tensor  # sorted
+    in_census: Tensor  # bool, for each of the rows
+    n: int
+
+    @staticmethod
+    def draw(head: Head, count: int, seed: int) -> RowSample:
+        """At most ``count`` rows, one in eight of them by norm, from a private generator."""
+        if head.n <= count:
+            rows = torch.arange(head.n, device=head.query.device)
+            return RowSample(rows, torch.ones_like(rows, dtype=torch.bool), head.n)
+        census = head.query_norms.topk(count // 8).indices
+        rest = torch.ones(head.n, dtype=torch.bool, device=head.query.device)
+        rest[census] = False
+        others = rest.nonzero().squeeze(1)
+        order = torch.randperm(len(others), generator=torch.Generator().manual_seed(seed))
+        chosen = others[order[: count - len(census)].to(others.device)]
+        rows, at = torch.cat([census, chosen]).sort()
+        return RowSample(rows, at < len(census), head.n)
+
+    def frobenius_limit(self, squared: Tensor, size: Tensor) -> tuple[float, float]:
+        """sqrt(sum e_i^2 / sum s_i^2) over all rows, and its upper confidence limit.
+
+        The sampled rows stand for all rows outside the census. The limit takes the standard error
+        of the linearised ratio, with the finite-population factor, on the logarithm of the ratio,
+        which suits the long right tail that squared errors have.
+        """
+        sampled = ~self.in_census
+        others, count = self.n - int(self.in_census.sum()), int(sampled.sum())
+        weight = torch.where(sampled, others / max(1, count), 1.0).to(squared.dtype)
+        error, total = float((weight * squared).sum()), float((weight * size).sum())
+        if total == 0.0:
+            return (0.0, 0.0) if error == 0.0 else (math.inf, math.inf)
+        ratio = error / total
+        if count in (0, others) or ratio == 0.0 or not math.isfinite(ratio):
+            return math.sqrt(ratio), math.sqrt(ratio)
+        residual = (squared - ratio * size)[sampled]
+        variance = float(residual.var()) / count * (1 - count / others)
+        standard = others * math.sqrt(variance) / total
+        return math.sqrt(ratio), math.sqrt(ratio) * math.exp(QUANTILE * standard / ratio / 2)
 
 
 def exact_rows(head: Head, rows: Tensor, log_scale: float = 0.0) -> Tensor:
@@ -31,22 +72,3 @@ def exact_rows(head: Head, rows: Tensor, log_scale: float = 0.0) -> Tensor:
     if head.query_log_weight is not None:
         total.log_scale = total.log_scale + head.query_log_weight[rows]
     return total.num * (total.log_scale - log_scale).exp().unsqueeze(1)
-
-
-def frobenius_limit(squared: Tensor, size: Tensor, n: int) -> tuple[float, float]:
-    """sqrt(sum e_i^2 / sum s_i^2) of sampled rows, and its upper confidence limit.
-
-    The ratio of two sample means, with the standard error of the linearised ratio and the
-    finite-population factor; the limit is taken on the logarithm of the ratio, which suits the
-    long right tail that squared errors have.
-    """
-    count = len(squared)
-    total = float(size.mean())
-    if total == 0.0:
-        return (0.0, 0.0) if float(squared.sum()) == 0.0 else (math.inf, math.inf)
-    ratio = float(squared.mean()) / total
-    if count == n or ratio == 0.0:
-        return math.sqrt(ratio), math.sqrt(ratio)
-    residual = (squared - ratio * size).square().sum() / (count - 1)
-    standard = math.sqrt(float(residual) / count * (1 - count / n)) / total
-    return math.sqrt(ratio), math.sqrt(ratio * math.exp(QUANTILE * standard / ratio))

@@ -18,12 +18,9 @@ def can_run(problem: Problem) -> bool:
     sizes = (problem.batch, problem.heads, problem.n, problem.m, problem.value.shape[-1])
     if not problem.normalise or 0 in sizes:
         return False
-    bias = problem.key_log_weight
-    if bias is None or problem.requires_grad:  # our own tiles have no gradient
+    if problem.key_log_weight is None or problem.requires_grad:  # our own tiles have no gradient
         return True
-    if problem.is_causal and not _is_fused(problem):
-        return False
-    return bool((bias.to(problem.query.dtype).to(bias.dtype) == bias).all())
+    return not problem.is_causal or _is_fused(problem)
 
 
 def _is_fused(problem: Problem) -> bool:
@@ -34,18 +31,32 @@ def _is_fused(problem: Problem) -> bool:
 
 def sdpa(problem: Problem) -> Tensor:
     """Output [batch, heads, n, dv] in the input dtype; differentiable."""
+    query, key, value, mask = _operands(problem)
     output = F.scaled_dot_product_attention(
-        problem.query,
-        problem.key,
-        problem.value,
-        attn_mask=_mask(problem),
+        query,
+        key,
+        value,
+        attn_mask=mask,
         dropout_p=problem.dropout_p,
         is_causal=problem.is_causal and not _mask_is_causal(problem),
         scale=problem.scale,
         enable_gqa=problem.group > 1,
     )
     dead = _dead_rows(problem)
-    return output if dead is None else output.masked_fill(dead.unsqueeze(-1), 0.0)
+    output = output if dead is None else output.masked_fill(dead.unsqueeze(-1), 0.0)
+    return output.to(problem.query.dtype)
+
+
+def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Query, key, value and mask in one dtype: the input's, unless it cannot hold the mask."""
+    mask, tensors = _mask(problem), (problem.query, problem.key, problem.value)
+    if mask is None or mask.dtype == torch.bool:
+        return (*tensors, mask)
+    narrow = mask.to(problem.query.dtype)
+    if bool((narrow.to(mask.dtype) == mask).all()):
+        return (*tensors, narrow)
+    query, key, value = (x.to(problem.dtype) for x in tensors)
+    return query, key, value, mask.to(problem.dtype)
 
 
 def sdpa_with_lse(problem: Problem) -> tuple[Tensor, Tensor] | None:
@@ -53,23 +64,22 @@ def sdpa_with_lse(problem: Problem) -> tuple[Tensor, Tensor] | None:
     kernel = getattr(torch.ops.aten, KERNEL, None)
     if kernel is None or not _is_fused(problem):
         return None
-    key, value = problem.key, problem.value
+    query, key, value, mask = _operands(problem)
     if problem.group > 1:
         key, value = (x.repeat_interleave(problem.group, 1) for x in (key, value))
-    mask = _mask(problem)
     if mask is not None:
         if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=problem.query.dtype).masked_fill_(~mask, -math.inf)
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -math.inf)
         mask = mask.expand(-1, -1, problem.n, -1)
     output, lse = kernel(
-        problem.query,
+        query,
         key,
         value,
         is_causal=problem.is_causal and not _mask_is_causal(problem),
         attn_mask=mask,
         scale=problem.scale,
     )
-    lse = lse.to(problem.dtype)
+    output, lse = output.to(problem.query.dtype), lse.to(problem.dtype)
     dead = _dead_rows(problem)
     if dead is not None:
         output = output.masked_fill(dead.unsqueeze(-1), 0.0)
@@ -94,7 +104,7 @@ def _mask(problem: Problem) -> Tensor | None:
     if _mask_is_causal(problem):
         later = torch.ones(problem.n, problem.m, dtype=torch.bool, device=mask.device).triu_(1)
         mask = mask & ~later if mask.dtype == torch.bool else mask.masked_fill(later, -math.inf)
-    return mask if mask.dtype == torch.bool else mask.to(problem.query.dtype)
+    return mask
 
 
 def _dead_rows(problem: Problem) -> Tensor | None:
@@ -120,11 +130,14 @@ def sdpa_noise(problem: Problem) -> Tensor:
     they meet the values; the kernel sums over keys block by block in float32 or wider.
     """
     wide = product_roundoff(problem.dtype)
-    norms = [
-        torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).amax(-1)
+    query, key = (
+        torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
         for x in (problem.query, problem.key)
-    ]
-    reach = abs(problem.scale) * norms[0] * norms[1].repeat_interleave(problem.group, 1)
+    )
+    key = key.repeat_interleave(problem.group, 1)
+    if problem.key_log_weight is not None:
+        key = key.masked_fill(problem.key_log_weight == -math.inf, 0.0)
+    reach = abs(problem.scale) * query.amax(-1) * key.amax(-1)
     score = reach * gamma(problem.query.shape[-1] + 6, wide)
     for bias in (problem.key_log_weight, problem.mask):
         if bias is not None and bias.dtype != torch.bool:

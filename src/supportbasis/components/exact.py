@@ -95,7 +95,8 @@ class ExactSum:
     def _relative_noise(self, head: Head, rows: Tensor | None, keys: int) -> Tensor:
         """Relative rounding error of each row's sums: of the scores, then of the sum."""
         norms = head.query_norms if rows is None else head.query_norms[rows]
-        key_norm = head.key_norms.max() if head.m else norms.new_zeros(())
+        live = head.live_keys if self.keys is None else self.keys
+        key_norm = (head.key_norms if live is None else head.key_norms[live]).max()
         unit = unit_roundoff(head.dtype)
         score = (
             abs(head.scale) * norms * key_norm * gamma(head.dim + 6, product_roundoff(head.dtype))
@@ -105,7 +106,9 @@ class ExactSum:
                 finite = bias.masked_fill(bias == -math.inf, 0.0).abs()
                 score = score + (4 * unit * finite.max() if finite.numel() else 0.0)
         total = gamma(sum_depth(keys, SUM_BLOCK) + 16, product_roundoff(head.dtype))
-        return (torch.expm1(2 * score) + total).clamp(max=1.0).to(head.dtype)
+        relative = torch.expm1(2 * score) + total
+        # a weighted mean cannot be lost by more than all of it; a sum can
+        return (relative.clamp(max=1.0) if head.normalise else relative).to(head.dtype)
 
 
 def take(source: Tensor, index: Tensor | None, start: int, stop: int) -> Tensor:

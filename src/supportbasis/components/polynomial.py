@@ -56,7 +56,7 @@ class _Task:
         self.key_count = head.m if keys is None else keys.numel()
         self.features = FeatureMap(head.dim, poly.degree)
         self.lanes = min(MAX_LANES, torch.get_num_threads()) if not head.query.is_cuda else 1
-        self.log_scale = poly.bound
+        self.log_scale = min(poly.bound, 1e30)  # beyond that no weight is left to scale
         query_norms = head.query_norms if rows is None else head.query_norms[rows]
         key_norms = head.key_norms if keys is None else head.key_norms[keys]
         self.query_norm = _largest(query_norms)
@@ -69,9 +69,7 @@ class _Task:
         self.weights = layout.to(head.dtype).to(head.query.device)
 
     def query(self, start: int, stop: int) -> Tensor:
-        sign = math.copysign(1.0, self.head.scale) if self.head.scale else 0.0
-        tokens = take(self.head.query, self.rows, start, stop)
-        return tokens.to(self.head.dtype) * (sign / self.query_norm)
+        return take(self.head.query, self.rows, start, stop).to(self.head.dtype) / self.query_norm
 
     def key(self, start: int, stop: int) -> Tensor:
         return take(self.head.key, self.keys, start, stop).to(self.head.dtype) / self.key_norm

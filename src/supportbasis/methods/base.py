@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, TypeGuard
 
 from ..errors import InputError
 from ..plans import HeadPlan
@@ -23,16 +24,17 @@ class Method(ABC):
         return {"name": type(self).__name__, **asdict(self)}
 
 
-def check_degree(degree: object) -> None:
-    """Raise unless this is an integer >= 0."""
-    if isinstance(degree, bool) or not isinstance(degree, int) or degree < 0:
+def check_degree(degree: object) -> int:
+    """A degree as a plain int, or an error."""
+    if isinstance(degree, bool) or not isinstance(degree, Integral) or degree < 0:
         raise InputError(f"degree must be an integer >= 0, got {degree!r}")
+    return int(degree)
 
 
-def is_positive(number: object) -> bool:
+def is_positive(number: object) -> TypeGuard[float]:
     """Whether this is a finite number above zero."""
     return (
-        isinstance(number, (int, float))
+        isinstance(number, Real)
         and not isinstance(number, bool)
-        and 0 < number < float("inf")
+        and 0 < float(number) < float("inf")
     )

@@ -27,9 +27,12 @@ class Polynomial(Method):
     bound: float | None = None
 
     def __post_init__(self) -> None:
-        check_degree(self.degree)
-        if self.bound is not None and not is_positive(self.bound):
+        object.__setattr__(self, "degree", check_degree(self.degree))
+        if self.bound is None:
+            return
+        if not is_positive(self.bound):
             raise InputError(f"bound must be a finite number > 0 or None, got {self.bound!r}")
+        object.__setattr__(self, "bound", float(self.bound))
 
     def plan_head(self, head: Head) -> HeadPlan:
         check_rank(head.dim, self.degree)

@@ -42,8 +42,11 @@ class SingleThreshold(Method):
     degree: int = 2
 
     def __post_init__(self) -> None:
-        check_degree(self.degree)
-        if self.threshold is None or self.threshold in RULES or is_positive(self.threshold):
+        object.__setattr__(self, "degree", check_degree(self.degree))
+        if is_positive(self.threshold):
+            object.__setattr__(self, "threshold", float(self.threshold))
+            return
+        if self.threshold is None or self.threshold in RULES:
             return
         raise InputError(
             f"threshold must be a finite number > 0, None or one of {RULES}, got {self.threshold!r}"
