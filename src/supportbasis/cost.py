@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +49,7 @@ class Work:
     def seconds(self, head: Head) -> float:
         """Predicted time on this machine."""
         rates = calibrate(head.query.device.type)
-        pair = rates.pair + rates.pair_dim * (head.dim + head.value_dim)
+        pair = rates.pair(head)
         rank = feature_count(head.dim, self.degree) if self.feature_rows else 0
         features = self.feature_rows * rank * (rates.feature + rates.product * head.value_dim)
         blocks = math.ceil(self.feature_rows / block_rows(max(1, rank), head.dtype))
@@ -67,8 +68,7 @@ class Work:
 
 def exact_seconds(head: Head) -> float:
     """Predicted time of SDPA on this head. Its causal kernel saves less than half the pairs."""
-    rates = calibrate(head.query.device.type)
-    pair = rates.pair + rates.pair_dim * (head.dim + head.value_dim)
+    pair = calibrate(head.query.device.type).pair(head)
     causal = 1.5 if head.is_causal else 1.0
     return 2e-5 + head.pairs * pair * causal
 
@@ -84,19 +84,25 @@ def polynomial_work(head: Head, rows: int, keys: int, degree: int) -> Work:
 class Rates:
     """Seconds a unit of work, measured on this machine."""
 
-    pair: float  # one exact pair, beside its products
-    pair_dim: float  # one multiply-add of an exact pair
+    pairs: tuple[tuple[float, float], ...]  # (dim, one exact pair at that dim), dims ascending
     feature: float  # forming one feature
     product: float  # one multiply-add of a feature with a value
     scan: float  # reading one entry
+
+    def pair(self, head: Head) -> float:
+        """One exact pair: linear in the dim between the measured ones and beyond the last; below
+        the first a kernel gains nothing."""
+        dim = max((head.dim + head.value_dim) / 2, self.pairs[0][0])
+        for (low, at_low), (high, at_high) in pairwise(self.pairs):
+            if dim <= high or (high, at_high) == self.pairs[-1]:
+                return at_low + (at_high - at_low) * (dim - low) / (high - low)
+        return self.pairs[0][1]
 
 
 @lru_cache(maxsize=4)
 def calibrate(device: str) -> Rates:
     """Measure the machine once a process, in about a tenth of a second."""
-    wide, narrow = _time_sdpa(64, device), _time_sdpa(16, device)
-    pair_dim = max((wide - narrow) / 96, 1e-15)
-    pair = max(wide - 128 * pair_dim, 1e-15)
+    pairs = tuple((float(dim), _time_sdpa(dim, device)) for dim in (4, 16, 64))
     features = FeatureMap(48, 2)
     lanes = 1 if device == "cuda" else min(16, torch.get_num_threads())
     x = _numbers((lanes, 504, 48), device)
@@ -107,7 +113,7 @@ def calibrate(device: str) -> Rates:
     write = _best(lambda: features.write(x, buffer), device) / count
     product = _best(lambda: state.baddbmm_(buffer, value), device) / count
     scan = _best(lambda: x.abs().amax(-1), device) / x.numel()
-    return Rates(pair, pair_dim, write, product / 64, scan)
+    return Rates(pairs, write, product / 64, scan)
 
 
 def _numbers(shape: tuple[int, ...], device: str) -> Tensor:

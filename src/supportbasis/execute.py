@@ -76,9 +76,12 @@ Finished = list[tuple[Tensor | None, Partial, Tensor]]
 def _write_attention(head: Head, finished: Finished, outcome: Outcome, at: tuple[int, int]) -> None:
     for rows, total, valid in finished:
         output, lse = total.divide_(valid)
-        where = slice(None) if rows is None else rows
-        outcome.output[at][where] = output.to(outcome.output.dtype)
-        outcome.lse[at][where] = lse
+        if rows is None:
+            outcome.output[at].copy_(output)
+            outcome.lse[at].copy_(lse)
+        else:
+            outcome.output[at].index_copy_(0, rows, output.to(outcome.output.dtype))
+            outcome.lse[at].index_copy_(0, rows, lse)
 
 
 def _write_sums(head: Head, finished: Finished, outcome: Outcome, at: tuple[int, int]) -> None:

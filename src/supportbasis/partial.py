@@ -77,6 +77,7 @@ class Partial:
         one = torch.ones((), dtype=self.den.dtype, device=self.den.device)
         den = torch.where(valid, self.den, one)
         output = self.num.div_(den.unsqueeze(1))
-        output.masked_fill_(~valid.unsqueeze(1), 0.0)
+        if not bool(valid.all()):
+            output.masked_fill_(~valid.unsqueeze(1), 0.0)
         lse = torch.where(valid, den.log() + self.log_scale, -math.inf)
         return output, lse

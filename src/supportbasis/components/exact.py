@@ -113,7 +113,7 @@ class ExactSum:
 
 def take(source: Tensor, index: Tensor | None, start: int, stop: int) -> Tensor:
     """Tokens start..stop of an index set (None: all tokens in order, which needs no gather)."""
-    return source[start:stop] if index is None else source[index[start:stop]]
+    return source[start:stop] if index is None else source.index_select(0, index[start:stop])
 
 
 def take_index(index: Tensor | None, start: int, stop: int, like: Tensor) -> Tensor:

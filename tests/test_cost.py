@@ -1,0 +1,53 @@
+"""Predicted times: sane on this machine, and right in shape."""
+
+import pytest
+import torch
+
+import supportbasis as sb
+from cases import qkv
+from supportbasis import cost
+from supportbasis.inputs import attention_problem
+
+REAL = cost.calibrate  # the fixture in conftest replaces it
+
+
+def head(n, d, dv=None):
+    q, k, v = qkv(1, 1, n=n, d=d, dv=dv, dtype=torch.float32)
+    return attention_problem(q, k, v, None, 0.0, False, None, False).head(0, 0)
+
+
+def test_calibration_gives_positive_rates():
+    rates = REAL("cpu")
+    assert [dim for dim, _ in rates.pairs] == [4, 16, 64]
+    assert all(1e-12 < seconds < 1e-6 for _, seconds in rates.pairs)
+    assert 1e-13 < rates.product < 1e-8
+    assert 1e-13 < rates.feature < 1e-7
+
+
+def test_pair_time_is_interpolated():
+    rates = cost.Rates(((4.0, 2.0), (16.0, 1.0), (64.0, 4.0)), 0.0, 0.0, 0.0)
+    for dim, expected in (
+        (1, 2.0),
+        (4, 2.0),
+        (10, 1.5),
+        (16, 1.0),
+        (40, 2.5),
+        (64, 4.0),
+        (80, 5.0),
+    ):
+        assert rates.pair(head(2, dim)) == pytest.approx(expected)
+    assert rates.pair(head(2, 8, dv=24)) == pytest.approx(1.0)
+
+
+def test_exact_plans_cost_and_speed_up_by_one():
+    q, k, v = qkv(1, 1, n=50)
+    plan = sb.plan(q, k, v, method=sb.Exact())
+    assert plan.cost == plan.speedup == 1.0
+
+
+def test_work_grows_linearly_for_polynomials_and_quadratically_for_exact():
+    small, large = head(1000, 8), head(4000, 8)
+    ratio = cost.exact_seconds(large) / cost.exact_seconds(small)
+    assert ratio == pytest.approx(16, rel=0.1)
+    works = [cost.polynomial_work(h, h.n, h.m, 2).multiply_adds(h) for h in (small, large)]
+    assert works[1] == pytest.approx(4 * works[0], rel=1e-9)
