@@ -237,6 +237,7 @@ def test_one_wild_query_does_not_escape(seed):
     true = float((result.output - exact).norm() / exact.norm())
     assert true > 0.02
     assert float(result.certificate.limit) >= true
+    assert float(result.certificate.measured) == pytest.approx(true, rel=0.2)  # counted once
     auto = sb.attention(q, k, v, method=sb.Auto(1e-2), return_result=True)
     assert float((auto.output - exact).norm() / exact.norm()) <= 1e-2
 

@@ -9,6 +9,10 @@ from hypothesis import strategies as st
 
 import supportbasis as sb
 from cases import qkv
+from supportbasis.api import _density_problem
+from supportbasis.density import density_error
+from supportbasis.plans import HeadPlan
+from supportbasis.polynomials import taylor
 
 METHODS = [
     sb.Exact(),
@@ -175,3 +179,16 @@ def test_density_errors_speak_of_points_and_data():
         sb.gaussian_kde(bad, torch.zeros(4, 2), 1.0)
     with pytest.raises(sb.InputError, match=r"data has dtype torch\.float64 but points"):
         sb.gaussian_kde(torch.zeros(4, 2), torch.zeros(4, 2).double(), 1.0)
+
+
+def test_the_bound_over_norm_bins_is_attained():
+    """One row, two keys at the edge of their bin, a remainder of even leading power: both keys err
+    the same way and by nearly the most that their norm allows."""
+    points, data = torch.tensor([[1.0]]), torch.tensor([[1.0], [-1.0]])
+    head = _density_problem(points.double(), data.double(), 1.0, None)[0].head(0, 0)
+    poly = taylor(3, 1.0)
+    plan = HeadPlan("polynomial", "", 1, 2, 1.0, 1.0, poly)
+    z = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    true = abs(float((poly(z) * math.e - z.exp()).sum())) * math.exp(-1.0)  # times both weights
+    bound = density_error(head, plan, 0.0)
+    assert true <= bound <= 1.5 * true

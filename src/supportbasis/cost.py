@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .components.polynomial import CAUSAL_CHUNK
+from .components.polynomial import CAUSAL_CHUNK, lane_count
 from .features import FeatureMap, block_rows, feature_count, tile_width
 from .problem import Head
 
@@ -104,7 +104,7 @@ def calibrate(device: str) -> Rates:
     """Measure the machine once a process, in about a tenth of a second."""
     pairs = tuple((float(dim), _time_sdpa(dim, device)) for dim in (4, 16, 64))
     features = FeatureMap(48, 2)
-    lanes = 1 if device == "cuda" else min(16, torch.get_num_threads())
+    lanes = lane_count(device)
     x = _numbers((lanes, 504, 48), device)
     value = _numbers((lanes, 504, 64), device)
     buffer = features.buffer(lanes, 504, x)

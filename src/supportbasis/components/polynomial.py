@@ -30,6 +30,11 @@ MAX_LANES = 16
 NARROW = 8  # columns below which products are faster the other way round
 
 
+def lane_count(device: str) -> int:
+    """Lanes that tokens are handed out in: one for each thread of the CPU."""
+    return min(MAX_LANES, torch.get_num_threads()) if device == "cpu" else 1
+
+
 @dataclass(frozen=True, eq=False)
 class PolynomialSum:
     """p(score) instead of exp(score) over ``keys`` (sorted indices of live keys; None: all)."""
@@ -55,7 +60,7 @@ class _Task:
         self.row_count = head.n if rows is None else rows.numel()
         self.key_count = head.m if keys is None else keys.numel()
         self.features = FeatureMap(head.dim, poly.degree)
-        self.lanes = min(MAX_LANES, torch.get_num_threads()) if not head.query.is_cuda else 1
+        self.lanes = lane_count(head.query.device.type)
         self.log_scale = min(poly.bound, 1e30)  # beyond that no weight is left to scale
         query_norms = head.query_norms if rows is None else head.query_norms[rows]
         key_norms = head.key_norms if keys is None else head.key_norms[keys]
@@ -216,8 +221,8 @@ def _add_full(task: _Task, total: Partial) -> None:
 def _add_causal(task: _Task, total: Partial) -> None:
     """Chunks of positions: earlier chunks through the running state, the chunk itself densely."""
     head = task.head
-    chunk = min(CAUSAL_CHUNK, task.lanes * block_rows(task.features.count, head.dtype))
-    chunk = max(32, chunk)
+    fitting = task.lanes * block_rows(task.features.count, head.dtype)
+    chunk = max(32, min(CAUSAL_CHUNK, fitting))
     row_edges = _edges(task.rows, task.row_count, head.n, chunk, head.query)
     key_edges = _edges(task.keys, task.key_count, head.n, chunk, head.query)
     lane = math.ceil(chunk / task.lanes)
