@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import supportbasis as sb
 from supportbasis.basis import support_basis
 from supportbasis.components import ExactSum, evaluate
-from supportbasis.components.polynomial import lane_count
+from supportbasis.components.streaming import lane_count
 from supportbasis.features import FeatureMap, block_rows
 from supportbasis.inputs import attention_problem
 

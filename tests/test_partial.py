@@ -91,7 +91,7 @@ def test_a_row_without_keys_stays_empty():
 
 
 def test_causal_polynomial_sums_span_many_chunks(monkeypatch):
-    monkeypatch.setattr("supportbasis.components.polynomial.CAUSAL_CHUNK", 32)
+    monkeypatch.setattr("supportbasis.components.streaming.CAUSAL_CHUNK", 32)
     poly = taylor(2, 3.0)
     generator = torch.Generator().manual_seed(1)
     for n, m in ((150, 150), (150, 70), (70, 150), (33, 1), (1, 40)):

@@ -1,0 +1,261 @@
+"""Feature sums, streamed: phi(keys) are summed once, phi(queries) read the sum, block by block.
+
+For a kernel ``sum_k a_k t^k`` of t = <x_i, y_j>, with |x_i|, |y_j| <= 1, the sum over keys is
+``sum_j p(t_ij) w_j v_j = <phi(x_i), diag(a W) S>`` where ``S = sum_j phi(y_j) w_j v_j``. Neither
+the n x m matrix nor the n x r features exist at any time. Causal sums keep S as a running prefix
+and evaluate the kernel densely inside one chunk. What x, y and the kernel are is the affair of a
+`Task`: a polynomial's are the tokens themselves, a sketch's are sketched tokens.
+
+Tokens are handed out in lanes, one for each thread: the thread that writes a lane's features also
+multiplies them, and they never leave its cache. (Split any other way, features written by one core
+and read by another cost up to twice the time, depending on where the cores happen to sit.)
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..features import FeatureMap, block_rows
+from ..partial import Partial
+from ..polynomials import horner
+from ..problem import Head
+from ..rounding import gamma, product_roundoff, sum_depth
+from .exact import take, take_index
+
+CAUSAL_CHUNK = 504  # see `block_rows` for why it is not 512
+MAX_LANES = 16
+NARROW = 8  # columns below which products are faster the other way round
+
+
+KeyBlock = tuple[Tensor, Tensor | None, Tensor]  # tokens, log-weights (None: zero), values
+
+
+def lane_count(device: str) -> int:
+    """Lanes that tokens are handed out in: one for each thread of the CPU."""
+    return min(MAX_LANES, torch.get_num_threads()) if device == "cpu" else 1
+
+
+class Task(ABC):
+    """One evaluation: unit tokens, block by block, and the kernel's coefficients in t."""
+
+    def __init__(
+        self,
+        head: Head,
+        rows: Tensor | None,
+        keys: Tensor | None,
+        features: FeatureMap,
+        coefficients: Sequence[float],
+    ):
+        self.head, self.rows, self.keys = head, rows, keys
+        self.row_count = head.n if rows is None else rows.numel()
+        self.key_count = head.m if keys is None else keys.numel()
+        self.features, self.coefficients = features, coefficients
+        self.lanes = lane_count(head.query.device.type)
+        coefficient = torch.tensor(coefficients, dtype=torch.float64)
+        layout = features.multiplicity * coefficient[features.order]
+        self.weights = layout.to(head.dtype).to(head.query.device)
+
+    @abstractmethod
+    def queries(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Tokens x_i of norm at most 1 [rows, dim], and the log of each row's factor [rows]."""
+
+    @abstractmethod
+    def key_tokens(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """Tokens y_j of norm at most 1 [keys, dim], and their log-weights [keys] (None: zero)."""
+
+    @abstractmethod
+    def magnitude(self) -> Tensor:
+        """sum_k |a_k| |x_i|^k: bounds the kernel's terms, and so its rounding, [rows]."""
+
+    def run(self, total: Partial) -> None:
+        """Add the sums to ``total``, which holds the rows of this task."""
+        if self.row_count and self.key_count:
+            (_add_causal if self.head.is_causal else _add_full)(self, total)
+
+    def key_block(self, start: int, stop: int) -> KeyBlock:
+        """Tokens, log-weights and values of some keys."""
+        value = take(self.head.value, self.keys, start, stop).to(self.head.dtype)
+        return (*self.key_tokens(start, stop), value)
+
+    def log_weight(self, start: int, stop: int) -> Tensor | None:
+        """What the caller weighs these keys with."""
+        source = self.head.key_log_weight
+        if source is None:
+            return None
+        return take(source, self.keys, start, stop).to(self.head.dtype)
+
+    def in_lanes(self, tokens: Tensor) -> Tensor:
+        """[rows, ...] as [lanes, rows / lanes, ...], filled up with zeros."""
+        missing = -len(tokens) % self.lanes
+        if missing:
+            tokens = torch.cat([tokens, tokens.new_zeros(missing, *tokens.shape[1:])])
+        return tokens.view(self.lanes, len(tokens) // self.lanes, *tokens.shape[1:])
+
+    def write(self, tokens: Tensor, buffer: Tensor) -> Tensor:
+        """Features of a block of tokens, [lanes, count - 1, rows]."""
+        return self.features.write(self.in_lanes(tokens), buffer)
+
+    def noise(self, mass: Tensor | float, block: int) -> Tensor:
+        """Rounding of a row's sums: depth of the sums times the magnitude of their terms."""
+        depth = sum_depth(self.key_count, block) + self.features.count
+        depth += 2 * self.features.degree + self.head.dim + 16
+        return self.magnitude() * gamma(depth, product_roundoff(self.head.dtype)) * mass
+
+
+class _State:
+    """Running sums of features: S = sum phi(k) w v and s = sum phi(k) w, in units of exp(top)."""
+
+    def __init__(self, task: Task):
+        head, count = task.head, task.features.count
+        new = head.query.new_zeros
+        self.values = new(task.lanes, count - 1, head.value_dim, dtype=head.dtype)
+        self.ones = new(task.lanes, count - 1, 1, dtype=head.dtype)
+        self.constant = new(head.value_dim, dtype=head.dtype)  # of the constant feature
+        self.mass = 0.0
+        self.top = -math.inf
+
+    def add(self, task: Task, block: KeyBlock, buffer: Tensor) -> None:
+        """Add a block of keys."""
+        tokens, log_weight, value = block
+        if log_weight is None:
+            weight = value.new_ones(len(tokens))
+            self.top = 0.0
+        else:
+            self._raise_top(float(log_weight.max()))
+            weight = (log_weight - self.top).exp_() if self.top > -math.inf else log_weight.exp()
+            value = value * weight.unsqueeze(1)
+        features = task.write(tokens, buffer)
+        self.mass += float(weight.sum())
+        _add_products(self.ones, features, task.in_lanes(weight).unsqueeze(2))
+        if not task.head.is_density:
+            self.constant += value.sum(0)
+            _add_products(self.values, features, task.in_lanes(value))
+
+    def _raise_top(self, top: float) -> None:
+        if top > self.top:
+            shrink = math.exp(self.top - top)
+            for sums in (self.values, self.ones, self.constant):
+                sums.mul_(shrink)
+            self.mass *= shrink
+            self.top = top
+
+
+class _Reader:
+    """The finished state with the polynomial applied: features of queries to sums over keys."""
+
+    def __init__(self, state: _State, task: Task):
+        weights = task.weights[1:].unsqueeze(1)
+        self.task = task
+        self.values = state.values.sum(0).mul_(weights)
+        self.ones = state.ones.sum(0).mul_(weights)
+        self.constant = state.constant * task.weights[0]
+        self.mass = state.mass * float(task.weights[0])
+
+    def read(self, query: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """Numerator [rows, dv] and denominator [rows] of a block of queries."""
+        features, rows = self.task.write(query, buffer), len(query)
+        den = _products(features, self.ones)[:rows].add_(self.mass)
+        if self.task.head.is_density:
+            return den, den.squeeze(1)
+        return _products(features, self.values)[:rows].add_(self.constant), den.squeeze(1)
+
+
+def _add_products(total: Tensor, features: Tensor, value: Tensor) -> None:
+    """Add features [lanes, count, rows] times value [lanes, rows, columns] to the sums."""
+    if value.shape[2] >= NARROW:
+        total.baddbmm_(features, value)
+    else:
+        total.transpose(1, 2).add_(value.transpose(1, 2) @ features.transpose(1, 2))
+
+
+def _products(features: Tensor, sums: Tensor) -> Tensor:
+    """Features [lanes, count, rows], transposed, times sums [count, columns]: [rows, columns]."""
+    if sums.shape[1] >= NARROW:
+        return (features.transpose(1, 2) @ sums).flatten(0, 1)
+    return (sums.T @ features).transpose(1, 2).flatten(0, 1)
+
+
+def _add_full(task: Task, total: Partial) -> None:
+    """Every row sees every key: one pass over the keys, one over the rows."""
+    lane = block_rows(task.features.count, task.head.dtype)
+    lane = min(lane, math.ceil(max(task.row_count, task.key_count) / task.lanes))
+    buffer, block = task.features.buffer(task.lanes, lane, task.weights), lane * task.lanes
+    state = _State(task)
+    for start in range(0, task.key_count, block):
+        state.add(task, task.key_block(start, min(task.key_count, start + block)), buffer)
+    reader = _Reader(state, task)
+    noise = task.noise(state.mass, block)
+    for start in range(0, task.row_count, block):
+        rows = slice(start, min(task.row_count, start + block))
+        query, log_scale = task.queries(rows.start, rows.stop)
+        num, den = reader.read(query, buffer)
+        total[rows].add_(Partial(num, den, log_scale + state.top, noise[rows]))
+
+
+def _add_causal(task: Task, total: Partial) -> None:
+    """Chunks of positions: earlier chunks through the running state, the chunk itself densely."""
+    head = task.head
+    fitting = task.lanes * block_rows(task.features.count, head.dtype)
+    chunk = max(32, min(CAUSAL_CHUNK, fitting))
+    row_edges = _edges(task.rows, task.row_count, head.n, chunk, head.query)
+    key_edges = _edges(task.keys, task.key_count, head.n, chunk, head.query)
+    lane = math.ceil(chunk / task.lanes)
+    buffer = task.features.buffer(task.lanes, lane, task.weights)
+    state = _State(task)
+    reach = task.noise(1.0, chunk)
+    for rows, keys in zip(pairwise(row_edges), pairwise(key_edges), strict=True):
+        block = task.key_block(*keys) if keys[0] < keys[1] else None
+        if rows[0] < rows[1]:
+            where, (query, log_scale) = slice(*rows), task.queries(*rows)
+            if state.top > -math.inf:
+                num, den = _Reader(state, task).read(query, buffer)
+                noise = reach[where] * state.mass
+                total[where].add_(Partial(num, den, log_scale + state.top, noise))
+            if block is not None:
+                part = _diagonal(task, query, block, rows, keys, reach[where])
+                part.log_scale += log_scale
+                total[where].add_(part)
+        if block is not None:
+            state.add(task, block, buffer)
+
+
+def _diagonal(
+    task: Task,
+    query: Tensor,
+    block: KeyBlock,
+    rows: tuple[int, int],
+    keys: tuple[int, int],
+    reach: Tensor,
+) -> Partial:
+    """Rows of one chunk against the keys of the same chunk that do not lie ahead of them."""
+    tokens, log_weight, value = block
+    row_at = take_index(task.rows, *rows, query)
+    key_at = take_index(task.keys, *keys, query)
+    ahead = key_at > row_at.unsqueeze(1)
+    kernel = horner(task.coefficients, query @ tokens.T)
+    if log_weight is None:
+        kernel.masked_fill_(ahead, 0.0)
+        mass = torch.searchsorted(key_at, row_at, right=True).to(kernel.dtype)
+        top = torch.zeros_like(mass).masked_fill_(mass == 0, -math.inf)
+    else:
+        shown = log_weight.masked_fill(ahead, -math.inf)
+        top = shown.amax(1)
+        weight = (shown - torch.where(top > -math.inf, top, 0.0).unsqueeze(1)).exp_()
+        mass = weight.sum(1)
+        kernel.mul_(weight)
+    return Partial(kernel @ value, kernel.sum(1), top, reach * mass)
+
+
+def _edges(index: Tensor | None, count: int, tokens: int, chunk: int, like: Tensor) -> list[int]:
+    """Where the chunks of positions 0, chunk, 2 chunk, ... begin in an index set."""
+    borders = torch.arange(0, tokens + chunk, chunk, device=like.device)
+    if index is None:
+        return [min(count, int(border)) for border in borders.tolist()]
+    edges: list[int] = torch.searchsorted(index, borders).tolist()
+    return edges
