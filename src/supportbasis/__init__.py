@@ -4,11 +4,11 @@ The one idea: a support basis is a list of disjoint components that together cov
 matrix; each component turns (q, k, v) into partial sums; partial sums add; there is one division.
 """
 
-from . import analysis
+from . import analysis, sketch
 from .api import attention, gaussian_kde, kernel_sum, plan
 from .certificate import Certificate
 from .errors import InputError, SupportBasisError
-from .methods import Auto, Exact, Polynomial, SingleThreshold
+from .methods import Auto, Exact, MultiThreshold, Polynomial, PowerAttention, SingleThreshold
 from .plans import Plan
 from .result import Result
 
@@ -19,8 +19,10 @@ __all__ = [
     "Certificate",
     "Exact",
     "InputError",
+    "MultiThreshold",
     "Plan",
     "Polynomial",
+    "PowerAttention",
     "Result",
     "SingleThreshold",
     "SupportBasisError",
@@ -29,4 +31,5 @@ __all__ = [
     "gaussian_kde",
     "kernel_sum",
     "plan",
+    "sketch",
 ]

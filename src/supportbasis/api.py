@@ -14,8 +14,7 @@ from .checks import check_finite
 from .errors import InputError
 from .execute import Outcome, execute
 from .inputs import attention_problem, kernel_problem, with_weights
-from .methods import Auto, Exact, Method
-from .methods.exact import exact_plan
+from .methods import Auto, Exact, Method, PowerAttention
 from .plans import Plan
 from .problem import Problem
 from .result import Result
@@ -216,12 +215,14 @@ def _the_plan(problem: Problem, method: Method | None, plan: Plan | None) -> Pla
     if plan is None:
         method = method or Auto()
         _check_gradients(problem, method)
+        _check_power(problem, method)
         return _make_plan(problem, method)
     if not isinstance(plan, Plan):
         raise InputError(f"plan must be an sb.Plan, got {type(plan).__name__}")
     if method is not None and method != plan.method:
         raise InputError(f"method is {method} but the plan was made with {plan.method}")
     _check_gradients(problem, plan.method)
+    _check_power(problem, plan.method)
     _check_plan_fits(problem, plan)
     if problem.query.device.type == "cpu":
         check_finite(query=problem.query, key=problem.key, value=problem.value)
@@ -257,7 +258,7 @@ def _make_plan(problem: Problem, method: Method) -> Plan:
             f"supportbasis: {method} runs exactly because {reason}", UserWarning, stacklevel=4
         )
     heads = tuple(
-        exact_plan(head, reason) if reason else method.plan_head(head)
+        method.plan_exactly(head, reason) if reason else method.plan_head(head)
         for _, _, head in problem.each_head()
     )
     return Plan(method, problem.batch, problem.heads, problem.query.shape[-1], heads)
@@ -278,6 +279,16 @@ def _check_gradients(problem: Problem, method: Method) -> None:
         )
 
 
+def _check_power(problem: Problem, method: Method) -> None:
+    """Polynomial attention is no softmax: what falls back to softmax elsewhere has no meaning."""
+    if not isinstance(method, PowerAttention):
+        return
+    if problem.dropout_p > 0:
+        raise InputError(f"dropout_p is {problem.dropout_p:g}, but {method} has no dropout; use 0")
+    if problem.query_log_weight is not None:
+        raise InputError(f"method is {method}, whose kernel is not Gaussian; use another method")
+
+
 def _run(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Outcome, Plan]:
     """SDPA itself when every head is exact, the component engine otherwise."""
     all_exact = all(head.kind == "exact" for head in plan.heads)
@@ -287,8 +298,8 @@ def _run(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Outcome, Plan]:
         outcome = execute(problem, plan)
     if int(outcome.invalid_rows.sum() - outcome.rescued_rows.sum()):
         warnings.warn(
-            "supportbasis: rows had no usable denominator (the polynomial is not positive there) "
-            "and return zeros; return_result=True counts them by head",
+            "supportbasis: rows had no usable denominator (their weights cancel or vanish) and "
+            "return zeros; return_result=True counts them by head",
             UserWarning,
             stacklevel=3,
         )

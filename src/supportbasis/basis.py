@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .components import Component, ExactSum, PolynomialSum
-from .plans import HeadPlan
+from .buckets import bucket_of
+from .components import Component, ExactSum, PolynomialSum, PowerSum, SketchSum
+from .plans import BucketPair, HeadPlan
+from .powers import PowerKernel
 from .problem import Head
 
 LARGEST_REACH = 1e300  # stands for every range that float64 cannot hold
@@ -33,11 +35,19 @@ def support_basis(plan: HeadPlan, head: Head) -> list[RowGroup]:
     single-threshold     large rows x all keys, exact (Case 1 of the paper);
                          small rows x large keys, exact (Case 2);
                          small rows x small keys, polynomial
+    multi-threshold      row bucket x key bucket, a power of a polynomial (sketched
+                         or not) or exact, for every pair of buckets
+    power                all rows x all keys, a power of the score
     ===================  ==========================================================
     """
     live = head.live_keys
     if plan.kind == "exact":
         return [RowGroup(None, [ExactSum(live)])]
+    if plan.kind == "power":
+        assert plan.kernel is not None
+        return [RowGroup(None, [power_component(plan.kernel, live)])]
+    if plan.kind == "multi-threshold":
+        return _bucket_groups(plan, head)
     assert plan.polynomial is not None
     if plan.kind == "polynomial":
         return [RowGroup(None, [PolynomialSum(plan.polynomial, live)])]
@@ -53,6 +63,60 @@ def support_basis(plan: HeadPlan, head: Head) -> list[RowGroup]:
             components.append(ExactSum(keys.large))
         groups.append(RowGroup(rows.small, components or [ExactSum(live)]))
     return groups
+
+
+def exact_component(plan: HeadPlan, head: Head) -> Component:
+    """What the plan approximates: softmax weights, or the power itself in polynomial attention."""
+    if plan.kernel is None:
+        return ExactSum(head.live_keys)
+    return PowerSum(head.live_keys, kernel=plan.kernel)
+
+
+def power_component(kernel: PowerKernel, keys: Tensor | None) -> Component:
+    """A power kernel over some keys, sketched if it says so."""
+    return PowerSum(keys, kernel=kernel) if kernel.sketch_size is None else SketchSum(kernel, keys)
+
+
+def _bucket_groups(plan: HeadPlan, head: Head) -> list[RowGroup]:
+    row_sets, key_sets = buckets_of(plan, head)
+    groups = []
+    for row, rows in enumerate(row_sets):
+        pairs = [pair for pair in plan.pairs if pair.row == row]
+        if rows is None or len(rows):
+            groups.append(RowGroup(rows, _pair_components(pairs, key_sets)))
+    return groups
+
+
+def _pair_components(
+    pairs: Sequence[BucketPair], key_sets: Sequence[Tensor | None]
+) -> list[Component]:
+    """The components of one row bucket; all its exact keys make one of them."""
+    components: list[Component] = []
+    exact = [key_sets[pair.key] for pair in pairs if pair.kernel is None]
+    indices = [keys for keys in exact if keys is not None]
+    if len(indices) < len(exact):  # None is the only bucket: every key
+        components.append(ExactSum(None))
+    elif indices:
+        components.append(ExactSum(torch.cat(indices).sort().values))
+    for pair in pairs:
+        keys = key_sets[pair.key]
+        if pair.kernel is not None and (keys is None or len(keys)):
+            components.append(power_component(pair.kernel, keys))
+    return components
+
+
+def buckets_of(plan: HeadPlan, head: Head) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Rows and live keys of each bucket of a plan, sorted; None where one bucket holds all."""
+    rows = _members(head.query_maxima, plan.row_edges, None)
+    return rows, _members(head.key_maxima, plan.key_edges, head.live_keys)
+
+
+def _members(maxima: Tensor, edges: Sequence[float], live: Tensor | None) -> list[Tensor | None]:
+    if len(edges) == 1:
+        return [live]
+    position = bucket_of(maxima if live is None else maxima[live], edges)
+    members = [(position == i).nonzero().squeeze(1) for i in range(len(edges))]
+    return [index if live is None else live[index] for index in members]
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,17 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .basis import score_reach, split_of
+from .basis import exact_component
 from .density import density_error
+from .distortion import distortion
 from .execute import Outcome
 from .plans import HeadPlan, Plan
-from .polynomials import CertifiedPolynomial
 from .problem import Head, Problem
 from .rounding import unit_roundoff
 from .sampling import RowSample, exact_rows
 
 SAMPLED_ROWS = 256
 CONFIDENCE = 0.95
+RESCUED_SHARE = 0.01  # of the rows: a sketch that loses more has failed
+VACUOUS = 1.0  # zeros are never further off
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,11 +29,13 @@ class Certificate:
 
     ``bound``
         Proved: max|output - exact| <= bound * max|V|. For a kernel sum the error of row i is
-        relative to its exact row sum: |S - AV|_i <= bound * (A1)_i * max|V|.
+        relative to its exact row sum: |S - AV|_i <= bound * (A1)_i * max|V|. With a sketch it
+        holds with probability 95 % over the seed, and is mostly vacuous (1 or more).
     ``measured``, ``limit``
         Relative Frobenius error (gaussian_kde: largest error over largest density) on ``rows``
         sampled query rows, and an upper limit for all rows that holds with probability
-        ``confidence`` over the choice of rows.
+        ``confidence`` over the choice of rows. The limit is infinite where a sketch lost more
+        than 1 % of the rows. `PowerAttention` is compared with the power itself.
     ``invalid_rows``
         Rows whose denominator was unusable; ``rescued_rows`` of them were computed exactly.
     """
@@ -58,14 +62,20 @@ class Certificate:
         if not self.rows:
             return "Certificate: nothing was measured"
         text = (
-            f"Certificate: bound {float(self.bound.max()):.3g}, measured "
+            f"Certificate: {_bound_words(float(self.bound.max()))}, measured "
             f"{float(self.measured.max()):.3g} (below {float(self.limit.max()):.3g} with "
             f"confidence {self.confidence:g}, {self.rows} rows)"
         )
-        invalid = int(self.invalid_rows.sum())
-        return text + (f", {invalid} rows without a usable denominator" if invalid else "")
+        invalid, rescued = int(self.invalid_rows.sum()), int(self.rescued_rows.sum())
+        if invalid:
+            text += f", {invalid} rows without a usable denominator"
+        return text + (f" ({rescued} of them computed exactly)" if rescued else "")
 
     __repr__ = __str__
+
+
+def _bound_words(bound: float) -> str:
+    return f"bound {bound:.3g}" + (" (vacuous)" if bound >= VACUOUS else "")
 
 
 def certify(problem: Problem, plan: Plan, outcome: Outcome, *, seed: int = 0) -> Certificate:
@@ -97,12 +107,11 @@ def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int
     largest = float(head.value.abs().max()) if head.value.numel() else 0.0
     vanishing = torch.finfo(head.query.dtype).smallest_normal / largest if largest else 0.0
     narrow = 2 * unit_roundoff(head.query.dtype)
+    spread, error, nonnegative = distortion(head, plan)
     if not head.normalise:
-        error = polynomial_error(head, plan)
         lost = min(1.0, vanishing * _smallest_row(outcome, at))
         return error + (1 + error) * (1 + eta) * (eta + narrow) + lost
-    spread = polynomial_spread(head, plan)
-    if spread == math.inf and not _positive(head, plan):
+    if spread == math.inf and not nonnegative:
         return math.inf
     polynomial = 2 * math.tanh(spread / 4)
     rounding = 2 * eta / (1 - eta) if eta < 1 else math.inf
@@ -122,55 +131,25 @@ def _smallest_row(outcome: Outcome, at: tuple[int, int]) -> float:
     return math.exp(spread) if spread < 700 else math.inf
 
 
-def _on_data(head: Head, plan: HeadPlan) -> tuple[float, bool]:
-    """The range of the scores that the polynomial meets, and whether exact keys are mixed in."""
-    if plan.kind == "polynomial":
-        return score_reach(head, None, head.live_keys), False
-    rows, keys = split_of(plan, head)
-    if rows.small is not None and not len(rows.small):
-        return 0.0, False
-    return score_reach(head, rows.small, keys.small), keys.large is not None
-
-
-def _recertified(head: Head, plan: HeadPlan) -> tuple[CertifiedPolynomial, bool]:
-    """The plan's polynomial on the range of this data, which may be wider than the plan's."""
-    reach, mixed = _on_data(head, plan)
-    poly = plan.polynomial
-    assert poly is not None
-    return (poly if reach <= poly.bound else poly.on(reach)), mixed
-
-
-def polynomial_spread(head: Head, plan: HeadPlan) -> float:
-    """Ln rho: how much the polynomial can distort one weight against another."""
-    if plan.kind == "exact":
-        return 0.0
-    poly, mixed = _recertified(head, plan)
-    return poly.weight_log_spread(with_exact=mixed)
-
-
-def polynomial_error(head: Head, plan: HeadPlan) -> float:
-    """Largest relative error of one weight."""
-    if plan.kind == "exact":
-        return 0.0
-    return _recertified(head, plan)[0].error
-
-
-def _positive(head: Head, plan: HeadPlan) -> bool:
-    return _recertified(head, plan)[0].positive
-
-
 def sampled_error(
     head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int], sample: RowSample
 ) -> tuple[float, float]:
     """Measured error of the sampled rows, and its upper limit for all rows."""
     log_scale = float(outcome.log_scale[at])
-    exact = exact_rows(head, sample.rows, log_scale)
+    exact = exact_rows(head, sample.rows, log_scale, exact_component(plan, head))
     error = outcome.output[at][sample.rows].double() - exact
+    failed = plan.is_sketched and int(outcome.rescued_rows[at]) > RESCUED_SHARE * head.n
     if not head.is_density:
-        return sample.frobenius_limit(error.square().sum(-1), exact.square().sum(-1))
+        measured, limit = sample.frobenius_limit(error.square().sum(-1), exact.square().sum(-1))
+        return measured, math.inf if failed else limit
     peak = max(float(exact.abs().max()), 1e-300)  # largest error over largest density
     measured = float(error.abs().max()) / peak
     if len(sample.rows) == head.n:
-        return measured, measured
-    # the polynomial's error is bounded for all rows; twice the measured one is left for rounding
-    return measured, 2 * measured + density_error(head, plan, math.log(peak) + log_scale)
+        return measured, math.inf if failed else measured
+    # the weights' error is bounded for all rows; twice the measured one is left for rounding
+    if plan.polynomial is not None or plan.kind == "exact":
+        return measured, 2 * measured + density_error(head, plan, math.log(peak) + log_scale)
+    relative = distortion(head, plan).error
+    largest = float(outcome.output[at].double().abs().max()) / peak
+    bound = relative / (1 - relative) * largest if relative < 1 else math.inf
+    return measured, 2 * measured + bound

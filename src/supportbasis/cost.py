@@ -15,7 +15,9 @@ from torch import Tensor
 
 from .components.streaming import CAUSAL_CHUNK, lane_count
 from .features import FeatureMap, block_rows, feature_count, tile_width
+from .powers import PowerKernel
 from .problem import Head
+from .sketch import PolySketch
 
 CALL_SECONDS = 3e-4  # of one head through the component engine, whatever its size
 BLOCK_SECONDS = 5e-6  # of one elementwise operation of a feature block
@@ -28,8 +30,23 @@ class Work:
     exact_pairs: int = 0  # pairs summed exactly
     feature_rows: int = 0  # tokens (rows and keys) turned into features
     degree: int = 0
-    dense_pairs: int = 0  # pairs at which p is evaluated densely (causal diagonal)
+    dense_pairs: int = 0  # pairs at which p is evaluated densely (causal diagonal, powers)
     scanned: int = 0  # entries read to split, to bound norms and to sample
+    formed: int = 0  # features of sketches, and of what is sketched
+    products: int = 0  # multiply-adds of sketches and of their features with the values
+
+    def __add__(self, other: Work) -> Work:
+        """Both kinds of work; of features, at most one side may have any."""
+        assert not (self.feature_rows and other.feature_rows)
+        return Work(
+            self.exact_pairs + other.exact_pairs,
+            self.feature_rows + other.feature_rows,
+            self.degree + other.degree,
+            self.dense_pairs + other.dense_pairs,
+            self.scanned + other.scanned,
+            self.formed + other.formed,
+            self.products + other.products,
+        )
 
     def multiply_adds(self, head: Head) -> float:
         pair = head.dim + head.value_dim
@@ -39,6 +56,8 @@ class Work:
             + self.dense_pairs * (pair + self.degree)
             + self.feature_rows * rank * (head.value_dim + 2)
             + self.scanned
+            + self.formed
+            + self.products
         )
 
     def cost(self, head: Head) -> float:
@@ -59,7 +78,8 @@ class Work:
             * (head.dim / tile_width(head.dim, self.degree) * max(0, self.degree - 1) + 10)
         )
         pairs = (1.3 * self.exact_pairs + 2.0 * self.dense_pairs) * pair
-        return CALL_SECONDS + pairs + features + overhead + self.scanned * rates.scan
+        sketches = self.formed * rates.feature + self.products * rates.product
+        return CALL_SECONDS + pairs + features + overhead + sketches + self.scanned * rates.scan
 
     def speedup(self, head: Head) -> float:
         """Predicted time of exact attention over predicted time of this work."""
@@ -78,6 +98,27 @@ def polynomial_work(head: Head, rows: int, keys: int, degree: int) -> Work:
     dense = rows * CAUSAL_CHUNK // 2 if head.is_causal else 0
     scanned = 2 * (head.n + head.m) * head.dim
     return Work(feature_rows=rows + keys, degree=degree, dense_pairs=dense, scanned=scanned)
+
+
+def pair_work(head: Head, rows: int, keys: int) -> Work:
+    """``rows`` rows with ``keys`` keys, exactly; of a causal head about half of the pairs."""
+    return Work(exact_pairs=int(rows * keys * (head.pairs / max(1, head.n * head.m))))
+
+
+def kernel_work(head: Head, rows: int, keys: int, kernel: PowerKernel) -> Work:
+    """A power of ``rows`` rows and ``keys`` keys: pair by pair, or sketched."""
+    pairs = pair_work(head, rows, keys).exact_pairs
+    if kernel.sketch_size is None:
+        return Work(dense_pairs=pairs)
+    degree = 1 if kernel.polynomial is None else kernel.polynomial.degree
+    rank, tokens = feature_count(head.dim, degree), rows + keys
+    packed = feature_count(kernel.sketch_size, 2)
+    sketch = PolySketch(kernel.power, kernel.sketch_size).cost(rank).multiply_adds
+    return Work(
+        dense_pairs=min(pairs, rows * CAUSAL_CHUNK // 2) if head.is_causal else 0,
+        formed=tokens * (rank + packed),
+        products=tokens * (sketch + packed * (head.value_dim + 1)),
+    )
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .basis import support_basis
-from .components import ExactSum, evaluate
+from .basis import exact_component, support_basis
+from .components import evaluate
+from .jensen import lower_lse
 from .partial import Partial
 from .plans import HeadPlan, Plan
 from .problem import Head, Problem
+
+LOST = 1 / 64  # of what a row's sum must at least be: below, a sketch has lost the row
 
 
 @dataclass
@@ -46,14 +49,14 @@ def run_head(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]) 
     finished = []
     for group in support_basis(plan, head):
         total = evaluate(group.components, head, group.rows)
-        usable = total.usable if head.normalise else total.finite
-        lost = total.seen & ~usable
-        count = int(lost.sum())
-        outcome.invalid_rows[at] += count
-        if count and plan.kind == "single-threshold":
-            outcome.rescued_rows[at] += count
-            usable = _rescue(head, group.rows, lost, total)
-        valid = total.seen & usable
+        valid = total.seen & _usable(plan, head, group.rows, total)
+        lost = total.seen & ~valid
+        if bool(lost.any()):
+            outcome.invalid_rows[at] += lost.sum()
+            if plan.kind == "single-threshold" or plan.is_sketched:
+                _rescue(plan, head, group.rows, lost, total)
+                valid = total.seen & (total.usable if head.normalise else total.finite)
+                outcome.rescued_rows[at] += (lost & valid).sum()
         if bool(valid.any()):
             relative = (total.noise / total.den.abs())[valid].max()
             outcome.rounding[at] = torch.maximum(outcome.rounding[at], relative.nan_to_num(1.0))
@@ -62,12 +65,20 @@ def run_head(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]) 
     write(head, finished, outcome, at)
 
 
-def _rescue(head: Head, rows: Tensor | None, lost: Tensor, total: Partial) -> Tensor:
-    """Compute the rows that the polynomial lost exactly, in place; returns what is usable now."""
+def _usable(plan: HeadPlan, head: Head, rows: Tensor | None, total: Partial) -> Tensor:
+    """Rows whose sums can be trusted: finite, clear of rounding, and not lost by a sketch."""
+    usable = total.usable if head.normalise else total.finite
+    if plan.is_sketched:
+        least = lower_lse(plan, head, rows) + math.log(LOST)
+        usable &= total.den.double().log() + total.log_scale >= least
+    return usable
+
+
+def _rescue(plan: HeadPlan, head: Head, rows: Tensor | None, lost: Tensor, total: Partial) -> None:
+    """Compute the rows that a polynomial or a sketch lost exactly, in place."""
     where = lost.nonzero().squeeze(1)
-    exact = evaluate([ExactSum(head.live_keys)], head, where if rows is None else rows[where])
+    exact = evaluate([exact_component(plan, head)], head, where if rows is None else rows[where])
     total.put_(where, exact)
-    return total.finite
 
 
 Finished = list[tuple[Tensor | None, Partial, Tensor]]

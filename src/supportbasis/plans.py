@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from .errors import InputError
 from .polynomials import CertifiedPolynomial
+from .powers import PowerKernel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,6 +20,24 @@ if TYPE_CHECKING:
     from .methods import Method
 
 FORMAT = "supportbasis-plan-1"
+PRINTED_PAIRS = 8
+KINDS = ("exact", "polynomial", "single-threshold", "multi-threshold", "power")
+
+
+@dataclass(frozen=True)
+class BucketPair:
+    """One piece of a multi-threshold basis: a bucket of rows times a bucket of keys."""
+
+    row: int  # position of the row bucket among the plan's edges
+    key: int
+    rows: int  # how many there were when the plan was made
+    keys: int
+    reach: float  # certified range of the scores: |z| <= reach
+    kernel: PowerKernel | None  # None: exact
+
+    def __str__(self) -> str:
+        what = "exact" if self.kernel is None else str(self.kernel)
+        return f"{self.rows} rows x {self.keys} keys, scores within ±{self.reach:.3g}: {what}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +49,7 @@ class HeadPlan:
     splits again by ``threshold``.
     """
 
-    kind: str  # "exact", "polynomial" or "single-threshold"
+    kind: str  # one of `KINDS`
     reason: str
     n: int
     m: int
@@ -41,6 +60,10 @@ class HeadPlan:
     large_rows: Tensor | None = None
     large_keys: Tensor | None = None
     measured: float | None = None  # error on sampled rows, where the planner measured it
+    kernel: PowerKernel | None = None  # of polynomial attention
+    row_edges: tuple[float, ...] = ()  # upper thresholds of the buckets of a multi-threshold basis
+    key_edges: tuple[float, ...] = ()
+    pairs: tuple[BucketPair, ...] = ()  # every row bucket with every key bucket
 
     @property
     def degree(self) -> int | None:
@@ -50,6 +73,16 @@ class HeadPlan:
     def bound(self) -> float | None:
         """B: the polynomial is certified for scores in [-B, B]."""
         return None if self.polynomial is None else self.polynomial.bound
+
+    @property
+    def kernels(self) -> tuple[PowerKernel, ...]:
+        """The power kernels of all components."""
+        own = () if self.kernel is None else (self.kernel,)
+        return own + tuple(pair.kernel for pair in self.pairs if pair.kernel is not None)
+
+    @property
+    def is_sketched(self) -> bool:
+        return any(kernel.sketch_size is not None for kernel in self.kernels)
 
     def __str__(self) -> str:
         parts = [self.kind]
@@ -61,10 +94,16 @@ class HeadPlan:
             parts.append(f"T={self.threshold:.4g}")
         if self.large_rows is not None and self.large_keys is not None:
             parts.append(f"{len(self.large_rows)} large rows, {len(self.large_keys)} large keys")
+        if self.kernel is not None:
+            parts.append(str(self.kernel))
+        if self.pairs:
+            parts.append(f"{len(self.row_edges)} x {len(self.key_edges)} buckets")
+            parts.append(_summary(self.pairs))
         parts.append(f"cost {self.cost:.3g}, predicted {self.speedup:.3g}x as fast as exact")
         if self.measured is not None:
             parts.append(f"measured error {self.measured:.2g}")
-        return "; ".join(parts) + (f" ({self.reason})" if self.reason else "")
+        text = "; ".join(parts) + (f" ({self.reason})" if self.reason else "")
+        return "\n      ".join([text, *_largest_pairs(self.pairs)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,14 +150,15 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, without index sets: a loaded plan splits again."""
-        heads = [_head_to_json(head) for head in self.heads]
+        from .plan_json import head_to_json
+
         content = {
             "format": FORMAT,
             "method": self.method.to_json(),
             "batch": self.batch,
             "num_heads": self.num_heads,
             "dim": self.dim,
-            "heads": heads,
+            "heads": [head_to_json(head) for head in self.heads],
         }
         Path(path).write_text(json.dumps(content, indent=1))
 
@@ -126,6 +166,7 @@ class Plan:
     def load(path: str | Path) -> Plan:
         """Read a plan written by `save`."""
         from .methods import method_from_json
+        from .plan_json import head_from_json
 
         try:
             content = json.loads(Path(path).read_text())
@@ -135,7 +176,7 @@ class Plan:
             raise InputError(f"path: {path} is not a plan; expected format {FORMAT!r}")
         try:
             batch, num_heads, dim = (int(content[key]) for key in ("batch", "num_heads", "dim"))
-            heads = tuple(_head_from_json(head) for head in content["heads"])
+            heads = tuple(head_from_json(head) for head in content["heads"])
             if len(heads) != batch * num_heads:
                 raise ValueError(f"{len(heads)} heads for {batch} x {num_heads}")
             return Plan(method_from_json(content["method"]), batch, num_heads, dim, heads)
@@ -151,35 +192,20 @@ class Plan:
         return draw_supports(self.heads[head], path)
 
 
-def _encode(value: float | None) -> float | str | None:
-    """JSON has no infinity; write it as a word."""
-    return value if value is None or math.isfinite(value) else str(value)
+def _largest_pairs(pairs: tuple[BucketPair, ...]) -> list[str]:
+    """A line for each of the pairs that hold most of the matrix, in order."""
+    shown = sorted(pairs, key=lambda pair: -pair.rows * pair.keys)[:PRINTED_PAIRS]
+    lines = [str(pair) for pair in pairs if pair in shown]
+    rest = len(pairs) - len(lines)
+    return lines + ([f"and {rest} smaller pairs"] if rest else [])
 
 
-def _head_to_json(head: HeadPlan) -> dict[str, Any]:
-    names = ("kind", "reason", "n", "m", "cost", "speedup", "threshold", "measured")
-    content: dict[str, Any] = {name: getattr(head, name) for name in names}
-    if head.polynomial is not None:
-        poly = asdict(head.polynomial)
-        poly["error"] = _encode(poly["error"])
-        poly["log_ratio"] = [_encode(x) for x in poly["log_ratio"]]
-        content["polynomial"] = poly
-    return content
-
-
-def _head_from_json(content: dict[str, Any]) -> HeadPlan:
-    poly = content.pop("polynomial", None)
-    head = HeadPlan(**content)
-    if head.kind not in ("exact", "polynomial", "single-threshold"):
-        raise ValueError(f"unknown kind {head.kind!r}")
-    if head.kind == "single-threshold" and not isinstance(head.threshold, float):
-        raise ValueError(f"a head has threshold {head.threshold!r}")
-    if poly is None:
-        if head.kind != "exact":
-            raise ValueError("a head has no polynomial")
-        return head
-    poly["coefficients"] = tuple(float(c) for c in poly["coefficients"])
-    poly["error"] = float(poly["error"])
-    low, high = poly["log_ratio"]
-    poly["log_ratio"] = (float(low), float(high))
-    return replace(head, polynomial=CertifiedPolynomial(**poly))
+def _summary(pairs: tuple[BucketPair, ...]) -> str:
+    """How many pairs are summed in which way, and their powers."""
+    ways = Counter(
+        "exact" if pair.kernel is None else "sketched" if pair.kernel.sketch_size else "power"
+        for pair in pairs
+    )
+    powers = sorted({pair.kernel.power for pair in pairs if pair.kernel is not None})
+    text = ", ".join(f"{count} {way}" for way, count in ways.items())
+    return text + (f", powers {powers[0]} to {powers[-1]}" if powers else "")

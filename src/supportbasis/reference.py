@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from .basis import buckets_of
+from .components.sketched import Sketched
 from .plans import HeadPlan, Plan
+from .powers import PowerKernel
 from .problem import Head, Problem
 
 
@@ -42,17 +46,47 @@ def run_head(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
 
 
 def weights(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
-    """The matrix of weights in units of exp(top) for each row: exp, or p on small x small."""
+    """The matrix of weights in units of exp(top) for each row: exp, or what the plan puts there."""
     score = head.query.double() @ head.key.double().T * head.scale
     log_weight = _log_weight(head, score)
+    if plan.kernels:
+        score = _log_kernels(head, plan, score)
     top = (score + log_weight).amax(1) if head.m else score.new_zeros(head.n)
     top = torch.where(top > -math.inf, top, 0.0)
     exact = (score + log_weight - top.unsqueeze(1)).exp()
-    if plan.kind == "exact":
+    if plan.polynomial is None:
         return exact, top
-    assert plan.polynomial is not None
     unit = (log_weight + plan.polynomial.bound - top.unsqueeze(1)).exp()
     return torch.where(_is_small(head, plan), plan.polynomial(score) * unit, exact), top
+
+
+def _log_kernels(head: Head, plan: HeadPlan, score: Tensor) -> Tensor:
+    """Log-weights of all pairs where powers stand in for exp: the score itself where none does."""
+    if plan.kernel is not None:
+        return _log_kernel(head, plan.kernel, score, None, head.live_keys)
+    row_sets, key_sets = buckets_of(plan, head)
+    score = score.clone()
+    for pair in plan.pairs:
+        rows, keys = row_sets[pair.row], key_sets[pair.key]
+        if pair.kernel is not None:
+            row_at = torch.arange(head.n) if rows is None else rows
+            key_at = torch.arange(head.m) if keys is None else keys
+            where = torch.meshgrid(row_at, key_at, indexing="ij")
+            score[where] = _log_kernel(head, pair.kernel, score, rows, keys)[where]
+    return score
+
+
+def _log_kernel(
+    head: Head, kernel: PowerKernel, score: Tensor, rows: Tensor | None, keys: Tensor | None
+) -> Tensor:
+    """Log-weights of a power kernel for all pairs, as if every one of them were in this piece."""
+    if kernel.sketch_size is None:
+        return kernel.log(score)
+    wide = replace(head, precision=torch.float64)
+    sketched = Sketched(wide, rows, keys, kernel)
+    query, log_query = sketched.query(head.query)
+    key, log_key = sketched.key(head.key)
+    return (query @ key.T).square().log() + log_query.unsqueeze(1) + log_key
 
 
 def _log_weight(head: Head, score: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .components import ExactSum, evaluate
+from .components import Component, ExactSum, evaluate
 from .problem import Head
 
 QUANTILE = 1.96  # one-sided 97.5 % of a normal ratio: 95 % is left for one with a long tail
@@ -63,12 +63,14 @@ class RowSample:
         return math.sqrt(ratio), math.sqrt(ratio) * math.exp(QUANTILE * standard / ratio / 2)
 
 
-def exact_rows(head: Head, rows: Tensor, log_scale: float = 0.0) -> Tensor:
-    """The exact result of some rows in float64."""
+def exact_rows(
+    head: Head, rows: Tensor, log_scale: float = 0.0, component: Component | None = None
+) -> Tensor:
+    """The exact result of some rows in float64 (``component``: of another kernel than exp)."""
     wide = replace(head, precision=torch.float64)
-    total = evaluate([ExactSum(head.live_keys)], wide, rows)
+    total = evaluate([component or ExactSum(head.live_keys)], wide, rows)
     if head.normalise:
-        return total.divide_(total.seen)[0]
+        return total.divide_(total.seen & (total.den > 0))[0]
     if head.query_log_weight is not None:
         total.log_scale = total.log_scale + head.query_log_weight[rows]
     return total.num * (total.log_scale - log_scale).exp().unsqueeze(1)

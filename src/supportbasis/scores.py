@@ -37,15 +37,17 @@ class ScoreSample:
             log_weight += head.query_log_weight[row].unsqueeze(1)
         return ScoreSample(scores, log_weight, head.normalise, head.is_density)
 
-    def expected_error(self, poly: CertifiedPolynomial) -> float:
-        """Relative root-mean-square error of the weights: of the output, for random values."""
+    def expected_error(self, poly: CertifiedPolynomial, power: int = 1) -> float:
+        """Relative root-mean-square error of the weights poly(z / power)^power: of the output,
+        for random values."""
         if not self.scores.numel():
             return 0.0
         top = (self.scores + self.log_weight).amax(1, keepdim=True)
         if not self.normalise:
             top = top.max()
         exact = (self.scores + self.log_weight - top).exp()
-        given = poly(self.scores) * (poly.bound + self.log_weight - top).exp()
+        given = poly(self.scores / power) * (poly.bound + (self.log_weight - top) / power).exp()
+        given = given.pow_(power)
         if self.normalise:
             exact = exact / exact.sum(1, keepdim=True)
             given = given / given.sum(1, keepdim=True)
@@ -65,20 +67,20 @@ def pick(index: Tensor | None, total: int, count: int, seed: int, device: torch.
 
 
 def best_polynomial(
-    sample: ScoreSample, degree: int, reach: float, epsilon: float = math.inf
+    sample: ScoreSample, degree: int, reach: float, epsilon: float = math.inf, power: int = 1
 ) -> CertifiedPolynomial:
     """Of Taylor, Chebyshev and relative minimax on [-reach, reach], the one of least expected
     error on the sample among those certified positive and, if epsilon is given, to epsilon; if
-    there is none, the one of least certified error.
+    there is none, the one of least certified error. With a power, of z / power on that range.
 
     The sum of a density has no denominator to lose: there any sign will do, and minimax, which
     weighs all scores alike, is left out.
     """
     if sample.is_density:
         kinds = (taylor(degree, reach), chebyshev(degree, reach))
-        return min(kinds, key=sample.expected_error)
+        return min(kinds, key=lambda poly: sample.expected_error(poly, power))
     candidates = [kind(degree, reach) for kind in (taylor, chebyshev, minimax)]
     fit = [poly for poly in candidates if poly.positive and poly.error <= epsilon]
     if not fit:
         return min(candidates, key=lambda poly: poly.error)
-    return min(fit, key=sample.expected_error)
+    return min(fit, key=lambda poly: sample.expected_error(poly, power))

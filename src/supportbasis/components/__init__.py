@@ -15,8 +15,10 @@ from ..partial import Partial
 from ..problem import Head
 from .exact import ExactSum
 from .polynomial import PolynomialSum
+from .power import PowerSum
+from .sketched import SketchSum
 
-__all__ = ["Component", "ExactSum", "PolynomialSum", "evaluate"]
+__all__ = ["Component", "ExactSum", "PolynomialSum", "PowerSum", "SketchSum", "evaluate"]
 
 
 class Component(Protocol):

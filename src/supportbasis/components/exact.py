@@ -35,16 +35,16 @@ class ExactSum:
         count = len(total.den)
         if not keys or not count:
             return
-        noise = self._relative_noise(head, rows, keys)
-        if _kernel_takes(head, self.keys):
-            _by_kernel(head, rows, self.keys, total, noise)
+        rounding = self._rounding(head, rows, keys)
+        if type(self) is ExactSum and _kernel_takes(head, self.keys):
+            _by_kernel(head, rows, self.keys, total, rounding)
             return
         least = 32 if head.is_causal else 128  # short tiles skip more of what lies ahead
         step = least if keys > KEY_TILE else max(least, min(8192, TILE // keys))
         for start in range(0, count, step):
             stop = min(count, start + step)
             tile = self._row_tile(head, rows, (start, stop), keys)
-            tile.noise = tile.den * noise[start:stop]
+            tile.noise = self._noise(head, tile, rounding[start:stop], keys)
             total[start:stop].add_(tile)
 
     def _row_tile(
@@ -74,6 +74,7 @@ class ExactSum:
     ) -> Partial:
         """One tile of scores; its first ``free`` keys lie ahead of no row."""
         score = query @ (take(head.key, self.keys, *tile).to(head.dtype) * head.scale).T
+        score = self._log_kernel(score)
         if head.key_log_weight is not None:
             score += take(head.key_log_weight, self.keys, *tile).to(head.dtype)
         if head.mask is not None:
@@ -92,12 +93,22 @@ class ExactSum:
             num.addmm_(weight[:, block], value[block])
         return Partial(num, weight.sum(1), top, torch.zeros_like(top))
 
-    def _relative_noise(self, head: Head, rows: Tensor | None, keys: int) -> Tensor:
+    def _log_kernel(self, score: Tensor) -> Tensor:
+        """Log-weights of the scores: softmax takes the scores themselves."""
+        return score
+
+    def _largest_key(self, head: Head) -> Tensor:
+        live = head.live_keys if self.keys is None else self.keys
+        return (head.key_norms if live is None else head.key_norms[live]).max()
+
+    def _noise(self, head: Head, tile: Partial, rounding: Tensor, keys: int) -> Tensor:
+        """Rounding of a tile's sums."""
+        return tile.den * rounding
+
+    def _rounding(self, head: Head, rows: Tensor | None, keys: int) -> Tensor:
         """Relative rounding error of each row's sums: of the scores, then of the sum."""
         norms = head.query_norms if rows is None else head.query_norms[rows]
-        live = head.live_keys if self.keys is None else self.keys
-        key_norm = (head.key_norms if live is None else head.key_norms[live]).max()
-        unit = unit_roundoff(head.dtype)
+        key_norm, unit = self._largest_key(head), unit_roundoff(head.dtype)
         score = (
             abs(head.scale) * norms * key_norm * gamma(head.dim + 6, product_roundoff(head.dtype))
         )

@@ -40,10 +40,10 @@ class _PolynomialTask(Task):
     ):
         query_norms = head.query_norms if rows is None else head.query_norms[rows]
         key_norms = head.key_norms if keys is None else head.key_norms[keys]
-        self.query_norm, self.key_norm = _largest(query_norms), _largest(key_norms)
+        self.query_norm, self.key_norm = largest_norm(query_norms), largest_norm(key_norms)
         reach = abs(head.scale) * self.query_norm * self.key_norm
         features = FeatureMap(head.dim, poly.degree)
-        super().__init__(head, rows, keys, features, _rescaled(poly, reach))
+        super().__init__(head, rows, keys, features, rescaled(poly, reach))
         self.log_scale = min(poly.bound, 1e30)  # beyond that no weight is left to scale
         self._relative_norms = (query_norms / self.query_norm).to(head.dtype)
 
@@ -62,13 +62,13 @@ class _PolynomialTask(Task):
         return magnitude
 
 
-def _largest(norms: Tensor) -> float:
+def largest_norm(norms: Tensor) -> float:
     """Largest norm, 1 for a side that is all zeros (its t is 0 whatever the unit)."""
     largest = float(norms.max()) if norms.numel() else 0.0
     return largest if largest > 0 else 1.0
 
 
-def _rescaled(poly: CertifiedPolynomial, reach: float) -> tuple[float, ...]:
+def rescaled(poly: CertifiedPolynomial, reach: float) -> tuple[float, ...]:
     """Coefficients in t = z / reach from those in z / bound."""
     if poly.bound == 0:
         return (poly.coefficients[0], *(0.0 for _ in poly.coefficients[1:]))

@@ -7,13 +7,25 @@ from typing import Any
 from .auto import Auto
 from .base import Method
 from .exact import Exact
+from .multi_threshold import MultiThreshold
 from .polynomial import Polynomial
+from .power import PowerAttention
 from .single_threshold import SingleThreshold
 
-__all__ = ["Auto", "Exact", "Method", "Polynomial", "SingleThreshold", "method_from_json"]
+__all__ = [
+    "Auto",
+    "Exact",
+    "Method",
+    "MultiThreshold",
+    "Polynomial",
+    "PowerAttention",
+    "SingleThreshold",
+    "method_from_json",
+]
 
 _METHODS: dict[str, type[Method]] = {
-    method.__name__: method for method in (Exact, Polynomial, SingleThreshold, Auto)
+    method.__name__: method
+    for method in (Exact, Polynomial, SingleThreshold, MultiThreshold, PowerAttention, Auto)
 }
 
 

@@ -17,8 +17,7 @@ from ..plans import HeadPlan
 from ..problem import Head
 from ..rows import RowCheck
 from ..scores import ScoreSample
-from .base import Method, is_positive
-from .exact import exact_plan
+from .base import Method, check_seed, exact_plan, is_positive
 from .single_threshold import threshold_plan
 
 PLANNING_SECONDS = 0.02  # what a search costs; exact attention below that is left alone
@@ -42,8 +41,7 @@ class Auto(Method):
     def __post_init__(self) -> None:
         if not is_positive(self.tolerance):
             raise InputError(f"tolerance must be a finite number > 0, got {self.tolerance!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise InputError(f"seed must be an integer, got {self.seed!r}")
+        object.__setattr__(self, "seed", check_seed(self.seed))
 
     def plan_head(self, head: Head) -> HeadPlan:
         limit = exact_seconds(head)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 from ..errors import InputError
+from ..features import RANK_LIMIT
 from ..plans import HeadPlan
 from ..problem import Head
+
+LARGEST_SKETCH = math.isqrt(RANK_LIMIT)  # its square, halved by symmetry, is the number of features
 
 
 @dataclass(frozen=True)
@@ -20,8 +24,17 @@ class Method(ABC):
     def plan_head(self, head: Head) -> HeadPlan:
         """What this head will do."""
 
+    def plan_exactly(self, head: Head, reason: str) -> HeadPlan:
+        """What this head will do when no approximation applies to the call."""
+        return exact_plan(head, reason)
+
     def to_json(self) -> dict[str, Any]:
         return {"name": type(self).__name__, **asdict(self)}
+
+
+def exact_plan(head: Head, reason: str) -> HeadPlan:
+    """The plan that computes everything, and why it was chosen."""
+    return HeadPlan("exact", reason, head.n, head.m, cost=1.0, speedup=1.0)
 
 
 def check_degree(degree: object) -> int:
@@ -29,6 +42,24 @@ def check_degree(degree: object) -> int:
     if isinstance(degree, bool) or not isinstance(degree, Integral) or degree < 0:
         raise InputError(f"degree must be an integer >= 0, got {degree!r}")
     return int(degree)
+
+
+def check_seed(seed: object) -> int:
+    """A seed as a plain int, or an error."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
+        raise InputError(f"seed must be an integer >= 0, got {seed!r}")
+    return int(seed)
+
+
+def check_sketch_size(size: object) -> int | None:
+    """A sketch size as a plain int, None for no sketch, or an error."""
+    if size is None:
+        return None
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= LARGEST_SKETCH:
+        raise InputError(
+            f"sketch_size must be an integer from 1 to {LARGEST_SKETCH} or None, got {size!r}"
+        )
+    return int(size)
 
 
 def is_positive(number: object) -> TypeGuard[float]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..plans import HeadPlan
 from ..problem import Head
-from .base import Method
+from .base import Method, exact_plan
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,3 @@ class Exact(Method):
 
     def plan_head(self, head: Head) -> HeadPlan:
         return exact_plan(head, "")
-
-
-def exact_plan(head: Head, reason: str) -> HeadPlan:
-    """The plan that computes everything, and why it was chosen."""
-    return HeadPlan("exact", reason, head.n, head.m, cost=1.0, speedup=1.0)

@@ -17,8 +17,7 @@ from ..plans import HeadPlan
 from ..polynomials import largest_bound
 from ..problem import Head
 from ..scores import ScoreSample, best_polynomial
-from .base import Method, check_degree, is_positive
-from .exact import exact_plan
+from .base import Method, check_degree, exact_plan, is_positive
 
 EPSILON = 0.05  # certified relative error that threshold=None asks of the polynomial
 RULES = ("sqrt-log", "sub-gaussian")

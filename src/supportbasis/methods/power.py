@@ -1,0 +1,60 @@
+"""Polynomial attention: a power of the score instead of its exponential (Definition A.8)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Integral
+
+from ..cost import Work, kernel_work
+from ..errors import InputError
+from ..plans import HeadPlan
+from ..powers import PowerKernel
+from ..problem import Head
+from .base import Method, check_seed, check_sketch_size
+
+
+@dataclass(frozen=True)
+class PowerAttention(Method):
+    """D^-1 (scale Q K^T)^{∘power} V, which is not softmax attention and does not approximate it.
+
+    ``power`` is even, so that no weight is negative. ``sketch_size=None`` computes every pair;
+    otherwise the power is a `PolySketch` of that many rows, in time linear in the length, and the
+    certificate measures it against the power itself. Rows whose sketched denominator is provably
+    too small are computed without the sketch; a row whose scores are all zero has no weights and
+    returns zeros. A key bias adds to the log of its key's weights.
+
+    >>> import torch, supportbasis as sb
+    >>> q, k = torch.tensor([[1.0]]), torch.tensor([[1.0], [-2.0]])
+    >>> sb.attention(q, k, torch.tensor([[0.0], [1.0]]), method=sb.PowerAttention(2))
+    tensor([[0.8000]])
+    """
+
+    power: int = 4
+    sketch_size: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        power = self.power
+        if isinstance(power, bool) or not isinstance(power, Integral) or power < 2 or power % 2:
+            raise InputError(
+                f"power must be an even integer >= 2, got {power!r}; odd powers have negative "
+                "weights"
+            )
+        object.__setattr__(self, "power", int(power))
+        object.__setattr__(self, "sketch_size", check_sketch_size(self.sketch_size))
+        object.__setattr__(self, "seed", check_seed(self.seed))
+
+    def plan_head(self, head: Head) -> HeadPlan:
+        return self._plan(head, PowerKernel(self.power, None, self.sketch_size, self.seed), "")
+
+    def plan_exactly(self, head: Head, reason: str) -> HeadPlan:
+        return self._plan(head, PowerKernel(self.power, None), reason)
+
+    def _plan(self, head: Head, kernel: PowerKernel, reason: str) -> HeadPlan:
+        live = head.live_keys
+        keys = head.m if live is None else len(live)
+        work = kernel_work(head, head.n, keys, kernel) + Work(
+            scanned=2 * (head.n + keys) * head.dim
+        )
+        cost, speedup = work.cost(head), work.speedup(head)
+        return HeadPlan("power", reason, head.n, head.m, cost, speedup, kernel=kernel)

@@ -1,0 +1,393 @@
+"""PolySketch: random features of the kernel <x, y>^p, short and non-negative (Theorem A.9).
+
+S x^{⊗p} has z entries instead of d^p, and S is never formed. A binary tree with p leaves does it:
+each node multiplies its two children entrywise, after a fresh random map of each,
+
+    node = (M₁u ∘ M₂w) / √z,    u and w the children; a child that is a leaf is x itself.
+
+All that a map has to satisfy is E[(Mu)_i (Mu')_i] = <u, u'> for each of its z coordinates i. The
+two maps, and what lies below them, are independent, so E<node, node'> is the product of both
+means, E<u, u'> E<w, w'>, and by induction
+
+    E<S x^{⊗p}, S y^{⊗p}> = <x, y>^p,    E|S x^{⊗p}|² = |x|^{2p}.
+
+A sketched kernel may be negative where the kernel is not. Weights therefore come from the
+self-tensor φ'(x) = (S x^{⊗p/2})^{⊗2}: its inner products are squares.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from numbers import Integral, Real
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .errors import InputError
+from .rounding import compute_dtype
+
+__all__ = ["PolySketch", "theory_size"]
+
+
+class SketchCost(NamedTuple):
+    """Operations for one vector under `PolySketch.nonnegative`, as item 3 of Theorem A.9 counts.
+
+    ``multiply_adds`` is the arithmetic of the half map, all of it but the self-Kronecker product.
+    """
+
+    leaf_products: int  # maps R^d -> R^z
+    inner_products: int  # maps R^z -> R^z
+    hadamard_products: int
+    self_kronecker: int
+    multiply_adds: int
+
+
+@dataclass(frozen=True)
+class PolySketch:
+    """x [..., d] -> S x^{⊗power} [..., size], with E<S x^{⊗power}, S y^{⊗power}> = <x, y>^power.
+
+    A tree of random maps M, z = ``size`` wide; see the head of this module. ``base`` names M:
+
+    - ``"gaussian"``: M has independent entries N(0, 1). Plain matrix products.
+    - ``"srht"``: M = P H D, random signs D, the Walsh-Hadamard transform H and z coordinates P
+      drawn with replacement; a node is a TensorSRHT. As H has entries ±1, (HDu)_i (HDu')_i has
+      the mean <u, u'> over the signs, whichever coordinate i is drawn.
+    - ``"tensorsketch"``: M is a CountSketch, which adds each entry with a random sign s(i) to a
+      random bucket h(i). Its node is the circular convolution of the two, without 1/√z: this
+      TensorSketch is a CountSketch of u⊗w with buckets h₁(i) + h₂(j) mod z and signs s₁(i) s₂(j),
+      and the signs of different pairs (i, j) cancel in the mean, which leaves <u, u'> <w, w'>.
+      Two large entries may share a bucket, so its errors have the heaviest tail.
+
+    ``power`` = 1 has no tree: M x / √z, or the CountSketch of x. Other powers split in halves, the
+    larger one first; they need not be powers of two. x passes through one map on its way into a
+    node, not through one of the leaf and then one of the node, which would only add variance.
+
+    The error is relative to |x|^power |y|^power and not to <x, y>^power; its variance is about
+    proportional to power/size. Results depend on the fields alone and agree over dtypes and
+    devices up to rounding; torch's global generator is not touched. Float16 and bfloat16 vectors
+    are computed, and returned, in float32. NaN and Inf are not looked for, and |x|^power must fit
+    the dtype.
+
+    >>> sketch = PolySketch(power=4, size=512)
+    >>> x = torch.tensor([[0.6, 0.8], [1.0, 0.0]])
+    >>> sketch(x).shape
+    torch.Size([2, 512])
+    >>> bool(((sketch(x) @ sketch(x).T - (x @ x.T) ** 4).abs() < 0.3).all())
+    True
+    >>> x, y = sketch.nonnegative(x)
+    >>> x.shape, bool(x @ y >= 0)
+    (torch.Size([262144]), True)
+    """
+
+    power: int
+    size: int
+    seed: int = 0
+    base: str = "gaussian"
+
+    def __post_init__(self) -> None:
+        for name, least in (("power", 1), ("size", 1), ("seed", 0)):
+            object.__setattr__(self, name, _check_integer(name, getattr(self, name), least))
+        if not isinstance(self.base, str) or self.base not in _BASES:
+            raise InputError(f"base must be one of {sorted(_BASES)}, got {self.base!r}")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """S x^{⊗power} of every vector in ``x`` [..., d]: [..., size]."""
+        _check_vectors(x)
+        x = x.to(compute_dtype(x.dtype))
+        tree = _draw_tree(self, x.shape[-1], x.dtype, x.device)
+        return tree.root(tree.leaves(x), iter(tree.inner))
+
+    def nonnegative(self, x: Tensor) -> Tensor:
+        """φ'(x) = (S x^{⊗power/2})^{⊗2} of every vector in ``x`` [..., d]: [..., size²].
+
+        <φ'(x), φ'(y)> = <half(x), half(y)>² ≥ 0 estimates <x, y>^power for an even power; the
+        sum of size² terms may round to just below zero. Where only these inner products are
+        needed, squaring those of `half` is cheaper and never negative.
+
+        >>> sketch = PolySketch(power=2, size=3)
+        >>> x = torch.tensor([1.0, 2.0])
+        >>> bool((sketch.nonnegative(x) == torch.kron(sketch.half(x), sketch.half(x))).all())
+        True
+        """
+        half = self.half(x)
+        return (half.unsqueeze(-1) * half.unsqueeze(-2)).flatten(-2)
+
+    @property
+    def half(self) -> PolySketch:
+        """The sketch of half the power, whose self-tensor is `nonnegative`.
+
+        >>> PolySketch(power=6, size=8).half
+        PolySketch(power=3, size=8, seed=0, base='gaussian')
+        """
+        if self.power % 2:
+            raise InputError(
+                f"power is {self.power}, which is odd and has no half; expected an even power, "
+                "as odd powers of an inner product can be negative"
+            )
+        return PolySketch(self.power // 2, self.size, self.seed, self.base)
+
+    def cost(self, dim: int) -> SketchCost:
+        """Operations of `nonnegative` for one vector of ``dim`` entries (Theorem A.9, item 3).
+
+        power/2 products with d x z matrices, max(0, power/2 - 2) with z x z matrices and
+        power/2 - 1 Hadamard products (the theorem prints power/2 - 2, which is -1 at power 2).
+
+        >>> PolySketch(power=8, size=32).cost(dim=65)
+        SketchCost(leaf_products=4, inner_products=2, hadamard_products=3, self_kronecker=1, \
+multiply_adds=10464)
+        """
+        dim = _check_integer("dim", dim, 1)
+        base, leaves = _BASES[self.base], self.half.power
+        inner, joins = max(0, leaves - 2), leaves - 1
+        work = leaves * base.map_work(dim, self.size) + inner * base.map_work(self.size, self.size)
+        return SketchCost(leaves, inner, joins, 1, work + joins * base.join_work(self.size))
+
+
+def theory_size(power: int, epsilon: float, delta: float, pairs: int = 1) -> int:
+    """The sketch size z = ceil(power · ε^-2 · ln(pairs/δ)): the Θ(·) of A.9, H.2, H.3, constant 1.
+
+    ``epsilon`` is the error relative to |x|^power |y|^power, ``delta`` the probability of failure,
+    ``pairs`` the number of pairs the statement holds for at once (n·m, by the union bound).
+
+    The constant is not 1 in truth. Over a Gaussian tree with n = power/2 > 1 leaves, |S x^{⊗n}|²
+    has the variance (1 + 8/z)^(n-1) - 1 ≈ 8(n-1)/z at |x| = 1, so that a normal tail wants about
+    eight times this size for an error ε of the half map, and ε(2 + ε) of its square (H.2 prints ε).
+
+    >>> theory_size(power=4, epsilon=0.5, delta=0.1)
+    37
+    >>> theory_size(power=4, epsilon=0.5, delta=0.1, pairs=100)
+    111
+    """
+    power = _check_integer("power", power, 1)
+    pairs = _check_integer("pairs", pairs, 1)
+    for name, value in (("epsilon", epsilon), ("delta", delta)):
+        if not isinstance(value, Real) or not 0 < value < 1:
+            raise InputError(
+                f"{name} must be a number between 0 and 1, both excluded, got {value!r}"
+            )
+    return math.ceil(power / epsilon / epsilon * (math.log(pairs) - math.log(delta)))
+
+
+# --- the tree ---------------------------------------------------------------------------------
+
+
+class _Maps(ABC):
+    """Some independent maps R^dim -> R^size of one kind, and how two images make a node."""
+
+    @abstractmethod
+    def __init__(self, source: _Source, dim: int, size: int, count: int, scale: float): ...
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        """The images of ``x`` [..., dim]: ``count`` tensors [..., size]."""
+
+    @staticmethod
+    def scale(power: int, size: int) -> float:
+        """What each map is multiplied by, so that `join` need not: 1/√size over two maps."""
+        return size**-0.25 if power > 1 else size**-0.5
+
+    @staticmethod
+    def join(a: Tensor, b: Tensor) -> Tensor:
+        """The node over two images."""
+        return a * b
+
+    @staticmethod
+    def join_work(size: int) -> int:
+        """Multiply-adds of `join` for one vector."""
+        return size
+
+    @staticmethod
+    @abstractmethod
+    def map_work(dim: int, size: int) -> int:
+        """Multiply-adds of one map of one vector."""
+
+
+class _Tree(NamedTuple):
+    """All random maps of a sketch: those of x, and one for each node but the root."""
+
+    leaves: _Maps
+    inner: tuple[_Maps, ...]
+
+    def root(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> Tensor:
+        """The node over the images of some leaves, taking the maps it needs from ``inner``."""
+        if len(images) == 1:
+            return images[0]
+        middle = (len(images) + 1) // 2
+        left, right = (self._image(part, inner) for part in (images[:middle], images[middle:]))
+        return self.leaves.join(left, right)
+
+    def _image(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> Tensor:
+        """What a child hands up: a leaf's image as it is, a node after a map of its own."""
+        node = self.root(images, inner)
+        return node if len(images) == 1 else next(inner)(node)[0]
+
+
+@lru_cache(maxsize=16)  # one entry may hold power · d · size numbers
+def _draw_tree(sketch: PolySketch, dim: int, dtype: torch.dtype, device: torch.device) -> _Tree:
+    """The maps of a sketch. Its fields and ``dim`` seed one stream, which all maps share.
+
+    The fields are hashed so that sketches of different power or size are independent even under
+    one seed, and to 32 bits because torch's CPU generator ignores the others.
+    """
+    fields = (sketch.power, sketch.size, sketch.seed, sketch.base, dim)
+    key = int.from_bytes(blake2b(repr(fields).encode(), digest_size=4).digest(), "little")
+    source = _Source(torch.Generator().manual_seed(key), dtype, device)
+    kind, size = _BASES[sketch.base], sketch.size
+    scale = kind.scale(sketch.power, size)
+    with torch.inference_mode(False):  # cached tensors must also serve calls that need gradients
+        leaves = kind(source, dim, size, sketch.power, scale)
+        inner = tuple(kind(source, size, size, 1, scale) for _ in range(sketch.power - 2))
+    return _Tree(leaves, inner)
+
+
+class _Source(NamedTuple):
+    """Random numbers, drawn on the CPU in float64 so that every dtype and device gets the same."""
+
+    generator: torch.Generator
+    dtype: torch.dtype
+    device: torch.device
+
+    def normal(self, *shape: int, scale: float) -> Tensor:
+        draw = torch.empty(shape, dtype=torch.float64, device="cpu")
+        return self._place(draw.normal_(std=scale, generator=self.generator))
+
+    def signs(self, *shape: int, scale: float) -> Tensor:
+        bits = torch.randint(2, shape, generator=self.generator, device="cpu")
+        return self._place(scale * (2.0 * bits.double() - 1.0))
+
+    def below(self, limit: int, *shape: int) -> Tensor:
+        return torch.randint(limit, shape, generator=self.generator, device="cpu").to(self.device)
+
+    def _place(self, draw: Tensor) -> Tensor:
+        return draw.to(self.dtype).to(self.device)
+
+
+# --- the random maps --------------------------------------------------------------------------
+
+
+class _Gaussian(_Maps):
+    """x -> Gx with independent entries N(0, scale²); one matrix product serves all maps."""
+
+    def __init__(self, source: _Source, dim: int, size: int, count: int, scale: float):
+        self.count = count
+        self.matrix = source.normal(dim, count * size, scale=scale)
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        return (x @ self.matrix).chunk(self.count, -1)
+
+    @staticmethod
+    def map_work(dim: int, size: int) -> int:
+        return dim * size
+
+
+class _Srht(_Maps):
+    """x -> scale · P H D x: random signs, Hadamard transform, coordinates with replacement."""
+
+    def __init__(self, source: _Source, dim: int, size: int, count: int, scale: float):
+        self.padding = _padded(dim) - dim
+        self.signs = source.signs(count, dim, scale=scale)
+        self.rows = source.below(_padded(dim), count, size)
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        signed = (pad(x * signs, (0, self.padding)).movedim(-1, 0) for signs in self.signs)
+        sampled = (_hadamard(u)[rows] for u, rows in zip(signed, self.rows, strict=True))
+        return [u.movedim(0, -1).contiguous() for u in sampled]
+
+    @staticmethod
+    def map_work(dim: int, size: int) -> int:
+        return dim + _padded(dim) * _logarithm(dim)
+
+
+class _CountSketch(_Maps):
+    """x -> its entries, each with a random sign, added up in random buckets."""
+
+    def __init__(self, source: _Source, dim: int, size: int, count: int, scale: float):
+        self.size = size
+        self.signs = source.signs(count, dim, scale=scale)
+        self.buckets = source.below(size, count, dim)
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        empty = x.new_zeros(*x.shape[:-1], self.size)
+        return [
+            empty.index_add(-1, buckets, x * signs)
+            for signs, buckets in zip(self.signs, self.buckets, strict=True)
+        ]
+
+    @staticmethod
+    def scale(power: int, size: int) -> float:
+        return 1.0
+
+    @staticmethod
+    def join(a: Tensor, b: Tensor) -> Tensor:
+        """Circular convolution: the CountSketch of the outer product of what a and b sketch."""
+        if a.numel() == 0:  # not every FFT library takes an empty tensor
+            return a * b
+        return torch.fft.irfft(torch.fft.rfft(a) * torch.fft.rfft(b), n=a.shape[-1])
+
+    @staticmethod
+    def join_work(size: int) -> int:
+        """Three real transforms of size · log₂ size multiply-adds, and the product of spectra."""
+        return 3 * size * _logarithm(size) + 4 * (size // 2 + 1)
+
+    @staticmethod
+    def map_work(dim: int, size: int) -> int:
+        return dim
+
+
+_BASES: dict[str, type[_Maps]] = {
+    "gaussian": _Gaussian,
+    "srht": _Srht,
+    "tensorsketch": _CountSketch,
+}
+
+
+def _hadamard(x: Tensor) -> Tensor:
+    """H x for ``x`` [2^k, ...]: the Walsh-Hadamard transform with entries ±1, in k passes.
+
+    A pass pairs the entries half the length apart and writes sum and difference side by side, so
+    that after k passes each entry is back in its place. The transform runs over the first
+    dimension, as sums of long rows are the fast ones.
+
+    >>> _hadamard(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    tensor([10., -2., -4.,  0.])
+    """
+    for _ in range(_logarithm(len(x))):
+        a, b = x.chunk(2)
+        x = torch.stack([a + b, a - b], 1).flatten(0, 1)
+    return x
+
+
+def _logarithm(dim: int) -> int:
+    """ceil(log2(dim))."""
+    return (dim - 1).bit_length()
+
+
+def _padded(dim: int) -> int:
+    """The smallest power of two that is at least ``dim``."""
+    return 2 ** _logarithm(dim)
+
+
+# --- checks -----------------------------------------------------------------------------------
+
+
+def _check_integer(name: str, value: object, least: int) -> int:
+    """A plain int, or an error."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise InputError(f"{name} must be an integer >= {least}, got {value!r}")
+    return int(value)
+
+
+def _check_vectors(x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise InputError(f"x must be a tensor [..., d], got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise InputError(f"x must be a floating-point tensor, got {x.dtype}; use x.float()")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise InputError(f"x has shape {tuple(x.shape)}; expected [..., d] with d >= 1")
