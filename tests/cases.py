@@ -20,6 +20,14 @@ METHODS = {
     "single1": sb.SingleThreshold(1.8, 1),
     "single2": sb.SingleThreshold(1.5, 2),
     "single-auto": sb.SingleThreshold(None, 2),
+    "multi1": sb.MultiThreshold(2.0, 1),
+    "multi2": sb.MultiThreshold(1.4, 2),
+    "one-power": sb.MultiThreshold(math.inf, 2),
+    "sketch1": sb.MultiThreshold(2.0, 1, sketch_size=16),
+    "sketch2": sb.MultiThreshold(1.6, 2, sketch_size=9, seed=5),
+    "power4": sb.PowerAttention(4),
+    "power2-sketch": sb.PowerAttention(2, sketch_size=11),
+    "power6-sketch": sb.PowerAttention(6, sketch_size=20, seed=1),
 }
 
 

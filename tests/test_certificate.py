@@ -30,6 +30,9 @@ METHODS = [
     sb.SingleThreshold(0.8, 2),
     sb.SingleThreshold(None, 2),
     sb.SingleThreshold("sqrt-log", 3),
+    sb.MultiThreshold(2.0, 1),
+    sb.MultiThreshold(1.5, 3),
+    sb.MultiThreshold(2.0, 1, sketch_size=8),
 ]
 
 

@@ -14,6 +14,8 @@ METHODS = [
     sb.SingleThreshold(None, 2),
     sb.SingleThreshold(0.4, 2),
     sb.SingleThreshold("sub-gaussian", 2),
+    sb.MultiThreshold(2.0, 2),
+    sb.MultiThreshold(2.0, 1, sketch_size=16),
     sb.Auto(1e-2),
 ]
 ids = [str(method) for method in METHODS]
@@ -131,6 +133,7 @@ def test_zero_query_key_and_value(method):
     result = sb.attention(zero, zero, v, method=method, return_result=True)
     expected = v.mean(-2, keepdim=True).expand_as(v)
     torch.testing.assert_close(result.output, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(result.lse, torch.full((1, 1, 20), math.log(20.0)))
+    if not result.plan.heads[0].is_sketched:  # a sketch changes the sum of the weights
+        torch.testing.assert_close(result.lse, torch.full((1, 1, 20), math.log(20.0)))
     nothing = sb.attention(v, v, zero, method=method, return_result=True)
     assert (nothing.output == 0).all()

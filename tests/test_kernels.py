@@ -19,6 +19,8 @@ METHODS = [
     sb.Polynomial(6),
     sb.SingleThreshold(0.5, 4),
     sb.SingleThreshold(None, 3),
+    sb.MultiThreshold(2.0, 2),
+    sb.MultiThreshold(1.5, 1, sketch_size=32),
     sb.Auto(1e-3),
 ]
 

@@ -12,7 +12,16 @@ from supportbasis.basis import support_basis
 from supportbasis.components import ExactSum, PolynomialSum
 from supportbasis.inputs import attention_problem
 
-METHODS = [sb.Exact(), sb.Polynomial(2), sb.SingleThreshold(1.2, 2), sb.Auto(0.1)]
+METHODS = [
+    sb.Exact(),
+    sb.Polynomial(2),
+    sb.SingleThreshold(1.2, 2),
+    sb.MultiThreshold(1.5, 2),
+    sb.MultiThreshold(1.5, 1, sketch_size=12, seed=4),
+    sb.PowerAttention(2),
+    sb.PowerAttention(4, sketch_size=12, seed=4),
+    sb.Auto(0.1),
+]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from .basis import buckets_of
 from .components.sketched import Sketched
+from .execute import LOST
+from .jensen import lower_lse
 from .plans import HeadPlan, Plan
 from .powers import PowerKernel
 from .problem import Head, Problem
@@ -33,9 +35,16 @@ def execute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def run_head(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
-    """One head, quadratic time and memory."""
+    """One head, quadratic time and memory. Rows that a sketch lost are exact, as in `execute`."""
     weight, top = weights(head, plan)
     den = weight.sum(1)
+    if plan.is_sketched:
+        kernel = None if plan.kernel is None else replace(plan.kernel, sketch_size=None)
+        exact, exact_top = weights(head, replace(plan, pairs=(), kernel=kernel))
+        least = lower_lse(plan, head, None) + math.log(LOST)
+        lost = ~(den.log() + top >= least) | (den == 0)
+        weight = torch.where(lost.unsqueeze(1), exact, weight)
+        top, den = torch.where(lost, exact_top, top), weight.sum(1)
     num = weight @ head.value.double()
     if not head.normalise:
         factor = top if head.query_log_weight is None else top + head.query_log_weight.double()

@@ -103,7 +103,8 @@ class MultiThreshold(Method):
         count = (head.n if rows is None else len(rows), head.m if keys is None else len(keys))
         by_entry = abs(head.scale) * head.dim * edge[0] * edge[1]
         reach = min(by_entry, score_reach(head, rows, keys), LARGEST_REACH)
-        constant = normalising_constant(*edge, head.scale, head.dim, max(head.n, head.m))
+        n = max(head.n, _live_count(head))
+        constant = normalising_constant(*edge, head.scale, head.dim, n)
         power = smallest_power(reach, constant)
         sample = ScoreSample.draw(head, rows, keys)
         poly = best_polynomial(sample, self.degree, reach / power, power=power)
@@ -111,6 +112,11 @@ class MultiThreshold(Method):
         kernel, work = _chosen(head, count, PowerKernel(power, poly, self.sketch_size, seed))
         work = work + Work(scanned=ScoreSample.MULTIPLY_ADDS * head.dim)
         return BucketPair(*at, *count, reach, kernel), work
+
+
+def _live_count(head: Head) -> int:
+    """Padded keys count for nothing: a padded call plans as if they were absent."""
+    return head.m if head.live_keys is None else len(head.live_keys)
 
 
 def _chosen(
@@ -124,7 +130,7 @@ def _chosen(
     if kernel.sketch_size is None:
         return kernel, work
     ratio = exact.multiply_adds(head) / work.multiply_adds(head)
-    small = rows * keys <= SMALL_SHARE * head.n * head.m
+    small = rows * keys <= SMALL_SHARE * head.n * _live_count(head)
     cheaper = small and ratio <= 1
     high = kernel.power > HIGH_POWER and ratio <= AFFORDABLE
     if cheaper or high or kernel.power > HIGHEST_POWER:
