@@ -20,7 +20,7 @@ def tokens(n, seed):
 
 q, k, v = (tokens(131072, seed) for seed in range(3))
 q *= 0.1; k *= 0.1
-method = sb.SingleThreshold(0.4, 2)
+method = sb.{method}
 sb.attention(q[:, :, :4096], k[:, :, :4096], v[:, :, :4096], method=method, is_causal={causal})
 before = resident("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")  # start the high-water mark anew
@@ -31,8 +31,12 @@ print(resident("VmHWM") - before - output.numel() * 4 / 2**20)
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("causal", [False, True])
-def test_peak_extra_memory_at_131072_tokens_is_below_256_mb(causal):
-    code = MEMORY.format(causal=causal)
+@pytest.mark.parametrize(
+    "method", ["SingleThreshold(0.4, 2)", "MultiThreshold(2.0, 1, 64)", "PowerAttention(4, 64)"]
+)
+def test_peak_extra_memory_at_131072_tokens_is_below_256_mb(method, causal):
+    """The features of all tokens at once would take more than a gigabyte."""
+    code = MEMORY.format(method=method, causal=causal)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 256
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from .errors import SupportBasisError
-from .plans import HeadPlan
+from .plans import BucketPair, HeadPlan
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 CELLS = 256
@@ -19,27 +21,63 @@ PARTS = (
     ("small rows × large keys: exact", "#4878b8"),
     ("large rows × all keys: exact", "#c44e52"),
 )
+POWER_PARTS = (("all rows × all keys: a power of the score", "#e3d7f0"),)
+BUCKET_PARTS = (
+    ("bucket pair: power p of a polynomial", "#cfe3f5"),
+    ("bucket pair: power p, sketched", "#e3d7f0"),
+    ("bucket pair: exact", "#c44e52"),
+)
 
 
 def draw_supports(plan: HeadPlan, path: str | Path | None = None) -> Figure:
-    """The support of each component: large rows in red, large keys in blue, the rest light.
-
-    A cell of the picture covers many tokens; it takes the colour of the most exact of them.
-    """
+    """The support of each component of one head, as a picture of its score matrix."""
     try:
-        from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure as NewFigure
-        from matplotlib.patches import Patch
     except ImportError as error:
         raise SupportBasisError(
             'drawing needs matplotlib: pip install "supportbasis[cli]"'
         ) from error
     figure = NewFigure(figsize=(6.2, 5.6), layout="constrained")
     axes = figure.add_subplot()
-    colours = ListedColormap([colour for _, colour in PARTS])
+    labels = _draw_buckets(axes, plan) if plan.pairs else _draw_split(axes, plan)
+    _legend(figure, labels)
+    axes.set_title(_title(plan), fontsize=10)
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure
+
+
+Labels = Sequence[tuple[str, str]]
+
+
+def _legend(figure: Figure, labels: Labels) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=label) for label, colour in labels]
+    figure.legend(handles=handles, loc="outside lower center", frameon=False, fontsize=8, ncols=1)
+
+
+def _title(plan: HeadPlan) -> str:
+    title = f"{plan.kind}, {plan.n} × {plan.m} pairs, cost {plan.cost:.3g} of exact"
+    if plan.threshold is not None:
+        title += f", T = {plan.threshold:.3g}"
+    return title
+
+
+# ---- two buckets: large rows and keys where they stand ----------------------------------------
+
+
+def _draw_split(axes: Axes, plan: HeadPlan) -> Labels:
+    """Large rows in red, large keys in blue, the rest light.
+
+    A cell of the picture covers many tokens; it takes the colour of the most exact of them.
+    """
+    from matplotlib.colors import ListedColormap
+
+    parts = POWER_PARTS if plan.kind == "power" else PARTS
     axes.imshow(
         _picture(plan).numpy(),
-        cmap=colours,
+        cmap=ListedColormap([colour for _, colour in parts]),
         vmin=0,
         vmax=2,
         interpolation="nearest",
@@ -48,19 +86,7 @@ def draw_supports(plan: HeadPlan, path: str | Path | None = None) -> Figure:
     )
     axes.set_xlabel("key")
     axes.set_ylabel("query row")
-    axes.set_title(_title(plan), fontsize=10)
-    handles = [Patch(color=colour, label=label) for label, colour in PARTS]
-    figure.legend(handles=handles, loc="outside lower center", frameon=False, fontsize=8, ncols=1)
-    if path is not None:
-        figure.savefig(path, dpi=150)
-    return figure
-
-
-def _title(plan: HeadPlan) -> str:
-    title = f"{plan.kind}, {plan.n} × {plan.m} pairs, cost {plan.cost:.3g} of exact"
-    if plan.threshold is not None:
-        title += f", T = {plan.threshold:.3g}"
-    return title
+    return parts
 
 
 def _picture(plan: HeadPlan) -> torch.Tensor:
@@ -73,3 +99,37 @@ def _picture(plan: HeadPlan) -> torch.Tensor:
     if plan.large_rows is not None and len(plan.large_rows):
         picture[(plan.large_rows.cpu() * rows // plan.n).unique()] = 2.0
     return picture
+
+
+# ---- many buckets: rows and keys in the order of their buckets ---------------------------------
+
+
+def _draw_buckets(axes: Axes, plan: HeadPlan) -> Labels:
+    """A rectangle for each pair of buckets, tokens sorted by bucket, with the pair's power."""
+    from matplotlib.patches import Rectangle
+
+    rows = {pair.row: pair.rows for pair in plan.pairs}
+    keys = {pair.key: pair.keys for pair in plan.pairs}
+    for pair in plan.pairs:
+        x = sum(count for key, count in keys.items() if key < pair.key)
+        y = sum(count for row, count in rows.items() if row < pair.row)
+        box = Rectangle(
+            (x, y), pair.keys, pair.rows, facecolor=_colour(pair), edgecolor="white", linewidth=0.6
+        )
+        axes.add_patch(box)
+        wide = pair.keys > 0.08 * sum(keys.values()) and pair.rows > 0.05 * sum(rows.values())
+        if wide and pair.kernel is not None:
+            middle = (x + pair.keys / 2, y + pair.rows / 2)
+            axes.annotate(f"p = {pair.kernel.power}", middle, ha="center", va="center", fontsize=8)
+    axes.set_xlim(0, max(1, sum(keys.values())))
+    axes.set_ylim(max(1, sum(rows.values())), 0)
+    axes.set_xlabel("keys, bucket by bucket")
+    axes.set_ylabel("query rows, bucket by bucket")
+    used = {_colour(pair) for pair in plan.pairs}
+    return [part for part in BUCKET_PARTS if part[1] in used]
+
+
+def _colour(pair: BucketPair) -> str:
+    if pair.kernel is None:
+        return BUCKET_PARTS[2][1]
+    return BUCKET_PARTS[0 if pair.kernel.sketch_size is None else 1][1]

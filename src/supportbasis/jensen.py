@@ -13,34 +13,68 @@ import math
 import torch
 from torch import Tensor
 
+from .components.exact import take, take_index
 from .plans import HeadPlan
 from .problem import Head
+
+BLOCK = 4096  # tokens in float64 at a time
 
 
 def lower_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:
     """Log of the lower bound for the given rows (None: all); -inf where it says nothing."""
-    log_mass, mean = _means(head)
-    query = (head.query if rows is None else head.query[rows]).double()
-    if head.is_causal:
-        at = torch.arange(head.n, device=query.device) if rows is None else rows
-        at = at.clamp(max=head.m - 1)
-        log_mass, mean = log_mass[at], mean[at]
-    score = (query * mean).sum(-1) * head.scale
-    return log_mass + (score if plan.kernel is None else plan.kernel.log(score))
+    count = head.n if rows is None else len(rows)
+    least = head.query.new_full((count,), -math.inf, dtype=torch.float64)
+    means = _Means(head)
+    if not head.is_causal:
+        means.add(0, head.m)
+    for start in range(0, count, BLOCK):
+        stop = min(count, start + BLOCK)
+        query = take(head.query, rows, start, stop).double()
+        log_mass, mean = means.at(take_index(rows, start, stop, query))
+        score = (query * mean).sum(-1) * head.scale
+        least[start:stop] = log_mass + (score if plan.kernel is None else plan.kernel.log(score))
+    return least
 
 
-def _means(head: Head) -> tuple[Tensor, Tensor]:
-    """The pair ln W, kbar over all keys, or over the keys up to each position."""
-    key = head.key.double()
-    weight, top = key.new_ones(head.m), 0.0
-    if head.key_log_weight is not None:
-        log_weight = head.key_log_weight.double()
-        top = float(log_weight.max())
-        weight = (log_weight - top).exp() if math.isfinite(top) else weight * 0.0
-    weighted = key * weight.unsqueeze(1)
-    if head.is_causal:
-        mass, total = weight.cumsum(0), weighted.cumsum(0)
-    else:
-        mass, total = weight.sum(), weighted.sum(0)
-    mean = total / torch.where(mass > 0, mass, 1.0).unsqueeze(-1)
-    return mass.log() + top, mean
+class _Means:
+    """Running ln W and kbar in float64, over blocks of keys."""
+
+    def __init__(self, head: Head):
+        self.head, self.seen = head, 0
+        self.mass = head.key.new_zeros((), dtype=torch.float64)
+        self.total = head.key.new_zeros(head.dim, dtype=torch.float64)
+        self.top, weight = 0.0, head.key_log_weight
+        if weight is not None and weight.numel():
+            largest = float(weight.max())
+            self.top = largest if math.isfinite(largest) else 0.0
+
+    def at(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Those that each of these rows may see; rows come in ascending order."""
+        head = self.head
+        if not head.is_causal:
+            return self._finish(self.mass, self.total)
+        first, last = (min(int(rows[i]) + 1, head.m) for i in (0, -1))
+        self.add(self.seen, first)
+        weight, weighted = self._block(first, last)
+        mass = torch.cat([self.mass.view(1), self.mass + weight.cumsum(0)])
+        total = torch.cat([self.total.view(1, -1), self.total + weighted.cumsum(0)])
+        at = (rows + 1).clamp(max=head.m) - first
+        return self._finish(mass[at], total[at])
+
+    def add(self, start: int, stop: int) -> None:
+        for begin in range(start, stop, BLOCK):
+            weight, weighted = self._block(begin, min(stop, begin + BLOCK))
+            self.mass = self.mass + weight.sum()
+            self.total = self.total + weighted.sum(0)
+        self.seen = stop
+
+    def _block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        key = self.head.key[start:stop].double()
+        weight = key.new_ones(len(key))
+        if self.head.key_log_weight is not None:
+            weight = (self.head.key_log_weight[start:stop].double() - self.top).exp()
+        return weight, key * weight.unsqueeze(1)
+
+    def _finish(self, mass: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        mean = total / torch.where(mass > 0, mass, 1.0).unsqueeze(-1)
+        return mass.log() + self.top, mean

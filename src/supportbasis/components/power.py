@@ -17,6 +17,8 @@ from ..problem import Head
 from ..rounding import gamma, product_roundoff, sum_depth, unit_roundoff
 from .exact import SUM_BLOCK, ExactSum
 
+NOTHING = -1e30  # logarithm of a weight that is zero
+
 
 @dataclass(frozen=True, eq=False)
 class PowerSum(ExactSum):
@@ -25,7 +27,17 @@ class PowerSum(ExactSum):
     kernel: PowerKernel = field(kw_only=True)
 
     def _log_kernel(self, score: Tensor) -> Tensor:
-        return self.kernel.log(score)
+        return self.kernel.log(score).clamp_(min=NOTHING)
+
+    def _row_tile(
+        self, head: Head, rows: Tensor | None, span: tuple[int, int], keys: int
+    ) -> Partial:
+        """All keys for the rows of one tile. Unlike a row that sees no key, one whose weights are
+        all zero has been seen, and has no usable denominator."""
+        tile = super()._row_tile(head, rows, span, keys)
+        empty = (tile.log_scale > -math.inf) & (tile.log_scale < NOTHING / 2)
+        tile.num[empty], tile.den[empty], tile.log_scale[empty] = 0.0, 0.0, 0.0
+        return tile
 
     def _rounding(self, head: Head, rows: Tensor | None, keys: int) -> Tensor:
         """Rounding of each row's inner values s(z), in units of exp(log_unit)."""
