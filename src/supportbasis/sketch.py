@@ -75,15 +75,13 @@ class PolySketch:
     are computed, and returned, in float32. NaN and Inf are not looked for, and |x|^power must fit
     the dtype.
 
-    >>> sketch = PolySketch(power=4, size=512)
     >>> x = torch.tensor([[0.6, 0.8], [1.0, 0.0]])
-    >>> sketch(x).shape
-    torch.Size([2, 512])
-    >>> bool(((sketch(x) @ sketch(x).T - (x @ x.T) ** 4).abs() < 0.3).all())
-    True
-    >>> x, y = sketch.nonnegative(x)
-    >>> x.shape, bool(x @ y >= 0)
-    (torch.Size([262144]), True)
+    >>> image = PolySketch(power=2, size=4096)(x)
+    >>> image.shape, bool(((image @ image.T - (x @ x.T) ** 2).abs() < 0.2).all())
+    (torch.Size([2, 4096]), True)
+    >>> features = PolySketch(power=4, size=16).nonnegative(x)
+    >>> features.shape, bool((features @ features.T >= 0).all())
+    (torch.Size([2, 256]), True)
     """
 
     power: int
