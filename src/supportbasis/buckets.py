@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
+from numbers import Real
 
 import torch
 from torch import Tensor
 
+from .checks import check_finite
 from .errors import InputError
 from .split import check_matrix, check_pair, row_maxima
 
@@ -57,7 +60,7 @@ def bucket_numbers(maxima: Tensor, smallest: float, ratio: float) -> Tensor:
     if smallest <= 0 or ratio == math.inf:
         return first
     step = math.log(ratio)
-    lower = ((maxima.clamp(min=smallest) / smallest).log() / step).floor()
+    lower = ((maxima.clamp(min=smallest).log() - math.log(smallest)) / step).floor()
     # the logarithm may be off by one unit in the last place: settle the border with powers
     lower += (_threshold(smallest, ratio, lower + 1) <= maxima).double()
     lower -= (_threshold(smallest, ratio, lower) > maxima).double()
@@ -65,7 +68,10 @@ def bucket_numbers(maxima: Tensor, smallest: float, ratio: float) -> Tensor:
 
 
 def _threshold(smallest: float, ratio: float, number: Tensor) -> Tensor:
-    return smallest * torch.pow(torch.tensor(ratio, dtype=torch.float64), number)
+    """The threshold b * ratio^number in two steps: the power may leave float64 where
+    the product does not."""
+    base, half = torch.tensor(ratio, dtype=torch.float64), (number / 2).floor()
+    return smallest * torch.pow(base, half) * torch.pow(base, number - half)
 
 
 def edges(maxima: Tensor, smallest: float, largest: float, ratio: float) -> tuple[float, ...]:
@@ -100,6 +106,9 @@ def decompose(x: Tensor, ratio: float, smallest: float | None = None) -> list[Te
     [[[1.0], [0.0], [0.0]], [[0.0], [2.0], [0.0]]]
     """
     check_matrix("x", x)
+    if x.dim() != 2:
+        raise InputError(f"x has shape {tuple(x.shape)}; expected one matrix [n, d]")
+    check_finite(x=x)
     maxima = row_maxima(x)
     b = smallest_maximum(maxima) if smallest is None else smallest
     numbers = bucket_numbers(maxima, b, check_ratio(ratio))
@@ -119,6 +128,8 @@ def support_basis(query: Tensor, key: Tensor, ratio: float) -> list[list[Tensor]
 
 def check_ratio(ratio: object) -> float:
     """A ratio above 1 as a float, or an error; inf means one bucket."""
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not ratio > 1:
-        raise InputError(f"ratio must be a number > 1 (inf: one bucket), got {ratio!r}")
-    return float(ratio)
+    if isinstance(ratio, Real) and not isinstance(ratio, bool):
+        with suppress(OverflowError):
+            if float(ratio) > 1:
+                return float(ratio)
+    raise InputError(f"ratio must be a number > 1 (inf: one bucket), got {ratio!r}")

@@ -53,6 +53,8 @@ class PowerKernel:
         if self.polynomial is None:
             return -math.inf, math.inf
         low, high = self.polynomial.log_ratio
+        if low == -math.inf:  # s may be negative, and an even power of it is not
+            high = max(high, math.log1p(self.polynomial.error))
         return self.power * low, self.power * high
 
     def on(self, reach: float) -> PowerKernel:

@@ -55,11 +55,12 @@ def check_sketch_size(size: object) -> int | None:
     """A sketch size as a plain int, None for no sketch, or an error."""
     if size is None:
         return None
-    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= LARGEST_SKETCH:
+    integral = isinstance(size, Integral) and not isinstance(size, bool)
+    if not integral or not 1 <= int(size) <= LARGEST_SKETCH:  # type: ignore[call-overload]
         raise InputError(
             f"sketch_size must be an integer from 1 to {LARGEST_SKETCH} or None, got {size!r}"
         )
-    return int(size)
+    return int(size)  # type: ignore[call-overload]
 
 
 def is_positive(number: object) -> TypeGuard[float]:

@@ -8,7 +8,7 @@ from numbers import Integral
 from ..cost import Work, kernel_work
 from ..errors import InputError
 from ..plans import HeadPlan
-from ..powers import PowerKernel
+from ..powers import LARGEST_POWER, PowerKernel
 from ..problem import Head
 from .base import Method, check_seed, check_sketch_size
 
@@ -35,10 +35,11 @@ class PowerAttention(Method):
 
     def __post_init__(self) -> None:
         power = self.power
-        if isinstance(power, bool) or not isinstance(power, Integral) or power < 2 or power % 2:
+        integral = isinstance(power, Integral) and not isinstance(power, bool)
+        if not integral or not 2 <= power <= LARGEST_POWER or power % 2:
             raise InputError(
-                f"power must be an even integer >= 2, got {power!r}; odd powers have negative "
-                "weights"
+                f"power must be an even integer from 2 to {LARGEST_POWER}, got {power!r}; odd "
+                "powers have negative weights"
             )
         object.__setattr__(self, "power", int(power))
         object.__setattr__(self, "sketch_size", check_sketch_size(self.sketch_size))
