@@ -8,7 +8,15 @@ from . import analysis, sketch
 from .api import attention, gaussian_kde, kernel_sum, plan
 from .certificate import Certificate
 from .errors import InputError, SupportBasisError
-from .methods import Auto, Exact, MultiThreshold, Polynomial, PowerAttention, SingleThreshold
+from .methods import (
+    Auto,
+    BlockSupport,
+    Exact,
+    MultiThreshold,
+    Polynomial,
+    PowerAttention,
+    SingleThreshold,
+)
 from .plans import Plan
 from .result import Result
 
@@ -16,6 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Auto",
+    "BlockSupport",
     "Certificate",
     "Exact",
     "InputError",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .buckets import bucket_of
-from .components import Component, ExactSum, PolynomialSum, PowerSum, SketchSum
+from .components import BlockSum, Component, ExactSum, PolynomialSum, PowerSum, SketchSum
 from .plans import BucketPair, HeadPlan
 from .powers import PowerKernel
 from .problem import Head
@@ -38,6 +38,7 @@ def support_basis(plan: HeadPlan, head: Head) -> list[RowGroup]:
     multi-threshold      row bucket x key bucket, a power of a polynomial (sketched
                          or not) or exact, for every pair of buckets
     power                all rows x all keys, a power of the score
+    block                all rows x all keys, by lists of keys and coarse keys
     ===================  ==========================================================
     """
     live = head.live_keys
@@ -48,6 +49,8 @@ def support_basis(plan: HeadPlan, head: Head) -> list[RowGroup]:
         return [RowGroup(None, [power_component(plan.kernel, live)])]
     if plan.kind == "multi-threshold":
         return _bucket_groups(plan, head)
+    if plan.kind == "block":
+        return _block_groups(plan, head)
     assert plan.polynomial is not None
     if plan.kind == "polynomial":
         return [RowGroup(None, [PolynomialSum(plan.polynomial, live)])]
@@ -75,6 +78,17 @@ def exact_component(plan: HeadPlan, head: Head) -> Component:
 def power_component(kernel: PowerKernel, keys: Tensor | None) -> Component:
     """A power kernel over some keys, sketched if it says so."""
     return PowerSum(keys, kernel=kernel) if kernel.sketch_size is None else SketchSum(kernel, keys)
+
+
+def _block_groups(plan: HeadPlan, head: Head) -> list[RowGroup]:
+    assert plan.blocks is not None and plan.frame is not None
+    lists = BlockSum(plan.blocks, plan.frame)
+    first = min(head.n, plan.exact_rows)
+    if not first:
+        return [RowGroup(None, [lists])]
+    rows = torch.arange(head.n, device=head.query.device)
+    groups = [RowGroup(rows[:first], [ExactSum(head.live_keys)])]
+    return groups + ([RowGroup(rows[first:], [lists])] if first < head.n else [])
 
 
 def _bucket_groups(plan: HeadPlan, head: Head) -> list[RowGroup]:

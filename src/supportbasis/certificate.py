@@ -111,12 +111,12 @@ def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int
     if not head.normalise:
         lost = min(1.0, vanishing * _smallest_row(outcome, at))
         return error + (1 + error) * (1 + eta) * (eta + narrow) + lost
-    if spread == math.inf and not nonnegative:
-        return math.inf
-    polynomial = 2 * math.tanh(spread / 4)
-    rounding = 2 * eta / (1 - eta) if eta < 1 else math.inf
     output = float(outcome.output[at].abs().max()) if outcome.output[at].numel() else 0.0
     trivial = 1 + output / largest if largest > 0 else 0.0
+    if spread == math.inf and not nonnegative:
+        return trivial if plan.kind == "block" else math.inf
+    polynomial = 2 * math.tanh(spread / 4)
+    rounding = 2 * eta / (1 - eta) if eta < 1 else math.inf
     invalid = int(outcome.invalid_rows[at]) > int(outcome.rescued_rows[at])
     total = polynomial + rounding + narrow + vanishing
     return min(trivial, max(total, 1.0) if invalid else total)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .blocks import BlockSettings
 from .components.streaming import CAUSAL_CHUNK, lane_count
 from .features import FeatureMap, block_rows, feature_count, tile_width
 from .powers import PowerKernel
@@ -118,6 +119,25 @@ def kernel_work(head: Head, rows: int, keys: int, kernel: PowerKernel) -> Work:
         dense_pairs=min(pairs, rows * CAUSAL_CHUNK // 2) if head.is_causal else 0,
         formed=tokens * (rank + packed),
         products=tokens * (sketch + packed * (head.value_dim + 1)),
+    )
+
+
+def block_work(
+    head: Head, settings: BlockSettings, levels: int, axes: int, keys: float, visited: int
+) -> Work:
+    """Frame, trees, selection and lists of a block support.
+
+    ``levels`` of splits that each token goes through, in ``axes`` coordinates; ``keys`` a query;
+    pairs of blocks and nodes that are ``visited``.
+    """
+    dim, tokens = head.dim, head.n + head.m
+    frame = 4 * tokens * dim * dim
+    trees = levels * axes * (axes + 3) * tokens // 2 + head.m * (4 * dim + 9 * head.value_dim)
+    lists = head.n / settings.block_size * keys * (3 * dim + 9 * head.value_dim)
+    return Work(
+        exact_pairs=int(head.n * keys),
+        products=int(frame + trees + lists),
+        scanned=visited * (8 * dim + head.value_dim),
     )
 
 

@@ -6,6 +6,10 @@ import math
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
+
+from .blocks import BlockSettings
+from .frame import Frame
 from .plans import KINDS, BucketPair, HeadPlan
 from .polynomials import CertifiedPolynomial
 from .powers import PowerKernel
@@ -19,6 +23,9 @@ def head_to_json(head: HeadPlan) -> dict[str, Any]:
         content["polynomial"] = _polynomial_to_json(head.polynomial)
     if head.kernel is not None:
         content["kernel"] = _kernel_to_json(head.kernel)
+    if head.blocks is not None and head.frame is not None:
+        content["blocks"], content["frame"] = asdict(head.blocks), _frame_to_json(head.frame)
+        content["exact_rows"], content["keys"] = head.exact_rows, head.keys
     if head.pairs:
         content["row_edges"], content["key_edges"] = head.row_edges, head.key_edges
         content["pairs"] = [_pair_to_json(pair) for pair in head.pairs]
@@ -30,8 +37,11 @@ def head_from_json(content: dict[str, Any]) -> HeadPlan:
     poly, kernel = content.pop("polynomial", None), content.pop("kernel", None)
     row_edges, key_edges = (_edges(content.pop(f"{side}_edges", [])) for side in ("row", "key"))
     pairs = tuple(_pair_from_json(pair) for pair in content.pop("pairs", ()))
+    blocks, frame = content.pop("blocks", None), content.pop("frame", None)
     head = HeadPlan(
         **content,
+        blocks=None if blocks is None else BlockSettings(**blocks),
+        frame=None if frame is None else _frame_from_json(frame),
         polynomial=None if poly is None else _polynomial_from_json(poly),
         kernel=None if kernel is None else _kernel_from_json(kernel),
         row_edges=row_edges,
@@ -51,6 +61,8 @@ def _check(head: HeadPlan) -> None:
         raise ValueError("a head has no polynomial")
     if head.kind == "power" and head.kernel is None:
         raise ValueError("a head has no kernel")
+    if head.kind == "block" and (head.blocks is None or head.frame is None):
+        raise ValueError("a head has no blocks")
     places = {(i, j) for i in range(len(head.row_edges)) for j in range(len(head.key_edges))}
     covered = [(pair.row, pair.key) for pair in head.pairs]
     if head.kind == "multi-threshold" and (set(covered) != places or len(covered) != len(places)):
@@ -99,6 +111,20 @@ def _kernel_from_json(content: dict[str, Any]) -> PowerKernel:
         None if size is None else int(size),
         int(content["seed"]),
     )
+
+
+def _frame_to_json(frame: Frame) -> dict[str, Any]:
+    return {name: getattr(frame, name).tolist() for name in Frame.__dataclass_fields__}
+
+
+def _frame_from_json(content: dict[str, Any]) -> Frame:
+    fields = {name: torch.tensor(value, dtype=torch.float64) for name, value in content.items()}
+    frame, dim = Frame(**fields), len(fields["spectrum"])
+    shapes = [tuple(x.shape) for x in (frame.query_centre, frame.key_centre)]
+    shapes += [tuple(x.shape) for x in (frame.query_map, frame.key_map)]
+    if shapes != [(dim,), (dim,), (dim, dim), (dim, dim)]:
+        raise ValueError(f"a frame has shapes {shapes}")
+    return frame
 
 
 def _pair_to_json(pair: BucketPair) -> dict[str, Any]:

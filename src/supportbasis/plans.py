@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from .blocks import BlockSettings
 from .errors import InputError
+from .frame import Frame
 from .polynomials import CertifiedPolynomial
 from .powers import PowerKernel
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 FORMAT = "supportbasis-plan-1"
 PRINTED_PAIRS = 8
-KINDS = ("exact", "polynomial", "single-threshold", "multi-threshold", "power")
+KINDS = ("exact", "polynomial", "single-threshold", "multi-threshold", "power", "block")
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,10 @@ class HeadPlan:
     row_edges: tuple[float, ...] = ()  # upper thresholds of the buckets of a multi-threshold basis
     key_edges: tuple[float, ...] = ()
     pairs: tuple[BucketPair, ...] = ()  # every row bucket with every key bucket
+    blocks: BlockSettings | None = None  # of a block support,
+    frame: Frame | None = None  # whose coordinates these are,
+    exact_rows: int = 0  # with that many rows exact at the start of a causal head,
+    keys: float = 0.0  # and that many keys a query, exact and coarse
 
     @property
     def degree(self) -> int | None:
@@ -99,6 +105,9 @@ class HeadPlan:
         if self.pairs:
             parts.append(f"{len(self.row_edges)} x {len(self.key_edges)} buckets")
             parts.append(_summary(self.pairs))
+        if self.blocks is not None:
+            parts.append(f"{self.keys:.0f} of {self.m} keys a query, price {self.blocks.price:.2g}")
+            parts.append("in a balanced frame")
         parts.append(f"cost {self.cost:.3g}, predicted {self.speedup:.3g}x as fast as exact")
         if self.measured is not None:
             parts.append(f"measured error {self.measured:.2g}")

@@ -18,7 +18,7 @@ def _norms(x: Tensor, maxima: Tensor) -> Tensor:
     """Row norms, never below the true ones: in float32 where no square can overflow or vanish."""
     top = float(maxima.max()) if maxima.numel() else 1.0
     dtype = torch.float32 if 1e-12 < top < 1e12 and x.dtype != torch.float64 else torch.float64
-    unit = top if top > 1e150 else 1.0
+    unit = top if top > 1e150 or 0 < top < 1e-150 else 1.0
     norms = torch.linalg.vector_norm(x / unit if unit != 1.0 else x, dim=-1, dtype=dtype).double()
     norms = norms * unit
     return norms * (1 + (x.shape[-1] + 4) * unit_roundoff(dtype))
@@ -42,6 +42,7 @@ class Head:
     normalise: bool  # attention divides by the row sum, a kernel sum does not
     mask: Tensor | None = None  # [n, m] bool or bias; only exact sums know what to do with it
     precision: torch.dtype | None = None  # of all sums; None: chosen from the input
+    memory: dict[object, object] = field(default_factory=dict, init=False, repr=False)  # of trees
 
     @property
     def dtype(self) -> torch.dtype:

@@ -13,12 +13,21 @@ from torch import Tensor
 
 from ..partial import Partial
 from ..problem import Head
+from .blocks import BlockSum
 from .exact import ExactSum
 from .polynomial import PolynomialSum
 from .power import PowerSum
 from .sketched import SketchSum
 
-__all__ = ["Component", "ExactSum", "PolynomialSum", "PowerSum", "SketchSum", "evaluate"]
+__all__ = [
+    "BlockSum",
+    "Component",
+    "ExactSum",
+    "PolynomialSum",
+    "PowerSum",
+    "SketchSum",
+    "evaluate",
+]
 
 
 class Component(Protocol):

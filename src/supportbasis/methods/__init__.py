@@ -6,6 +6,7 @@ from typing import Any
 
 from .auto import Auto
 from .base import Method
+from .block_support import BlockSupport
 from .exact import Exact
 from .multi_threshold import MultiThreshold
 from .polynomial import Polynomial
@@ -14,6 +15,7 @@ from .single_threshold import SingleThreshold
 
 __all__ = [
     "Auto",
+    "BlockSupport",
     "Exact",
     "Method",
     "MultiThreshold",
@@ -25,7 +27,15 @@ __all__ = [
 
 _METHODS: dict[str, type[Method]] = {
     method.__name__: method
-    for method in (Exact, Polynomial, SingleThreshold, MultiThreshold, PowerAttention, Auto)
+    for method in (
+        Exact,
+        Polynomial,
+        SingleThreshold,
+        MultiThreshold,
+        PowerAttention,
+        BlockSupport,
+        Auto,
+    )
 }
 
 

@@ -18,10 +18,12 @@ from ..problem import Head
 from ..rows import RowCheck
 from ..scores import ScoreSample
 from .base import Method, check_seed, exact_plan, is_positive
+from .block_support import BlockSearch
 from .single_threshold import threshold_plan
 
 PLANNING_SECONDS = 0.02  # what a search costs; exact attention below that is left alone
 SHARES = (0.0, 0.001, 0.004, 0.015, 0.05)  # of tokens that a candidate threshold makes large
+BLOCK_SIZE = 64
 MARGIN = 0.8  # of the tolerance that an estimate may use up before it is verified
 
 
@@ -49,11 +51,26 @@ class Auto(Method):
         if limit < PLANNING_SECONDS + cheapest:
             return exact_plan(head, "below the length where an approximation pays")
         search = _Search(head, self.tolerance, self.seed)
+        found = []
         for plan in search.candidates():
             measured = search.verify(plan)
             if measured is not None:
-                return replace(plan, measured=measured)
-        return exact_plan(head, f"no plan within {self.tolerance:g} is predicted to be faster")
+                found.append(replace(plan, measured=measured))
+                break
+        blocks = None if head.is_density else self._blocks(head)
+        if blocks is not None:
+            found.append(blocks)
+        best = max(found, key=lambda plan: plan.speedup, default=None)
+        if best is None or best.speedup <= 1:
+            return exact_plan(head, f"no plan within {self.tolerance:g} is predicted to be faster")
+        return best
+
+    def _blocks(self, head: Head) -> HeadPlan | None:
+        """Lists of exact and coarse keys within the tolerance, where they can be faster."""
+        search = BlockSearch.of(head, BLOCK_SIZE, self.seed)
+        if isinstance(search, str) or search.plan(1.0).speedup <= 1:
+            return None
+        return search.within(self.tolerance, self.seed)
 
 
 class _Search:

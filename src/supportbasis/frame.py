@@ -1,0 +1,95 @@
+"""Frames: coordinates in which scores are easier, without changing any of them.
+
+With centres a of the queries and c of the keys and maps A, B with A B^T = I,
+
+    scale <q, k> = <x, y> + scale <q, c> + scale <a, k - c>,
+    x = sqrt(scale) (q - a) A,    y = sqrt(scale) (k - c) B:
+
+softmax does not see the second term, which is one number for each row, and the third is a
+log-weight of each key. So any frame is valid for any data. A good one makes <x, y> small and its
+coordinates independent: `balanced` centres both sides and gives them equal, diagonal covariances.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .problem import Head
+
+LARGEST_LEAN = 1.0  # standard deviation of the log-weights that centring queries gives the keys
+FLOOR = 1e-3  # of the largest variance: directions below are not stretched any further
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """Centres [d] and maps [d, d] in float64, and the variance that each coordinate had."""
+
+    query_centre: Tensor
+    key_centre: Tensor
+    query_map: Tensor
+    key_map: Tensor
+    spectrum: Tensor  # [d], descending: of x and of y
+
+    def apply(self, head: Head) -> Head:
+        """The same head in this frame: scale 1, and key log-weights that hold the third term."""
+        root, like = math.sqrt(head.scale), head.query.new_empty((), dtype=head.dtype)
+        query = (head.query.to(like) - self.query_centre.to(like)) @ self.query_map.to(like)
+        key = head.key.to(like) - self.key_centre.to(like)
+        shift = (key @ self.query_centre.to(like)) * head.scale
+        if head.key_log_weight is not None:
+            shift = shift + head.key_log_weight.to(like)
+        return replace(
+            head,
+            query=query.mul_(root),
+            key=(key @ self.key_map.to(like)).mul_(root),
+            key_log_weight=shift,
+            scale=1.0,
+        )
+
+    def row_shift(self, head: Head, rows: Tensor | None) -> Tensor:
+        """The second term: what the log-sums of the rows lack in this frame."""
+        query = (head.query if rows is None else head.query[rows]).to(head.dtype)
+        return (query @ self.key_centre.to(query)) * head.scale
+
+
+def balanced(head: Head, tokens: int | None = None) -> Frame:
+    """The frame of a head, from its first ``tokens`` tokens (None: all of them).
+
+    With covariances Lq Lq^T and Lk Lk^T and the singular values U S V^T of Lq^T Lk, the maps
+    A = Lq^-T U S^1/2 and B = Lk^-T V S^1/2 give both sides the covariance S, and A B^T = I.
+    """
+    query, key = head.query[:tokens].double(), head.key[:tokens].double()
+    if head.key_log_weight is not None:
+        key = key[head.key_log_weight[:tokens] > -math.inf]
+    query_centre, query_root = _moments(query)
+    key_centre, key_root = _moments(key)
+    lean = head.scale * float((query_centre @ key_root).norm())  # of the key weights it makes
+    query_centre = query_centre * min(1.0, LARGEST_LEAN / max(lean, LARGEST_LEAN))
+    left, spectrum, right = torch.linalg.svd(query_root.T @ key_root)
+    stretch = spectrum.sqrt()
+    return Frame(
+        query_centre,
+        key_centre,
+        torch.linalg.solve(query_root.T, left) * stretch,
+        torch.linalg.solve(key_root.T, right.T) * stretch,
+        spectrum * head.scale,
+    )
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and a root L of the covariance, L L^T, with no direction far below the others."""
+    dim = x.shape[1]
+    identity = torch.eye(dim, dtype=x.dtype, device=x.device)
+    if not len(x):
+        return x.new_zeros(dim), identity
+    centre = x.mean(0)
+    away = x - centre
+    values, vectors = torch.linalg.eigh(away.T @ away / len(x))
+    largest = float(values[-1]) if dim else 0.0
+    if not largest > 0:
+        return centre, identity
+    return centre, vectors * values.clamp(min=FLOOR * largest).sqrt()

@@ -1,0 +1,212 @@
+"""Lists of exact and coarse keys for blocks of queries: for heads as trained models have them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..blocks import BlockSettings, Structure, remembered
+from ..components.blocks import block_sums
+from ..cost import block_work
+from ..errors import InputError
+from ..frame import balanced
+from ..plans import HeadPlan
+from ..problem import Head
+from ..sampling import RowSample, exact_rows
+from .base import Method, check_seed, exact_plan, is_positive
+
+LEAF = 16
+SAMPLED_BLOCKS = 48
+LEAST, MOST = -36.0, 0.0  # logarithms of the prices that are tried
+STEPS = 14
+LARGEST_SCORES = 100.0  # standard deviation: beyond, one key takes it all and no mean key helps
+CHECKED_BLOCKS, CHECKED_ROWS = 32, 8
+FIRST_KEYS = 100.0  # coarse keys a block among which a first guess divides the tolerated error
+TRIALS, AIM, ENOUGH = 6, 0.8, 0.6  # corrections, where they aim, and what is near enough
+
+
+@dataclass(frozen=True)
+class BlockSupport(Method):
+    """Every block of queries attends exactly to the keys that matter and coarsely to the rest.
+
+    Keys and queries are ordered by principal-axis trees in a balanced frame; every node of the
+    key tree is a coarse key; each block of ``block_size`` similar queries opens nodes from the
+    root down as long as the error that saves is worth the keys it costs. ``budget`` is the total
+    cost relative to exact attention, trees and selection included: it sets the price of a key.
+    With a ``tolerance`` instead, the price is the highest found whose measured error, on rows of
+    sampled blocks and at its upper limit (95 % confidence), is within it.
+
+    No bound is proved: coarse keys are judged by estimates, and the certificate measures.
+    """
+
+    budget: float | None = None  # 0.1 where there is no tolerance either
+    block_size: int = 64
+    tolerance: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.tolerance is not None:
+            raise InputError("budget and tolerance are both given; expected one of them")
+        if self.tolerance is None:
+            object.__setattr__(self, "budget", 0.1 if self.budget is None else self.budget)
+        for name in ("budget", "tolerance"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not is_positive(value):
+                raise InputError(f"{name} must be a finite number > 0, got {value!r}")
+            object.__setattr__(self, name, float(value))
+        size = self.block_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise InputError(f"block_size must be an integer >= 1, got {size!r}")
+        object.__setattr__(self, "seed", check_seed(self.seed))
+
+    def plan_head(self, head: Head) -> HeadPlan:
+        search = BlockSearch.of(head, self.block_size, self.seed)
+        if isinstance(search, str):
+            return exact_plan(head, search)
+        if self.tolerance is not None:
+            plan = search.within(self.tolerance, self.seed)
+            failure = f"no lists within {self.tolerance:g} were found"
+        else:
+            assert self.budget is not None
+            plan = search.affordable(self.budget)
+            failure = f"a budget of {self.budget:g} does not pay for the trees"
+        if plan is None:
+            return exact_plan(head, failure)
+        return plan if plan.cost < 1 else exact_plan(head, "lists would cost as much as all keys")
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSearch:
+    """Plans of one head at any price, costed on a sample of its blocks."""
+
+    head: Head
+    base: HeadPlan
+    whole: Structure
+    sample: Structure
+
+    @staticmethod
+    def of(head: Head, block_size: int, seed: int) -> BlockSearch | str:
+        """The search, or why there can be none."""
+        if head.is_causal:
+            return "blocks of queries would see each other's future"
+        keys = head.m if head.live_keys is None else len(head.live_keys)
+        if head.n < 2 * block_size or keys < 4 * LEAF:
+            return "there are too few tokens for blocks and trees"
+        prefix = prefix_of(head) if head.is_causal else None
+        frame = balanced(head, prefix)
+        if not float(frame.spectrum.square().sum().sqrt()) < LARGEST_SCORES:
+            return "scores are so large that one key takes it all"
+        settings = BlockSettings(1.0, block_size, LEAF, chunk_of(head, block_size))
+        base = HeadPlan(
+            "block", "", head.n, head.m, 1.0, 1.0,
+            blocks=settings, frame=frame, exact_rows=prefix or 0,
+        )  # fmt: skip
+        made = remembered(head, frame, settings)
+        return BlockSearch(head, base, made, made.sample(SAMPLED_BLOCKS, seed))
+
+    def plan(self, price: float) -> HeadPlan:
+        """The plan at a price, with its cost."""
+        settings = self.base.blocks
+        assert settings is not None
+        keys = float(settings.chunk) / 2 if self.head.is_causal else 0.0
+        visited, leaf = 0.0, self.sample.forest.leaf_size
+        for layer, lists, whole in zip(
+            self.sample.layers, self.sample.select(price), self.whole.layers, strict=True
+        ):
+            keys += lists.keys(leaf) / max(1, len(layer))
+            visited += lists.visited * len(whole) / max(1, len(layer))
+        exact = self.base.exact_rows**2 / 2 / max(1, self.head.n)
+        work = block_work(
+            self.head, settings, self.whole.levels, self.whole.axes, keys + exact, int(visited)
+        )
+        return replace(
+            self.base,
+            blocks=replace(settings, price=price),
+            keys=keys,
+            cost=work.cost(self.head),
+            speedup=work.speedup(self.head),
+        )
+
+    def affordable(self, budget: float) -> HeadPlan | None:
+        """The plan of the lowest price within the budget."""
+        low, high = LEAST, MOST
+        found = self.plan(math.exp(high))
+        if found.cost > budget:
+            return None
+        for _ in range(STEPS):
+            middle = (low + high) / 2
+            finer = self.plan(math.exp(middle))
+            if finer.cost <= budget:
+                found, high = finer, middle
+            else:
+                low = middle
+        return found
+
+    def within(self, tolerance: float, seed: int) -> HeadPlan | None:
+        """The cheapest plan found whose measured error, at its upper limit, is within tolerance.
+
+        The error of a list goes with the root of the price, so a few corrections suffice.
+        """
+        check = BlockCheck.draw(self.whole, self.head, seed)
+        price, found = tolerance**2 / FIRST_KEYS, None
+        for _ in range(TRIALS):
+            measured, limit = check.error(price)
+            if limit <= tolerance:
+                found = replace(self.plan(price), measured=measured)
+                if limit > ENOUGH * tolerance or price >= 1:
+                    break
+            elif found is not None:
+                break
+            price = min(1.0, price * (AIM * tolerance / max(limit, 1e-12)) ** 2)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCheck:
+    """A few rows of some blocks, with their exact output: what lists of any price are held to."""
+
+    structure: Structure  # of the blocks that hold the rows
+    rows: Tensor  # [blocks, rows]
+    exact: Tensor  # [blocks, rows, dv]
+    blocks: int  # of the whole head
+
+    @staticmethod
+    def draw(whole: Structure, head: Head, seed: int) -> BlockCheck:
+        generator = torch.Generator().manual_seed(seed)
+        layer = whole.layers[-1]
+        chosen = torch.randperm(len(layer), generator=generator)[:CHECKED_BLOCKS]
+        size = layer.rows.shape[1]
+        places = torch.stack(
+            [torch.randperm(size, generator=generator)[:CHECKED_ROWS] for _ in chosen]
+        )
+        rows = layer.rows[chosen.to(layer.rows.device)].gather(1, places.to(layer.rows.device))
+        rows = rows[(rows >= 0).all(1)]
+        exact = exact_rows(head, rows.flatten()).view(*rows.shape, -1)
+        return BlockCheck(whole.around(rows.flatten()), rows, exact, len(layer))
+
+    def error(self, price: float) -> tuple[float, float]:
+        """Relative Frobenius error of the sampled rows, and its upper limit for all rows: whole
+        blocks are the units of the sample, because the rows of a block fail together."""
+        total = block_sums(self.structure, self.structure.select(price))
+        output = total.divide_(total.seen)[0][self.rows].double()
+        squared = (output - self.exact).square().sum((1, 2))
+        size = self.exact.square().sum((1, 2))
+        units = torch.arange(len(self.rows), device=squared.device)
+        nobody = torch.zeros_like(units, dtype=torch.bool)
+        return RowSample(units, nobody, self.blocks).frobenius_limit(squared, size)
+
+
+def prefix_of(head: Head) -> int:
+    """Rows at the start of a causal head that are exact, and whose tokens make the frame."""
+    return min(head.n, max(64, head.n // 32))
+
+
+def chunk_of(head: Head, block_size: int) -> int:
+    """Positions that see each other exactly: a power of two near n / 64."""
+    wish = max(2 * block_size, LEAF, min(512, head.n // 64))
+    return int(2 ** math.floor(math.log2(wish)))

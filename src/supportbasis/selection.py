@@ -1,0 +1,216 @@
+"""Which nodes a block of queries sees coarsely, and which leaves exactly.
+
+From the roots down, a node is opened when the error it would cause as one coarse key is worth more
+than the keys it takes to avoid it: when its squared error, in units of the squared output, exceeds
+a price times the number of keys that opening adds. A tree's nodes are visited only below nodes
+that were opened, so the work is proportional to the lists that come out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .forest import Forest
+
+EXPONENT = 6.0  # score variances beyond are as bad as they get
+
+
+Pairs = tuple[Tensor, Tensor]  # block and node of each pair, sorted by block
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Blocks of queries: their mean and the variance of their members, [blocks, d]."""
+
+    mean: Tensor
+    variance: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """Pairs of a block with a node that it sees coarsely, and with a leaf that it sees exactly;
+    how many pairs were visited to find them, and the error that is left by the estimate."""
+
+    coarse: Pairs
+    exact: Pairs
+    visited: int
+    error: Tensor  # [blocks]: squared, over the squared size of the output
+
+    def keys(self, leaf_size: int) -> int:
+        """Keys in all lists together."""
+        return len(self.coarse[0]) + leaf_size * len(self.exact[0])
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """What a block believes before it has looked closely: total mass, output, size of it."""
+
+    log_mass: Tensor  # [blocks]
+    output: Tensor  # [blocks, dv]
+    size: Tensor  # [blocks]: squared length of the output
+
+    def sample(self, members: Tensor) -> View:
+        return View(self.log_mass[members], self.output[members], self.size[members])
+
+
+def select(forest: Forest, blocks: Blocks, view: View, start: Pairs, price: float) -> Lists:
+    """The lists of all blocks, opened from the pairs of ``start``, which cover what they see."""
+    block, node = start
+    coarse, exact, visited = [], [], 0
+    error_left = blocks.mean.new_zeros(len(blocks.mean))
+    settled = torch.full_like(error_left, -math.inf)  # log mass of what is decided
+    while True:
+        visited += len(node)
+        mass = _masses(forest, blocks, block, node)
+        total = torch.logaddexp(settled, _log_sums(mass.least, block, len(settled)))
+        total = torch.maximum(total, view.log_mass)
+        error = _error(forest, blocks, view, block, node, mass, total)
+        leaf = forest.child[node] < 0
+        added = torch.where(leaf, float(forest.leaf_size - 1), 1.0)
+        opened = error > price * added
+        coarse.append((block[~opened], node[~opened]))
+        error_left.index_add_(0, block[~opened], error[~opened])
+        seen = opened & leaf
+        exact.append((block[seen], forest.leaf[node[seen]]))
+        inner = opened & ~leaf
+        if not bool(inner.any()):
+            break
+        decided = _log_sums(mass.least[~inner], block[~inner], len(settled))
+        settled = torch.logaddexp(settled, decided)
+        block, node = children(forest, (block[inner], node[inner]))
+    return Lists(_sorted(coarse), _sorted(exact), visited, error_left)
+
+
+def children(forest: Forest, pairs: Pairs) -> Pairs:
+    """Both children of every node, which must have them."""
+    block, node = pairs
+    first = forest.child[node]
+    return block.repeat_interleave(2), torch.stack([first, first + 1], 1).flatten()
+
+
+def descend(forest: Forest, pairs: Pairs, levels: int) -> Pairs:
+    """The same keys some levels down; leaves stay."""
+    for _ in range(levels):
+        block, node = pairs
+        inner = forest.child[node] >= 0
+        below = children(forest, (block[inner], node[inner]))
+        pairs = _sorted([(block[~inner], node[~inner]), below])
+    return pairs
+
+
+def _sorted(parts: list[Pairs]) -> Pairs:
+    block, item = (torch.cat(column) for column in zip(*parts, strict=True))
+    order = block.argsort(stable=True)
+    return block[order], item[order]
+
+
+def look(forest: Forest, blocks: Blocks, start: Pairs) -> View:
+    """Every block with its first nodes: a softmax over coarse keys."""
+    block, node = start
+    count, value = len(blocks.mean), forest.value[node]
+    log_mass = _masses(forest, blocks, block, node).least
+    total = _log_sums(log_mass, block, count)
+    share = (log_mass - total[block]).exp().nan_to_num(0.0)
+    tiny = torch.finfo(share.dtype).tiny
+    output = value.new_zeros(count, value.shape[1]).index_add_(0, block, share.unsqueeze(1) * value)
+    size = output.square().sum(1)
+    size = size.index_add_(0, block, share.square() * forest.scatter[node])
+    return View(total, output, size.clamp(min=tiny))
+
+
+def add_views(rows: Sequence[Tensor], views: Sequence[View], n: int) -> list[View]:
+    """The views of a row's blocks in all layers as one; each block then has the mean of its rows'.
+
+    ``rows`` [blocks, size] are those of each layer, -1 for none; one view more than layers is
+    another of the first layer.
+    """
+    parts = [*zip(rows, views[: len(rows)], strict=True), (rows[0], views[-1])]
+    spread = [_of_rows(at, view, n) for at, view in parts]
+    log_mass = torch.stack([view.log_mass for view in spread])
+    total = log_mass.logsumexp(0)
+    share = (log_mass - torch.where(total > -math.inf, total, 0.0)).exp()
+    output = sum(s.unsqueeze(1) * v.output for s, v in zip(share, spread, strict=True))
+    noise = (
+        s.square() * (v.size - v.output.square().sum(1)) for s, v in zip(share, spread, strict=True)
+    )
+    assert isinstance(output, Tensor)
+    size = output.square().sum(1) + sum(noise)
+    whole = View(total, output, size.clamp(min=torch.finfo(size.dtype).tiny))
+    return [_of_blocks(at, whole) for at in rows]
+
+
+def _of_rows(rows: Tensor, view: View, n: int) -> View:
+    """What each row's block believes."""
+    at, real = rows.flatten(), (rows >= 0).flatten()
+    block = torch.arange(len(rows), device=rows.device).repeat_interleave(rows.shape[1])
+    owner = torch.zeros(n, dtype=torch.long, device=rows.device)
+    owner[at[real]] = block[real]
+    return view.sample(owner)
+
+
+def _of_blocks(rows: Tensor, view: View) -> View:
+    """The mean over the rows of each block; fillers count as the first row."""
+    real = torch.where(rows >= 0, rows, rows.amax(1, keepdim=True))
+    return View(view.log_mass[real].mean(1), view.output[real].mean(1), view.size[real].mean(1))
+
+
+def _log_sums(log_mass: Tensor, block: Tensor, count: int) -> Tensor:
+    """Log-sum-exp of the pairs of each block; -inf where there are none."""
+    top = log_mass.new_full((count,), -math.inf).scatter_reduce_(0, block, log_mass, "amax")
+    unit = torch.where(top > -math.inf, top, 0.0)
+    weight = (log_mass - unit[block]).exp()
+    return weight.new_zeros(count).index_add_(0, block, weight).log() + unit
+
+
+class _Masses(NamedTuple):
+    """Nodes as blocks see them, for the mean query of the block."""
+
+    least: Tensor  # lower bound of the log mass: that of the mean key, by Jensen's inequality
+    likely: Tensor  # estimate of the log mass
+    inner: Tensor  # variance of the scores over the keys of the node
+    outer: Tensor  # the same over the queries of the block too
+
+
+def _masses(forest: Forest, blocks: Blocks, block: Tensor, node: Tensor) -> _Masses:
+    """The mean of exp over Gaussian scores of variance t is exp(t/2); over N scores of any kind it
+    is below the largest, and none of N numbers is more than sqrt((N - 1) t) above their mean."""
+    mean, variance = blocks.mean[block], forest.variance[node]
+    inner = (mean.square() * variance).sum(1)
+    outer = (blocks.variance[block] * variance).sum(1)
+    least = (mean * forest.key[node]).sum(1) + forest.log_mass[node]
+    above = torch.minimum(inner / 2, (inner * forest.others[node]).sqrt())
+    return _Masses(least, least + above, inner, outer)
+
+
+def _error(
+    forest: Forest,
+    blocks: Blocks,
+    view: View,
+    block: Tensor,
+    node: Tensor,
+    mass: _Masses,
+    total: Tensor,
+) -> Tensor:
+    """Estimated squared error of nodes as coarse keys, over the squared size of the output.
+
+    With t the variance of a node's scores, three things go wrong: values that know nothing of
+    their keys are weighed alike (t times their scatter); the covariance is right only for the
+    mean query, and to first order; and the mass is right to second order.
+    """
+    both = (mass.inner + mass.outer).clamp(max=EXPONENT)
+    linked = forest.linked[node]
+    known = linked.shape[1]
+    error = torch.expm1(both) * forest.scatter[node]
+    error += (blocks.variance[block, :known] * linked).sum(1)
+    second = (both.square() / 4).clamp(max=1)
+    error += second * (blocks.mean[block, :known].square() * linked).sum(1)
+    off = (both.pow(1.5) / 6 + mass.outer).clamp(max=2)
+    error += off.square() * (forest.value[node] - view.output[block]).square().sum(1)
+    share = (mass.likely - total[block]).clamp(max=0).mul(2).exp()
+    return share * error / view.size[block]

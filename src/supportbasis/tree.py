@@ -1,0 +1,64 @@
+"""Trees of tokens: batched median splits along principal axes, and what each node holds."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+ITERATIONS = 6  # of the power method; the axis need not be exact
+EXPLAINED = 0.99  # of the variance of the scores: directions beyond are not looked at
+
+
+def leading(spectrum: Tensor) -> int:
+    """Number of leading coordinates that carry nearly all the variance of the scores."""
+    share = spectrum.square().cumsum(0)
+    if not len(share) or float(share[-1]) <= 0:
+        return min(1, len(share))
+    return int((share < EXPLAINED * share[-1]).sum()) + 1
+
+
+def leaf_layout(tokens: int, leaf: int) -> tuple[int, int]:
+    """Depth of the tree, and tokens a leaf: at most ``leaf``, all leaves alike."""
+    depth = max(0, math.ceil(math.log2(max(1, tokens) / leaf)))
+    return depth, math.ceil(max(1, tokens) / 2**depth)
+
+
+def order(x: Tensor, depth: int) -> Tensor:
+    """Positions of the tokens ``x`` [segments, tokens, dim] in the order of the tree's leaves.
+
+    Each level splits every node at the median of its projections on its principal axis; the
+    number of tokens is a multiple of 2^depth. One gather, one product and one sort a level.
+    """
+    segments, tokens, dim = x.shape
+    position = torch.arange(tokens, device=x.device).expand(segments, tokens)
+    flat = x.reshape(segments * tokens, dim)
+    offset = torch.arange(segments, device=x.device).unsqueeze(1) * tokens
+    for level in range(depth):
+        nodes = (position + offset).reshape(segments << level, tokens >> level)
+        part = flat[nodes]
+        part = part - part.mean(1, keepdim=True)
+        along = (part @ _axis(part)).squeeze(2)
+        index = along.argsort(1)
+        position = position.reshape(nodes.shape).gather(1, index).reshape(segments, tokens)
+    return position
+
+
+def _signs(like: Tensor) -> Tensor:
+    """Fixed signs: a start of the power method that is orthogonal to no axis one would think of."""
+    bits = torch.randint(2, like.shape[2:], generator=torch.Generator().manual_seed(0))
+    return (2 * bits - 1).to(like)
+
+
+def _axis(part: Tensor) -> Tensor:
+    """Approximate principal axes of centred tokens [nodes, tokens, dim]: [nodes, dim, 1]."""
+    covariance = part.transpose(1, 2) @ part
+    diagonal = covariance.diagonal(dim1=1, dim2=2)
+    tiny = torch.finfo(part.dtype).tiny
+    covariance = covariance / diagonal.sum(1).clamp(min=tiny).view(-1, 1, 1)
+    axis = (diagonal.sqrt() * _signs(part)).unsqueeze(2) + tiny
+    for _ in range(ITERATIONS):
+        axis = covariance @ axis
+        axis = axis / axis.norm(dim=1, keepdim=True).clamp(min=tiny)
+    return axis
