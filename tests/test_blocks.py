@@ -14,7 +14,7 @@ from supportbasis.components import BlockSum, ExactSum, evaluate
 from supportbasis.forest import build, tilted
 from supportbasis.frame import balanced
 from supportbasis.inputs import attention_problem
-from supportbasis.tree import leading, leaf_layout, order
+from supportbasis.tree import assign, leading, leaf_layout, order
 
 
 def head_of(q, k, v, bias=None, causal=False, scale=None):
@@ -95,13 +95,13 @@ def test_frames_of_flat_and_empty_data():
 )
 def test_the_order_of_a_tree_is_a_permutation_of_each_segment(segments, depth, leaf, dim):
     x = torch.randn(segments, leaf << depth, dim, generator=torch.Generator().manual_seed(0))
-    at = order(x, depth)
+    at, _ = order(x, depth)
     assert torch.equal(at.sort(1).values, torch.arange(leaf << depth).expand(segments, -1))
 
 
 def test_a_tree_on_a_line_sorts_it():
     x = torch.randn(1, 64, 1, generator=torch.Generator().manual_seed(0))
-    leaves = x[0, order(x, 4)[0], 0].view(16, 4)
+    leaves = x[0, order(x, 4)[0][0], 0].view(16, 4)
     edges = torch.stack([leaves.amin(1), leaves.amax(1)], 1)
     forward = edges[edges[:, 0].argsort()]
     assert (forward[1:, 0] >= forward[:-1, 1]).all()  # leaves do not overlap
@@ -111,7 +111,7 @@ def test_a_tree_on_a_line_sorts_it():
 
 def test_a_tree_finds_clusters():
     _, k, _ = clustered(n=2048, clusters=8, noise=0.02)
-    leaves = k[0, 0][order(k[0], 5)[0]].view(32, 64, -1)
+    leaves = k[0, 0][order(k[0], 5)[0][0]].view(32, 64, -1)
     assert float(leaves.var(1).sum(1).median()) < 0.01 * float(k[0, 0].var(0).sum())
 
 
@@ -220,7 +220,7 @@ def test_lists_cover_every_key_once():
     made = remembered(original, balanced(original), BlockSettings(1.0, 32, 8, 64))
     for price in (1.0, 1e-4, 1e-8, 0.0):
         (lists,) = made.select(price)
-        for block in range(0, len(made.layers[0]), 5):
+        for block in range(0, len(made.layers[0].owner), 5):
             nodes = lists.coarse[1][lists.coarse[0] == block]
             leaves = [lists.exact[1][lists.exact[0] == block]]
             leaves += [keys_below(made.forest, node.view(1)) for node in nodes]
@@ -238,7 +238,7 @@ def test_a_lower_price_buys_more_keys_and_less_error():
         part = BlockSum(BlockSettings(price, 64, 16, 256), frame)
         total = evaluate([part], head, None)
         made = remembered(head, frame, part.settings)
-        keys.append(made.select(price)[0].keys(16))
+        keys.append(int(made.select(price)[0].lengths(16).sum()))
         errors.append(relative(total.divide_(total.seen)[0], exact))
     assert keys == sorted(keys) and keys[-1] > 2 * keys[0]
     assert errors == sorted(errors, reverse=True) and errors[-1] < errors[0] / 5
@@ -250,9 +250,8 @@ def test_first_masses_are_lower_bounds():
     made = remembered(head, balanced(head), BlockSettings(1.0, 1, 8, 64))  # blocks of one query
     layer = made.layers[0]
     lse = (layer.query[:, 0] @ made.head.key.T + made.head.key_log_weight).logsumexp(1)
-    assert (made.views[0].log_mass <= lse + 1e-9).all()
-    block, node = layer.start
-    mass = selection._masses(made.forest, layer.blocks, block, node)
+    assert (layer.view.log_mass <= lse + 1e-9).all()
+    mass = selection._masses(made.forest, layer.cells, *layer.start)
     assert (mass.likely >= mass.least).all()
 
 
@@ -351,11 +350,78 @@ def test_degenerate_data_is_right_and_finite(change):
     assert relative(result.output, exact) < 1e-3
 
 
-def test_short_heads_and_causal_heads_are_exact_and_say_why():
+def test_short_heads_and_tight_budgets_are_exact_and_say_why():
     q, k, v = clustered(n=100)
-    for call, why in (({}, "too few"), ({"is_causal": True}, "future")):
-        plan = sb.plan(q, k, v, method=sb.BlockSupport(0.5), **call)
-        assert plan.heads[0].kind == "exact" and why in plan.heads[0].reason
+    plan = sb.plan(q, k, v, method=sb.BlockSupport(0.5))
+    assert plan.heads[0].kind == "exact" and "too few" in plan.heads[0].reason
+    plan = sb.plan(*clustered(n=1000), method=sb.BlockSupport(0.01))
+    assert plan.heads[0].kind == "exact" and "budget" in plan.heads[0].reason
+
+
+# ---- causal -----------------------------------------------------------------------------------
+
+
+def test_tokens_fall_into_the_leaves_of_another_tree():
+    x = torch.randn(3, 256, 4, generator=torch.Generator().manual_seed(0))
+    at, splits = order(x, 5)
+    leaf = torch.empty(3, 256, dtype=torch.long)
+    leaf.scatter_(1, at, torch.arange(32).repeat_interleave(8).expand(3, -1))
+    assert torch.equal(assign(x, splits), leaf)  # its own tokens fall where they are
+    moved = assign(x + 1e-4 * torch.randn(x.shape, generator=torch.Generator()), splits)
+    assert (moved == leaf).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("t", [1, 100, 777, 2048, 3001, 4095])
+def test_nothing_is_known_of_the_future(t):
+    """With one plan, outputs before position t do not depend on any token from t on."""
+    q, k, v = clustered(n=4096)
+    plan = sb.plan(q, k, v, is_causal=True, method=sb.BlockSupport(0.3))
+    assert plan.heads[0].kind == "block"
+    before = sb.attention(q, k, v, is_causal=True, plan=plan)
+    generator = torch.Generator().manual_seed(t)
+    for x in (q, k, v):
+        x[:, :, t:] = 2 * torch.randn(x[:, :, t:].shape, generator=generator)
+    after = sb.attention(q, k, v, is_causal=True, plan=plan)
+    torch.testing.assert_close(before[:, :, :t], after[:, :, :t], rtol=0, atol=2e-6)
+    assert float((before - after)[:, :, t:].abs().max()) > 0.1
+
+
+def test_the_frame_of_a_causal_plan_knows_only_the_rows_that_are_exact():
+    q, k, v = clustered(n=4096)
+    plan = sb.plan(q, k, v, is_causal=True, method=sb.BlockSupport(0.3)).heads[0]
+    for x in (q, k, v):
+        x[:, :, plan.exact_rows :] *= 1.5
+    again = sb.plan(q, k, v, is_causal=True, method=sb.BlockSupport(0.3)).heads[0]
+    assert again.exact_rows == plan.exact_rows == 128
+    assert torch.equal(again.frame.query_map, plan.frame.query_map)
+    assert torch.equal(again.frame.key_centre, plan.frame.key_centre)
+
+
+def test_causal_budgets_and_tolerances():
+    q, k, v = clustered(n=8192)
+    exact, _ = dense_attention(q, k, v, is_causal=True)
+    call = {"is_causal": True}
+    result = sb.attention(q, k, v, method=sb.BlockSupport(0.2), return_result=True, **call)
+    assert 0.15 < result.plan.cost <= 0.2
+    error = relative(result.output, exact)
+    assert error < 0.1 and error <= 1.1 * float(result.certificate.limit)
+    for tolerance in (0.1, 0.03):
+        plan = sb.plan(q, k, v, method=sb.BlockSupport(tolerance=tolerance), **call)
+        given = sb.attention(q, k, v, plan=plan, **call)
+        assert relative(given, exact) <= 1.25 * tolerance
+
+
+@pytest.mark.parametrize(("n", "m"), [(3000, 2000), (2000, 3000), (2049, 2049)])
+def test_causal_lengths_that_differ(n, m):
+    q, k, v = clustered(n=3000)
+    q, k, v = q[:, :, :n], k[:, :, :m], v[:, :, :m]
+    mask = torch.rand(m, generator=torch.Generator().manual_seed(0)) < 0.9
+    mask[0] = True
+    call = {"is_causal": True, "attn_mask": mask}
+    result = sb.attention(q, k, v, method=sb.BlockSupport(0.6), return_result=True, **call)
+    exact, _ = dense_attention(q, k, v, mask, is_causal=True)
+    assert result.plan.heads[0].kind == "block"
+    assert relative(result.output, exact) < 0.15
 
 
 def test_kernel_sums_by_blocks():

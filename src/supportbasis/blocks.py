@@ -1,10 +1,12 @@
-"""Blocks of queries and trees of keys: the data of a block support, built once for a head.
+"""Cells of queries and trees of keys: the data of a block support, built once for a head.
 
-Queries are ordered by a tree too, into equal blocks whose members want nearly the same keys. With
-causal attention time comes first. Positions are cut into chunks, whose queries and keys meet
-exactly; and for every width of 1, 4, 16, ... chunks there is a layer, in which the queries of a
-window of that width meet the windows before it within the same window of the next layer. So far
-keys are seen by large windows, in which blocks are compact, and every pair meets once.
+Queries are ordered by a tree too; a cell of it holds queries that want nearly the same keys, and
+selection is done once for a cell. With causal attention time comes first. Positions are cut into
+chunks, whose queries and keys meet exactly; and for every width of 1, 4, 16, ... chunks there is a
+layer, in which the queries of a window of that width meet the windows before it within the same
+window of the next layer. So far keys are seen by large windows, and every pair meets once. The
+cells of a window are those of the window before it, into which its queries fall one by one: so
+neither the cells nor what is selected for them depend on anything that comes later.
 """
 
 from __future__ import annotations
@@ -18,18 +20,18 @@ from torch import Tensor
 from .forest import Forest, build, joined
 from .frame import Frame
 from .problem import Head
-from .selection import Blocks, Lists, Pairs, View, add_views, descend, look, select
-from .tree import leading, leaf_layout, order
+from .selection import Blocks, Lists, Pairs, View, descend, look, select
+from .tree import assign, leading, leaf_layout, order
 
 BASE = 4  # windows of one layer that make a window of the next
-START_NODES = 64  # that a block looks at before it opens any
+START_NODES = 64  # that a cell looks at before it opens any
 
 
 @dataclass(frozen=True)
 class BlockSettings:
     """What a block support is made with."""
 
-    price: float  # squared error for which a block takes one more key
+    price: float  # squared error for which a cell takes one more key
     block_size: int
     leaf_size: int
     chunk: int  # positions that are exact among themselves, in causal attention
@@ -37,72 +39,80 @@ class BlockSettings:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Blocks of queries and where their selection starts. Rows of -1 fill blocks up."""
+    """Cells of queries, and blocks of rows that each share the list of one cell."""
 
-    rows: Tensor  # [blocks, size]
+    cells: Blocks
+    start: Pairs  # cells and the nodes where their selection starts
+    view: View  # what each cell knows before selection
+    rows: Tensor  # [blocks, size], -1 for none
     query: Tensor  # [blocks, size, d], in the frame
-    blocks: Blocks
-    window: Tensor  # [blocks]: the window that the rows of a block lie in
-    start: Pairs
-
-    def __len__(self) -> int:
-        return len(self.rows)
+    owner: Tensor  # [blocks]: the cell of each block
 
     def sample(self, members: Tensor) -> Layer:
-        """Some of the blocks, in ascending order."""
-        block, node = self.start
-        place = torch.searchsorted(members, block).clamp(max=len(members) - 1)
-        kept = members[place] == block
-        blocks = Blocks(self.blocks.mean[members], self.blocks.variance[members])
-        start = (place[kept], node[kept])
-        return Layer(self.rows[members], self.query[members], blocks, self.window[members], start)
+        """Some of the cells, in ascending order, and their blocks."""
+        cells = Blocks(self.cells.mean[members], self.cells.variance[members])
+        start, kept = _renumbered(self.start[0], members)
+        owner, held = _renumbered(self.owner, members)
+        return Layer(
+            cells,
+            (start, self.start[1][kept]),
+            self.view.sample(members),
+            self.rows[held],
+            self.query[held],
+            owner,
+        )
+
+
+def _renumbered(cell: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
+    """New numbers of the cells that are members, and which ones those are."""
+    if not len(members):
+        return cell[:0], torch.zeros_like(cell, dtype=torch.bool)
+    place = torch.searchsorted(members, cell).clamp(max=len(members) - 1)
+    kept = members[place] == cell
+    return place[kept], kept
 
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """A head in its frame, its trees, its layers, and what each block knows before selection."""
+    """A head in its frame, its trees and its layers."""
 
     head: Head
     forest: Forest
     layers: tuple[Layer, ...]
-    views: tuple[View, ...]
-    chunk_keys: Tensor | None  # [chunks, size]: keys of each chunk, -1 for none; None: not causal
+    chunks: Tensor | None  # causal: which chunks meet themselves; None: not causal
     axes: int  # coordinates that trees split along
     levels: int  # of splits that a token goes through in all trees, as a query and as a key
 
     def select(self, price: float) -> list[Lists]:
-        """The lists of all blocks of each layer."""
-        pairs = zip(self.layers, self.views, strict=True)
+        """The lists of all cells of each layer."""
         return [
-            select(self.forest, layer.blocks, view, layer.start, price) for layer, view in pairs
+            select(self.forest, layer.cells, layer.view, layer.start, price)
+            for layer in self.layers
         ]
 
     def sample(self, count: int, seed: int) -> Structure:
-        """At most ``count`` blocks of each layer."""
+        """At most ``count`` cells of each layer."""
         generator = torch.Generator().manual_seed(seed)
-        layers, views = [], []
-        for layer, view in zip(self.layers, self.views, strict=True):
-            order = torch.randperm(len(layer), generator=generator)[:count]
-            members = order.sort().values.to(layer.rows.device)
-            layers.append(layer.sample(members))
-            views.append(view.sample(members))
-        return replace(self, layers=tuple(layers), views=tuple(views))
+        layers = []
+        for layer in self.layers:
+            chosen = torch.randperm(len(layer.cells.mean), generator=generator)[:count]
+            layers.append(layer.sample(chosen.sort().values.to(layer.rows.device)))
+        return replace(self, layers=tuple(layers))
 
-    def around(self, rows: Tensor) -> Structure:
-        """The blocks that hold the given rows."""
-        layers, views = [], []
+    def around(self, rows: Tensor, chunk: int) -> Structure:
+        """The cells and chunks that hold the given rows."""
         wanted = torch.zeros(self.head.n, dtype=torch.bool, device=rows.device)
         wanted[rows] = True
-        for layer, view in zip(self.layers, self.views, strict=True):
-            held = wanted[layer.rows.clamp(min=0)] & (layer.rows >= 0)
-            members = held.any(1).nonzero().squeeze(1)
-            layers.append(layer.sample(members))
-            views.append(view.sample(members))
-        return replace(self, layers=tuple(layers), views=tuple(views))
+        layers = []
+        for layer in self.layers:
+            held = (wanted[layer.rows.clamp(min=0)] & (layer.rows >= 0)).any(1)
+            layers.append(layer.sample(layer.owner[held].unique()))
+        chunks = None if self.chunks is None else (rows // chunk).unique()
+        return replace(self, layers=tuple(layers), chunks=chunks)
 
 
 def remembered(head: Head, frame: Frame, settings: BlockSettings) -> Structure:
-    """Trees and blocks of a head, built once: the planner's serve the execution too."""
+    """Trees and cells of a head, built once: the planner's serve the execution too."""
     at = (frame, settings.block_size, settings.leaf_size, settings.chunk)
     if at not in head.memory:
         build_it = _causal if head.is_causal else _whole
@@ -113,44 +123,34 @@ def remembered(head: Head, frame: Frame, settings: BlockSettings) -> Structure:
 
 
 def _whole(head: Head, spectrum: Tensor, settings: BlockSettings) -> Structure:
-    """Every row sees every key: one tree, one layer."""
+    """Every row sees every key: one tree, one layer, and blocks that are their own cells."""
     live, device = head.live_keys, head.query.device
     keys = torch.arange(head.m, device=device) if live is None else live
     forest = build(head, spectrum, keys.unsqueeze(0), settings.leaf_size)
     down = int(math.log2(START_NODES))
     _, nodes = descend(forest, (torch.zeros_like(forest.roots), forest.roots), down)
-    rows = torch.arange(head.n, device=device).unsqueeze(0)
-    rows, query, window = _query_blocks(head, spectrum, rows, settings.block_size)
-    block = torch.arange(len(rows), device=device).repeat_interleave(len(nodes))
-    blocks = Blocks(query.mean(1), query.var(1, unbiased=False))
-    layer = Layer(rows, query, blocks, window, (block, nodes.repeat(len(rows))))
-    view = look(forest, blocks, layer.start)
-    depth = leaf_layout(len(keys), settings.leaf_size)[0]
-    levels = depth + leaf_layout(head.n, settings.block_size)[0]
-    return Structure(head, forest, (layer,), (view,), None, leading(spectrum), levels)
+    depth, size = leaf_layout(head.n, settings.block_size)
+    place = torch.arange(size << depth, device=device)
+    rows = torch.where(place < head.n, place, -1)
+    real = torch.where(place < head.n, place, place - head.n)  # fillers repeat the first rows
+    at = order(_placed(head, spectrum)[real].unsqueeze(0), depth)[0].view(-1, size)
+    query = head.query[real[at]]
+    cells = Blocks(query.mean(1), query.var(1, unbiased=False))
+    owner = torch.arange(len(at), device=device)
+    start = (owner.repeat_interleave(len(nodes)), nodes.repeat(len(at)))
+    layer = Layer(cells, start, look(forest, cells, start), rows[at], query, owner)
+    levels = depth + leaf_layout(len(keys), settings.leaf_size)[0]
+    return Structure(head, forest, (layer,), None, leading(spectrum), levels)
 
 
-def _query_blocks(
-    head: Head, spectrum: Tensor, rows: Tensor, size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, tokens and window of blocks within windows of rows [windows, tokens]."""
-    windows, tokens = rows.shape
-    depth, size = leaf_layout(tokens, size)
-    missing = (size << depth) - tokens
-    if missing:
-        rows = torch.cat([rows, rows.new_full((windows, missing), -1)], 1)
-    real = torch.where(rows >= 0, rows, rows[:, :1].clamp(min=0))  # fillers repeat the first row
-    metric = spectrum.to(head.dtype).clamp(min=0).sqrt()[: leading(spectrum)]
-    placed = (head.query[:, : len(metric)] * metric)[real]
-    at = order(placed, depth)
-    rows, real = (x.gather(1, at).view(-1, size) for x in (rows, real))
-    window = torch.arange(windows, device=rows.device).repeat_interleave(1 << depth)
-    used = (rows >= 0).any(1)
-    return rows[used], head.query[real[used]], window[used]
+def _placed(head: Head, spectrum: Tensor) -> Tensor:
+    """Queries in the leading coordinates, in the metric of the keys."""
+    metric = spectrum.to(head.query).clamp(min=0).sqrt()[: leading(spectrum)]
+    return head.query[:, : len(metric)] * metric
 
 
 def _causal(head: Head, spectrum: Tensor, settings: BlockSettings) -> Structure:
-    """Layers of windows; the first chunk sees nothing but itself."""
+    """Layers of windows, from the chunk up to the last that has a window before it."""
     device, chunk = head.query.device, settings.chunk
     count = math.ceil(head.n / chunk)
     place = torch.arange(count * chunk, device=device)
@@ -158,28 +158,25 @@ def _causal(head: Head, spectrum: Tensor, settings: BlockSettings) -> Structure:
     if head.key_log_weight is not None:
         hidden = head.key_log_weight[keys.clamp(min=0)] == -math.inf
         keys = keys.masked_fill(hidden, -1)
-    rows = torch.where(place < head.n, place, -1)
     widths = [1]
     while widths[-1] * BASE < count:
         widths.append(widths[-1] * BASE)
     forests = [
         build(head, spectrum, _windows(keys, width * chunk), settings.leaf_size) for width in widths
     ]
-    forest, first, layers = joined(forests), 0, []
-    for width, tree in zip(widths, forests, strict=True):
-        windows = _windows(rows, width * chunk)
-        layers.append(_layer(head, spectrum, windows, settings, forest, first, width == widths[-1]))
-        first += len(tree.roots)
-    views = [look(forest, layer.blocks, layer.start) for layer in layers]
-    chunks = torch.arange(len(layers[0]), device=device), forest.roots[layers[0].window]
-    own = look(forest, layers[0].blocks, chunks)
-    together = add_views([layer.rows for layer in layers], [*views, own], head.n)
+    forest, first = joined(forests), [0]
+    for tree in forests:
+        first.append(first[-1] + len(tree.roots))
+    rows, placed = torch.where(place < head.n, place, -1), _placed(head, spectrum)
+    layers = [
+        _layer(head, placed, _windows(rows, width * chunk), settings, forest, first, level)
+        for level, width in enumerate(widths)
+        if math.ceil(count / width) > 1
+    ]
     sizes = (settings.leaf_size, settings.block_size)
     splits = sum(leaf_layout(width * chunk, size)[0] for width in widths for size in sizes)
-    own_keys = keys.view(count, chunk)
-    return Structure(
-        head, forest, tuple(layers), tuple(together), own_keys, leading(spectrum), splits
-    )
+    chunks = torch.arange(count, device=device)
+    return Structure(head, forest, tuple(layers), chunks, leading(spectrum), splits)
 
 
 def _windows(positions: Tensor, width: int) -> Tensor:
@@ -191,25 +188,72 @@ def _windows(positions: Tensor, width: int) -> Tensor:
 
 def _layer(
     head: Head,
-    spectrum: Tensor,
+    placed: Tensor,
     windows: Tensor,
     settings: BlockSettings,
     forest: Forest,
-    first: int,
-    last: bool,
+    first: list[int],
+    level: int,
 ) -> Layer:
-    """Blocks of each window, which start at the windows before theirs that share a parent."""
-    rows, query, window = _query_blocks(head, spectrum, windows, settings.block_size)
-    parent = torch.zeros_like(window) if last else window // BASE * BASE
-    block, root = [], []
-    everyone = torch.arange(len(rows), device=rows.device)
-    for step in range(int((window - parent).max())):
-        seen = parent + step < window
-        block.append(everyone[seen])
-        root.append(forest.roots[first + (parent + step)[seen]])
-    pairs = (torch.cat(block), torch.cat(root)) if block else (everyone[:0], everyone[:0])
-    at = pairs[0].argsort(stable=True)
+    """Cells of each window but the first, made of the queries of the window before it."""
+    depth, size = leaf_layout(windows.shape[1], settings.block_size)
+    assert size << depth == windows.shape[1]
+    before, after = windows[:-1], windows[1:]
+    at, splits = order(placed[before], depth)
+    members = head.query[before.gather(1, at)].view(-1, size, head.dim)
+    cells = Blocks(members.mean(1), members.var(1, unbiased=False))
+    fallen = assign(placed[after.clamp(min=0)], splits)
+    cell = (torch.arange(len(after), device=at.device).unsqueeze(1) << depth) + fallen
+    window = torch.arange(1, len(windows), device=at.device).repeat_interleave(1 << depth)
+    last = level == len(first) - 2
+    start = _before(window, forest, first[level], last)
+    further = [start]
+    for above in range(level + 1, len(first) - 1):
+        ancestor = window // BASE ** (above - level)
+        further.append(_before(ancestor, forest, first[above], above == len(first) - 2))
+    view = look(forest, cells, _together(further))
+    kept = (after >= 0).flatten()
+    if not last:
+        kept &= ((torch.arange(1, len(windows), device=at.device) % BASE) > 0).repeat_interleave(
+            windows.shape[1]
+        )
+    rows, owner = _packed(after.flatten()[kept], cell.flatten()[kept], settings.block_size)
+    query = head.query[torch.where(rows >= 0, rows, rows[:, :1])]
     levels = int(math.log2(START_NODES / BASE))
-    start = descend(forest, (pairs[0][at], pairs[1][at]), levels)
-    blocks = Blocks(query.mean(1), query.var(1, unbiased=False))
-    return Layer(rows, query, blocks, window, start)
+    return Layer(cells, descend(forest, start, levels), view, rows, query, owner)
+
+
+def _before(window: Tensor, forest: Forest, first: int, last: bool) -> Pairs:
+    """Cells in these windows, each with the roots of the windows before its own that share a
+    parent (all of them in the last layer)."""
+    parent = torch.zeros_like(window) if last else window // BASE * BASE
+    cells, roots = [], []
+    everyone = torch.arange(len(window), device=window.device)
+    for step in range(int((window - parent).max()) if len(window) else 0):
+        seen = parent + step < window
+        cells.append(everyone[seen])
+        roots.append(forest.roots[first + (parent + step)[seen]])
+    if not cells:
+        return everyone[:0], everyone[:0]
+    return _together(list(zip(cells, roots, strict=True)))
+
+
+def _together(parts: list[Pairs]) -> Pairs:
+    cell, node = (torch.cat(column) for column in zip(*parts, strict=True))
+    at = cell.argsort(stable=True)
+    return cell[at], node[at]
+
+
+def _packed(rows: Tensor, cell: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Rows of each cell in blocks [blocks, size] filled up with -1, and the cell of each block."""
+    cell, at = cell.sort(stable=True)
+    rows = rows[at]
+    used, count = cell.unique_consecutive(return_counts=True)
+    blocks = (count + size - 1) // size
+    first = count.cumsum(0) - count
+    which = torch.arange(len(used), device=rows.device).repeat_interleave(count)
+    rank = torch.arange(len(rows), device=rows.device) - first[which]
+    block = (blocks.cumsum(0) - blocks)[which] + rank // size
+    packed = rows.new_full((int(blocks.sum()), size), -1)
+    packed[block, rank % size] = rows
+    return packed, used.repeat_interleave(blocks)

@@ -92,7 +92,7 @@ def build(head: Head, spectrum: Tensor, positions: Tensor, leaf: int) -> Forest:
     real = positions.clamp(min=0)
     metric = spectrum.to(head.dtype).clamp(min=0).sqrt()[: leading(spectrum)]
     placed = head.key[:, : len(metric)][real] * metric
-    position = positions.gather(1, order(placed, depth)).view(-1, size)
+    position = positions.gather(1, order(placed, depth)[0]).view(-1, size)
     sums, tables = _leaf_sums(head, position)
     return _assemble(sums, tables, segments, depth)
 

@@ -9,7 +9,6 @@ that were opened, so the work is proportional to the lists that come out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,9 +41,13 @@ class Lists:
     visited: int
     error: Tensor  # [blocks]: squared, over the squared size of the output
 
-    def keys(self, leaf_size: int) -> int:
-        """Keys in all lists together."""
-        return len(self.coarse[0]) + leaf_size * len(self.exact[0])
+    def lengths(self, leaf_size: int) -> Tensor:
+        """Keys in the list of each block."""
+        count = len(self.error)
+        coarse, exact = (
+            torch.bincount(pairs[0], minlength=count) for pairs in (self.coarse, self.exact)
+        )
+        return coarse + leaf_size * exact
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,42 +125,6 @@ def look(forest: Forest, blocks: Blocks, start: Pairs) -> View:
     size = output.square().sum(1)
     size = size.index_add_(0, block, share.square() * forest.scatter[node])
     return View(total, output, size.clamp(min=tiny))
-
-
-def add_views(rows: Sequence[Tensor], views: Sequence[View], n: int) -> list[View]:
-    """The views of a row's blocks in all layers as one; each block then has the mean of its rows'.
-
-    ``rows`` [blocks, size] are those of each layer, -1 for none; one view more than layers is
-    another of the first layer.
-    """
-    parts = [*zip(rows, views[: len(rows)], strict=True), (rows[0], views[-1])]
-    spread = [_of_rows(at, view, n) for at, view in parts]
-    log_mass = torch.stack([view.log_mass for view in spread])
-    total = log_mass.logsumexp(0)
-    share = (log_mass - torch.where(total > -math.inf, total, 0.0)).exp()
-    output = sum(s.unsqueeze(1) * v.output for s, v in zip(share, spread, strict=True))
-    noise = (
-        s.square() * (v.size - v.output.square().sum(1)) for s, v in zip(share, spread, strict=True)
-    )
-    assert isinstance(output, Tensor)
-    size = output.square().sum(1) + sum(noise)
-    whole = View(total, output, size.clamp(min=torch.finfo(size.dtype).tiny))
-    return [_of_blocks(at, whole) for at in rows]
-
-
-def _of_rows(rows: Tensor, view: View, n: int) -> View:
-    """What each row's block believes."""
-    at, real = rows.flatten(), (rows >= 0).flatten()
-    block = torch.arange(len(rows), device=rows.device).repeat_interleave(rows.shape[1])
-    owner = torch.zeros(n, dtype=torch.long, device=rows.device)
-    owner[at[real]] = block[real]
-    return view.sample(owner)
-
-
-def _of_blocks(rows: Tensor, view: View) -> View:
-    """The mean over the rows of each block; fillers count as the first row."""
-    real = torch.where(rows >= 0, rows, rows.amax(1, keepdim=True))
-    return View(view.log_mass[real].mean(1), view.output[real].mean(1), view.size[real].mean(1))
 
 
 def _log_sums(log_mass: Tensor, block: Tensor, count: int) -> Tensor:

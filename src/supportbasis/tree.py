@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +27,14 @@ def leaf_layout(tokens: int, leaf: int) -> tuple[int, int]:
     return depth, math.ceil(max(1, tokens) / 2**depth)
 
 
-def order(x: Tensor, depth: int) -> Tensor:
+class Split(NamedTuple):
+    """One level of all trees: a node sends what projects beyond its threshold to the right."""
+
+    axis: Tensor  # [nodes, dim, 1]
+    threshold: Tensor  # [nodes]
+
+
+def order(x: Tensor, depth: int) -> tuple[Tensor, list[Split]]:
     """Positions of the tokens ``x`` [segments, tokens, dim] in the order of the tree's leaves.
 
     Each level splits every node at the median of its projections on its principal axis; the
@@ -35,14 +44,30 @@ def order(x: Tensor, depth: int) -> Tensor:
     position = torch.arange(tokens, device=x.device).expand(segments, tokens)
     flat = x.reshape(segments * tokens, dim)
     offset = torch.arange(segments, device=x.device).unsqueeze(1) * tokens
+    splits = []
     for level in range(depth):
         nodes = (position + offset).reshape(segments << level, tokens >> level)
         part = flat[nodes]
-        part = part - part.mean(1, keepdim=True)
-        along = (part @ _axis(part)).squeeze(2)
-        index = along.argsort(1)
+        middle = part.mean(1, keepdim=True)
+        axis = _axis(part - middle)
+        along = (part @ axis).squeeze(2)
+        along, index = along.sort(1)
+        half = along.shape[1] // 2
+        splits.append(Split(axis, (along[:, half - 1] + along[:, half]) / 2))
         position = position.reshape(nodes.shape).gather(1, index).reshape(segments, tokens)
-    return position
+    return position, splits
+
+
+def assign(x: Tensor, splits: Sequence[Split]) -> Tensor:
+    """The leaf that each of other tokens ``x`` [segments, tokens, dim] falls into."""
+    segments, tokens, _ = x.shape
+    leaf = torch.zeros(segments, tokens, dtype=torch.long, device=x.device)
+    first = torch.arange(segments, device=x.device).unsqueeze(1)
+    for level, split in enumerate(splits):
+        node = (first << level) + leaf
+        along = (x * split.axis.squeeze(2)[node]).sum(2)
+        leaf = 2 * leaf + (along > split.threshold[node]).long()
+    return leaf
 
 
 def _signs(like: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class BlockSum:
         if not head.n or not head.m:
             return
         made = remembered(head, self.frame, self.settings)
-        part = block_sums(made, made.select(self.settings.price))
+        part = block_sums(made, made.select(self.settings.price), self.settings.chunk)
         part.log_scale += self.frame.row_shift(head, None)
         part.noise = part.den * _relative_noise(made.head)
         total.add_(part if rows is None else part[rows])
@@ -53,18 +53,20 @@ def _relative_noise(head: Head) -> Tensor:
     return torch.expm1(2 * score).clamp(max=1.0) + gamma(sum_depth(head.m, SUM_BLOCK) + 16, unit)
 
 
-def block_sums(made: Structure, lists: Sequence[Lists]) -> Partial:
+def block_sums(made: Structure, lists: Sequence[Lists], chunk: int) -> Partial:
     """Sums of all rows over their lists in every layer, and over their own chunk."""
     head = made.head
     total = Partial.empty(head.n, head.value_dim, head.query, head.dtype)
     for layer, items in zip(made.layers, lists, strict=True):
-        coarse, exact = (_Column.of(pairs, len(layer)) for pairs in (items.coarse, items.exact))
-        length = coarse.count + exact.count * made.forest.leaf_size
+        cells = len(layer.cells.mean)
+        coarse, exact = (_Column.of(pairs, cells) for pairs in (items.coarse, items.exact))
+        length = (coarse.count + exact.count * made.forest.leaf_size)[layer.owner]
         for members in _groups(length):
-            key, value, bias = _gathered(made.forest, layer, coarse, exact, members)
-            _add_attention(total, layer, members, key, value, bias.unsqueeze(1))
-    if made.chunk_keys is not None:
-        _add_own_chunks(made, total)
+            key, value, bias = _gathered(made.forest, layer, coarse, exact, layer.owner[members])
+            query, rows = layer.query[members], layer.rows[members]
+            _add_attention(total, rows, query, key, value, bias.unsqueeze(1))
+    if made.chunks is not None:
+        _add_chunks(made, chunk, total)
     return total
 
 
@@ -88,17 +90,17 @@ def _groups(length: Tensor) -> Iterator[Tensor]:
 
 
 def _add_attention(
-    total: Partial, layer: Layer, members: Tensor, key: Tensor, value: Tensor, bias: Tensor
+    total: Partial, rows: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor
 ) -> None:
-    """Add the sums of the rows of some blocks over the keys given for each block."""
-    output, lse = _attention(layer.query[members], key, value, bias)
-    rows = layer.rows[members].flatten()
-    real = rows >= 0
-    rows, lse, num = rows[real], lse.flatten()[real], output.flatten(0, 1)[real]
+    """Add the sums of some blocks of rows (-1 for none) over the keys given for each block."""
+    output, lse = _attention(query, key, value, bias)
+    at = rows.flatten()
+    real = at >= 0
+    at, lse, num = at[real], lse.flatten()[real], output.flatten(0, 1)[real]
     seen = lse > -math.inf
     num = num.masked_fill(~seen.unsqueeze(1), 0.0)
     part = Partial(num, seen.to(lse.dtype), lse, torch.zeros_like(lse))
-    total.put_(rows, total[rows].add_(part))
+    total.put_(at, total[at].add_(part))
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +128,7 @@ class _Column:
 def _gathered(
     forest: Forest, layer: Layer, coarse: _Column, exact: _Column, members: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and log-weights of the lists of some blocks, [members, longest, ...]."""
+    """Keys, values and log-weights of the lists of some cells, [members, longest, ...]."""
     size = forest.leaf_size
     width = int((coarse.count[members] + exact.count[members] * size).max())
     new = layer.query.new_zeros
@@ -135,7 +137,7 @@ def _gathered(
     bias = new(len(members) * width).fill_(-math.inf)
     node, owner, place = coarse.of_members(members)
     at = owner * width + place
-    parts = tilted(forest, node, layer.blocks.mean[members][owner])
+    parts = tilted(forest, node, layer.cells.mean[members][owner])
     for table, part in zip((key, value, bias), parts, strict=True):
         table.index_copy_(0, at, part)
     leaf, owner, place = exact.of_members(members)
@@ -148,22 +150,23 @@ def _gathered(
     return key.view(*shape, -1), value.view(*shape, -1), bias.view(shape)
 
 
-def _add_own_chunks(made: Structure, total: Partial) -> None:
-    """Causal: the keys of each block's own chunk, exactly, none of which may lie ahead."""
-    assert made.chunk_keys is not None
-    head, layer = made.head, made.layers[0]
-    step = max(1, GROUP_KEYS // made.chunk_keys.shape[1])
-    for start in range(0, len(layer), step):
-        members = torch.arange(start, min(len(layer), start + step), device=layer.rows.device)
-        keys = made.chunk_keys[layer.window[members]]
-        real = keys.clamp(min=0)
-        hidden = (keys.unsqueeze(1) > layer.rows[members].unsqueeze(2)) | (keys < 0).unsqueeze(1)
-        bias = head.query.new_zeros(hidden.shape)
+def _add_chunks(made: Structure, chunk: int, total: Partial) -> None:
+    """Causal: the keys of each row's own chunk, exactly, none of which may lie ahead."""
+    assert made.chunks is not None
+    head, within = made.head, torch.arange(chunk, device=made.head.query.device)
+    ahead = within > within.unsqueeze(1)
+    step = max(1, GROUP_KEYS // chunk)
+    for start in range(0, len(made.chunks), step):
+        place = made.chunks[start : start + step].unsqueeze(1) * chunk + within
+        row, key = place.clamp(max=head.n - 1), place.clamp(max=head.m - 1)
+        bias = head.query.new_zeros(place.shape)
         if head.key_log_weight is not None:
-            bias += head.key_log_weight[real].unsqueeze(1)
-        bias.masked_fill_(hidden, -math.inf)
-        value = head.value[real].to(head.dtype)
-        _add_attention(total, layer, members, head.key[real], value, bias)
+            bias = bias + head.key_log_weight[key]
+        bias = bias.masked_fill(place >= head.m, -math.inf)
+        bias = bias.unsqueeze(1).masked_fill(ahead, -math.inf)
+        rows = torch.where(place < head.n, place, -1)
+        value = head.value[key].to(head.dtype)
+        _add_attention(total, rows, head.query[row], head.key[key], value, bias)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

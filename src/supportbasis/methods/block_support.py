@@ -92,8 +92,6 @@ class BlockSearch:
     @staticmethod
     def of(head: Head, block_size: int, seed: int) -> BlockSearch | str:
         """The search, or why there can be none."""
-        if head.is_causal:
-            return "blocks of queries would see each other's future"
         keys = head.m if head.live_keys is None else len(head.live_keys)
         if head.n < 2 * block_size or keys < 4 * LEAF:
             return "there are too few tokens for blocks and trees"
@@ -118,8 +116,11 @@ class BlockSearch:
         for layer, lists, whole in zip(
             self.sample.layers, self.sample.select(price), self.whole.layers, strict=True
         ):
-            keys += lists.keys(leaf) / max(1, len(layer))
-            visited += lists.visited * len(whole) / max(1, len(layer))
+            share = len(whole.cells.mean) / max(1, len(layer.cells.mean))
+            length = lists.lengths(leaf)[layer.owner].double().sum() * layer.rows.shape[1]
+            blocks = len(whole.owner) / max(1, len(layer.owner))
+            keys += float(length) * blocks / self.head.n
+            visited += lists.visited * share
         exact = self.base.exact_rows**2 / 2 / max(1, self.head.n)
         work = block_work(
             self.head, settings, self.whole.levels, self.whole.axes, keys + exact, int(visited)
@@ -152,7 +153,8 @@ class BlockSearch:
 
         The error of a list goes with the root of the price, so a few corrections suffice.
         """
-        check = BlockCheck.draw(self.whole, self.head, seed)
+        assert self.base.blocks is not None
+        check = BlockCheck.draw(self.whole, self.head, self.base.blocks.chunk, seed)
         price, found = tolerance**2 / FIRST_KEYS, None
         for _ in range(TRIALS):
             measured, limit = check.error(price)
@@ -174,25 +176,26 @@ class BlockCheck:
     rows: Tensor  # [blocks, rows]
     exact: Tensor  # [blocks, rows, dv]
     blocks: int  # of the whole head
+    chunk: int
 
     @staticmethod
-    def draw(whole: Structure, head: Head, seed: int) -> BlockCheck:
+    def draw(whole: Structure, head: Head, chunk: int, seed: int) -> BlockCheck:
         generator = torch.Generator().manual_seed(seed)
         layer = whole.layers[-1]
-        chosen = torch.randperm(len(layer), generator=generator)[:CHECKED_BLOCKS]
-        size = layer.rows.shape[1]
-        places = torch.stack(
-            [torch.randperm(size, generator=generator)[:CHECKED_ROWS] for _ in chosen]
-        )
-        rows = layer.rows[chosen.to(layer.rows.device)].gather(1, places.to(layer.rows.device))
-        rows = rows[(rows >= 0).all(1)]
+        chosen = torch.randperm(len(layer.rows), generator=generator)[:CHECKED_BLOCKS]
+        rows = layer.rows[chosen.to(layer.rows.device)]
+        order = torch.rand(rows.shape, generator=generator).to(rows.device)
+        order = order.masked_fill(rows < 0, 2.0).argsort(1)[:, :CHECKED_ROWS]
+        rows = rows.gather(1, order)
+        rows = torch.where(rows >= 0, rows, rows[:, :1])  # short blocks repeat a row
         exact = exact_rows(head, rows.flatten()).view(*rows.shape, -1)
-        return BlockCheck(whole.around(rows.flatten()), rows, exact, len(layer))
+        around = whole.around(rows.flatten(), chunk)
+        return BlockCheck(around, rows, exact, len(layer.rows), chunk)
 
     def error(self, price: float) -> tuple[float, float]:
         """Relative Frobenius error of the sampled rows, and its upper limit for all rows: whole
         blocks are the units of the sample, because the rows of a block fail together."""
-        total = block_sums(self.structure, self.structure.select(price))
+        total = block_sums(self.structure, self.structure.select(price), self.chunk)
         output = total.divide_(total.seen)[0][self.rows].double()
         squared = (output - self.exact).square().sum((1, 2))
         size = self.exact.square().sum((1, 2))
