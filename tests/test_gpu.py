@@ -7,6 +7,7 @@ import torch
 
 import supportbasis as sb
 from cases import METHODS, dense_attention, qkv
+from test_blocks import clustered
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,3 +60,18 @@ def test_cuda_rows_that_see_nothing():
     result = sb.attention(q, k, v, attn_mask=mask, method=sb.Exact(), return_result=True)
     assert (result.output == 0).all()
     assert (result.lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_cuda_block_support(causal):
+    q, k, v = clustered(n=4096, dtype=torch.float64)
+    method = sb.BlockSupport(0.3)
+    plan = sb.plan(q, k, v, is_causal=causal, method=method)
+    on_cpu = sb.attention(q, k, v, is_causal=causal, plan=plan)
+    on_cuda = sb.attention(q.cuda(), k.cuda(), v.cuda(), is_causal=causal, plan=plan)
+    torch.testing.assert_close(on_cuda.cpu(), on_cpu, rtol=1e-6, atol=1e-6)
+    result = sb.attention(
+        q.cuda(), k.cuda(), v.cuda(), is_causal=causal, method=method, return_result=True
+    )
+    assert result.plan.heads[0].kind == "block"
+    assert result.certificate.holds(0.2)
