@@ -90,7 +90,7 @@ def build(head: Head, spectrum: Tensor, positions: Tensor, leaf: int) -> Forest:
         filler = positions.new_full((segments, missing), -1)
         positions = torch.cat([positions, filler], 1)
     real = positions.clamp(min=0)
-    metric = spectrum.to(head.dtype).clamp(min=0).sqrt()[: leading(spectrum)]
+    metric = spectrum.to(head.key).clamp(min=0).sqrt()[: leading(spectrum)]
     placed = head.key[:, : len(metric)][real] * metric
     position = positions.gather(1, order(placed, depth)[0]).view(-1, size)
     sums, tables = _leaf_sums(head, position)
