@@ -25,6 +25,7 @@ from .tree import assign, leading, leaf_layout, order
 
 BASE = 4  # windows of one layer that make a window of the next
 START_NODES = 64  # that a cell looks at before it opens any
+FAR, UNUSUAL = 2.0, 8.0  # score variance, and times the usual one, of a row that is left alone
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,11 @@ class Structure:
     axes: int  # coordinates that trees split along
     levels: int  # of splits that a token goes through in all trees, as a query and as a key
 
+    @property
+    def main(self) -> Layer:
+        """The layer whose blocks stand for all rows: of causal windows the widest."""
+        return self.layers[0 if self.chunks is None else -1]
+
     def select(self, price: float) -> list[Lists]:
         """The lists of all cells of each layer."""
         return [
@@ -134,13 +140,33 @@ def _whole(head: Head, spectrum: Tensor, settings: BlockSettings) -> Structure:
     rows = torch.where(place < head.n, place, -1)
     real = torch.where(place < head.n, place, place - head.n)  # fillers repeat the first rows
     at = order(_placed(head, spectrum)[real].unsqueeze(0), depth)[0].view(-1, size)
-    query = head.query[real[at]]
-    cells = Blocks(query.mean(1), query.var(1, unbiased=False))
-    owner = torch.arange(len(at), device=device)
-    start = (owner.repeat_interleave(len(nodes)), nodes.repeat(len(at)))
-    layer = Layer(cells, start, look(forest, cells, start), rows[at], query, owner)
+    layers = [_seeing(forest, nodes, rows[at], head.query[real[at]])]
+    far = _far(layers[0].query, layers[0].cells.mean, spectrum)
+    strangers = layers[0].rows[far & (layers[0].rows >= 0)]
+    if len(strangers):
+        kept = rows[at].masked_fill(far, -1)
+        query = torch.where(far.unsqueeze(2), layers[0].cells.mean.unsqueeze(1), layers[0].query)
+        alone = strangers.sort().values.unsqueeze(1)
+        layers = [_seeing(forest, nodes, kept, query)]
+        layers.append(_seeing(forest, nodes, alone, head.query[alone]))
     levels = depth + leaf_layout(len(keys), settings.leaf_size)[0]
-    return Structure(head, forest, (layer,), None, leading(spectrum), levels)
+    return Structure(head, forest, tuple(layers), None, leading(spectrum), levels)
+
+
+def _seeing(forest: Forest, nodes: Tensor, rows: Tensor, query: Tensor) -> Layer:
+    """Blocks that are their own cells and start at the given nodes."""
+    cells = Blocks(query.mean(1), query.var(1, unbiased=False))
+    owner = torch.arange(len(rows), device=rows.device)
+    start = (owner.repeat_interleave(len(nodes)), nodes.repeat(len(rows)))
+    return Layer(cells, start, look(forest, cells, start), rows, query, owner)
+
+
+def _far(query: Tensor, mean: Tensor, spectrum: Tensor) -> Tensor:
+    """Queries [blocks, size] that want other keys than their block: by the variance, over the
+    keys, of the scores that lie between them and the mean of their block."""
+    apart = ((query - mean.unsqueeze(1)).square() * spectrum.to(query)).sum(2)
+    usual = apart.median(1, keepdim=True).values
+    return (apart > FAR) & (apart > UNUSUAL * usual)
 
 
 def _placed(head: Head, spectrum: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from .forest import Forest
 
 EXPONENT = 6.0  # score variances beyond are as bad as they get
+LARGEST_DRIFT = 8.0  # variance over the queries of a block: beyond, it says nothing more
 
 
 Pairs = tuple[Tensor, Tensor]  # block and node of each pair, sorted by block
@@ -55,11 +56,13 @@ class View:
     """What a block believes before it has looked closely: total mass, output, size of it."""
 
     log_mass: Tensor  # [blocks]
+    key: Tensor  # [blocks, d]: mean of the keys that it attends to
     output: Tensor  # [blocks, dv]
     size: Tensor  # [blocks]: squared length of the output
 
     def sample(self, members: Tensor) -> View:
-        return View(self.log_mass[members], self.output[members], self.size[members])
+        fields = (self.log_mass, self.key, self.output, self.size)
+        return View(*(field[members] for field in fields))
 
 
 def select(forest: Forest, blocks: Blocks, view: View, start: Pairs, price: float) -> Lists:
@@ -122,9 +125,11 @@ def look(forest: Forest, blocks: Blocks, start: Pairs) -> View:
     share = (log_mass - total[block]).exp().nan_to_num(0.0)
     tiny = torch.finfo(share.dtype).tiny
     output = value.new_zeros(count, value.shape[1]).index_add_(0, block, share.unsqueeze(1) * value)
+    key = forest.key[node]
+    mean_key = key.new_zeros(count, key.shape[1]).index_add_(0, block, share.unsqueeze(1) * key)
     size = output.square().sum(1)
     size = size.index_add_(0, block, share.square() * forest.scatter[node])
-    return View(total, output, size.clamp(min=tiny))
+    return View(total, mean_key, output, size.clamp(min=tiny))
 
 
 def _log_sums(log_mass: Tensor, block: Tensor, count: int) -> Tensor:
@@ -168,7 +173,9 @@ def _error(
 
     With t the variance of a node's scores, three things go wrong: values that know nothing of
     their keys are weighed alike (t times their scatter); the covariance is right only for the
-    mean query, and to first order; and the mass is right to second order.
+    mean query, and to first order; and the mass is right to second order. All count with the
+    squared share of the node in the attention, whose mean over the queries of the block is larger
+    than that of the mean query where the node lies far from what the block attends to.
     """
     both = (mass.inner + mass.outer).clamp(max=EXPONENT)
     linked = forest.linked[node]
@@ -179,5 +186,7 @@ def _error(
     error += second * (blocks.mean[block, :known].square() * linked).sum(1)
     off = (both.pow(1.5) / 6 + mass.outer).clamp(max=2)
     error += off.square() * (forest.value[node] - view.output[block]).square().sum(1)
-    share = (mass.likely - total[block]).clamp(max=0).mul(2).exp()
+    away = (forest.key[node] - view.key[block]).square()
+    drift = (blocks.variance[block] * away).sum(1).clamp(max=LARGEST_DRIFT)
+    share = (mass.likely + drift - total[block]).clamp(max=0).mul(2).exp()
     return share * error / view.size[block]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..blocks import BlockSettings, Structure, remembered
+from ..blocks import BlockSettings, Layer, Structure, remembered
 from ..components.blocks import block_sums
 from ..cost import block_work
 from ..errors import InputError
@@ -23,9 +23,9 @@ SAMPLED_BLOCKS = 48
 LEAST, MOST = -36.0, 0.0  # logarithms of the prices that are tried
 STEPS = 14
 LARGEST_SCORES = 100.0  # standard deviation: beyond, one key takes it all and no mean key helps
-CHECKED_BLOCKS, CHECKED_ROWS = 32, 8
-FIRST_KEYS = 100.0  # coarse keys a block among which a first guess divides the tolerated error
-TRIALS, AIM, ENOUGH = 6, 0.8, 0.6  # corrections, where they aim, and what is near enough
+WIDEST_BLOCKS, CHECKED_BLOCKS, CHECKED_ROWS = 12, 40, 8
+FIRST_GUESS = 10.0  # tolerance over the root of the first price that is tried
+STRIDE, HALVES = 4.0, 2  # steps of the logarithm of the price, and how often the last is halved
 
 
 @dataclass(frozen=True)
@@ -149,48 +149,66 @@ class BlockSearch:
         return found
 
     def within(self, tolerance: float, seed: int) -> HeadPlan | None:
-        """The cheapest plan found whose measured error, at its upper limit, is within tolerance.
+        """The plan of the highest price found whose measured error, at its upper limit, is within
+        tolerance; None where even lists as expensive as exact attention are not.
 
-        The error of a list goes with the root of the price, so a few corrections suffice.
+        Errors fall slowly with the price, so prices are tried in large steps, then in halves.
         """
         assert self.base.blocks is not None
         check = BlockCheck.draw(self.whole, self.head, self.base.blocks.chunk, seed)
-        price, found = tolerance**2 / FIRST_KEYS, None
-        for _ in range(TRIALS):
-            measured, limit = check.error(price)
-            if limit <= tolerance:
-                found = replace(self.plan(price), measured=measured)
-                if limit > ENOUGH * tolerance or price >= 1:
-                    break
-            elif found is not None:
-                break
-            price = min(1.0, price * (AIM * tolerance / max(limit, 1e-12)) ** 2)
-        return found
+        measured: dict[float, float] = {}
+
+        def holds(log_price: float) -> bool:
+            measured[log_price], limit = check.error(math.exp(log_price))
+            return limit <= tolerance
+
+        good = bad = None
+        at = min(MOST, 2 * math.log(tolerance / FIRST_GUESS))
+        while LEAST <= at <= MOST and (good is None or bad is None):
+            if holds(at):
+                good = at
+            else:
+                bad = at
+                if self.plan(math.exp(at)).cost >= 1:
+                    return None
+            step = STRIDE if bad is None else -STRIDE
+            at = min(MOST, at + step) if good != MOST else MOST + 1
+        if good is None:
+            return None
+        for _ in range(HALVES if bad is not None else 0):
+            assert bad is not None
+            middle = (good + bad) / 2
+            good, bad = (middle, bad) if holds(middle) else (good, middle)
+        return replace(self.plan(math.exp(good)), measured=measured[good])
 
 
 @dataclass(frozen=True, eq=False)
 class BlockCheck:
-    """A few rows of some blocks, with their exact output: what lists of any price are held to."""
+    """A few rows of some blocks, with their exact output: what lists of any price are held to.
 
-    structure: Structure  # of the blocks that hold the rows
+    Blocks whose queries are furthest apart err most and are few: they are all looked at, and a
+    sample stands for the others.
+    """
+
+    structure: Structure  # of the cells that hold the rows
     rows: Tensor  # [blocks, rows]
     exact: Tensor  # [blocks, rows, dv]
-    blocks: int  # of the whole head
+    sample: RowSample  # of blocks
     chunk: int
 
     @staticmethod
     def draw(whole: Structure, head: Head, chunk: int, seed: int) -> BlockCheck:
         generator = torch.Generator().manual_seed(seed)
-        layer = whole.layers[-1]
-        chosen = torch.randperm(len(layer.rows), generator=generator)[:CHECKED_BLOCKS]
-        rows = layer.rows[chosen.to(layer.rows.device)]
+        layer = whole.main
+        sample = _sampled_blocks(layer, generator)
+        rows = layer.rows[sample.rows]
         order = torch.rand(rows.shape, generator=generator).to(rows.device)
         order = order.masked_fill(rows < 0, 2.0).argsort(1)[:, :CHECKED_ROWS]
         rows = rows.gather(1, order)
         rows = torch.where(rows >= 0, rows, rows[:, :1])  # short blocks repeat a row
+        rows = rows.clamp(min=0)
         exact = exact_rows(head, rows.flatten()).view(*rows.shape, -1)
-        around = whole.around(rows.flatten(), chunk)
-        return BlockCheck(around, rows, exact, len(layer.rows), chunk)
+        return BlockCheck(whole.around(rows.flatten(), chunk), rows, exact, sample, chunk)
 
     def error(self, price: float) -> tuple[float, float]:
         """Relative Frobenius error of the sampled rows, and its upper limit for all rows: whole
@@ -198,10 +216,17 @@ class BlockCheck:
         total = block_sums(self.structure, self.structure.select(price), self.chunk)
         output = total.divide_(total.seen)[0][self.rows].double()
         squared = (output - self.exact).square().sum((1, 2))
-        size = self.exact.square().sum((1, 2))
-        units = torch.arange(len(self.rows), device=squared.device)
-        nobody = torch.zeros_like(units, dtype=torch.bool)
-        return RowSample(units, nobody, self.blocks).frobenius_limit(squared, size)
+        return self.sample.frobenius_limit(squared, self.exact.square().sum((1, 2)))
+
+
+def _sampled_blocks(layer: Layer, generator: torch.Generator) -> RowSample:
+    """Blocks of a layer: the widest ones, and some of the others."""
+    size = (layer.query - layer.query.mean(1, keepdim=True)).square().sum((1, 2))
+    order = size.argsort(descending=True)
+    census, others = order[:WIDEST_BLOCKS], order[WIDEST_BLOCKS:]
+    chosen = torch.randperm(len(others), generator=generator)[:CHECKED_BLOCKS].to(order.device)
+    blocks, at = torch.cat([census, others[chosen]]).sort()
+    return RowSample(blocks, at < len(census), len(order))
 
 
 def prefix_of(head: Head) -> int:
