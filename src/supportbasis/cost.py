@@ -22,6 +22,8 @@ from .sketch import PolySketch
 
 CALL_SECONDS = 3e-4  # of one head through the component engine, whatever its size
 BLOCK_SECONDS = 5e-6  # of one elementwise operation of a feature block
+MOVE_SECONDS = 1e-10  # of an entry that is moved, at most: a busy moment must not rule trees out
+TREE_READS, VISIT_READS, ENTRY_READS = 90, 60, 40  # what an entry that is moved costs, in reads
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Work:
     scanned: int = 0  # entries read to split, to bound norms and to sample
     formed: int = 0  # features of sketches, and of what is sketched
     products: int = 0  # multiply-adds of sketches and of their features with the values
+    moved: int = 0  # entries gathered and sorted by trees and lists: time, but no arithmetic
 
     def __add__(self, other: Work) -> Work:
         """Both kinds of work; of features, at most one side may have any."""
@@ -47,6 +50,7 @@ class Work:
             self.scanned + other.scanned,
             self.formed + other.formed,
             self.products + other.products,
+            self.moved + other.moved,
         )
 
     def multiply_adds(self, head: Head) -> float:
@@ -80,7 +84,8 @@ class Work:
         )
         pairs = (1.3 * self.exact_pairs + 2.0 * self.dense_pairs) * pair
         sketches = self.formed * rates.feature + self.products * rates.product
-        return CALL_SECONDS + pairs + features + overhead + sketches + self.scanned * rates.scan
+        reading = self.scanned * rates.scan + self.moved * min(rates.scan, MOVE_SECONDS)
+        return CALL_SECONDS + pairs + features + overhead + sketches + reading
 
     def speedup(self, head: Head) -> float:
         """Predicted time of exact attention over predicted time of this work."""
@@ -133,11 +138,15 @@ def block_work(
     dim, tokens = head.dim, head.n + head.m
     frame = 4 * tokens * dim * dim
     trees = levels * axes * (axes + 3) * tokens // 2 + head.m * (4 * dim + 9 * head.value_dim)
-    lists = head.n / settings.block_size * keys * (3 * dim + 9 * head.value_dim)
+    entries = head.n / settings.block_size * keys
+    moved = TREE_READS * tokens * levels / 2 * axes
+    moved += VISIT_READS * visited * (3 * dim + head.value_dim)
+    moved += ENTRY_READS * entries * (2 * dim + 10 * head.value_dim)
     return Work(
         exact_pairs=int(head.n * keys),
-        products=int(frame + trees + lists),
+        products=int(frame + trees + entries * (3 * dim + 9 * head.value_dim)),
         scanned=visited * (8 * dim + head.value_dim),
+        moved=int(moved),
     )
 
 

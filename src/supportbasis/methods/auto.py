@@ -1,4 +1,4 @@
-"""Auto: the cheapest of polynomial and single threshold that meets a tolerance, else exact."""
+"""Auto: the fastest of polynomial, single threshold and lists within a tolerance, else exact."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ MARGIN = 0.8  # of the tolerance that an estimate may use up before it is verifi
 
 @dataclass(frozen=True)
 class Auto(Method):
-    """For each head, searches degree and threshold for the cheapest plan within ``tolerance``.
+    """For each head, the fastest plan found within ``tolerance``: a polynomial, a threshold with a
+    polynomial, or lists of exact and coarse keys.
 
     The tolerance is the relative Frobenius error of a head's output (for `gaussian_kde` the
-    largest error over the largest density). Candidates are screened on a sample of scores; the
-    cheapest in predicted time is verified on sampled query rows against all keys, where the upper
-    limit of its error (95 % confidence) must be within the tolerance. Else the head is exact.
+    largest error over the largest density). Polynomials are screened on a sample of scores; the
+    fastest, and lists where they can be faster, are verified on sampled query rows against all
+    keys, where the upper limit of the error (95 % confidence) must be within the tolerance. Else
+    the head is exact.
     """
 
     tolerance: float = 1e-2
@@ -57,7 +59,7 @@ class Auto(Method):
             if measured is not None:
                 found.append(replace(plan, measured=measured))
                 break
-        blocks = None if head.is_density else self._blocks(head)
+        blocks = self._blocks(head, max((plan.speedup for plan in found), default=1.0))
         if blocks is not None:
             found.append(blocks)
         best = max(found, key=lambda plan: plan.speedup, default=None)
@@ -65,10 +67,12 @@ class Auto(Method):
             return exact_plan(head, f"no plan within {self.tolerance:g} is predicted to be faster")
         return best
 
-    def _blocks(self, head: Head) -> HeadPlan | None:
+    def _blocks(self, head: Head, speedup: float) -> HeadPlan | None:
         """Lists of exact and coarse keys within the tolerance, where they can be faster."""
+        if head.is_density or BlockSearch.highest_speedup(head, BLOCK_SIZE) <= speedup:
+            return None
         search = BlockSearch.of(head, BLOCK_SIZE, self.seed)
-        if isinstance(search, str) or search.plan(1.0).speedup <= 1:
+        if isinstance(search, str) or search.plan(1.0).speedup <= speedup:
             return None
         return search.within(self.tolerance, self.seed)
 

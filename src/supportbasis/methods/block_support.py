@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..blocks import BlockSettings, Layer, Structure, remembered
+from ..blocks import START_NODES, BlockSettings, Layer, Structure, remembered
 from ..components.blocks import block_sums
 from ..cost import block_work
 from ..errors import InputError
@@ -16,6 +16,7 @@ from ..frame import balanced
 from ..plans import HeadPlan
 from ..problem import Head
 from ..sampling import RowSample, exact_rows
+from ..tree import leaf_layout
 from .base import Method, check_seed, exact_plan, is_positive
 
 LEAF = 16
@@ -132,6 +133,14 @@ class BlockSearch:
             cost=work.cost(self.head),
             speedup=work.speedup(self.head),
         )
+
+    @staticmethod
+    def highest_speedup(head: Head, block_size: int) -> float:
+        """What lists could reach at best, before anything is built."""
+        settings = BlockSettings(1.0, block_size, LEAF, chunk_of(head, block_size))
+        levels = leaf_layout(head.n, block_size)[0] + leaf_layout(head.m, LEAF)[0]
+        visited = START_NODES * math.ceil(head.n / block_size)
+        return block_work(head, settings, levels, 1, START_NODES, visited).speedup(head)
 
     def affordable(self, budget: float) -> HeadPlan | None:
         """The plan of the lowest price within the budget."""
