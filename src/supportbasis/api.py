@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import sdpa
-from .certificate import certify
+from .certificate import RESCUED_SHARE, certify
 from .checks import check_finite
 from .errors import InputError
 from .execute import Outcome, execute
@@ -300,6 +300,14 @@ def _run(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Outcome, Plan]:
         warnings.warn(
             "supportbasis: rows had no usable denominator (their weights cancel or vanish) and "
             "return zeros; return_result=True counts them by head",
+            UserWarning,
+            stacklevel=3,
+        )
+    sketched = any(head.is_sketched for head in plan.heads)
+    if sketched and float(outcome.rescued_rows.max()) > RESCUED_SHARE * problem.n:
+        warnings.warn(
+            "supportbasis: a sketch lost more than 1 % of a head's rows, which were computed "
+            "exactly instead; use a larger sketch_size or another method",
             UserWarning,
             stacklevel=3,
         )

@@ -14,6 +14,12 @@ from .. import __version__
 from ..errors import InputError, SupportBasisError
 from .bench import FULL, QUICK, run_bench
 from .demo import run_demo
+from .frontier import FULL as WHOLE_FRONTIER
+from .frontier import QUICK as QUICK_FRONTIER
+from .frontier import Models, frontier_extent, run_frontier
+from .polynomial_attention import FULL as WHOLE_STUDY
+from .polynomial_attention import QUICK as QUICK_STUDY
+from .polynomial_attention import run_study
 from .settings import GENERATED, Setting, load_qkv
 
 DEFAULT_N = 16384
@@ -24,6 +30,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+benchmarks = typer.Typer(invoke_without_command=True)
+app.add_typer(benchmarks, name="bench")
+reproduce = typer.Typer(help="Studies of the paper's claims, each with a report.")
+app.add_typer(reproduce, name="reproduce", no_args_is_help=True)
 
 
 @app.callback(invoke_without_command=True)
@@ -58,8 +68,9 @@ def demo(
         run_demo(settings, _writable(out), seed, _console())
 
 
-@app.command()
+@benchmarks.callback()
 def bench(
+    context: typer.Context,
     quick: Annotated[bool, typer.Option("--quick", help="At most 8192 tokens.")] = False,
     only: Annotated[
         str | None, typer.Option(help="Only the benchmarks whose name starts with this.")
@@ -70,7 +81,62 @@ def bench(
 ) -> None:
     """Time the methods against PyTorch's exact attention, each with its error."""
     with _friendly("bench"):
-        run_bench(QUICK if quick else FULL, only, _writable(out), _console())
+        if context.invoked_subcommand is None:
+            run_bench(QUICK if quick else FULL, only, _writable(out), _console())
+        else:
+            _refuse_options(context)
+
+
+@benchmarks.command()
+def frontier(
+    models: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder with tsp50/ and stories260K/. [default: $SUPPORTBASIS_MODELS]",
+        ),
+    ] = None,
+    n: Annotated[
+        list[int] | None, typer.Option(min=256, help="Tokens; give it once for each length.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Heads of each model, at most.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Short inputs and few budgets.")] = False,
+    time: Annotated[
+        bool, typer.Option("--time", help="Time Auto's plans against exact attention too.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of inputs, samples and rows.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
+        "supportbasis-out/frontier"
+    ),
+) -> None:
+    """Error against cost of BlockSupport and published methods, on trained and generated heads."""
+    with _friendly("bench frontier"):
+        extent = frontier_extent(QUICK_FRONTIER if quick else WHOLE_FRONTIER, n, heads)
+        found = Models.find(models)
+        run_frontier(extent, found, _writable(out), seed, time, _console())
+
+
+@reproduce.command("polynomial-attention")
+def polynomial_attention(
+    quick: Annotated[bool, typer.Option("--quick", help="Short inputs and few seeds.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of inputs and sketches.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
+        "supportbasis-out/polynomial-attention"
+    ),
+) -> None:
+    """Softmax against one polynomial, one power and several, sketched or not."""
+    with _friendly("reproduce polynomial-attention"):
+        extent = QUICK_STUDY if quick else WHOLE_STUDY
+        run_study(extent, _writable(out), seed, _console())
+
+
+def _refuse_options(context: typer.Context) -> None:
+    """Options before the name of a sub-command would be ignored."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            command = context.invoked_subcommand
+            raise InputError(f"--{name} must come after {command}: bench {command} --{name} ...")
 
 
 def _demo_settings(n: int | None, qkv: Path | None, seed: int, causal: bool) -> list[Setting]:

@@ -30,13 +30,15 @@ LABEL_GAP = 13.0  # points between the base lines of two labels
 LETTER = 5.4  # width of a letter of a label, in points
 
 
-def _new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches, that makes room for its labels."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _plain(axes: Axes) -> None:
+def plain_axes(axes: Axes) -> None:
+    """A light grid and no box around the data."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(True, which="major", color="#e4e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -65,9 +67,9 @@ def plot_errors(rows: Sequence[Measurement], title: str, path: Path) -> None:
     ]
     free = [point for point in points if point.label == "mean(V)"]
     points = [point for point in points if point.label != "mean(V)"]
-    figure = _new_figure(8.6, 5.0)
+    figure = new_figure(8.6, 5.0)
     axes = figure.add_subplot()
-    _plain(axes)
+    plain_axes(axes)
     _error_axes(axes, points, free)
     for point in points:
         colour, marker = _family(point.label)
@@ -186,7 +188,7 @@ def plot_times(rows: Sequence[Measurement], path: Path) -> None:
     timed = sorted((row for row in rows if row.seconds), key=lambda row: (row.baseline, row.n))
     panels = [(name, list(group)) for name, group in groupby(timed, lambda row: row.baseline)]
     panels.sort(key=lambda panel: list(PANELS).index(panel[0]))
-    figure = _new_figure(0.6 + 3.9 * max(1, len(panels)), 5.2)
+    figure = new_figure(0.6 + 3.9 * max(1, len(panels)), 5.2)
     for axes, (baseline, panel) in zip(
         figure.subplots(1, max(1, len(panels)), squeeze=False)[0], panels, strict=False
     ):
@@ -195,7 +197,7 @@ def plot_times(rows: Sequence[Measurement], path: Path) -> None:
 
 
 def _time_panel(axes: Axes, baseline: str, rows: Sequence[Measurement]) -> None:
-    _plain(axes)
+    plain_axes(axes)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     best: dict[int, float] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
@@ -134,6 +134,37 @@ def terminal_table(title: str, rows: Iterable[Measurement], *, named: bool = Fal
     return table
 
 
+@dataclass(frozen=True)
+class Grid:
+    """A table of any content: the first column names a line; lines in ``lost`` are red."""
+
+    title: str
+    headings: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    lost: frozenset[int] = frozenset()
+
+    def terminal(self) -> Table:
+        table = Table(title=self.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+        for index, heading in enumerate(self.headings):
+            if index:
+                table.add_column(heading, justify="right", no_wrap=True)
+            else:
+                table.add_column(heading, min_width=20)
+        for index, line in enumerate(self.lines):
+            table.add_row(*(Text(cell) for cell in line), style="red" if index in self.lost else "")
+        return table
+
+    def html(self) -> str:
+        head = "".join(f"<th>{escape(heading)}</th>" for heading in self.headings)
+        parts = [f'<p class="caption">{escape(self.title)}</p>', '<div class="scroll"><table>']
+        parts.append(f"<thead><tr>{head}</tr></thead><tbody>")
+        for index, line in enumerate(self.lines):
+            kind = ' class="lost"' if index in self.lost else ""
+            cells = "".join(f"<td>{escape(cell)}</td>" for cell in line)
+            parts.append(f"<tr{kind}>{cells}</tr>")
+        return "\n".join([*parts, "</tbody></table></div>"])
+
+
 # ---- CSV -------------------------------------------------------------------------------------
 
 
@@ -146,7 +177,15 @@ def write_csv(
     append: bool = False,
 ) -> None:
     """Tidy rows, one for each measurement; ``name`` is the heading of the first of its columns."""
-    table = [asdict(machine) | {name: row.name} | _without_name(row) for row in rows]
+    table = [{name: row.name} | _without_name(row) for row in rows]
+    write_table(path, machine, table, append=append)
+
+
+def write_table(
+    path: Path, machine: Machine, lines: Iterable[Mapping[str, object]], *, append: bool = False
+) -> None:
+    """Lines with the same columns, the machine's before them."""
+    table = [asdict(machine) | dict(line) for line in lines]
     if not table:
         return
     columns = list(table[0])
@@ -177,6 +216,7 @@ body { font: 16px/1.55 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans
 h1 { font-size: 1.7rem; margin: 0 0 .3rem; } h2 { font-size: 1.25rem; margin: 2.6rem 0 .4rem; }
 p.lead { color: #52606d; margin-top: 0; } p.finding { border-left: 4px solid #2f6fab;
   background: #f2f7fc; padding: .6rem .9rem; margin: .8rem 0; }
+p.caption { font-weight: 600; margin: 1.4rem 0 .2rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .87rem; }
 th { text-align: right; white-space: nowrap; border-bottom: 2px solid #9aa5b1;
   padding: .35rem .6rem; }

@@ -35,8 +35,8 @@ class MultiThreshold(Method):
     b being the smallest non-zero row maximum. In a pair of buckets whose scores are within
     [-reach, reach], exp(z) = exp(z/p)^p with p the smallest even number that is at least the
     paper's constant |scale| d T_l T_l' / ln n and makes |z/p| <= 0.5; exp(z/p) is a certified
-    polynomial of ``degree``, and the power is a `PolySketch` of ``sketch_size`` rows, seeded anew
-    for each pair. ``sketch_size=None`` computes the power itself, pair by pair: that is quadratic
+    polynomial of ``degree``, and the power is a `PolySketch` of ``sketch_size`` rows, one for each
+    power. ``sketch_size=None`` computes the power itself, pair by pair: that is quadratic
     and shows what the sketch costs in accuracy. ``ratio=inf`` is one bucket, one power.
 
     With a sketch, a pair that holds at most 1/16 of all pairs is exact where that takes less work,
@@ -108,8 +108,8 @@ class MultiThreshold(Method):
         power = smallest_power(reach, constant)
         sample = ScoreSample.draw(head, rows, keys)
         poly = best_polynomial(sample, self.degree, reach / power, power=power)
-        seed = (self.seed * MOST_PAIRS + at[0]) * MOST_PAIRS + at[1]
-        kernel, work = _chosen(head, count, PowerKernel(power, poly, self.sketch_size, seed))
+        # pairs of equal power share a sketch: its common factor then cancels in the division
+        kernel, work = _chosen(head, count, PowerKernel(power, poly, self.sketch_size, self.seed))
         work = work + Work(scanned=ScoreSample.MULTIPLY_ADDS * head.dim)
         return BucketPair(*at, *count, reach, kernel), work
 
