@@ -1,0 +1,112 @@
+"""The heads of tsp50, an attention encoder trained on travelling-salesman points.
+
+It has no positional encoding: it takes any number of points of the unit square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...api import attention
+from ...errors import InputError
+from ...methods import Auto
+from .heads import Capture
+
+MODEL = "tsp50"
+LAYERS, HEADS = 3, 8
+EPSILON = 1e-5  # of batch normalisation
+LONGEST_EXACT = 131072  # beyond, layers are passed with an error of 0.1 % instead of exactly
+PASSING = Auto(1e-3)
+
+
+@dataclass(frozen=True, eq=False)
+class Encoder:
+    """The weights by their names in the file."""
+
+    weights: dict[str, Tensor]
+
+    @staticmethod
+    def load(folder: Path) -> Encoder:
+        """Read ``model.safetensors`` of a folder."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        path = folder / "model.safetensors"
+        if not path.is_file():
+            raise InputError(f"--models: there is no file {path}")
+        try:
+            weights = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"--models: {path} is not a readable file ({error})") from None
+        needed = ["init_embed.weight", *(f"{_layer(i)}0.module.W_query" for i in range(LAYERS))]
+        missing = [name for name in needed if name not in weights]
+        if missing:
+            raise InputError(f"--models: {path} has no tensor {missing[0]}; expected {MODEL}")
+        return Encoder(weights)
+
+    @torch.no_grad()
+    def captures(self, points: Tensor, chosen: frozenset[int]) -> Iterator[Capture]:
+        """Heads of ``chosen`` numbers (8 · layer + head) as they see points [n, 2].
+
+        A layer is computed only when a head beyond it is asked for.
+        """
+        hidden = F.linear(points, *self._linear("init_embed"))
+        for layer in range(LAYERS):
+            query, key, value = (self._project(layer, x, hidden) for x in ("query", "key", "val"))
+            for head in range(HEADS):
+                if HEADS * layer + head in chosen:
+                    parts = (query[head], key[head], value[head])
+                    yield Capture(MODEL, layer, str(head), *parts)
+            if max(chosen, default=0) >= HEADS * (layer + 1):
+                hidden = self._after(layer, hidden, query, key, value)
+
+    def _linear(self, name: str) -> tuple[Tensor, Tensor]:
+        return self.weights[f"{name}.weight"], self.weights[f"{name}.bias"]
+
+    def _project(self, layer: int, side: str, hidden: Tensor) -> Tensor:
+        """[heads, n, 16]"""
+        return hidden @ self.weights[f"{_layer(layer)}0.module.W_{side}"]
+
+    def _after(
+        self, layer: int, hidden: Tensor, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """The output of a layer: attention and two linear maps, each added and normalised."""
+        out = self.weights[f"{_layer(layer)}0.module.W_out"]
+        mixed = hidden.clone()
+        for head in range(HEADS):
+            tensors = (x[head][None, None] for x in (query, key, value))
+            mixed += _attend(*tensors)[0, 0] @ out[head]
+        mixed = self._normalise(f"{_layer(layer)}1.normalizer", mixed)
+        first, second = (self._linear(f"{_layer(layer)}2.module.{i}") for i in (0, 2))
+        wide = F.linear(F.relu_(F.linear(mixed, *first)), *second)
+        return self._normalise(f"{_layer(layer)}3.normalizer", mixed + wide)
+
+    def _normalise(self, name: str, x: Tensor) -> Tensor:
+        mean, variance, weight, bias = (
+            self.weights[f"{name}.{part}"]
+            for part in ("running_mean", "running_var", "weight", "bias")
+        )
+        return F.batch_norm(x, mean, variance, weight, bias, eps=EPSILON)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    if query.shape[-2] <= LONGEST_EXACT:
+        return F.scaled_dot_product_attention(query, key, value)
+    output = attention(query, key, value, method=PASSING)
+    assert isinstance(output, Tensor)
+    return output
+
+
+def _layer(index: int) -> str:
+    return f"embedder.layers.{index}."
+
+
+def random_points(n: int, seed: int) -> Tensor:
+    """Points uniform in the unit square."""
+    return torch.rand(n, 2, generator=torch.Generator().manual_seed(seed))
