@@ -26,6 +26,7 @@ from .tree import assign, leading, leaf_layout, order
 BASE = 4  # windows of one layer that make a window of the next
 START_NODES = 64  # that a cell looks at before it opens any
 FAR, UNUSUAL = 2.0, 8.0  # score variance, and times the usual one, of a row that is left alone
+PARTS = 4  # that a block falls into when its queries are far apart
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,6 @@ class Structure:
     axes: int  # coordinates that trees split along
     levels: int  # of splits that a token goes through in all trees, as a query and as a key
 
-    @property
-    def main(self) -> Layer:
-        """The layer whose blocks stand for all rows: of causal windows the widest."""
-        return self.layers[0 if self.chunks is None else -1]
-
     def select(self, price: float) -> list[Lists]:
         """The lists of all cells of each layer."""
         return [
@@ -136,21 +132,47 @@ def _whole(head: Head, spectrum: Tensor, settings: BlockSettings) -> Structure:
     down = int(math.log2(START_NODES))
     _, nodes = descend(forest, (torch.zeros_like(forest.roots), forest.roots), down)
     depth, size = leaf_layout(head.n, settings.block_size)
+    size += -size % PARTS
     place = torch.arange(size << depth, device=device)
     rows = torch.where(place < head.n, place, -1)
-    real = torch.where(place < head.n, place, place - head.n)  # fillers repeat the first rows
-    at = order(_placed(head, spectrum)[real].unsqueeze(0), depth)[0].view(-1, size)
-    layers = [_seeing(forest, nodes, rows[at], head.query[real[at]])]
-    far = _far(layers[0].query, layers[0].cells.mean, spectrum)
-    strangers = layers[0].rows[far & (layers[0].rows >= 0)]
-    if len(strangers):
-        kept = rows[at].masked_fill(far, -1)
-        query = torch.where(far.unsqueeze(2), layers[0].cells.mean.unsqueeze(1), layers[0].query)
-        alone = strangers.sort().values.unsqueeze(1)
-        layers = [_seeing(forest, nodes, kept, query)]
-        layers.append(_seeing(forest, nodes, alone, head.query[alone]))
-    levels = depth + leaf_layout(len(keys), settings.leaf_size)[0]
+    real = torch.where(place < head.n, place, place % max(1, head.n))  # fillers repeat rows
+    deeper = depth + int(math.log2(PARTS))
+    at = order(_placed(head, spectrum)[real].unsqueeze(0), deeper)[0][0]
+    layers = _fitting(forest, nodes, rows[at].view(-1, size), head.query[real[at]], spectrum)
+    levels = deeper + leaf_layout(len(keys), settings.leaf_size)[0]
     return Structure(head, forest, tuple(layers), None, leading(spectrum), levels)
+
+
+def _fitting(
+    forest: Forest, nodes: Tensor, rows: Tensor, query: Tensor, spectrum: Tensor
+) -> list[Layer]:
+    """Blocks [blocks, size] as layers: those whose queries are close together, those that are not
+    in parts, and rows that are far from what is left of their block alone."""
+    query = query.view(*rows.shape, -1)
+    wide = _apart(query, spectrum).mean(1) > FAR
+    groups = [(rows[~wide], query[~wide])]
+    groups.append((rows[wide].view(-1, rows.shape[1] // PARTS), query[wide].flatten(0, 1)))
+    layers, alone, alone_query = [], [], []
+    for part, tokens in groups:
+        if not len(part):
+            continue
+        tokens = tokens.reshape(*part.shape, -1)
+        apart = _apart(tokens, spectrum)
+        far = (apart > FAR) & (apart > UNUSUAL * apart.median(1, keepdim=True).values)
+        alone.append(part[far & (part >= 0)])
+        alone_query.append(tokens[far & (part >= 0)])
+        tokens = torch.where(far.unsqueeze(2), tokens.mean(1, keepdim=True), tokens)
+        layers.append(_seeing(forest, nodes, part.masked_fill(far, -1), tokens))
+    strangers = torch.cat(alone).unsqueeze(1)
+    if len(strangers):
+        layers.append(_seeing(forest, nodes, strangers, torch.cat(alone_query).unsqueeze(1)))
+    return layers
+
+
+def _apart(query: Tensor, spectrum: Tensor) -> Tensor:
+    """How far queries [blocks, size] are from the mean of their block: the variance, over the
+    keys, of the scores that lie between them."""
+    return ((query - query.mean(1, keepdim=True)).square() * spectrum.to(query)).sum(2)
 
 
 def _seeing(forest: Forest, nodes: Tensor, rows: Tensor, query: Tensor) -> Layer:
@@ -159,14 +181,6 @@ def _seeing(forest: Forest, nodes: Tensor, rows: Tensor, query: Tensor) -> Layer
     owner = torch.arange(len(rows), device=rows.device)
     start = (owner.repeat_interleave(len(nodes)), nodes.repeat(len(rows)))
     return Layer(cells, start, look(forest, cells, start), rows, query, owner)
-
-
-def _far(query: Tensor, mean: Tensor, spectrum: Tensor) -> Tensor:
-    """Queries [blocks, size] that want other keys than their block: by the variance, over the
-    keys, of the scores that lie between them and the mean of their block."""
-    apart = ((query - mean.unsqueeze(1)).square() * spectrum.to(query)).sum(2)
-    usual = apart.median(1, keepdim=True).values
-    return (apart > FAR) & (apart > UNUSUAL * usual)
 
 
 def _placed(head: Head, spectrum: Tensor) -> Tensor:

@@ -192,44 +192,66 @@ class BlockSearch:
 
 
 @dataclass(frozen=True, eq=False)
-class BlockCheck:
-    """A few rows of some blocks, with their exact output: what lists of any price are held to.
+class _Sampled:
+    """A few rows of some blocks of one layer, with their exact output."""
 
-    Blocks whose queries are furthest apart err most and are few: they are all looked at, and a
-    sample stands for the others.
-    """
-
-    structure: Structure  # of the cells that hold the rows
     rows: Tensor  # [blocks, rows]
     exact: Tensor  # [blocks, rows, dv]
     sample: RowSample  # of blocks
-    chunk: int
+    count: int  # rows of the whole layer
 
     @staticmethod
-    def draw(whole: Structure, head: Head, chunk: int, seed: int) -> BlockCheck:
-        generator = torch.Generator().manual_seed(seed)
-        layer = whole.main
+    def draw(layer: Layer, head: Head, generator: torch.Generator) -> _Sampled:
         sample = _sampled_blocks(layer, generator)
         rows = layer.rows[sample.rows]
         order = torch.rand(rows.shape, generator=generator).to(rows.device)
         order = order.masked_fill(rows < 0, 2.0).argsort(1)[:, :CHECKED_ROWS]
         rows = rows.gather(1, order)
-        rows = torch.where(rows >= 0, rows, rows[:, :1])  # short blocks repeat a row
-        rows = rows.clamp(min=0)
+        rows = torch.where(rows >= 0, rows, rows[:, :1]).clamp(min=0)  # short blocks repeat a row
         exact = exact_rows(head, rows.flatten()).view(*rows.shape, -1)
-        return BlockCheck(whole.around(rows.flatten(), chunk), rows, exact, sample, chunk)
+        return _Sampled(rows, exact, sample, int((layer.rows >= 0).sum()))
+
+    def error(self, output: Tensor) -> tuple[float, float, float]:
+        """Squared size of the layer's output; relative squared error, and its upper limit: whole
+        blocks are the units of the sample, because the rows of a block fail together."""
+        squared = (output[self.rows].double() - self.exact).square().sum((1, 2))
+        size = self.exact.square().sum((1, 2))
+        measured, limit = self.sample.frobenius_limit(squared, size)
+        whole = float(size.mean()) / self.rows.shape[1] * self.count
+        return whole, measured**2, limit**2
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCheck:
+    """Sampled rows of every kind of block: what lists of any price are held to."""
+
+    structure: Structure  # of the cells that hold the rows
+    parts: tuple[_Sampled, ...]
+    chunk: int
+
+    @staticmethod
+    def draw(whole: Structure, head: Head, chunk: int, seed: int) -> BlockCheck:
+        generator = torch.Generator().manual_seed(seed)
+        # every row is in all layers of a causal head: the widest windows stand for them
+        layers = whole.layers if whole.chunks is None else whole.layers[-1:]
+        parts = tuple(_Sampled.draw(layer, head, generator) for layer in layers)
+        rows = torch.cat([part.rows.flatten() for part in parts])
+        return BlockCheck(whole.around(rows, chunk), parts, chunk)
 
     def error(self, price: float) -> tuple[float, float]:
-        """Relative Frobenius error of the sampled rows, and its upper limit for all rows: whole
-        blocks are the units of the sample, because the rows of a block fail together."""
+        """Relative Frobenius error of all rows as the sample has it, and its upper limit."""
         total = block_sums(self.structure, self.structure.select(price), self.chunk)
-        output = total.divide_(total.seen)[0][self.rows].double()
-        squared = (output - self.exact).square().sum((1, 2))
-        return self.sample.frobenius_limit(squared, self.exact.square().sum((1, 2)))
+        output = total.divide_(total.seen)[0]
+        parts = [part.error(output) for part in self.parts]
+        size = max(sum(part[0] for part in parts), 1e-300)
+        measured = sum(part[0] * part[1] for part in parts) / size
+        limit = sum(part[0] * part[2] for part in parts) / size
+        return math.sqrt(measured), math.sqrt(limit)
 
 
 def _sampled_blocks(layer: Layer, generator: torch.Generator) -> RowSample:
-    """Blocks of a layer: the widest ones, and some of the others."""
+    """Blocks of a layer: those whose queries are furthest apart, which err most and are few, and
+    a sample that stands for the others."""
     size = (layer.query - layer.query.mean(1, keepdim=True)).square().sum((1, 2))
     order = size.argsort(descending=True)
     census, others = order[:WIDEST_BLOCKS], order[WIDEST_BLOCKS:]
