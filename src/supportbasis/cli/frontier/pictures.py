@@ -31,6 +31,7 @@ LINES = {
     "sorted blocks + centroids": ("#1f2933", ":^"),
 }
 COLUMNS = 8
+CLOSEST = 1.9  # ratio of neighbouring costs that both get a label
 
 
 def _percent(value: float, _: object = None) -> str:
@@ -48,9 +49,18 @@ def _log_axes(axes: Axes, ticks: Sequence[float]) -> None:
     plain_axes(axes)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xticks(list(ticks))
+    axes.set_xticks(_apart(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(_percent)
+
+
+def _apart(ticks: Sequence[float]) -> list[float]:
+    """Those that leave room for their labels."""
+    kept: list[float] = []
+    for tick in ticks:
+        if not kept or tick >= CLOSEST * kept[-1]:
+            kept.append(tick)
+    return kept
 
 
 def _fine_errors(axes: Axes) -> None:

@@ -237,7 +237,8 @@ def _generated(made: Sequence[Group], out: Path) -> Chapter:
         figures.append((path, f"{group.label}: error against cost."))
     said = [claims.synthetic_findings(group) for group in made]
     grids = [tables.synthetic_table(group) for group in made]
-    return Chapter("Generated heads", text, said, grids, grids, figures)
+    shown = [tables.synthetic_table(group, names=False) for group in made]
+    return Chapter("Generated heads", text, said, grids, shown, figures)
 
 
 def _causal(made: Sequence[Group]) -> Chapter:

@@ -74,16 +74,14 @@ def method_table(group: Group) -> Grid:
     return Grid(f"{group.label}: every method", headings, lines)
 
 
-def synthetic_table(group: Group) -> Grid:
-    """Each generated head at each budget: ours, and the best baseline with its name."""
+def synthetic_table(group: Group, names: bool = True) -> Grid:
+    """Each generated head at each budget: ours, and the best baseline with or without its name."""
     lines = []
     for head in group.heads:
-        best = [group.best_on(budget, head) for budget in group.budgets]
         ours = [brief(group.error(NAME, budget, head)) for budget in group.budgets]
-        lines.append([head, *ours])
-        lines.append(
-            ["  best baseline", *(f"{brief(error)} {short(name)}" for name, error in best)]
-        )
+        best = [group.best_on(budget, head) for budget in group.budgets]
+        theirs = [f"{brief(error)} {short(name) if names else ''}".strip() for name, error in best]
+        lines += [[head, *ours], ["  best baseline", *theirs]]
     title = f"{group.label}, d={group.rows[0].d}: error at equal cost"
     return Grid(title, ["head", *(share(budget) for budget in group.budgets)], lines)
 
