@@ -1,0 +1,170 @@
+"""Attention of blocks of queries over lists of granules of keys.
+
+Block i of head h attends to the granules ``indices[offsets[r] : offsets[r + 1]]`` with r = h *
+blocks + i; granule g is keys 16 g to 16 g + 15. A key's log-weight is added to its scores: an exact
+key has 0, a coarse key its log mass, a missing one -inf. Cost is the length of the lists.
+
+The gradient of keys walks the inverse lists (which blocks list a granule), so every sum has one
+order and the result is the same in every run. No call waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from . import blocklist_kernels as kernels
+from .language import cdiv, interpreted, power_of_two, require
+from .polynomial import rows_of
+
+GRANULE = 16
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class ListTiles:
+    """Keys at a time, warps and pipeline stages of `forward`."""
+
+    keys: int = 64
+    warps: int = 4
+    stages: int = 3
+
+
+@dataclass(frozen=True)
+class Call:
+    """What forward and backward share."""
+
+    block: int  # queries of a list
+    scale: float
+    precision: str | None
+    tiles: ListTiles
+
+
+def choose_list_tiles(width: int, block: int, full_precision: bool) -> ListTiles:
+    """Tiles for keys or values of at most ``width`` entries."""
+    if full_precision:
+        return ListTiles(32, 4, 1 if width > 128 else 2)
+    return ListTiles(64, 4 if block <= 64 or width <= 64 else 8, 2 if width > 128 else 3)
+
+
+def inverse_lists(
+    offsets: Tensor, indices: Tensor, rows_per_key_head: int, granules: int, key_heads: int
+) -> tuple[Tensor, Tensor]:
+    """For each granule of each key head the rows (head * blocks + block) that list it."""
+    entry = torch.arange(indices.numel(), device=indices.device)
+    row = torch.searchsorted(offsets, entry.to(offsets.dtype), right=True) - 1
+    place = row // rows_per_key_head * granules + indices
+    place = torch.where(row < offsets.numel() - 1, place, key_heads * granules)  # spare entries
+    place, order = place.sort(stable=True)
+    bounds = torch.arange(key_heads * granules + 1, device=indices.device)
+    return torch.searchsorted(place, bounds), row[order]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, log_weight: Tensor | None,
+        offsets: Tensor, indices: Tensor, call: Call,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        query, key, value = rows_of(query), rows_of(key), rows_of(value)
+        batch, heads, n, d = query.shape
+        (key_heads, m), dv = key.shape[1:3], value.shape[-1]
+        blocks = cdiv(n, call.block)
+        out = torch.empty(batch, heads, n, dv, dtype=query.dtype, device=query.device)
+        lse = torch.empty(batch, heads, n, dtype=torch.float32, device=query.device)
+        kernels.forward[(blocks, batch * heads)](
+            query, key, value, lse if log_weight is None else log_weight,
+            offsets, indices, out, lse,
+            heads, key_heads, n, m, d, dv, blocks, call.scale * LOG2E,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            power_of_two(d), power_of_two(dv), call.block, call.tiles.keys,
+            GRANULE, log_weight is not None, call.precision,
+            num_warps=call.tiles.warps, num_stages=call.tiles.stages,
+        )  # fmt: skip
+        ctx.call = call
+        ctx.save_for_backward(query, key, value, log_weight, offsets, indices, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, log_weight, offsets, indices, out, lse = ctx.saved_tensors
+        call, grad = ctx.call, rows_of(grads[0])
+        batch, heads, n, d = query.shape
+        (key_heads, m), dv = key.shape[1:3], value.shape[-1]
+        blocks, granules = cdiv(n, call.block), cdiv(m, GRANULE)
+        width, value_width = power_of_two(d), power_of_two(dv)
+        delta = torch.empty_like(lse)
+        kernels.row_terms[(cdiv(n, 64), batch * heads)](
+            grad, out, grads[1].contiguous(), delta, heads, n, dv, *grad.stride()[:3],
+            value_width, 64, True,
+        )  # fmt: skip
+        grad_query, grad_key, grad_value = (
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
+        )
+        grad_weight = lse if log_weight is None else torch.empty_like(log_weight)
+        shared = (
+            heads, key_heads, n, m, d, dv, blocks, call.scale * LOG2E, call.scale,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3],
+            width, value_width, call.block,
+        )  # fmt: skip
+        weight = lse if log_weight is None else log_weight
+        kernels.query_gradient[(blocks, batch * heads)](
+            query, key, value, weight, offsets, indices, grad, lse, delta, grad_query, *shared,
+            min(call.tiles.keys, 64), GRANULE, log_weight is not None, call.precision,
+            num_warps=call.tiles.warps, num_stages=2,
+        )  # fmt: skip
+        bounds, rows = inverse_lists(
+            offsets, indices, blocks * heads // key_heads, granules, batch * key_heads
+        )
+        kernels.key_gradient[(granules, batch * key_heads)](
+            query, key, value, weight, bounds, rows, grad, lse, delta,
+            grad_key, grad_value, grad_weight, *shared,
+            GRANULE, log_weight is not None, call.precision, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        made = (grad_query, grad_key, grad_value, None if log_weight is None else grad_weight)
+        return (*made, None, None, None)
+
+
+def block_list_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    indices: Tensor,
+    *,
+    log_weight: Tensor | None = None,
+    scale: float | None = None,
+    block: int = 128,
+    precision: str = "tf32x3",
+    tiles: ListTiles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output and lse, with gradients to query, key, value and log-weights.
+
+    query [batch, heads, n, d], key and value [batch, key heads, m, ...], log_weight
+    [batch, key heads, m] in float32, offsets [batch * heads * ceil(n / block) + 1], indices [total]
+    (entries past the last offset are never read). Offsets and indices are not looked at here:
+    checking them would wait for the device.
+    """
+    require()
+    rows = query.shape[0] * query.shape[1] * cdiv(query.shape[2], block)
+    if offsets.numel() != rows + 1:
+        raise InputError(f"offsets: got {offsets.numel()} entries, expected {rows + 1}")
+    if block not in (16, 32, 64, 128):
+        raise InputError(f"block: got {block}, expected 16, 32, 64 or 128")
+    if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise InputError(f"query: got {query.dtype}, expected bfloat16, float16 or float32")
+    width = power_of_two(max(query.shape[-1], value.shape[-1]))
+    if width > 256:
+        raise InputError(f"query, value: got a width over 128, {width}, expected at most 256")
+    full = query.dtype == torch.float32 or interpreted()
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    tiles = tiles or choose_list_tiles(width, block, full)
+    call = Call(block, scale, precision if full else None, tiles)
+    if log_weight is not None:
+        log_weight = log_weight.float().expand(key.shape[:3]).contiguous()
+    return _Attention.apply(query, key, value, log_weight, offsets, indices, call)  # type: ignore[no-untyped-call]

@@ -1,0 +1,160 @@
+# mypy: ignore-errors
+"""The gradient of a read-out with respect to its tokens.
+
+With T_p [b, e] = 2 c_2 sum_j w_j k_p k_b v_e the read-out's gradient in direction u is
+``sum_p x_p T_p u``: features x_p u_e of an outer product, which need no folding, times rows of T
+that are gathered from the folded state (its diagonal is zero; squares have their own block).
+"""
+
+from __future__ import annotations
+
+from .language import jit, tl
+
+
+@jit
+def gradient_rows(
+    grad, output, den, grad_lse, g, h,
+    heads, n, dv, grad_b, grad_h, grad_n,
+    E: tl.constexpr, BM: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """From the output's gradient to that of numerator, g, and denominator, h."""
+    bh, start = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * BM
+    near, cols = tl.arange(0, BM), tl.arange(0, E)
+    live = start + near < n
+    inside = live[:, None] & (cols < dv)[None, :]
+    grad += (bh // heads) * grad_b + (bh % heads) * grad_h + start * grad_n
+    at = bh * n * dv + start * dv + near[:, None] * dv + cols[None, :]
+    slope = tl.load(grad + near[:, None] * grad_n + cols[None, :], mask=inside, other=0.0)
+    slope = slope.to(tl.float32)
+    value = tl.load(output + at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(den + bh * n + start + near, mask=live, other=0.0)
+    inverse = tl.where(weight > 0.0, 1.0 / weight, 0.0)
+    change = -tl.sum(slope * value, 1)
+    if LSE:
+        change += tl.load(grad_lse + bh * n + start + near, mask=live, other=0.0)
+    tl.store(g + at, (slope * inverse[:, None]).to(g.dtype.element_ty), mask=inside)
+    tl.store(h + bh * n + start + near, change * inverse, mask=live)
+
+
+@jit
+def contract(
+    x, u, h, state, vectors, matrix, y, v, w, row_weight, out,
+    heads, n, d, dv, pairs, blocks, chunk, ratio,
+    other_heads, m, members, c1, c2,
+    x_b, x_h, x_n, u_b, u_h, u_n, y_b, y_h, y_n, v_b, v_h, v_n,
+    D: tl.constexpr, DB: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    DEGREE: tl.constexpr, ORDER: tl.constexpr, SLOPE_OF_ROW: tl.constexpr,
+    WEIGHTED: tl.constexpr, ROW_WEIGHTED: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradient of every token of ``x``, whose direction is ``u`` and the normaliser's ``h``.
+
+    ``h`` belongs to the rows (SLOPE_OF_ROW: x are queries) or is in the moments already and
+    belongs to the other side (x are keys). ``c1``, ``c2`` are coefficients in <x, y>.
+    """
+    block, bh = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    to = tl.program_id(1) * DB + tl.arange(0, DB)
+    start = block * BM
+    near, dims, cols = tl.arange(0, BM), tl.arange(0, D), tl.arange(0, E)
+    live = start + near < n
+    if ROW_WEIGHTED:
+        scale = tl.load(row_weight + bh * n + start + near, mask=live, other=0.0)
+        live = live & (scale != 0.0)
+    x += (bh // heads) * x_b + (bh % heads) * x_h + start * x_n
+    u += (bh // heads) * u_b + (bh % heads) * u_h + start * u_n
+    tokens = tl.load(
+        x + near[:, None] * x_n + dims[None, :], mask=live[:, None] & (dims < d)[None, :], other=0.0
+    ).to(OPERAND)
+    direction = tl.load(
+        u + near[:, None] * u_n + cols[None, :],
+        mask=live[:, None] & (cols < dv)[None, :], other=0.0,
+    ).to(OPERAND)  # fmt: skip
+    own = start // chunk if ORDER != 0 else start * 0
+    place = own * (tl.num_programs(2) // ratio) + bh // ratio
+    state += place * (blocks * D * E)
+    vectors += place * (dv + d + 1)
+    matrix += place * (2 * D * D)
+    if SLOPE_OF_ROW:
+        slope = tl.load(h + bh * n + start + near, mask=live, other=0.0)
+    else:
+        slope = tl.full((BM,), 1.0, dtype=tl.float32)
+
+    # [E, DB] tiles of the state, read along e
+    linear = tl.load(state + (blocks - 1) * (D * E) + to[None, :] * E + cols[:, None])
+    total = tl.dot(direction, linear, input_precision=PRECISION)
+    first = tl.load(vectors + dv + to, mask=to < d, other=0.0)
+    total += slope[:, None] * first[None, :]
+    if DEGREE == 2:
+        part = tl.dot(
+            direction, tl.load(state + pairs * (D * E) + to[None, :] * E + cols[:, None]),
+            input_precision=PRECISION,
+        )  # fmt: skip
+        again = tl.load(
+            x + near[:, None] * x_n + to[None, :],
+            mask=live[:, None] & (to < d)[None, :], other=0.0,
+        )  # fmt: skip
+        total += 2.0 * part * again.to(tl.float32)
+        columns = matrix + dims[:, None] * D + to[None, :]
+        part = tl.dot(tokens, tl.load(columns), input_precision=PRECISION)
+        part = tl.dot(tokens, tl.load(columns + D * D), part, input_precision=PRECISION)
+        total += 2.0 * slope[:, None] * part
+        for p in range(d):
+            low, high = tl.minimum(to, p), tl.maximum(to, p)
+            folded = low >= pairs
+            row = tl.where(folded, d - 1 - low, low)
+            col = tl.where(folded, d - 1 - high, high)
+            row = tl.where(to < d, row, 0)  # beyond d: the zero at (0, 0)
+            col = tl.where(to < d, col, 0)
+            a = tl.load(x + near * x_n + p, mask=live, other=0.0).to(OPERAND)
+            gathered = tl.load(state + (row * (D * E) + col * E)[None, :] + cols[:, None])
+            total = tl.dot(direction * a[:, None], gathered, total, input_precision=PRECISION)
+
+    if ORDER != 0:
+        if ORDER > 0:
+            low_at, high_at = own * chunk, tl.minimum(start + BM, m)
+        else:
+            low_at, high_at = start, tl.minimum((own + 1) * chunk, m)
+        for member in range(members):
+            other = (bh // ratio) * members + member
+            ys = y + (other // other_heads) * y_b + (other % other_heads) * y_h
+            vs = v + (other // other_heads) * v_b + (other % other_heads) * v_h
+            for at in range(low_at, high_at, BN):
+                index = at + tl.arange(0, BN)
+                here = index < m
+                if WEIGHTED:
+                    weight = tl.load(w + other * m + index, mask=here, other=0.0)
+                    here = here & (weight != 0.0)
+                ty = tl.load(
+                    ys + index[None, :] * y_n + dims[:, None],
+                    mask=here[None, :] & (dims < d)[:, None], other=0.0,
+                ).to(OPERAND)  # fmt: skip
+                tv = tl.load(
+                    vs + index[None, :] * v_n + cols[:, None],
+                    mask=here[None, :] & (cols < dv)[:, None], other=0.0,
+                ).to(OPERAND)  # fmt: skip
+                z = tl.dot(tokens, ty, input_precision=PRECISION)
+                change = tl.dot(direction, tv, input_precision=PRECISION)
+                if SLOPE_OF_ROW:
+                    change += slope[:, None]
+                else:
+                    change += tl.load(h + other * m + index, mask=here, other=0.0)[None, :]
+                change = change * (c1 + 2.0 * c2 * z)
+                if WEIGHTED:
+                    change = change * weight[None, :]
+                row_at = start + near
+                if ORDER > 0:
+                    seen = here[None, :] & (index[None, :] <= row_at[:, None])
+                else:
+                    seen = here[None, :] & (index[None, :] >= row_at[:, None])
+                change = tl.where(seen, change, 0.0).to(OPERAND)
+                side = tl.load(
+                    ys + index[:, None] * y_n + to[None, :],
+                    mask=here[:, None] & (to < d)[None, :], other=0.0,
+                ).to(OPERAND)  # fmt: skip
+                total = tl.dot(change, side, total, input_precision=PRECISION)
+
+    if ROW_WEIGHTED:
+        total *= scale[:, None]
+    target = out + bh * n * d + start * d + near[:, None] * d + to[None, :]
+    inside = (start + near < n)[:, None] & (to < d)[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,465 @@
+"""Sums of a polynomial of the scores, p(z) = c_0 + c_1 z + c_2 z^2, on the device.
+
+``num_i = sum_j w_j p(scale <q_i, k_j>) v_j`` and ``den_i = sum_j w_j p(scale <q_i, k_j>)``, in
+time linear in both lengths. Keys are summed in splits (`moments`, `folded.square_state`), the
+splits are added up with the coefficients (`finish_state`), and every query reads the sum
+(`read_out`). Causal sums take a split for every chunk, give each chunk the sum of those before it,
+and evaluate p inside the chunk. The gradient is made of the same parts (`contract`): sums over
+queries, with g = d num as values and h = d den as weights, are what keys and values read.
+
+Products of bfloat16 and float16 inputs have bfloat16 operands and are added in float32; those of
+float32 inputs are three TF32 products in place of one ("tf32x3"), one ("tf32"), or float32
+("ieee"). No call waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from . import contract as gradient
+from . import folded, moments
+from .language import cdiv, interpreted, power_of_two, require, tl
+from .tiles import Tiles, choose_tiles
+
+CHUNK = 1024  # tokens of a causal chunk
+PAD = 128  # transposed tokens are padded to a multiple of this
+PROGRAMS = 2048  # of the state kernel, at least, by cutting the keys into splits
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the kernels of one call share."""
+
+    coefficients: tuple[float, float, float]  # in <q, k>
+    degree: int
+    dim: int
+    value_dim: int
+    dtype: torch.dtype  # of operands
+    precision: str | None  # of float32 products
+    tiles: Tiles
+    causal: bool
+    chunk: int
+
+    @property
+    def pairs(self) -> int:
+        return (self.dim + 1) // 2 if self.degree == 2 else 0
+
+    @property
+    def blocks(self) -> int:
+        return self.pairs + 2 if self.degree == 2 else 1
+
+    @property
+    def width(self) -> int:
+        return power_of_two(self.dim)
+
+    @property
+    def value_width(self) -> int:
+        return power_of_two(self.value_dim)
+
+    @property
+    def switches(self) -> dict[str, Any]:
+        operand = tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32
+        return {"OPERAND": operand, "PRECISION": self.precision}
+
+    @property
+    def packed(self) -> bool:
+        return self.dtype == torch.bfloat16 and not interpreted()
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Sums over one side: of all its tokens, or before (after) each chunk."""
+
+    features: Tensor  # [states, batch * heads, blocks, width, value_width]
+    vectors: Tensor  # [states, batch * heads, dv + d + 1]: of values, of tokens, of weights
+    matrix: Tensor  # [states, batch * heads, 2, width, width]: of products, rounded and rest
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.features, self.vectors, self.matrix
+
+
+def setting_of(
+    query: Tensor,
+    value: Tensor,
+    coefficients: Sequence[float],
+    scale: float,
+    *,
+    causal: bool = False,
+    chunk: int = CHUNK,
+    precision: str = "tf32x3",
+    tiles: Tiles | None = None,
+) -> Setting:
+    """The shared setting of a call; coefficients are turned from z into <q, k>."""
+    require()
+    degree = len(coefficients) - 1
+    if degree not in (1, 2):
+        raise InputError(f"coefficients: got {len(coefficients)}, expected 2 or 3 (degree 1 or 2)")
+    if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise InputError(f"query: got {query.dtype}, expected bfloat16, float16 or float32")
+    full = query.dtype == torch.float32 or interpreted()
+    dim, value_dim = query.shape[-1], value.shape[-1]
+    if max(dim, value_dim) > 256:
+        raise InputError(f"query, value: got widths {dim}, {value_dim}, expected at most 256")
+    padded = (*coefficients, 0.0) if degree == 1 else tuple(coefficients)
+    tiles = tiles or choose_tiles(dim, value_dim, full)
+    if chunk % max(tiles.read.rows, tiles.contract.rows, tiles.state.tokens, 64):
+        raise InputError(f"chunk: got {chunk}, expected a multiple of the kernels' rows")
+    return Setting(
+        (padded[0], padded[1] * scale, padded[2] * scale**2),
+        degree, dim, value_dim,
+        torch.float32 if full else torch.bfloat16,
+        precision if full else None,
+        tiles, causal, chunk,
+    )  # fmt: skip
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """A [batch, heads, n, width] tensor whose rows lie together in memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def sums_over(
+    x: Tensor,
+    value: Tensor,
+    weight: Tensor | None,
+    setting: Setting,
+    *,
+    apply_weight: bool,
+    order: int = 0,
+    states: int = 1,
+    group: int = 1,
+) -> State:
+    """Sums over the tokens of ``x``, over ``group`` heads together.
+
+    ``weight`` belongs to the normaliser, and to the values too if ``apply_weight``.
+    """
+    batch, heads, n, d = x.shape
+    dv, degree, width = setting.value_dim, setting.degree, setting.width
+    all_heads, tiles, blocks = batch * heads, setting.tiles, setting.blocks
+    shape = tiles.state
+    row_tiles, col_tiles = cdiv(width, shape.rows), cdiv(setting.value_width, shape.columns)
+    groups = cdiv(setting.pairs, shape.pairs)
+    if order:
+        span, splits = setting.chunk, cdiv(n, setting.chunk)
+    else:
+        programs = max(groups, 4) * row_tiles * col_tiles * all_heads
+        splits = min(cdiv(PROGRAMS, programs), cdiv(n, 1024))
+        span = cdiv(cdiv(n, splits), PAD) * PAD
+        splits = cdiv(n, span)
+
+    def new(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=x.device)
+
+    flat_at = d * d if degree == 2 else 0
+    flat_size = flat_at + dv + d + 1
+    part = new(splits, all_heads, blocks, d, dv)
+    flat = new(splits, all_heads, flat_size)
+    absent = flat  # stands for a tensor that a kernel does not touch
+    weights = absent if weight is None else weight
+    x, value = rows_of(x), rows_of(value)
+    tokens, token_strides = x, (*x.stride()[:3], 1)
+    padded = cdiv(n, PAD) * PAD
+    if degree == 2 or apply_weight:
+        tokens = new(batch, heads, d, padded, dtype=setting.dtype)
+        weighted = new(batch, heads, n, dv, dtype=setting.dtype) if apply_weight else value
+        at_once = 64 if max(width, setting.value_width) <= 128 else 32
+        moments.prepare[(padded // at_once, all_heads)](
+            x, value, weights, tokens, weighted, heads, n, padded, d, dv,
+            *x.stride()[:3], *value.stride()[:3],
+            width, setting.value_width, at_once, apply_weight,
+        )  # fmt: skip
+        token_strides = (heads * d * padded, d * padded, 1, padded)
+        value = weighted
+    small = tiles.small
+    small_rows = cdiv(width, small)
+    at_once = min(shape.tokens, 64)
+    moments.value_moments[(small_rows * cdiv(setting.value_width, small), splits, all_heads)](
+        tokens, value, weights, part, flat,
+        heads, n, span, splits, blocks, d, dv, flat_size, flat_at,
+        *token_strides, *value.stride()[:3],
+        small, small, at_once, small_rows, degree == 2, weight is not None, **setting.switches,
+    )  # fmt: skip
+    if degree == 2:
+        moments.weight_moments[(small_rows**2, splits, all_heads)](
+            tokens, weights, flat, n, span, padded, d, flat_size,
+            small, at_once, small_rows, weight is not None, setting.precision,
+        )  # fmt: skip
+        folded.square_state[(groups * row_tiles * col_tiles, splits, all_heads)](
+            tokens, value, part,
+            heads, n, span, padded, setting.pairs, blocks, d, dv, groups, row_tiles,
+            *value.stride()[:3],
+            shape.rows, shape.columns, shape.tokens, shape.pairs, setting.packed,
+            **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
+    return finish(part, flat, splits, states, group, flat_size, flat_at, order, setting)
+
+
+def finish(
+    part: Tensor, flat: Tensor, splits: int, states: int, group: int,
+    flat_size: int, flat_at: int, order: int, setting: Setting,
+) -> State:  # fmt: skip
+    """Add up the splits and apply the coefficients."""
+    d, dv, width, value_width = setting.dim, setting.value_dim, setting.width, setting.value_width
+    heads = part.shape[1] // group
+    c0, c1, c2 = setting.coefficients
+    new = part.new_empty
+    features = new(states, heads, setting.blocks, width, value_width, dtype=setting.dtype)
+    vectors = new(states, heads, dv + d + 1)
+    size = width if setting.degree == 2 else 0
+    matrix = new(states, heads, 2, size, size, dtype=setting.dtype)
+    rows = min(width, 16)
+    folded.finish_state[(setting.blocks * width // rows, heads)](
+        part, features, splits, states, group, setting.pairs, setting.blocks, d, dv, c1, c2,
+        width, value_width, rows, order,
+    )  # fmt: skip
+    moments.finish_moments[(size + 1, heads)](
+        flat, vectors, matrix if size else vectors,
+        splits, states, group, d, dv, flat_size, flat_at, c0, c1, c2,
+        size, power_of_two(max(dv + d + 1, width)), order,
+    )  # fmt: skip
+    return State(features, vectors, matrix if size else vectors)
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """Tokens, values and weights of one side, [batch, heads, n, ...]."""
+
+    tokens: Tensor
+    values: Tensor
+    weight: Tensor | None = None  # of the tokens, in a chunk
+
+    @property
+    def heads(self) -> int:
+        return self.tokens.shape[1]
+
+
+def read(
+    rows: Side,
+    state: State,
+    other: Side,
+    setting: Setting,
+    *,
+    order: int = 0,
+    normaliser: bool = True,
+    divide: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Sums of every row of ``rows`` (their weight multiplies them), and their denominators."""
+    x, (y, u) = rows_of(rows.tokens), (rows_of(other.tokens), rows_of(other.values))
+    batch, heads, n, d = x.shape
+    dv, shape = setting.value_dim, setting.tiles.read
+    ratio, members = cdiv(heads, other.heads), cdiv(other.heads, heads)
+    out = torch.empty(batch, heads, n, dv, dtype=dtype, device=x.device)
+    den = torch.empty(batch, heads, n, dtype=torch.float32, device=x.device)
+    weight = den if other.weight is None else other.weight
+    row_weight = den if rows.weight is None else rows.weight
+    folded.read_out[(cdiv(n, shape.rows), cdiv(setting.value_width, shape.columns), batch * heads)](
+        x, *state.tensors, y, u, weight, row_weight, out, den,
+        heads, n, d, dv, setting.pairs, setting.blocks, len(state.features), setting.chunk, ratio,
+        other.heads, y.shape[2], members, *setting.coefficients,
+        *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
+        setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
+        min(setting.width, 64), setting.degree, order, normaliser, divide,
+        other.weight is not None, rows.weight is not None, setting.packed,
+        **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    return out, den
+
+
+def token_gradient(
+    rows: Side,
+    slope: Tensor,
+    state: State,
+    other: Side,
+    setting: Setting,
+    *,
+    order: int = 0,
+    slope_of_row: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Gradient of the tokens of ``rows``, whose values are the directions (see `contract`)."""
+    x, u = rows_of(rows.tokens), rows_of(rows.values)
+    y, v = rows_of(other.tokens), rows_of(other.values)
+    batch, heads, n, d = x.shape
+    shape = setting.tiles.contract
+    ratio, members = cdiv(heads, other.heads), cdiv(other.heads, heads)
+    out = torch.empty(batch, heads, n, d, dtype=dtype, device=x.device)
+    weight = slope if other.weight is None else other.weight
+    row_weight = slope if rows.weight is None else rows.weight
+    gradient.contract[(cdiv(n, shape.rows), cdiv(setting.width, shape.columns), batch * heads)](
+        x, u, slope, *state.tensors, y, v, weight, row_weight, out,
+        heads, n, d, setting.value_dim, setting.pairs, setting.blocks, setting.chunk, ratio,
+        other.heads, y.shape[2], members, *setting.coefficients[1:],
+        *x.stride()[:3], *u.stride()[:3], *y.stride()[:3], *v.stride()[:3],
+        setting.width, shape.columns, setting.value_width, shape.rows, shape.tokens,
+        setting.degree, order, slope_of_row, other.weight is not None, rows.weight is not None,
+        **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    return out
+
+
+def key_weights(
+    key: Tensor, log_weight: Tensor | None, lengths: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """exp(log-weight - shift) and the shift of each head, its largest log-weight; None: all one.
+
+    Keys at or past their batch's length have weight zero.
+    """
+    if log_weight is None and lengths is None:
+        return None, None
+    batch, heads, m = key.shape[:3]
+    if log_weight is None:
+        log_weight = torch.zeros((), dtype=torch.float32, device=key.device)
+    log_weight = log_weight.float().expand(batch, heads, m)
+    if lengths is not None:
+        past = torch.arange(m, device=key.device) >= lengths.view(batch, 1, 1)
+        log_weight = log_weight.masked_fill(past, -math.inf)
+    shift = log_weight.amax(-1)
+    shift = torch.where(shift > -math.inf, shift, 0.0)
+    return (log_weight - shift.unsqueeze(-1)).exp().contiguous(), shift
+
+
+def polynomial_sums(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    coefficients: Sequence[float],
+    *,
+    scale: float | None = None,
+    log_weight: Tensor | None = None,
+    lengths: Tensor | None = None,
+    causal: bool = False,
+    divide: bool = True,
+    chunk: int = CHUNK,
+    precision: str = "tf32x3",
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Output (or numerators, in float32), denominators, and the logarithm of their unit.
+
+    query [batch, heads, n, d], key and value [batch, key heads, m, ...] with heads a multiple of
+    key heads; log_weight broadcasts to [batch, key heads, m], lengths is [batch]. The unit is
+    None (1) or belongs to a key head, [batch, key heads].
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    setting = setting_of(
+        query, value, coefficients, scale,
+        causal=causal, chunk=chunk, precision=precision, tiles=tiles,
+    )  # fmt: skip
+    weight, shift = key_weights(key, log_weight, lengths)
+    state = state_of_keys(query, key, value, weight, setting)
+    out, den = read(
+        Side(query, value), state, Side(key, value, weight), setting,
+        order=int(causal), divide=divide, dtype=query.dtype if divide else torch.float32,
+    )  # fmt: skip
+    return out, den, shift
+
+
+def state_of_keys(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, setting: Setting
+) -> State:
+    """Sums over keys, for queries to read."""
+    causal = setting.causal
+    return sums_over(
+        key, value, weight, setting, apply_weight=weight is not None, order=int(causal),
+        states=cdiv(query.shape[2], setting.chunk) if causal else 1,
+    )  # fmt: skip
+
+
+def polynomial_gradient(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor | None,
+    output: Tensor,
+    den: Tensor,
+    state: State,
+    setting: Setting,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value from that of the output (and of its lse)."""
+    batch, heads, n = den.shape
+    grad = rows_of(grad)
+    g = torch.empty(batch, heads, n, setting.value_dim, dtype=setting.dtype, device=grad.device)
+    h = torch.empty_like(den)
+    gradient.gradient_rows[(cdiv(n, 64), batch * heads)](
+        grad, output, den, h if grad_lse is None else grad_lse.contiguous(), g, h,
+        heads, n, setting.value_dim, *grad.stride()[:3],
+        setting.value_width, 64, grad_lse is not None,
+    )  # fmt: skip
+    causal, queries, keys = setting.causal, Side(query, g), Side(key, value, weight)
+    grad_query = token_gradient(
+        queries, h, state, keys, setting,
+        order=int(causal), slope_of_row=True, dtype=query.dtype,
+    )  # fmt: skip
+    back = sums_over(
+        query, g, h, setting, apply_weight=False, order=-int(causal),
+        states=cdiv(key.shape[2], setting.chunk) if causal else 1, group=heads // key.shape[1],
+    )  # fmt: skip
+    grad_key = token_gradient(
+        keys, h, back, queries, setting,
+        order=-int(causal), slope_of_row=False, dtype=key.dtype,
+    )  # fmt: skip
+    grad_value, _ = read(
+        keys, back, queries, setting,
+        order=-int(causal), normaliser=False, divide=False, dtype=value.dtype,
+    )  # fmt: skip
+    return grad_query, grad_key, grad_value
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, setting: Setting
+    ) -> tuple[Tensor, Tensor]:
+        state = state_of_keys(query, key, value, weight, setting)
+        out, den = read(
+            Side(query, value), state, Side(key, value, weight), setting,
+            order=int(setting.causal), dtype=query.dtype,
+        )  # fmt: skip
+        ctx.setting = setting
+        ctx.save_for_backward(query, key, value, weight, out, den, *state.tensors)
+        return out, den.log()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, weight, out, den, *state = ctx.saved_tensors
+        made = polynomial_gradient(
+            grads[0], grads[1], query, key, value, weight, out, den, State(*state), ctx.setting
+        )
+        return (*made, None, None)
+
+
+def polynomial_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    coefficients: Sequence[float],
+    *,
+    scale: float | None = None,
+    log_weight: Tensor | None = None,
+    lengths: Tensor | None = None,
+    causal: bool = False,
+    chunk: int = CHUNK,
+    precision: str = "tf32x3",
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output and lse with gradients to query, key and value; arguments as in `polynomial_sums`."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    setting = setting_of(
+        query, value, coefficients, scale,
+        causal=causal, chunk=chunk, precision=precision, tiles=tiles,
+    )  # fmt: skip
+    weight, shift = key_weights(key, log_weight, lengths)
+    out, lse = _Attention.apply(query, key, value, weight, setting)  # type: ignore[no-untyped-call]
+    if shift is not None:
+        lse = lse + shift.repeat_interleave(query.shape[1] // key.shape[1], 1).unsqueeze(-1)
+    return out, lse

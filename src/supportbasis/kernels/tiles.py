@@ -1,0 +1,59 @@
+"""Tile shapes of the polynomial's kernels: which were the fastest, by width and dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .language import power_of_two
+
+
+@dataclass(frozen=True)
+class StateTiles:
+    """Of `square_state`: [rows, columns] of a program, rows of the packing, tokens at a time."""
+
+    rows: int
+    columns: int
+    pairs: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """Of `read_out` and `contract`: rows of a program, columns it writes, tokens of a chunk."""
+
+    rows: int
+    columns: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile shapes of one call."""
+
+    state: StateTiles
+    read: RowTiles
+    contract: RowTiles
+    small: int  # rows, columns of the small moments
+
+
+def choose_tiles(dim: int, value_dim: int, full_precision: bool) -> Tiles:
+    """Tiles for keys of ``dim`` and values of ``value_dim`` entries."""
+    d, e = power_of_two(dim), power_of_two(value_dim)
+    if full_precision:
+        return Tiles(
+            StateTiles(min(d, 64), min(e, 64), 1, 32, 4, 2),
+            RowTiles(32 if d > 128 else 64, min(e, 64), 32, 4, 1 if d > 128 else 2),
+            RowTiles(32 if e > 128 else 64, min(d, 64), 32, 4, 1 if e > 128 else 2),
+            min(d, e, 32),
+        )
+    wide = max(d, e) > 128
+    return Tiles(
+        StateTiles(min(d, 64), min(e, 128), 4 if e <= 64 else 2, 64, 4, 3),
+        RowTiles(64 if wide else 128, min(e, 128), 64, 4 if wide else 8, 2 if wide else 3),
+        RowTiles(64 if wide else 128, min(d, 128), 64, 4 if wide else 8, 2 if wide else 3),
+        min(d, e, 64),
+    )

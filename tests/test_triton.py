@@ -1,0 +1,361 @@
+"""Triton kernels against float64: in Triton's interpreter, or on the device where there is one."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import qkv
+from supportbasis.errors import InputError, SupportBasisError
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+CUDA = torch.cuda.is_available()
+if not CUDA:  # read when a kernel is decorated
+    os.environ["TRITON_INTERPRET"] = "1"
+DEVICE = "cuda" if CUDA else "cpu"
+
+from supportbasis.kernels import blocklist, polynomial  # noqa: E402
+from supportbasis.kernels.language import require  # noqa: E402
+
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+on_device = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not CUDA, reason="no CUDA device"),
+    needs_triton,
+]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
+
+TAYLOR = (1.0, 1.0, 0.5)
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+
+
+def dense_weights(q, k, coefficients, scale, log_weight=None, lengths=None, causal=False) -> Tensor:
+    """w_j p(scale <q_i, k_j>) of every pair in float64."""
+    group = q.shape[1] // k.shape[1]
+    z = q.double() @ k.double().repeat_interleave(group, 1).transpose(-1, -2) * scale
+    weight = sum(c * z**power for power, c in enumerate(coefficients))
+    if log_weight is not None:
+        factor = log_weight.double().expand(k.shape[:3]).exp()
+        weight = weight * factor.repeat_interleave(group, 1).unsqueeze(2)
+    if lengths is not None:
+        weight = weight * (torch.arange(k.shape[2], device=k.device) < lengths.view(-1, 1, 1, 1))
+    if causal:
+        weight = weight * torch.ones_like(weight[0, 0]).tril()
+    return weight
+
+
+def dense_sums(q, k, v, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    weight = dense_weights(q, k, *args, **kwargs)
+    group = q.shape[1] // k.shape[1]
+    return weight @ v.double().repeat_interleave(group, 1), weight.sum(-1)
+
+
+def inputs(heads=2, key_heads=None, *, batch=1, weighted=False, dtype=torch.float32, **shape):
+    q, k, v = qkv(batch, heads, key_heads=key_heads or heads, dtype=dtype, **shape)
+    call = {}
+    if weighted:
+        generator = torch.Generator().manual_seed(1)
+        m = k.shape[2]
+        call["log_weight"] = torch.randn(batch, k.shape[1], m, generator=generator)
+        call["log_weight"][..., 3] = -math.inf
+        call["lengths"] = torch.randint(m // 2, m, (batch,), generator=generator)
+    return [x.to(DEVICE) for x in (q, k, v)], {key: x.to(DEVICE) for key, x in call.items()}
+
+
+def relative(result: Tensor, reference: Tensor) -> float:
+    assert result.isfinite().all()
+    result, reference = result.detach().double(), reference.detach()
+    return float((result - reference).norm() / reference.norm())
+
+
+def sums(q, k, v, coefficients, scale, **call) -> tuple[Tensor, Tensor]:
+    """Numerators and denominators of the kernels in units of 1."""
+    num, den, shift = polynomial.polynomial_sums(
+        q, k, v, coefficients, scale=scale, divide=False, precision="ieee", **call
+    )
+    if shift is not None:
+        unit = shift.exp().repeat_interleave(q.shape[1] // k.shape[1], 1).unsqueeze(-1)
+        num, den = num * unit.unsqueeze(-1), den * unit
+    return num, den
+
+
+# heads, key heads, batch, n, m, d, dv, degree, causal, weighted
+SMALL = {
+    "square": (2, 2, 1, 150, 130, 16, 16, 2, False, False),
+    "odd-weighted-gqa": (4, 2, 2, 70, 90, 17, 20, 2, False, True),
+    "degree1-weighted": (2, 1, 1, 150, 140, 20, 16, 1, False, True),
+    "causal-gqa": (4, 2, 1, 150, 290, 16, 20, 2, True, False),
+    "causal-weighted": (2, 1, 1, 290, 150, 18, 16, 2, True, True),
+    "causal-degree1": (1, 1, 1, 150, 150, 16, 16, 1, True, False),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("case", SMALL)
+def test_sums_equal_dense_sums(case):
+    heads, key_heads, batch, n, m, d, dv, degree, causal, weighted = SMALL[case]
+    (q, k, v), call = inputs(heads, key_heads, batch=batch, n=n, m=m, d=d, dv=dv, weighted=weighted)
+    coefficients = (1.1, 0.9, -0.6)[: degree + 1]
+    num, den = sums(q, k, v, coefficients, 0.3, causal=causal, chunk=128, **call)
+    expected_num, expected_den = dense_sums(q, k, v, coefficients, 0.3, causal=causal, **call)
+    assert relative(num, expected_num) < 64 * UNIT[torch.float32]
+    assert relative(den, expected_den) < 64 * UNIT[torch.float32]
+
+
+@needs_triton
+@pytest.mark.parametrize("case", ["odd-weighted-gqa", "causal-gqa", "causal-weighted"])
+def test_gradients_equal_those_of_dense_sums(case):
+    heads, key_heads, batch, n, m, d, dv, _, causal, weighted = SMALL[case]
+    (q, k, v), call = inputs(heads, key_heads, batch=batch, n=n, m=m, d=d, dv=dv, weighted=weighted)
+    tokens = [x.requires_grad_() for x in (q, k, v)]
+    num, den = dense_sums(q, k, v, TAYLOR, 0.3, causal=causal, **call)  # z^2/2 + z + 1 > 0.4
+    expected = num / den.unsqueeze(-1)
+    output, lse = polynomial.polynomial_attention(
+        q, k, v, TAYLOR, scale=0.3, causal=causal, chunk=128, precision="ieee", **call
+    )
+    generator = torch.Generator().manual_seed(2)
+    grad = torch.randn(output.shape, generator=generator).to(DEVICE)
+    grad_lse = torch.randn(lse.shape, generator=generator).to(DEVICE)
+    made = torch.autograd.grad((output, lse), tokens, (grad, grad_lse))
+    wanted = torch.autograd.grad((expected * grad).sum() + (den.log() * grad_lse).sum(), tokens)
+    assert relative(output, expected) < 64 * UNIT[torch.float32]
+    torch.testing.assert_close(lse.double(), den.log(), rtol=0, atol=1e-5)
+    for mine, theirs in zip(made, wanted, strict=True):
+        assert relative(mine, theirs.double()) < 128 * UNIT[torch.float32]
+
+
+@needs_triton
+def test_keys_without_weight_may_hold_anything():
+    (q, k, v), _ = inputs(1, n=70, m=80, d=16)
+    log_weight = torch.zeros(1, 1, 80, device=DEVICE)
+    log_weight[..., 60:] = -math.inf
+    expected = sums(q, k[:, :, :60], v[:, :, :60], TAYLOR, 0.3)
+    k[:, :, 60:] = math.nan
+    v[:, :, 60:] = math.inf
+    for mine, theirs in zip(
+        sums(q, k, v, TAYLOR, 0.3, log_weight=log_weight), expected, strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
+def test_transposed_memory():
+    (q, k, v), _ = inputs(2, n=70, d=16)
+    apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]  # [b, n, h, d]
+    columns = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, k, v)]
+    expected = sums(q, k, v, TAYLOR, 0.3)[0]
+    assert torch.equal(sums(*apart, TAYLOR, 0.3)[0], expected)
+    assert torch.equal(sums(*columns, TAYLOR, 0.3)[0], expected)
+
+
+def lists(heads: int, n: int, m: int, block: int, share: float, seed: int = 0):
+    """Random lists as offsets and indices, and as a mask; the first block of all lists nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks, granules = -(-n // block), -(-m // blocklist.GRANULE)
+    listed = torch.rand(heads, blocks, granules, generator=generator) < share
+    listed[0, 0] = False
+    counts = listed.flatten(0, 1).sum(-1)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+    indices = listed.flatten(0, 1).nonzero()[:, 1].int()
+    mask = listed.repeat_interleave(block, 1)[:, :n]
+    mask = mask.repeat_interleave(blocklist.GRANULE, 2)[..., :m]
+    return offsets.to(DEVICE), indices.to(DEVICE), mask.to(DEVICE)
+
+
+def dense_listed(q, k, v, mask, scale, log_weight=None) -> tuple[Tensor, Tensor]:
+    """Attention over the listed keys in float64; rows without a key give 0 and -inf."""
+    group = q.shape[1] // k.shape[1]
+    z = q.double() @ k.double().repeat_interleave(group, 1).transpose(-1, -2) * scale
+    if log_weight is not None:
+        z = z + log_weight.double().repeat_interleave(group, 1).unsqueeze(2)
+    z = z.masked_fill(~mask.view(q.shape[0], q.shape[1], *mask.shape[1:]), -math.inf)
+    lse = z.logsumexp(-1)
+    weight = (z - torch.where(lse > -math.inf, lse, 0.0).unsqueeze(-1)).exp()
+    return weight @ v.double().repeat_interleave(group, 1), lse
+
+
+@needs_triton
+@pytest.mark.parametrize("weighted", [False, True])
+def test_block_lists_equal_dense_attention(weighted):
+    (q, k, v), call = inputs(2, 1, n=70, m=90, d=20, dv=24, weighted=weighted)
+    call.pop("lengths", None)
+    offsets, indices, mask = lists(2, 70, 90, 32, 0.5)
+    tokens = [x.requires_grad_() for x in (q, k, v, *call.values())]
+    output, lse = blocklist.block_list_attention(
+        q, k, v, offsets, torch.cat([indices, indices[:5]]),  # spare entries
+        scale=0.3, block=32, precision="ieee", **call,
+    )  # fmt: skip
+    expected, expected_lse = dense_listed(q, k, v, mask, 0.3, **call)
+    seen = expected_lse > -math.inf
+    assert torch.equal(lse > -math.inf, seen)
+    assert relative(output, expected) < 64 * UNIT[torch.float32]
+    torch.testing.assert_close(lse[seen].double(), expected_lse[seen], rtol=0, atol=1e-5)
+    generator = torch.Generator().manual_seed(2)
+    grad = torch.randn(output.shape, generator=generator).to(DEVICE)
+    grad_lse = torch.randn(lse.shape, generator=generator).to(DEVICE) * seen
+    made = torch.autograd.grad((output, lse), tokens, (grad, grad_lse))
+    safe = torch.where(seen, expected_lse, 0.0)
+    wanted = torch.autograd.grad((expected * grad).sum() + (safe * grad_lse).sum(), tokens)
+    for mine, theirs in zip(made, wanted, strict=True):
+        assert relative(mine, theirs.double().nan_to_num(0.0)) < 128 * UNIT[torch.float32]
+
+
+@needs_triton
+def test_bad_arguments_are_named():
+    (q, k, v), _ = inputs(1, n=20, d=16)
+    with pytest.raises(InputError, match="coefficients: got 4"):
+        polynomial.polynomial_sums(q, k, v, (1.0, 1.0, 0.5, 0.1))
+    with pytest.raises(InputError, match=r"query: got torch\.float64"):
+        polynomial.polynomial_sums(q.double(), k.double(), v.double(), TAYLOR)
+    with pytest.raises(InputError, match="chunk: got 100"):
+        polynomial.polynomial_sums(q, k, v, TAYLOR, causal=True, chunk=100)
+    offsets = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(InputError, match="offsets: got 3"):
+        blocklist.block_list_attention(q, k, v, offsets, offsets)
+
+
+def test_missing_triton_is_said_in_words(monkeypatch):
+    monkeypatch.setattr("supportbasis.kernels.language.triton", None)
+    with pytest.raises(SupportBasisError, match="needs Triton"):
+        require()
+
+
+def test_the_package_does_not_import_triton():
+    code = "import sys, supportbasis; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class TestOnDevice:
+    """The matrix of shapes and dtypes, and what only a device can show."""
+
+    pytestmark = on_device
+
+    @staticmethod
+    def plain(q, k, v, scale, dtype) -> tuple[Tensor, Tensor]:
+        """Degree 2 with features, values and states rounded to ``dtype``, products in float64."""
+
+        def rounded(x: Tensor) -> Tensor:
+            return x.to(dtype).double()
+
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        q, k, v = rounded(q), rounded(k), rounded(v)
+        num = v.sum(2, keepdim=True) + q @ rounded(scale * k.transpose(-1, -2) @ v)
+        den = k.shape[2] + (q @ (scale * k.sum(2)).unsqueeze(-1)).squeeze(-1)
+        for i in range(q.shape[-1]):
+            state = k[..., i : i + 1] * k
+            den += torch.einsum("bhn,bhnd,bhd->bhn", q[..., i], q, scale**2 / 2 * state.sum(2))
+            state = rounded(scale**2 / 2 * rounded(state).transpose(-1, -2) @ v)
+            num += rounded(q[..., i : i + 1] * q) @ state
+        return num, den
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize(
+        ("d", "dv"),
+        [(16, 16), (32, 64), (40, 40), (64, 64), (64, 128), (80, 72), (96, 96), (128, 128),
+         (160, 128), (192, 64), (256, 256), (65, 33)],
+    )  # fmt: skip
+    def test_low_precision_is_as_good_as_its_features(self, d, dv, dtype):
+        (q, k, v), _ = inputs(4, 2, n=1000, m=1500, d=d, dv=dv, dtype=dtype)
+        scale = 1 / d
+        num, den = dense_sums(q, k, v, TAYLOR, scale)
+        mine, mine_den, _ = polynomial.polynomial_sums(q, k, v, TAYLOR, scale=scale, divide=False)
+        plain, _ = self.plain(q, k, v, scale, torch.bfloat16)
+        assert relative(mine, num) <= 1.5 * relative(plain, num)
+        assert relative(mine_den, den) < 1e-5
+        output, _, _ = polynomial.polynomial_sums(q, k, v, TAYLOR, scale=scale)
+        limit = 1.5 * relative(plain / den.unsqueeze(-1), num / den.unsqueeze(-1)) + UNIT[dtype]
+        assert relative(output, num / den.unsqueeze(-1)) <= limit
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("weighted", [False, True])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize(("d", "dv"), [(24, 40), (64, 64), (128, 128), (256, 128)])
+    def test_attention_and_gradients(self, d, dv, dtype, weighted, causal):
+        (q, k, v), call = inputs(
+            4, 2, batch=2, n=700, m=900, d=d, dv=dv, dtype=dtype, weighted=weighted
+        )
+        tokens = [x.requires_grad_() for x in (q, k, v)]
+        scale = 0.7 / d**0.5
+        output, lse = polynomial.polynomial_attention(
+            q, k, v, TAYLOR, scale=scale, causal=causal, chunk=256, **call
+        )
+        num, den = dense_sums(q, k, v, TAYLOR, scale, causal=causal, **call)
+        expected = num / den.unsqueeze(-1)
+        unit = 2.0**-9 if dtype == torch.float16 else UNIT[dtype]
+        assert relative(output, expected) < (2 if dtype != torch.float32 else 16) * unit
+        torch.testing.assert_close(lse.double(), den.log(), rtol=0, atol=1e-4)
+        grad = torch.randn_like(output)
+        grad_lse = torch.randn_like(lse)
+        made = torch.autograd.grad((output, lse), tokens, (grad, grad_lse))
+        wanted = torch.autograd.grad((expected * grad).sum() + (den.log() * grad_lse).sum(), tokens)
+        for mine, theirs in zip(made, wanted, strict=True):
+            assert relative(mine, theirs.double()) < (4 if dtype != torch.float32 else 32) * unit
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize(
+        ("d", "dv", "block"), [(24, 40, 64), (64, 64, 128), (128, 128, 128), (256, 128, 64)]
+    )
+    def test_block_lists(self, d, dv, block, dtype):
+        (q, k, v), call = inputs(4, 2, n=700, m=900, d=d, dv=dv, dtype=dtype, weighted=True)
+        del call["lengths"]
+        tokens = [x.requires_grad_() for x in (q, k, v, *call.values())]
+        offsets, indices, mask = lists(4, 700, 900, block, 0.3)
+        output, lse = blocklist.block_list_attention(q, k, v, offsets, indices, block=block, **call)
+        expected, expected_lse = dense_listed(q, k, v, mask, d**-0.5, **call)
+        seen = expected_lse > -math.inf
+        rough = 4 * UNIT[dtype] if dtype != torch.float32 else 1e-5
+        assert relative(output, expected) < rough
+        torch.testing.assert_close(lse[seen].double(), expected_lse[seen], rtol=0, atol=1e-3)
+        grad, grad_lse = torch.randn_like(output), torch.randn_like(lse) * seen
+        made = torch.autograd.grad((output, lse), tokens, (grad, grad_lse))
+        safe = torch.where(seen, expected_lse, 0.0)
+        wanted = torch.autograd.grad((expected * grad).sum() + (safe * grad_lse).sum(), tokens)
+        for mine, theirs in zip(made, wanted, strict=True):
+            assert relative(mine, theirs.double().nan_to_num(0.0)) < 2 * rough
+
+    def test_a_million_tokens_and_memory_beyond_two_gigabytes(self):
+        n, heads, d = 2**20, 40, 64  # 2.7e9 entries: offsets do not fit in 32 bits
+        generator = torch.Generator("cuda").manual_seed(0)
+
+        def normal() -> Tensor:
+            x = torch.empty(1, n, heads, d, dtype=torch.bfloat16, device="cuda")
+            return x.normal_(generator=generator).mul_(0.3).transpose(1, 2)
+
+        q, k, v = normal(), normal(), normal()
+        output, _, _ = polynomial.polynomial_sums(q, k, v, TAYLOR)
+        rows = torch.tensor([0, 1234, n - 1], device="cuda")
+        for head in (0, heads - 1):
+            part = [x[:, head : head + 1] for x in (q[:, :, rows], k, v)]
+            num, den = dense_sums(*part, TAYLOR, d**-0.5)
+            mine = output[:, head : head + 1, rows]
+            assert relative(mine, num / den.unsqueeze(-1)) < 4 * UNIT[torch.bfloat16]
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_captured_in_a_graph(self, causal):
+        (q, k, v), call = inputs(2, n=512, d=64, dtype=torch.bfloat16, weighted=True)
+
+        def run() -> Tensor:
+            return polynomial.polynomial_sums(q, k, v, TAYLOR, causal=causal, **call)[0]
+
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = run()
+        q.mul_(0.5)
+        graph.replay()
+        assert torch.equal(output, run())
+
+    def test_runs_are_equal_bit_by_bit(self):
+        (q, k, v), _ = inputs(2, n=3000, d=64, dtype=torch.bfloat16)
+        first = polynomial.polynomial_sums(q, k, v, TAYLOR)[0]
+        assert all(
+            torch.equal(first, polynomial.polynomial_sums(q, k, v, TAYLOR)[0]) for _ in range(5)
+        )
