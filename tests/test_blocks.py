@@ -138,6 +138,12 @@ def framed_head(seed=0, bias=True):
     return frame.apply(head), frame
 
 
+def forest_of(head, frame):
+    positions = torch.full((1, 1024), -1)
+    positions[0, : len(head.live_keys)] = head.live_keys
+    return build(head, head.key * frame.spectrum.sqrt(), positions, 16)
+
+
 def keys_below(forest, node):
     """Rows of the leaf tables that a node stands for."""
     while forest.child[node[0]] >= 0:
@@ -148,7 +154,7 @@ def keys_below(forest, node):
 
 def test_nodes_hold_the_moments_of_their_keys():
     head, frame = framed_head()
-    forest = build(head, frame.spectrum, head.live_keys.unsqueeze(0), 16)
+    forest = forest_of(head, frame)
     for node in (0, 1, 5, 40, len(forest.key) - 1):
         rows = keys_below(forest, torch.tensor([node]))
         key, value = forest.leaf_key[rows].flatten(0, 1), forest.leaf_value[rows].flatten(0, 1)
@@ -158,8 +164,20 @@ def test_nodes_hold_the_moments_of_their_keys():
         torch.testing.assert_close(forest.key[node], share @ key)
         torch.testing.assert_close(forest.value[node], share @ value)
         away, apart = key - share @ key, value - share @ value
-        torch.testing.assert_close(forest.variance[node], share @ away.square())
-        torch.testing.assert_close(forest.covariance[node], (away.T * share) @ apart)
+        gap, step = forest.gap[node], forest.step[node]
+        variance = forest.variance[node] + gap.square()
+        torch.testing.assert_close(variance, share @ away.square())
+        covariance = forest.covariance[node] + gap[:8].unsqueeze(1) * step
+        torch.testing.assert_close(covariance, (away.T * share) @ apart)
+        half = len(share) // 2
+        parts = [share[:half], share[half:]]
+        if min(float(part.sum()) for part in parts) > 0:
+            left, right = (
+                part @ x / part.sum()
+                for x, part in ((key[:half], parts[0]), (key[half:], parts[1]))
+            )
+            root = (parts[0].sum() * parts[1].sum()).sqrt()
+            torch.testing.assert_close(gap, (left - right) * root)
         scatter = (share @ apart.square().sum(1)) * share.square().sum()
         torch.testing.assert_close(forest.scatter[node], scatter)
         torch.testing.assert_close(forest.others[node] + 1, 1 / share.square().sum())
@@ -169,7 +187,7 @@ def test_a_tilted_node_is_right_to_second_order():
     """Around the query for which a node was tilted its log mass and mean value are nearly those of
     its keys; the mean key alone errs by the variance, the mean value by the covariance."""
     head, frame = framed_head()
-    forest = build(head, frame.spectrum, head.live_keys.unsqueeze(0), 16)
+    forest = forest_of(head, frame)
     node = torch.arange(31, 63)
     node = node[forest.log_mass[node] > -math.inf]  # what fills leaves up has no mass
     rows = torch.stack([keys_below(forest, x.view(1)) for x in node])
@@ -249,7 +267,7 @@ def test_a_row_far_from_its_block_is_left_alone():
     odd = torch.randperm(1024, generator=torch.Generator().manual_seed(0))[:5]
     q[0, 0, odd] = -2 * q[0, 0, odd.roll(1)]
     head = head_of(q, k, v)
-    made = remembered(head, balanced(head), BlockSettings(1.0, 64, 16, 64))
+    made = remembered(head, balanced(head), BlockSettings(1.0, 64, 16, 64, "tree"))
     assert len(made.layers) == 2
     alone, rest = made.layers[1].rows, made.layers[0].rows
     assert set(odd.tolist()) <= set(alone.flatten().tolist())
@@ -365,7 +383,7 @@ def test_degenerate_data_is_right_and_finite(change):
 
 def test_short_heads_and_tight_budgets_are_exact_and_say_why():
     q, k, v = clustered(n=100)
-    plan = sb.plan(q, k, v, method=sb.BlockSupport(0.5))
+    plan = sb.plan(q, k, v, method=sb.BlockSupport(0.5, tail="coarse"))
     assert plan.heads[0].kind == "exact" and "too few" in plan.heads[0].reason
     plan = sb.plan(*clustered(n=1000), method=sb.BlockSupport(0.01))
     assert plan.heads[0].kind == "exact" and "budget" in plan.heads[0].reason

@@ -143,6 +143,11 @@ def test_keys_without_weight_may_hold_anything():
         sums(q, k, v, TAYLOR, 0.3, log_weight=log_weight), expected, strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    tokens = [x.requires_grad_() for x in (q, k, v)]
+    output, _ = polynomial.polynomial_attention(*tokens, TAYLOR, scale=0.3, log_weight=log_weight)
+    for grad in torch.autograd.grad(output.sum(), tokens):
+        assert grad.isfinite().all()
+    assert (grad[:, :, 60:] == 0).all()
 
 
 @needs_triton

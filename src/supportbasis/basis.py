@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from .buckets import bucket_of
-from .components import BlockSum, Component, ExactSum, PolynomialSum, PowerSum, SketchSum
+from .components import (
+    BlockSum,
+    Component,
+    ExactSum,
+    FittedSum,
+    PolynomialSum,
+    PowerSum,
+    SketchSum,
+)
+from .frame import framed
 from .plans import BucketPair, HeadPlan
 from .powers import PowerKernel
 from .problem import Head
@@ -39,6 +48,8 @@ def support_basis(plan: HeadPlan, head: Head) -> list[RowGroup]:
                          or not) or exact, for every pair of buckets
     power                all rows x all keys, a power of the score
     block                all rows x all keys, by lists of keys and coarse keys
+    fitted               far rows x all keys, exact; near rows x far keys, exact;
+                         near rows x near keys, a polynomial fitted to their scores
     ===================  ==========================================================
     """
     live = head.live_keys
@@ -51,9 +62,8 @@ def support_basis(plan: HeadPlan, head: Head) -> list[RowGroup]:
         return _bucket_groups(plan, head)
     if plan.kind == "block":
         return _block_groups(plan, head)
-    assert plan.polynomial is not None
     if plan.kind == "polynomial":
-        return [RowGroup(None, [PolynomialSum(plan.polynomial, live)])]
+        return [RowGroup(None, [_smooth_component(plan, live)])]
     rows, keys = split_of(plan, head)
     groups = []
     if rows.large is not None:
@@ -61,7 +71,7 @@ def support_basis(plan: HeadPlan, head: Head) -> list[RowGroup]:
     if rows.small is None or len(rows.small):
         components: list[Component] = []
         if keys.small is None or len(keys.small):
-            components.append(PolynomialSum(plan.polynomial, keys.small))
+            components.append(_smooth_component(plan, keys.small))
         if keys.large is not None:
             components.append(ExactSum(keys.large))
         groups.append(RowGroup(rows.small, components or [ExactSum(live)]))
@@ -78,6 +88,15 @@ def exact_component(plan: HeadPlan, head: Head) -> Component:
 def power_component(kernel: PowerKernel, keys: Tensor | None) -> Component:
     """A power kernel over some keys, sketched if it says so."""
     return PowerSum(keys, kernel=kernel) if kernel.sketch_size is None else SketchSum(kernel, keys)
+
+
+def _smooth_component(plan: HeadPlan, keys: Tensor | None) -> Component:
+    """The polynomial of a plan over some keys."""
+    if plan.fitted is not None:
+        assert plan.frame is not None
+        return FittedSum(plan.fitted, plan.frame, keys)
+    assert plan.polynomial is not None
+    return PolynomialSum(plan.polynomial, keys)
 
 
 def _block_groups(plan: HeadPlan, head: Head) -> list[RowGroup]:
@@ -146,8 +165,11 @@ class Side:
 
 
 def split_of(plan: HeadPlan, head: Head) -> tuple[Side, Side]:
-    """Rows and keys of a plan; a loaded plan has no index sets and splits by its threshold."""
+    """Rows and keys of a plan; a loaded plan has no index sets and splits by its threshold, a
+    fitted one always by its radius."""
     rows, keys = plan.large_rows, plan.large_keys
+    if plan.fitted is not None:
+        rows, keys = _far_tokens(plan, head)
     if rows is None or keys is None:
         assert plan.threshold is not None
         rows, keys = large_tokens(head, plan.threshold)
@@ -161,6 +183,18 @@ def large_tokens(head: Head, threshold: float) -> tuple[Tensor, Tensor]:
     if head.key_log_weight is not None:
         large &= head.key_log_weight > -math.inf
     return rows, large.nonzero().squeeze(1)
+
+
+def _far_tokens(plan: HeadPlan, head: Head) -> tuple[Tensor, Tensor]:
+    """Rows and live keys that lie beyond the radius of a fitted polynomial, in its frame."""
+    assert plan.fitted is not None and plan.frame is not None
+    inside = framed(head, plan.frame)
+    rows = (inside.query.norm(dim=1) > plan.fitted.query_radius).nonzero().squeeze(1)
+    rows = torch.cat([torch.arange(plan.exact_rows, device=rows.device), rows]).unique()
+    far = inside.key.norm(dim=1) > plan.fitted.key_radius
+    if head.key_log_weight is not None:
+        far &= head.key_log_weight > -math.inf
+    return rows, far.nonzero().squeeze(1)
 
 
 def _side(large: Tensor, total: int, live: Tensor | None) -> Side:

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .arrangement import arranged, repeated
 from .forest import Forest, build, joined
-from .frame import Frame
+from .frame import Frame, framed
 from .problem import Head
 from .selection import Blocks, Lists, Pairs, View, descend, look, select
 from .tree import assign, leading, leaf_layout, order
@@ -37,6 +38,7 @@ class BlockSettings:
     block_size: int
     leaf_size: int
     chunk: int  # positions that are exact among themselves, in causal attention
+    order: str = "auto"  # of queries and keys, one of `arrangement.ORDERS`
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +86,7 @@ class Structure:
     chunks: Tensor | None  # causal: which chunks meet themselves; None: not causal
     axes: int  # coordinates that trees split along
     levels: int  # of splits that a token goes through in all trees, as a query and as a key
+    compared: int = 0  # leaders of groups that it was compared with, likewise
 
     def select(self, price: float) -> list[Lists]:
         """The lists of all cells of each layer."""
@@ -115,10 +118,10 @@ class Structure:
 
 def remembered(head: Head, frame: Frame, settings: BlockSettings) -> Structure:
     """Trees and cells of a head, built once: the planner's serve the execution too."""
-    at = (frame, settings.block_size, settings.leaf_size, settings.chunk)
+    at = (frame, replace(settings, price=0.0))
     if at not in head.memory:
         build_it = _causal if head.is_causal else _whole
-        head.memory[at] = build_it(frame.apply(head), frame.spectrum, settings)
+        head.memory[at] = build_it(framed(head, frame), frame.spectrum, settings)
     made = head.memory[at]
     assert isinstance(made, Structure)
     return made
@@ -126,21 +129,33 @@ def remembered(head: Head, frame: Frame, settings: BlockSettings) -> Structure:
 
 def _whole(head: Head, spectrum: Tensor, settings: BlockSettings) -> Structure:
     """Every row sees every key: one tree, one layer, and blocks that are their own cells."""
-    live, device = head.live_keys, head.query.device
-    keys = torch.arange(head.m, device=device) if live is None else live
-    forest = build(head, spectrum, keys.unsqueeze(0), settings.leaf_size)
-    down = int(math.log2(START_NODES))
+    forest, compared = _tree_of_keys(head, spectrum, settings)
+    down = int(math.log2(START_NODES / len(forest.roots)))
     _, nodes = descend(forest, (torch.zeros_like(forest.roots), forest.roots), down)
-    depth, size = leaf_layout(head.n, settings.block_size)
-    size += -size % PARTS
-    place = torch.arange(size << depth, device=device)
-    rows = torch.where(place < head.n, place, -1)
-    real = torch.where(place < head.n, place, place % max(1, head.n))  # fillers repeat rows
-    deeper = depth + int(math.log2(PARTS))
-    at = order(_placed(head, spectrum)[real].unsqueeze(0), deeper)[0][0]
-    layers = _fitting(forest, nodes, rows[at].view(-1, size), head.query[real[at]], spectrum)
-    levels = deeper + leaf_layout(len(keys), settings.leaf_size)[0]
-    return Structure(head, forest, tuple(layers), None, leading(spectrum), levels)
+    placed = _placed(head.query, spectrum)
+    rows, leaders = arranged(placed, settings.block_size, PARTS, settings.order)
+    real = repeated(rows)
+    at = order(placed[real], int(math.log2(PARTS)))[0]
+    rows, real = rows.gather(1, at), real.gather(1, at)
+    layers = _fitting(forest, nodes, rows, head.query[real], spectrum)
+    sizes = ((head.n, settings.block_size // PARTS), (head.m, settings.leaf_size // 2))
+    levels = sum(leaf_layout(tokens, max(1, size))[0] for tokens, size in sizes)
+    compared += leaders
+    return Structure(head, forest, tuple(layers), None, leading(spectrum), levels, compared)
+
+
+def _tree_of_keys(head: Head, spectrum: Tensor, settings: BlockSettings) -> tuple[Forest, int]:
+    """Segments of alike keys as small trees, and joined until at most `START_NODES` are left."""
+    placed, live = _placed(head.key, spectrum), head.live_keys
+    leaf = settings.leaf_size
+    tokens = placed if live is None else placed[live]
+    segments, compared = arranged(tokens, 4 * leaf, 8, settings.order)
+    if live is not None:
+        segments = torch.where(segments >= 0, live[segments], -1)
+    above = max(0, math.ceil(math.log2(len(segments) / START_NODES)))
+    missing = -len(segments) % (1 << above)
+    segments = torch.cat([segments, segments.new_full((missing, segments.shape[1]), -1)])
+    return build(head, placed, segments, segments.shape[1] // 4, above), compared
 
 
 def _fitting(
@@ -148,7 +163,6 @@ def _fitting(
 ) -> list[Layer]:
     """Blocks [blocks, size] as layers: those whose queries are close together, those that are not
     in parts, and rows that are far from what is left of their block alone."""
-    query = query.view(*rows.shape, -1)
     wide = _apart(query, spectrum).mean(1) > FAR
     groups = [(rows[~wide], query[~wide])]
     groups.append((rows[wide].view(-1, rows.shape[1] // PARTS), query[wide].flatten(0, 1)))
@@ -183,10 +197,10 @@ def _seeing(forest: Forest, nodes: Tensor, rows: Tensor, query: Tensor) -> Layer
     return Layer(cells, start, look(forest, cells, start), rows, query, owner)
 
 
-def _placed(head: Head, spectrum: Tensor) -> Tensor:
-    """Queries in the leading coordinates, in the metric of the keys."""
-    metric = spectrum.to(head.query).clamp(min=0).sqrt()[: leading(spectrum)]
-    return head.query[:, : len(metric)] * metric
+def _placed(tokens: Tensor, spectrum: Tensor) -> Tensor:
+    """Queries or keys in the leading coordinates, in the metric of the other side."""
+    metric = spectrum.to(tokens).clamp(min=0).sqrt()[: leading(spectrum)]
+    return tokens[:, : len(metric)] * metric
 
 
 def _causal(head: Head, spectrum: Tensor, settings: BlockSettings) -> Structure:
@@ -201,13 +215,14 @@ def _causal(head: Head, spectrum: Tensor, settings: BlockSettings) -> Structure:
     widths = [1]
     while widths[-1] * BASE < count:
         widths.append(widths[-1] * BASE)
+    placed = _placed(head.key, spectrum)
     forests = [
-        build(head, spectrum, _windows(keys, width * chunk), settings.leaf_size) for width in widths
+        build(head, placed, _windows(keys, width * chunk), settings.leaf_size) for width in widths
     ]
     forest, first = joined(forests), [0]
     for tree in forests:
         first.append(first[-1] + len(tree.roots))
-    rows, placed = torch.where(place < head.n, place, -1), _placed(head, spectrum)
+    rows, placed = torch.where(place < head.n, place, -1), _placed(head.query, spectrum)
     layers = [
         _layer(head, placed, _windows(rows, width * chunk), settings, forest, first, level)
         for level, width in enumerate(widths)

@@ -114,7 +114,7 @@ def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int
     output = float(outcome.output[at].abs().max()) if outcome.output[at].numel() else 0.0
     trivial = 1 + output / largest if largest > 0 else 0.0
     if spread == math.inf and not nonnegative:
-        return trivial if plan.kind == "block" else math.inf
+        return trivial if plan.frame is not None else math.inf
     polynomial = 2 * math.tanh(spread / 4)
     rounding = 2 * eta / (1 - eta) if eta < 1 else math.inf
     invalid = int(outcome.invalid_rows[at]) > int(outcome.rescued_rows[at])

@@ -16,9 +16,12 @@ from torch import Tensor
 from .blocks import BlockSettings
 from .components.streaming import CAUSAL_CHUNK, lane_count
 from .features import FeatureMap, block_rows, feature_count, tile_width
+from .fitted import FittedKernel
+from .frame import FRAME_TOKENS
 from .powers import PowerKernel
 from .problem import Head
 from .sketch import PolySketch
+from .tree import split_work
 
 CALL_SECONDS = 3e-4  # of one head through the component engine, whatever its size
 BLOCK_SECONDS = 5e-6  # of one elementwise operation of a feature block
@@ -127,25 +130,50 @@ def kernel_work(head: Head, rows: int, keys: int, kernel: PowerKernel) -> Work:
     )
 
 
+def _frame_work(head: Head) -> int:
+    """Multiply-adds of making a frame and of moving both sides into it."""
+    seen = min(head.n, FRAME_TOKENS) + min(head.m, FRAME_TOKENS)
+    return (head.n + head.m + seen) * head.dim**2
+
+
+def fitted_work(head: Head, kernel: FittedKernel, far_rows: int, far_keys: int) -> Work:
+    """Frame, features and far tokens of a fitted polynomial."""
+    tokens, count = head.n + head.m, kernel.features
+    far = far_rows * head.m + (head.n - far_rows) * far_keys
+    share = head.pairs / max(1, head.n * head.m)
+    return Work(
+        exact_pairs=int(far * share),
+        dense_pairs=head.n * CAUSAL_CHUNK // 2 if head.is_causal else 0,
+        formed=tokens * count,
+        products=tokens * count * (head.value_dim + 1) + _frame_work(head),
+    )
+
+
 def block_work(
-    head: Head, settings: BlockSettings, levels: int, axes: int, keys: float, visited: int
+    head: Head,
+    settings: BlockSettings,
+    levels: int,
+    axes: int,
+    keys: float,
+    visited: int,
+    compared: int = 0,
 ) -> Work:
     """Frame, trees, selection and lists of a block support.
 
-    ``levels`` of splits that each token goes through, in ``axes`` coordinates; ``keys`` a query;
-    pairs of blocks and nodes that are ``visited``.
+    ``levels`` of splits that a token goes through as a query and as a key, in ``axes`` coordinates;
+    ``keys`` a query; pairs of blocks and nodes that are ``visited``; leaders ``compared`` with.
     """
     dim, tokens = head.dim, head.n + head.m
-    frame = 4 * tokens * dim * dim
-    trees = levels * axes * (axes + 3) * tokens // 2 + head.m * (4 * dim + 9 * head.value_dim)
+    trees = (levels * split_work(axes) + compared * axes) * tokens // 2
+    trees += head.m * (4 * dim + 9 * head.value_dim)
     entries = head.n / settings.block_size * keys
     moved = TREE_READS * tokens * levels / 2 * axes
-    moved += VISIT_READS * visited * (3 * dim + head.value_dim)
+    moved += VISIT_READS * visited * (4 * dim + head.value_dim)
     moved += ENTRY_READS * entries * (2 * dim + 10 * head.value_dim)
     return Work(
         exact_pairs=int(head.n * keys),
-        products=int(frame + trees + entries * (3 * dim + 9 * head.value_dim)),
-        scanned=visited * (8 * dim + head.value_dim),
+        products=int(_frame_work(head) + trees + entries * (5 * dim + 10 * head.value_dim)),
+        scanned=visited * (11 * dim + head.value_dim),
         moved=int(moved),
     )
 

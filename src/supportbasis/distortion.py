@@ -35,8 +35,8 @@ def distortion(head: Head, plan: HeadPlan) -> Distortion:
         return Distortion(error, error, True)
     if plan.kind == "multi-threshold":
         return _of_buckets(head, plan)
-    if plan.kind == "block":
-        return Distortion(math.inf, math.inf, False)  # coarse keys are judged, not bounded
+    if plan.kind in ("block", "fitted"):
+        return Distortion(math.inf, math.inf, False)  # judged, not bounded
     poly, mixed = _recertified(head, plan)
     return Distortion(poly.weight_log_spread(with_exact=mixed), poly.error, poly.positive)
 

@@ -15,7 +15,7 @@ from .partial import Partial
 from .plans import HeadPlan, Plan
 from .problem import Head, Problem
 
-LOST = 1 / 64  # of what a row's sum must at least be: below, a sketch has lost the row
+LOST = 1 / 64  # of what a row's sum must at least be: below, the row is lost
 
 
 @dataclass
@@ -53,7 +53,7 @@ def run_head(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]) 
         lost = total.seen & ~valid
         if bool(lost.any()):
             outcome.invalid_rows[at] += lost.sum()
-            if plan.kind == "single-threshold" or plan.is_sketched:
+            if plan.kind == "single-threshold" or plan.may_lose_rows:
                 _rescue(plan, head, group.rows, lost, total)
                 valid = total.seen & (total.usable if head.normalise else total.finite)
                 outcome.rescued_rows[at] += (lost & valid).sum()
@@ -66,9 +66,10 @@ def run_head(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]) 
 
 
 def _usable(plan: HeadPlan, head: Head, rows: Tensor | None, total: Partial) -> Tensor:
-    """Rows whose sums can be trusted: finite, clear of rounding, and not lost by a sketch."""
+    """Rows whose sums can be trusted: finite, clear of rounding, and not lost by a sketch or a
+    fitted polynomial."""
     usable = total.usable if head.normalise else total.finite
-    if plan.is_sketched:
+    if plan.may_lose_rows:
         least = lower_lse(plan, head, rows) + math.log(LOST)
         usable &= total.den.double().log() + total.log_scale >= least
     return usable

@@ -57,7 +57,7 @@ def odd_rows(rows: int) -> int:
 
 
 def tile_width(dim: int, degree: int) -> int:
-    """Leading variables that are multiplied in one operation; see `FeatureMap`."""
+    """First variables that are multiplied in one operation; see `FeatureMap`."""
     return 4 if degree == 2 and dim >= 16 else 1
 
 
@@ -83,6 +83,9 @@ class FeatureMap:
     the inner product over tile t and s that over later tiles: a monomial of degree k-1 with c
     variables in tile t gains the factor C(k, c+1) / C(k-1, c) = k / (c + 1).
 
+    ``spans`` r_1 >= r_2 >= ... (r_1 = dim) leave of degree k only the monomials in the last r_k
+    variables: they are the last blocks of each degree.
+
     >>> phi = FeatureMap(dim=2, degree=2)
     >>> phi(torch.tensor([[2.0, 3.0]]))          # 1, x, y, x*x, x*y, y*y
     tensor([[1., 2., 3., 4., 6., 9.]])
@@ -90,11 +93,13 @@ class FeatureMap:
     [1.0, 1.0, 1.0, 1.0, 2.0, 1.0]
     """
 
-    def __init__(self, dim: int, degree: int):
+    def __init__(self, dim: int, degree: int, spans: tuple[int, ...] | None = None):
         self.dim, self.degree = dim, degree
-        check_rank(dim, degree)
-        self.width = tile_width(dim, degree)
-        self.multiplicity, self.order, self._steps = _layout(dim, degree, self.width)
+        full = (dim,) * degree
+        if spans is None or spans == full:
+            check_rank(dim, degree)
+        self.width = tile_width(dim, degree) if spans in (None, full) else 1
+        self.multiplicity, self.order, self._steps = _layout(dim, spans or full, self.width)
         self.count = len(self.multiplicity)
 
     def buffer(self, lanes: int, rows: int, like: Tensor) -> Tensor:
@@ -133,30 +138,32 @@ Step = tuple[int, int, int, int, int]  # first variable, how many, suffix from, 
 
 
 @lru_cache(maxsize=64)
-def _layout(dim: int, degree: int, width: int) -> tuple[Tensor, Tensor, list[Step]]:
+def _layout(dim: int, spans: tuple[int, ...], width: int) -> tuple[Tensor, Tensor, list[Step]]:
     """Multiplicity and degree of each feature, and the products that form them in order.
 
     Positions in the steps count features of degree >= 1, which start with the variables.
     """
     levels = [torch.ones(1, dtype=torch.float64)]
     steps: list[Step] = []
-    if degree >= 1:
+    if spans:
         levels.append(torch.ones(dim, dtype=torch.float64))
     repeats = torch.ones(dim, dtype=torch.float64)  # variables of each monomial in its first tile
-    starts = list(range(0, dim, width))  # of each tile's block within the level
+    tiles = list(range(0, dim, width))  # by their first variable
+    starts = tiles  # of each tile's block within the level
     base, end = 0, dim  # of the level that is multiplied
-    for k in range(2, degree + 1):
+    for k, span in enumerate(spans[1:], 2):
         level, last = levels[-1], end
         blocks, counts, next_starts = [], [], []
-        for tile, start in enumerate(starts):
-            stop = starts[tile + 1] if tile + 1 < len(starts) else level.numel()
+        skipped = sum(first < dim - span for first in tiles)
+        tiles, starts = tiles[skipped:], starts[skipped:]
+        for first, start, stop in zip(tiles, starts, [*starts[1:], level.numel()], strict=True):
             count = torch.ones(level.numel() - start, dtype=torch.float64)
             count[: stop - start] = repeats[start:stop] + 1
-            variables = min(width, dim - tile * width)
+            variables = min(width, dim - first)
             blocks.append((level[start:] * k / count).repeat(variables))
             counts.append(count.repeat(variables))
             next_starts.append(end - last)
-            steps.append((tile * width, variables, base + start, last, end))
+            steps.append((first, variables, base + start, last, end))
             end += count.numel() * variables
         levels.append(torch.cat(blocks))
         repeats, starts, base = torch.cat(counts), next_starts, last

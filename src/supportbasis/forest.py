@@ -5,9 +5,12 @@ around a query x the sum over a node of weights w_j exp(<x, y_j>) is that of one
 
     y + V x    with value    v + C^T x    and log mass    ln W - <x, V x> / 2,
 
-V the variances of its keys (coordinates are nearly independent in a balanced frame) and C the
-covariance of keys and values. `tilted` makes such keys for the mean query of a block, and so a
-node costs no more than a key in the attention that follows.
+V the covariance of its keys and C that of keys and values. Both have a part between the two halves
+of the node, which is of rank one and kept whole: g g^T and g s^T with the gap g between the mean
+keys of the halves and the step s between their mean values, times the root of the product of
+their shares. Of the part within the halves V is kept as variances (coordinates are nearly
+independent in a balanced frame) and C in the leading coordinates. `tilted` makes such keys for
+the mean query of a block, and so a node costs no more than a key in the attention that follows.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from .arrangement import repeated
 from .problem import Head
-from .tree import leading, leaf_layout, order
+from .tree import leaf_layout, order
 
 DIRECTIONS = 8  # leading coordinates in which the covariance of keys and values is kept
 LARGEST_TILT = 1.0  # of <x, V x>: beyond, second order says nothing and the tilt is limited
@@ -33,8 +38,11 @@ class Forest:
     key: Tensor  # [nodes, d]
     value: Tensor  # [nodes, dv]
     log_mass: Tensor  # [nodes]
-    variance: Tensor  # [nodes, d]
-    covariance: Tensor  # [nodes, directions, dv]
+    gap: Tensor  # [nodes, d]: between the mean keys of its halves
+    step: Tensor  # [nodes, dv]: between their mean values
+    variance: Tensor  # [nodes, d], within the halves
+    covariance: Tensor  # [nodes, directions, dv], within the halves
+    stride: Tensor  # [nodes]: squared step
     linked: Tensor  # [nodes, directions]: squared covariance with all values
     scatter: Tensor  # [nodes]: variance of the values over the number of keys
     others: Tensor  # [nodes]: effective number of keys, less one
@@ -78,30 +86,28 @@ class _Sums:
         return _Sums(top=top, square=added(self.square, share.square()), **sums)
 
 
-def build(head: Head, spectrum: Tensor, positions: Tensor, leaf: int) -> Forest:
-    """Trees over segments of keys: ``positions`` [segments, tokens] into the keys of ``head``.
+def build(head: Head, placed: Tensor, positions: Tensor, leaf: int, above: int = 0) -> Forest:
+    """Trees over segments of keys: ``positions`` [segments, tokens] into the keys of ``head``, and
+    ``above`` levels of nodes that join neighbouring segments.
 
-    A position of -1 fills a segment up and has no weight. ``head`` is in its frame.
+    A position of -1 fills a segment up and has no weight. ``head`` is in its frame; ``placed`` are
+    the coordinates of its keys that trees split along. Leaves are split once more, into the halves
+    of which their gaps are known.
     """
     segments, tokens = positions.shape
     depth, size = leaf_layout(tokens, leaf)
-    missing = (size << depth) - tokens
-    if missing:
-        filler = positions.new_full((segments, missing), -1)
-        positions = torch.cat([positions, filler], 1)
-    real = positions.clamp(min=0)
-    metric = spectrum.to(head.key).clamp(min=0).sqrt()[: leading(spectrum)]
-    placed = head.key[:, : len(metric)][real] * metric
-    position = positions.gather(1, order(placed, depth)[0]).view(-1, size)
-    sums, tables = _leaf_sums(head, position)
-    return _assemble(sums, tables, segments, depth)
+    assert size << depth == tokens and size % 2 == 0
+    within = order(placed[repeated(positions)], depth + 1)[0]
+    position = positions.gather(1, within).view(-1, size // 2)
+    sums, tables = _half_sums(head, position)
+    return _assemble(sums, tables, segments >> above, depth + above)
 
 
 Tables = tuple[Tensor, Tensor, Tensor]
 
 
-def _leaf_sums(head: Head, position: Tensor) -> tuple[_Sums, Tables]:
-    """Sums over the leaves [leaves, size], and the tokens they hold."""
+def _half_sums(head: Head, position: Tensor) -> tuple[_Sums, Tables]:
+    """Sums over the halves of leaves [halves, size], and the tokens of the leaves."""
     real, dtype = position.clamp(min=0), head.dtype
     key, value = head.key[real].to(dtype), head.value[real].to(dtype)
     log_weight = key.new_zeros(position.shape)
@@ -122,18 +128,21 @@ def _leaf_sums(head: Head, position: Tensor) -> tuple[_Sums, Tables]:
         (value.square().sum(2) * weight).sum(1),
         weighted.transpose(1, 2) @ value,
     )
-    return sums, (key, value, log_weight)
+    leaves = len(position) // 2
+    tables = (x.reshape(leaves, -1, *x.shape[2:]) for x in (key, value, log_weight))
+    leaf_key, leaf_value, leaf_weight = tables
+    return sums, (leaf_key, leaf_value, leaf_weight)
 
 
-def _assemble(sums: _Sums, tables: Tables, segments: int, depth: int) -> Forest:
-    levels = [sums]
-    for _ in range(depth):
+def _assemble(halves: _Sums, tables: Tables, segments: int, depth: int) -> Forest:
+    levels = [halves]
+    for _ in range(depth + 1):
         levels.append(levels[-1].parents())
     levels.reverse()  # roots first
     counts = [segments << level for level in range(depth + 1)]
     starts = [sum(counts[:level]) for level in range(depth + 1)]
-    nodes = [_node_fields(level) for level in levels]
-    device = sums.mass.device
+    nodes = [_node_fields(level, below) for level, below in pairwise(levels)]
+    device = halves.mass.device
     child = [
         torch.arange(count, device=device) * 2 + (start + count)
         for start, count in zip(starts[:-1], counts[:-1], strict=True)
@@ -146,21 +155,41 @@ def _assemble(sums: _Sums, tables: Tables, segments: int, depth: int) -> Forest:
     return Forest(*fields)
 
 
-def _node_fields(sums: _Sums) -> tuple[Tensor, ...]:
-    """The fields of a forest that say what each node holds."""
+def _node_fields(sums: _Sums, below: _Sums) -> tuple[Tensor, ...]:
+    """The fields of a forest that say what each node holds, from the sums over it and those over
+    its halves."""
     tiny = torch.finfo(sums.mass.dtype).tiny
     mass = sums.mass.clamp(min=tiny)
     column = mass.unsqueeze(1)
     key, value = sums.key / column, sums.value / column
-    variance = (sums.key_square / column - key.square()).clamp_(min=0)
+    gap, step = _between(below)
+    variance = (sums.key_square / column - key.square() - gap.square()).clamp_(min=0)
     covariance = sums.product / column.unsqueeze(2)
-    covariance -= key[:, : covariance.shape[1]].unsqueeze(2) * value.unsqueeze(1)
+    known = covariance.shape[1]
+    covariance -= key[:, :known].unsqueeze(2) * value.unsqueeze(1)
+    covariance -= gap[:, :known].unsqueeze(2) * step.unsqueeze(1)
     spread = (sums.value_square / mass - value.square().sum(1)).clamp_(min=0)
     per_key = sums.square / mass.square().clamp(min=tiny)
     scatter, others = spread * per_key, (1 / per_key.clamp(min=tiny, max=1.0) - 1).clamp(max=1e12)
     linked = covariance.square().sum(2)
     log_mass = sums.mass.log() + sums.top
-    return key, value, log_mass, variance, covariance, linked, scatter, others
+    stride = step.square().sum(1)
+    return (
+        key, value, log_mass, gap, step, variance, covariance, stride, linked, scatter, others,
+    )  # fmt: skip
+
+
+def _between(halves: _Sums) -> tuple[Tensor, Tensor]:
+    """Gap and step of each pair of neighbours."""
+    tiny = torch.finfo(halves.mass.dtype).tiny
+    log_mass = (halves.mass.log() + halves.top).view(-1, 2)
+    weight = log_mass.softmax(1).nan_to_num(0.0).prod(1, keepdim=True).sqrt()
+
+    def difference(x: Tensor) -> Tensor:
+        mean = (x / halves.mass.clamp(min=tiny).unsqueeze(1)).view(-1, 2, x.shape[1])
+        return (mean[:, 0] - mean[:, 1]) * weight
+
+    return difference(halves.key), difference(halves.value)
 
 
 def joined(forests: Sequence[Forest]) -> Forest:
@@ -181,11 +210,14 @@ def joined(forests: Sequence[Forest]) -> Forest:
 
 def tilted(forest: Forest, node: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Coarse keys, values and log-weights of nodes [k] for mean queries [k, d]."""
-    shift = forest.variance[node] * query
+    gap = forest.gap[node]
+    along = (gap * query).sum(1, keepdim=True)
+    shift = forest.variance[node] * query + gap * along
     tilt = (shift * query).sum(1)
     limit = (LARGEST_TILT / tilt.clamp(min=LARGEST_TILT)).unsqueeze(1)
     shift = shift * limit
     key = forest.key[node] + shift
     lead = (query[:, : forest.covariance.shape[1]] * limit).unsqueeze(1)
     value = forest.value[node] + (lead @ forest.covariance[node]).squeeze(1)
+    value += forest.step[node] * (along * limit)
     return key, value, forest.log_mass[node] - (shift * query).sum(1) / 2

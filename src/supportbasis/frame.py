@@ -21,6 +21,7 @@ from torch import Tensor
 from .problem import Head
 
 LARGEST_LEAN = 1.0  # standard deviation of the log-weights that centring queries gives the keys
+FRAME_TOKENS = 4096  # of each side, at most, that the covariances are taken from
 FLOOR = 1e-3  # of the largest variance: directions below are not stretched any further
 
 
@@ -56,15 +57,32 @@ class Frame:
         return (query @ self.key_centre.to(query)) * head.scale
 
 
+def framed(head: Head, frame: Frame) -> Head:
+    """A head in a frame, computed once."""
+    if frame not in head.memory:
+        head.memory[frame] = frame.apply(head)
+    made = head.memory[frame]
+    assert isinstance(made, Head)
+    return made
+
+
+def prefix_of(head: Head) -> int | None:
+    """Tokens at the start of a causal head whose rows are exact, and which alone make its frame:
+    so nothing depends on what comes later. None where every row sees every key."""
+    return min(head.n, max(64, head.n // 32)) if head.is_causal else None
+
+
 def balanced(head: Head, tokens: int | None = None) -> Frame:
-    """The frame of a head, from its first ``tokens`` tokens (None: all of them).
+    """The frame of a head, from its first ``tokens`` tokens (None: all of them), or from as many
+    of these as are enough, evenly spaced.
 
     With covariances Lq Lq^T and Lk Lk^T and the singular values U S V^T of Lq^T Lk, the maps
     A = Lq^-T U S^1/2 and B = Lk^-T V S^1/2 give both sides the covariance S, and A B^T = I.
     """
-    query, key = head.query[:tokens].double(), head.key[:tokens].double()
+    query, key = head.query[:tokens], head.key[:tokens]
     if head.key_log_weight is not None:
         key = key[head.key_log_weight[:tokens] > -math.inf]
+    query, key = (x[:: math.ceil(len(x) / FRAME_TOKENS) or 1].double() for x in (query, key))
     query_centre, query_root = _moments(query)
     key_centre, key_root = _moments(key)
     lean = head.scale * float((query_centre @ key_root).norm())  # of the key weights it makes

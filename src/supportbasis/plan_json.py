@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .blocks import BlockSettings
+from .fitted import FittedKernel
 from .frame import Frame
 from .plans import KINDS, BucketPair, HeadPlan
 from .polynomials import CertifiedPolynomial
@@ -23,9 +24,13 @@ def head_to_json(head: HeadPlan) -> dict[str, Any]:
         content["polynomial"] = _polynomial_to_json(head.polynomial)
     if head.kernel is not None:
         content["kernel"] = _kernel_to_json(head.kernel)
-    if head.blocks is not None and head.frame is not None:
-        content["blocks"], content["frame"] = asdict(head.blocks), _frame_to_json(head.frame)
+    if head.blocks is not None:
+        content["blocks"] = asdict(head.blocks)
         content["exact_rows"], content["keys"] = head.exact_rows, head.keys
+    if head.fitted is not None:
+        content["fitted"] = asdict(head.fitted)
+    if head.frame is not None:
+        content["frame"] = _frame_to_json(head.frame)
     if head.pairs:
         content["row_edges"], content["key_edges"] = head.row_edges, head.key_edges
         content["pairs"] = [_pair_to_json(pair) for pair in head.pairs]
@@ -38,9 +43,11 @@ def head_from_json(content: dict[str, Any]) -> HeadPlan:
     row_edges, key_edges = (_edges(content.pop(f"{side}_edges", [])) for side in ("row", "key"))
     pairs = tuple(_pair_from_json(pair) for pair in content.pop("pairs", ()))
     blocks, frame = content.pop("blocks", None), content.pop("frame", None)
+    fitted = content.pop("fitted", None)
     head = HeadPlan(
         **content,
         blocks=None if blocks is None else BlockSettings(**blocks),
+        fitted=None if fitted is None else _fitted_from_json(fitted),
         frame=None if frame is None else _frame_from_json(frame),
         polynomial=None if poly is None else _polynomial_from_json(poly),
         kernel=None if kernel is None else _kernel_from_json(kernel),
@@ -63,6 +70,8 @@ def _check(head: HeadPlan) -> None:
         raise ValueError("a head has no kernel")
     if head.kind == "block" and (head.blocks is None or head.frame is None):
         raise ValueError("a head has no blocks")
+    if head.kind == "fitted" and (head.fitted is None or head.frame is None):
+        raise ValueError("a head has no fitted polynomial")
     places = {(i, j) for i in range(len(head.row_edges)) for j in range(len(head.key_edges))}
     covered = [(pair.row, pair.key) for pair in head.pairs]
     if head.kind == "multi-threshold" and (set(covered) != places or len(covered) != len(places)):
@@ -111,6 +120,15 @@ def _kernel_from_json(content: dict[str, Any]) -> PowerKernel:
         None if size is None else int(size),
         int(content["seed"]),
     )
+
+
+def _fitted_from_json(content: dict[str, Any]) -> FittedKernel:
+    coefficients = tuple(float(x) for x in content["coefficients"])
+    spans = tuple(int(x) for x in content["spans"])
+    if len(coefficients) != len(spans) + 1 or list(spans) != sorted(spans, reverse=True):
+        raise ValueError(f"{len(coefficients)} coefficients for spans {spans}")
+    radii = (float(content[f"{side}_radius"]) for side in ("query", "key"))
+    return FittedKernel(coefficients, spans, *radii)
 
 
 def _frame_to_json(frame: Frame) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .blocks import BlockSettings
 from .errors import InputError
+from .fitted import FittedKernel
 from .frame import Frame
 from .polynomials import CertifiedPolynomial
 from .powers import PowerKernel
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 FORMAT = "supportbasis-plan-1"
 PRINTED_PAIRS = 8
-KINDS = ("exact", "polynomial", "single-threshold", "multi-threshold", "power", "block")
+KINDS = ("exact", "polynomial", "single-threshold", "multi-threshold", "power", "block", "fitted")
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,10 @@ class HeadPlan:
     key_edges: tuple[float, ...] = ()
     pairs: tuple[BucketPair, ...] = ()  # every row bucket with every key bucket
     blocks: BlockSettings | None = None  # of a block support,
-    frame: Frame | None = None  # whose coordinates these are,
     exact_rows: int = 0  # with that many rows exact at the start of a causal head,
     keys: float = 0.0  # and that many keys a query, exact and coarse
+    fitted: FittedKernel | None = None  # a polynomial fitted to the scores
+    frame: Frame | None = None  # coordinates of a block support or a fitted polynomial
 
     @property
     def degree(self) -> int | None:
@@ -90,6 +92,11 @@ class HeadPlan:
     def is_sketched(self) -> bool:
         return any(kernel.sketch_size is not None for kernel in self.kernels)
 
+    @property
+    def may_lose_rows(self) -> bool:
+        """Whether a row's sum can come out far too small, and must be looked at."""
+        return self.is_sketched or self.fitted is not None
+
     def __str__(self) -> str:
         parts = [self.kind]
         if self.polynomial is not None:
@@ -107,6 +114,9 @@ class HeadPlan:
             parts.append(_summary(self.pairs))
         if self.blocks is not None:
             parts.append(f"{self.keys:.0f} of {self.m} keys a query, price {self.blocks.price:.2g}")
+        if self.fitted is not None:
+            parts.append(str(self.fitted))
+        if self.frame is not None:
             parts.append("in a balanced frame")
         parts.append(f"cost {self.cost:.3g}, predicted {self.speedup:.3g}x as fast as exact")
         if self.measured is not None:

@@ -38,9 +38,10 @@ def run_head(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
     """One head, quadratic time and memory. Rows that a sketch lost are exact, as in `execute`."""
     weight, top = weights(head, plan)
     den = weight.sum(1)
-    if plan.is_sketched:
+    if plan.may_lose_rows:
         kernel = None if plan.kernel is None else replace(plan.kernel, sketch_size=None)
-        exact, exact_top = weights(head, replace(plan, pairs=(), kernel=kernel))
+        exact_plan = replace(plan, pairs=(), kernel=kernel, fitted=None)
+        exact, exact_top = weights(head, exact_plan)
         least = lower_lse(plan, head, None) + math.log(LOST)
         lost = ~(den.log() + top >= least) | (den == 0)
         weight = torch.where(lost.unsqueeze(1), exact, weight)
@@ -63,6 +64,10 @@ def weights(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
     top = (score + log_weight).amax(1) if head.m else score.new_zeros(head.n)
     top = torch.where(top > -math.inf, top, 0.0)
     exact = (score + log_weight - top.unsqueeze(1)).exp()
+    if plan.fitted is not None:
+        row, key, log_fitted_unit = _framed(head, plan)
+        unit = (log_weight + log_fitted_unit - top.unsqueeze(1)).exp()
+        return torch.where(_is_near(plan, row, key), plan.fitted(row, key) * unit, exact), top
     if plan.polynomial is None:
         return exact, top
     unit = (log_weight + plan.polynomial.bound - top.unsqueeze(1)).exp()
@@ -108,6 +113,26 @@ def _log_weight(head: Head, score: Tensor) -> Tensor:
     if head.is_causal:
         weight = weight.masked_fill(torch.ones_like(score, dtype=torch.bool).triu(1), -math.inf)
     return weight
+
+
+def _framed(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys in the plan's frame, and what the scores have more than their products."""
+    frame = plan.frame
+    assert frame is not None
+    query, key = head.query.double(), head.key.double()
+    away = key - frame.key_centre
+    shift = (query @ frame.key_centre).unsqueeze(1) + away @ frame.query_centre
+    root = math.sqrt(head.scale)
+    row = (query - frame.query_centre) @ frame.query_map * root
+    return row, away @ frame.key_map * root, shift * head.scale
+
+
+def _is_near(plan: HeadPlan, row: Tensor, key: Tensor) -> Tensor:
+    """Pairs within the radius of a fitted polynomial."""
+    assert plan.fitted is not None
+    near = row.norm(dim=1) <= plan.fitted.query_radius
+    near[: plan.exact_rows] = False
+    return near.unsqueeze(1) & (key.norm(dim=1) <= plan.fitted.key_radius)
 
 
 def _is_small(head: Head, plan: HeadPlan) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .basis import split_of
+from .frame import framed
 from .plans import HeadPlan
 from .problem import Head
 from .sampling import RowSample
@@ -53,16 +54,30 @@ class RowCheck:
 
     def error(self, plan: HeadPlan) -> tuple[float, float]:
         """Measured error of the plan on the sampled rows, and its upper limit."""
-        assert plan.polynomial is not None
-        poly = plan.polynomial
-        unit = poly.bound - self.top
-        weight = poly(self.scores)
-        weight.mul_((unit if self.log_weight is None else unit + self.log_weight).exp())
-        if plan.kind == "single-threshold":
+        weight = self._fitted(plan) if plan.fitted is not None else self._polynomial(plan)
+        if plan.kind != "polynomial":
             self._restore_exact(plan, weight)
         squared = (self._output(weight) - self.exact).double().square().sum(-1)
         size = self.exact.double().square().sum(-1)
         return self.sample.frobenius_limit(squared, size)
+
+    def _polynomial(self, plan: HeadPlan) -> Tensor:
+        poly = plan.polynomial
+        assert poly is not None
+        unit = poly.bound - self.top
+        unit = unit if self.log_weight is None else unit + self.log_weight
+        return poly(self.scores).mul_(unit.exp())
+
+    def _fitted(self, plan: HeadPlan) -> Tensor:
+        assert plan.fitted is not None and plan.frame is not None
+        inside = framed(self.head, plan.frame)
+        assert inside.key_log_weight is not None
+        query, key = inside.query[self.rows].to(self.scores), inside.key.to(self.scores)
+        shift = plan.frame.row_shift(self.head, self.rows).unsqueeze(1) - self.top
+        log_weight = inside.key_log_weight.to(self.scores) + shift
+        if self.log_weight is not None:
+            log_weight = log_weight.masked_fill(self.log_weight == -math.inf, -math.inf)
+        return plan.fitted(query, key).mul_(log_weight.exp())
 
     def _restore_exact(self, plan: HeadPlan, weight: Tensor) -> None:
         rows, keys = split_of(plan, self.head)

@@ -147,17 +147,21 @@ class _Masses(NamedTuple):
     likely: Tensor  # estimate of the log mass
     inner: Tensor  # variance of the scores over the keys of the node
     outer: Tensor  # the same over the queries of the block too
+    across: Tensor  # the part of the first between the halves of the node
+    wide: Tensor  # and that of the second
 
 
 def _masses(forest: Forest, blocks: Blocks, block: Tensor, node: Tensor) -> _Masses:
     """The mean of exp over Gaussian scores of variance t is exp(t/2); over N scores of any kind it
     is below the largest, and none of N numbers is more than sqrt((N - 1) t) above their mean."""
-    mean, variance = blocks.mean[block], forest.variance[node]
-    inner = (mean.square() * variance).sum(1)
-    outer = (blocks.variance[block] * variance).sum(1)
+    mean, variance, gap = blocks.mean[block], forest.variance[node], forest.gap[node]
+    across = (mean * gap).sum(1).square()
+    inner = (mean.square() * variance).sum(1) + across
+    wide = (blocks.variance[block] * gap.square()).sum(1)
+    outer = (blocks.variance[block] * variance).sum(1) + wide
     least = (mean * forest.key[node]).sum(1) + forest.log_mass[node]
     above = torch.minimum(inner / 2, (inner * forest.others[node]).sqrt())
-    return _Masses(least, least + above, inner, outer)
+    return _Masses(least, least + above, inner, outer, across, wide)
 
 
 def _error(
@@ -181,9 +185,11 @@ def _error(
     linked = forest.linked[node]
     known = linked.shape[1]
     error = torch.expm1(both) * forest.scatter[node]
-    error += (blocks.variance[block, :known] * linked).sum(1)
+    stride = forest.stride[node]
+    error += (blocks.variance[block, :known] * linked).sum(1) + mass.wide * stride
     second = (both.square() / 4).clamp(max=1)
-    error += second * (blocks.mean[block, :known].square() * linked).sum(1)
+    bent = (blocks.mean[block, :known].square() * linked).sum(1) + mass.across * stride
+    error += second * bent
     off = (both.pow(1.5) / 6 + mass.outer).clamp(max=2)
     error += off.square() * (forest.value[node] - view.output[block]).square().sum(1)
     away = (forest.key[node] - view.key[block]).square()

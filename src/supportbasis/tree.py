@@ -77,13 +77,21 @@ def _signs(like: Tensor) -> Tensor:
 
 
 def _axis(part: Tensor) -> Tensor:
-    """Approximate principal axes of centred tokens [nodes, tokens, dim]: [nodes, dim, 1]."""
-    covariance = part.transpose(1, 2) @ part
-    diagonal = covariance.diagonal(dim1=1, dim2=2)
+    """Approximate principal axes of centred tokens [nodes, tokens, dim]: [nodes, dim, 1].
+
+    Powers of the covariance, or of both its factors in turn where it would be large.
+    """
     tiny = torch.finfo(part.dtype).tiny
-    covariance = covariance / diagonal.sum(1).clamp(min=tiny).view(-1, 1, 1)
+    diagonal = part.square().sum(1)
+    part = part / diagonal.sum(1).clamp(min=tiny).sqrt().view(-1, 1, 1)
+    covariance = part.transpose(1, 2) @ part if part.shape[2] <= 2 * ITERATIONS else None
     axis = (diagonal.sqrt() * _signs(part)).unsqueeze(2) + tiny
     for _ in range(ITERATIONS):
-        axis = covariance @ axis
+        axis = part.transpose(1, 2) @ (part @ axis) if covariance is None else covariance @ axis
         axis = axis / axis.norm(dim=1, keepdim=True).clamp(min=tiny)
     return axis
+
+
+def split_work(axes: int) -> int:
+    """Multiply-adds of one level of a tree, for each token."""
+    return axes * (min(axes, 2 * ITERATIONS) + 3)

@@ -15,6 +15,7 @@ from ..partial import Partial
 from ..problem import Head
 from .blocks import BlockSum
 from .exact import ExactSum
+from .fitted import FittedSum
 from .polynomial import PolynomialSum
 from .power import PowerSum
 from .sketched import SketchSum
@@ -23,6 +24,7 @@ __all__ = [
     "BlockSum",
     "Component",
     "ExactSum",
+    "FittedSum",
     "PolynomialSum",
     "PowerSum",
     "SketchSum",

@@ -73,6 +73,10 @@ class Task(ABC):
     def magnitude(self) -> Tensor:
         """sum_k |a_k| |x_i|^k: bounds the kernel's terms, and so its rounding, [rows]."""
 
+    def kernel(self, query: Tensor, tokens: Tensor) -> Tensor:
+        """The kernel of all pairs, densely."""
+        return horner(self.coefficients, query @ tokens.T)
+
     def run(self, total: Partial) -> None:
         """Add the sums to ``total``, which holds the rows of this task."""
         if self.row_count and self.key_count:
@@ -238,7 +242,7 @@ def _diagonal(
     row_at = take_index(task.rows, *rows, query)
     key_at = take_index(task.keys, *keys, query)
     ahead = key_at > row_at.unsqueeze(1)
-    kernel = horner(task.coefficients, query @ tokens.T)
+    kernel = task.kernel(query, tokens)
     if log_weight is None:
         kernel.masked_fill_(ahead, 0.0)
         mass = torch.searchsorted(key_at, row_at, right=True).to(kernel.dtype)

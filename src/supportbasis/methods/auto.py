@@ -19,6 +19,7 @@ from ..rows import RowCheck
 from ..scores import ScoreSample
 from .base import Method, check_seed, exact_plan, is_positive
 from .block_support import BlockSearch
+from .fitted import FittedSearch
 from .single_threshold import threshold_plan
 
 PLANNING_SECONDS = 0.02  # what a search costs; exact attention below that is left alone
@@ -30,12 +31,12 @@ MARGIN = 0.8  # of the tolerance that an estimate may use up before it is verifi
 @dataclass(frozen=True)
 class Auto(Method):
     """For each head, the fastest plan found within ``tolerance``: a polynomial, a threshold with a
-    polynomial, or lists of exact and coarse keys.
+    polynomial, a polynomial fitted to the scores, or lists of exact and coarse keys.
 
     The tolerance is the relative Frobenius error of a head's output (for `gaussian_kde` the
     largest error over the largest density). Polynomials are screened on a sample of scores; the
-    fastest, and lists where they can be faster, are verified on sampled query rows against all
-    keys, where the upper limit of the error (95 % confidence) must be within the tolerance. Else
+    fastest, and fits and lists where they can be faster, are verified on sampled query rows
+    against all keys, where the upper limit of the error (95 % confidence) must be within the tolerance. Else
     the head is exact.
     """
 
@@ -59,13 +60,20 @@ class Auto(Method):
             if measured is not None:
                 found.append(replace(plan, measured=measured))
                 break
-        blocks = self._blocks(head, max((plan.speedup for plan in found), default=1.0))
-        if blocks is not None:
-            found.append(blocks)
+        for candidate in (self._fitted, self._blocks):
+            other = candidate(head, max((plan.speedup for plan in found), default=1.0))
+            found += [] if other is None else [other]
         best = max(found, key=lambda plan: plan.speedup, default=None)
         if best is None or best.speedup <= 1:
             return exact_plan(head, f"no plan within {self.tolerance:g} is predicted to be faster")
         return best
+
+    def _fitted(self, head: Head, speedup: float) -> HeadPlan | None:
+        """A polynomial fitted to the scores within the tolerance, where it can be faster."""
+        search = FittedSearch.of(head, self.seed)
+        if isinstance(search, str):
+            return None
+        return search.within(self.tolerance, RowCheck(head, self.tolerance, self.seed), speedup)
 
     def _blocks(self, head: Head, speedup: float) -> HeadPlan | None:
         """Lists of exact and coarse keys within the tolerance, where they can be faster."""

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ..arrangement import ORDERS
 from ..blocks import START_NODES, BlockSettings, Layer, Structure, remembered
 from ..components.blocks import block_sums
 from ..cost import block_work
 from ..errors import InputError
-from ..frame import balanced
+from ..frame import balanced, prefix_of
 from ..plans import HeadPlan
 from ..problem import Head
+from ..rows import RowCheck
 from ..sampling import RowSample, exact_rows
 from ..tree import leaf_layout
 from .base import Method, check_seed, exact_plan, is_positive
+from .fitted import FittedSearch
 
+TAILS = ("auto", "coarse", "polynomial")
 LEAF = 16
 SAMPLED_BLOCKS = 48
 LEAST, MOST = -36.0, 0.0  # logarithms of the prices that are tried
@@ -40,11 +46,19 @@ class BlockSupport(Method):
     With a ``tolerance`` instead, the price is the highest found whose measured error, on rows of
     sampled blocks and at its upper limit (95 % confidence), is within it.
 
+    ``order`` says how queries and keys come into blocks: by a "tree", by "groups" around the
+    clusters they lie in, in the "sequence" they have, or "auto". ``tail`` says what becomes of the
+    keys that no list can afford: they are seen as "coarse" keys, or all keys are seen through a
+    "polynomial" fitted to the scores, which suits diffuse heads; "auto" measures both. (Causal
+    blocks are always those of trees.)
+
     No bound is proved: coarse keys are judged by estimates, and the certificate measures.
     """
 
     budget: float | None = None  # 0.1 where there is no tolerance either
     block_size: int = 64
+    order: str = "auto"
+    tail: str = "auto"
     tolerance: float | None = None
     seed: int = 0
 
@@ -63,44 +77,74 @@ class BlockSupport(Method):
         size = self.block_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InputError(f"block_size must be an integer >= 1, got {size!r}")
+        for name, choices in (("order", ORDERS), ("tail", TAILS)):
+            value = getattr(self, name)
+            if value not in choices:
+                raise InputError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
         object.__setattr__(self, "seed", check_seed(self.seed))
 
     def plan_head(self, head: Head) -> HeadPlan:
-        search = BlockSearch.of(head, self.block_size, self.seed)
-        if isinstance(search, str):
-            return exact_plan(head, search)
+        found, failures = [], []
+        for search in self._searches(head):
+            if isinstance(search, str):
+                failures.append(search)
+                continue
+            plan = self._best(search, head)
+            if plan is None:
+                wish = f"a budget of {self.budget:g}" if self.budget else f"{self.tolerance:g}"
+                failures.append(f"no {search.NAME} within {wish}")
+            elif plan.cost >= 1:
+                failures.append(f"{search.NAME} would cost as much as all keys")
+            else:
+                found.append(plan)
+        if not found:
+            return exact_plan(head, "; ".join(dict.fromkeys(failures)))
+        if self.budget is None:
+            return max(found, key=lambda plan: plan.speedup)
+        return min(found, key=lambda plan: plan.measured or 0.0)
+
+    def _searches(self, head: Head) -> Iterator[BlockSearch | FittedSearch | str]:
+        if self.tail != "polynomial":
+            yield BlockSearch.of(head, self.block_size, self.seed, self.order)
+        if self.tail != "coarse":
+            yield FittedSearch.of(head, self.seed)
+
+    def _best(self, search: BlockSearch | FittedSearch, head: Head) -> HeadPlan | None:
+        """The best plan of one kind; with its error, if there is another kind to compare with."""
         if self.tolerance is not None:
-            plan = search.within(self.tolerance, self.seed)
-            failure = f"no lists within {self.tolerance:g} were found"
-        else:
-            assert self.budget is not None
-            plan = search.affordable(self.budget)
-            failure = f"a budget of {self.budget:g} does not pay for the trees"
-        if plan is None:
-            return exact_plan(head, failure)
-        return plan if plan.cost < 1 else exact_plan(head, "lists would cost as much as all keys")
+            if isinstance(search, BlockSearch):
+                return search.within(self.tolerance, self.seed)
+            return search.within(self.tolerance, RowCheck(head, self.tolerance, self.seed), 0.0)
+        assert self.budget is not None
+        plan = search.affordable(self.budget)
+        if plan is None or self.tail != "auto":
+            return plan
+        if isinstance(search, BlockSearch):
+            return search.measured(plan, self.seed)
+        return replace(plan, measured=RowCheck(head, 1.0, self.seed).error(plan)[0])
 
 
 @dataclass(frozen=True, eq=False)
 class BlockSearch:
     """Plans of one head at any price, costed on a sample of its blocks."""
 
+    NAME: ClassVar = "lists"
     head: Head
     base: HeadPlan
     whole: Structure
     sample: Structure
 
     @staticmethod
-    def of(head: Head, block_size: int, seed: int) -> BlockSearch | str:
+    def of(head: Head, block_size: int, seed: int, order: str = "auto") -> BlockSearch | str:
         """The search, or why there can be none."""
         keys = head.m if head.live_keys is None else len(head.live_keys)
         if head.n < 2 * block_size or keys < 4 * LEAF:
             return "there are too few tokens for blocks and trees"
-        prefix = prefix_of(head) if head.is_causal else None
+        prefix = prefix_of(head)
         frame = balanced(head, prefix)
         if not float(frame.spectrum.square().sum().sqrt()) < LARGEST_SCORES:
             return "scores are so large that one key takes it all"
-        settings = BlockSettings(1.0, block_size, LEAF, chunk_of(head, block_size))
+        settings = BlockSettings(1.0, block_size, LEAF, chunk_of(head, block_size), order)
         base = HeadPlan(
             "block", "", head.n, head.m, 1.0, 1.0,
             blocks=settings, frame=frame, exact_rows=prefix or 0,
@@ -123,9 +167,9 @@ class BlockSearch:
             keys += float(length) * blocks / self.head.n
             visited += lists.visited * share
         exact = self.base.exact_rows**2 / 2 / max(1, self.head.n)
-        work = block_work(
-            self.head, settings, self.whole.levels, self.whole.axes, keys + exact, int(visited)
-        )
+        made = self.whole
+        sizes = (made.levels, made.axes, keys + exact, int(visited), made.compared)
+        work = block_work(self.head, settings, *sizes)
         return replace(
             self.base,
             blocks=replace(settings, price=price),
@@ -138,7 +182,7 @@ class BlockSearch:
     def highest_speedup(head: Head, block_size: int) -> float:
         """What lists could reach at best, before anything is built."""
         settings = BlockSettings(1.0, block_size, LEAF, chunk_of(head, block_size))
-        levels = leaf_layout(head.n, block_size)[0] + leaf_layout(head.m, LEAF)[0]
+        levels = leaf_layout(head.n, block_size)[0] + leaf_layout(head.m, LEAF)[0] + 2
         visited = START_NODES * math.ceil(head.n / block_size)
         return block_work(head, settings, levels, 1, START_NODES, visited).speedup(head)
 
@@ -156,6 +200,12 @@ class BlockSearch:
             else:
                 low = middle
         return found
+
+    def measured(self, plan: HeadPlan, seed: int) -> HeadPlan:
+        """The plan with its error on sampled blocks."""
+        assert plan.blocks is not None
+        check = BlockCheck.draw(self.whole, self.head, plan.blocks.chunk, seed)
+        return replace(plan, measured=check.error(plan.blocks.price)[0])
 
     def within(self, tolerance: float, seed: int) -> HeadPlan | None:
         """The plan of the highest price found whose measured error, at its upper limit, is within
@@ -258,11 +308,6 @@ def _sampled_blocks(layer: Layer, generator: torch.Generator) -> RowSample:
     chosen = torch.randperm(len(others), generator=generator)[:CHECKED_BLOCKS].to(order.device)
     blocks, at = torch.cat([census, others[chosen]]).sort()
     return RowSample(blocks, at < len(census), len(order))
-
-
-def prefix_of(head: Head) -> int:
-    """Rows at the start of a causal head that are exact, and whose tokens make the frame."""
-    return min(head.n, max(64, head.n // 32))
 
 
 def chunk_of(head: Head, block_size: int) -> int:

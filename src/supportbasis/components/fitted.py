@@ -1,0 +1,92 @@
+"""The fitted component: a polynomial of the scores in a frame, of high degree in few directions.
+
+The tokens of `streaming` are the coordinates of the frame, the leading ones last: the monomials of
+degree k in the leading r_k coordinates are then the end of those of degree k in all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..features import FeatureMap
+from ..fitted import FittedKernel
+from ..frame import Frame, framed
+from ..partial import Partial
+from ..problem import Head
+from ..rounding import gamma, product_roundoff
+from .exact import take
+from .polynomial import largest_norm
+from .streaming import Task
+
+
+@dataclass(frozen=True, eq=False)
+class FittedSum:
+    """p(x, y) instead of exp(score) over ``keys`` (sorted indices of live keys; None: all)."""
+
+    kernel: FittedKernel
+    frame: Frame
+    keys: Tensor | None = None
+
+    def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
+        """Add the sums over these keys to ``total``, which holds the given rows."""
+        shift = self.frame.row_shift(head, rows)
+        _FittedTask(framed(head, self.frame), rows, self.keys, self.kernel, shift).run(total)
+
+
+class _FittedTask(Task):
+    """Coordinates in units of the longest query and key, and the kernel in these units."""
+
+    def __init__(
+        self,
+        head: Head,
+        rows: Tensor | None,
+        keys: Tensor | None,
+        kernel: FittedKernel,
+        shift: Tensor,
+    ):
+        self.fitted, self.shift = kernel, shift
+        span = kernel.spans[0]
+        query_norms = (
+            head.query[:, :span].norm(dim=1)
+            if rows is None
+            else (head.query[rows][:, :span].norm(dim=1))
+        )
+        key_norms = head.key[:, :span].norm(dim=1)
+        key_norms = key_norms if keys is None else key_norms[keys]
+        self.query_norm, self.key_norm = largest_norm(query_norms), largest_norm(key_norms)
+        reach = self.query_norm * self.key_norm
+        coefficients = [a * reach**k for k, a in enumerate(kernel.coefficients)]
+        features = FeatureMap(span, kernel.degree, kernel.spans)
+        super().__init__(head, rows, keys, features, coefficients)
+        self._relative_norms = (query_norms / self.query_norm).to(head.dtype)
+
+    def queries(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        query = take(self.head.query, self.rows, start, stop)
+        return self._leading(query) / self.query_norm, self.shift[start:stop]
+
+    def key_tokens(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        key = take(self.head.key, self.keys, start, stop)
+        return self._leading(key) / self.key_norm, self.log_weight(start, stop)
+
+    def kernel(self, query: Tensor, tokens: Tensor) -> Tensor:
+        scaled = FittedKernel(tuple(self.coefficients), self.fitted.spans)
+        return scaled(query.flip(1), tokens.flip(1))
+
+    def magnitude(self) -> Tensor:
+        magnitude = torch.zeros_like(self._relative_norms)
+        for coefficient in reversed(self.coefficients):
+            magnitude.mul_(self._relative_norms).add_(abs(coefficient))
+        return magnitude
+
+    def noise(self, mass: Tensor | float, block: int) -> Tensor:
+        """Rounding as it is likely to be, with errors that are independent of each other: of a
+        polynomial that is fitted, nothing is proved, and bounds would rule out much that works."""
+        depth = 4 * math.sqrt(self.key_count + self.features.count)
+        return self.magnitude() * gamma(math.ceil(depth), product_roundoff(self.head.dtype)) * mass
+
+    def _leading(self, tokens: Tensor) -> Tensor:
+        return tokens[:, : self.features.dim].flip(1)

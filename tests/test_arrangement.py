@@ -1,0 +1,73 @@
+"""Segments of alike tokens: every token once, clusters kept apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from supportbasis.arrangement import ORDERS, arranged, repeated, spreads
+
+
+def clusters(n, count, dim, noise, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    label = torch.randint(count, (n,), generator=generator)
+    centre = torch.randn(count, dim, generator=generator)
+    return centre[label] + noise * torch.randn(n, dim, generator=generator), label
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    n=st.integers(1, 500),
+    dim=st.integers(1, 6),
+    count=st.integers(1, 9),
+    size=st.integers(1, 64),
+    multiple=st.sampled_from([1, 4, 8]),
+    how=st.sampled_from(ORDERS),
+    seed=st.integers(0, 5),
+)
+def test_every_token_comes_once(n, dim, count, size, multiple, how, seed):
+    x, _ = clusters(n, count, dim, 0.05, seed)
+    segments, compared = arranged(x, size, multiple, how)
+    assert torch.equal(segments[segments >= 0].sort().values, torch.arange(n))
+    assert segments.shape[1] % multiple == 0
+    assert segments.shape[1] <= size + multiple - 1
+    real = segments >= 0
+    assert torch.equal(real, real.sort(1, descending=True).values)  # empty places come last
+    assert compared >= 0
+    filled = repeated(segments)
+    held = torch.where(real, segments, filled)
+    assert torch.equal(filled, held)
+    assert bool(torch.isin(filled[real.any(1)], segments).all())
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.2])
+def test_groups_do_not_straddle_clusters(noise):
+    x, label = clusters(4096, 23, 32, noise)
+    tree, groups = (arranged(x, 64, 4, how).segments for how in ("tree", "groups"))
+    labels = [label[row[row >= 0]] for row in groups]
+    mixed = sum(len(row.unique()) > 1 for row in labels)
+    assert mixed <= 1  # tokens that nobody leads share segments
+    assert spreads(x, groups).mean() < 0.4 * spreads(x, tree).mean()
+    assert groups.numel() <= 1.25 * 4096
+    counts = [len(row) for row in labels]
+    assert min(counts) >= 16  # segments of a group are equally full
+
+
+def test_auto_takes_groups_for_clusters_a_tree_without_and_the_sequence_where_it_is_as_good():
+    x, _ = clusters(4096, 23, 32, 0.05)
+    assert torch.equal(arranged(x, 64, 4, "auto").segments, arranged(x, 64, 4, "groups").segments)
+    smooth, _ = clusters(4096, 1, 4, 1.0)
+    assert torch.equal(
+        arranged(smooth, 64, 4, "auto").segments, arranged(smooth, 64, 4, "tree").segments
+    )
+    given, _ = arranged(smooth, 64, 4, "tree")
+    again, _ = arranged(smooth[given.flatten()], 64, 4, "auto")
+    assert torch.equal(again.sort(1).values, torch.arange(4096).view(-1, 64))
+
+
+def test_tokens_that_are_all_alike():
+    for how in ORDERS:
+        segments, _ = arranged(torch.zeros(100, 3), 16, 4, how)
+        assert torch.equal(segments[segments >= 0].sort().values, torch.arange(100))

@@ -1,0 +1,199 @@
+"""Polynomials fitted to the scores: the kernel, its features, the plans, the twin."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import supportbasis as sb
+from supportbasis import reference
+from supportbasis.execute import execute
+from supportbasis.features import FeatureMap
+from supportbasis.fitted import FittedKernel, PairSample, choose_spans, count_features
+from supportbasis.frame import balanced, framed
+from supportbasis.inputs import attention_problem
+
+
+def problem_of(n, m=None, d=8, dv=5, sigma=0.5, causal=False, bias=None, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(n + d)
+    size = math.sqrt(sigma / math.sqrt(d)) * d**0.25
+    query, key = (
+        torch.randn(1, 1, count, d, generator=generator, dtype=dtype) * size
+        for count in (n, m or n)
+    )
+    value = torch.randn(1, 1, m or n, dv, generator=generator, dtype=dtype)
+    return attention_problem(query, key, value, bias, 0.0, causal, None, False)
+
+
+# ---- the kernel -------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=40)
+@given(spans=st.lists(st.integers(1, 6), min_size=1, max_size=4), seed=st.integers(0, 9))
+def test_features_of_spans_give_the_kernel(spans, seed):
+    spans = tuple(sorted(spans, reverse=True))
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(7, spans[0], generator=generator, dtype=torch.float64) for _ in range(2))
+    coefficient = torch.randn(len(spans) + 1, generator=generator, dtype=torch.float64)
+    phi = FeatureMap(spans[0], len(spans), spans)
+    weight = phi.multiplicity * coefficient[phi.order]
+    by_features = (phi(x.flip(1)) * weight) @ phi(y.flip(1)).T
+    kernel = FittedKernel(tuple(coefficient.tolist()), spans)
+    torch.testing.assert_close(by_features, kernel(x, y))
+    if phi.width == 1:
+        assert phi.count == count_features(spans)
+
+
+@settings(deadline=None, max_examples=40)
+@given(spectrum=st.lists(st.floats(0, 2), min_size=1, max_size=12), features=st.integers(1, 400))
+def test_spans_descend_and_keep_to_their_features(spectrum, features):
+    spectrum = torch.tensor(sorted(spectrum, reverse=True), dtype=torch.float64)
+    spans = choose_spans(spectrum, features)
+    assert list(spans) == sorted(spans, reverse=True)
+    assert count_features(spans) <= features
+    assert all(r <= int((spectrum > 0).sum()) for r in spans)
+
+
+def test_a_flat_spectrum_gets_all_directions_of_a_degree_before_the_next():
+    flat = torch.tensor([0.1] * 16 + [0.0] * 48, dtype=torch.float64)
+    assert choose_spans(flat, 153) == (16, 16)
+    assert choose_spans(flat, 969) == (16, 16, 16)
+    steep = torch.tensor([0.5, 0.01, 0.01], dtype=torch.float64)
+    assert len(choose_spans(steep, 8)) >= 4  # high degrees in the one direction that matters
+
+
+def test_the_fit_beats_taylor_where_the_scores_are():
+    problem = problem_of(512, d=16)
+    head = next(iter(problem.each_head()))[2]
+    inside = framed(head, balanced(head))
+    sample = PairSample.draw(inside, 0)
+    for degree in (1, 2, 3, 4):
+        spans = (16,) * degree
+        taylor = tuple(1 / math.factorial(k) for k in range(degree + 1))
+        fitted = sample.fit(spans)
+        assert fitted is not None
+        given, known = (
+            sample.expected_error(kernel) for kernel in (fitted, FittedKernel(taylor, spans))
+        )
+        assert given < 1.01 * known
+    assert given < 4e-3  # design: Gaussian scores, sigma 0.5, degree 4
+
+
+# ---- plans ------------------------------------------------------------------------------------
+
+
+CASES = [(400, 400, False), (130, 411, False), (400, 90, False), (400, 400, True), (12, 12, False)]
+
+
+@pytest.mark.parametrize(("n", "m", "causal"), CASES)
+@pytest.mark.parametrize("weights", ["none", "bias", "mask"])
+def test_the_component_is_its_twin(n, m, causal, weights):
+    bias = None
+    if weights != "none":
+        generator = torch.Generator().manual_seed(0)
+        bias = torch.randn(1, 1, 1, m, generator=generator, dtype=torch.float64)
+        bias[..., ::5] = -math.inf
+        bias = bias if weights == "bias" else bias > -math.inf
+    problem = problem_of(n, m, causal=causal, bias=bias)
+    method = sb.BlockSupport(50.0, tail="polynomial")
+    head = next(iter(problem.each_head()))[2]
+    from supportbasis.methods.fitted import FittedSearch
+
+    search = FittedSearch.of(head, 0)
+    assert not isinstance(search, str)
+    plan = search.plan(60)
+    assert plan is not None
+    whole = sb.Plan(method, 1, 1, problem.query.shape[-1], (plan,))
+    outcome = execute(problem, whole)
+    output, lse = reference.execute(problem, whole)
+    torch.testing.assert_close(outcome.output.double(), output, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(outcome.lse.double(), lse, rtol=1e-9, atol=1e-9)
+
+
+def diffuse(n, d=32, dv=16, rank=8, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(d, rank, generator=generator))[0]
+    query, key = (torch.randn(1, 1, n, rank, generator=generator) @ basis.T for _ in range(2))
+    factor = math.sqrt(0.5 * math.sqrt(d) / math.sqrt(rank))
+    value = torch.randn(1, 1, n, dv, generator=generator)
+    return (query * factor).to(dtype), (key * factor).to(dtype), value.to(dtype)
+
+
+def exact_of(query, key, value):
+    scale = 1 / math.sqrt(query.shape[-1])
+    return (query.double() @ key.double().mT * scale).softmax(-1) @ value.double()
+
+
+def relative(given, exact):
+    return float((given.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_diffuse_head_by_budget(dtype):
+    tensors = diffuse(2048, dtype=dtype)
+    result = sb.attention(*tensors, method=sb.BlockSupport(0.2), return_result=True)
+    (plan,) = result.plan.heads
+    assert plan.kind == "fitted" and plan.cost <= 0.2
+    assert relative(result.output, exact_of(*tensors)) < (0.03 if dtype != torch.bfloat16 else 0.05)
+    assert "directions" in str(plan) and "balanced frame" in str(plan)
+
+
+def test_far_tokens_are_exact():
+    query, key, value = diffuse(2048)
+    key[..., 7, :] *= 60.0
+    query[..., 3, :] *= 25.0
+    result = sb.attention(
+        query, key, value, method=sb.BlockSupport(0.3, tail="polynomial"), return_result=True
+    )
+    (plan,) = result.plan.heads
+    assert plan.kind == "fitted"
+    exact = exact_of(query, key, value)
+    assert relative(result.output, exact) < 0.03
+    torch.testing.assert_close(
+        result.output[..., 3, :].double(), exact[..., 3, :], rtol=0, atol=1e-4
+    )
+
+
+def test_a_tolerance_is_met_or_the_head_is_exact():
+    tensors = diffuse(3000)
+    for tolerance in (0.1, 0.02, 1e-9):
+        method = sb.BlockSupport(tolerance=tolerance, tail="polynomial")
+        result = sb.attention(*tensors, method=method, return_result=True)
+        (plan,) = result.plan.heads
+        assert plan.kind == ("exact" if tolerance < 1e-6 else "fitted")
+        assert relative(result.output, exact_of(*tensors)) < 1.25 * max(tolerance, 1e-6)
+
+
+def test_nothing_depends_on_what_comes_later():
+    query, key, value = diffuse(1024)
+    method = sb.BlockSupport(0.9, tail="polynomial")
+    plan = sb.plan(query, key, value, is_causal=True, method=method)
+    assert plan.heads[0].kind == "fitted"
+    first = sb.attention(query, key, value, is_causal=True, plan=plan)
+    at = 600
+    for tensor in (query, key, value):
+        tensor[..., at:, :] = torch.randn_like(tensor[..., at:, :])
+    second = sb.attention(query, key, value, is_causal=True, plan=plan)
+    torch.testing.assert_close(first[..., :at, :], second[..., :at, :], rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_is_saved_and_read(tmp_path):
+    tensors = diffuse(1500)
+    plan = sb.plan(*tensors, method=sb.BlockSupport(0.3, tail="polynomial"))
+    assert plan.heads[0].kind == "fitted"
+    plan.save(tmp_path / "plan.json")
+    again = sb.Plan.load(tmp_path / "plan.json")
+    assert again.heads[0].fitted == plan.heads[0].fitted
+    torch.testing.assert_close(
+        sb.attention(*tensors, plan=plan), sb.attention(*tensors, plan=again)
+    )
+
+
+@pytest.mark.parametrize("name", ["order", "tail"])
+def test_unknown_choices_are_refused(name):
+    with pytest.raises(sb.InputError, match=f"{name} must be one of .*got 'best'"):
+        sb.BlockSupport(0.1, **{name: "best"})
