@@ -203,7 +203,7 @@ def measure(work: Work, rate: float, known: dict[object, tuple[str, float]]) -> 
 
 def measure_lists(d: int, share: float, rate: float, known: dict[object, tuple[str, float]],
                   block: int = 128, tiles: blocklist.ListTiles | None = None,
-                  backward: bool = False) -> dict[str, object]:  # fmt: skip
+                  weighted: bool = False, backward: bool = False) -> dict[str, object]:  # fmt: skip
     heads, n = 8, LONG
     q, k, v = normal(heads, n, d, 1.0)
     granules, blocks = n // blocklist.GRANULE, n // block
@@ -213,11 +213,12 @@ def measure_lists(d: int, share: float, rate: float, known: dict[object, tuple[s
     chosen = chosen.topk(count, -1).indices.sort(-1).values.int()
     offsets = torch.arange(heads * blocks + 1, device="cuda", dtype=torch.int32) * count
     indices = chosen.flatten()
+    log_weight = torch.zeros(1, heads, n, device="cuda") if weighted else None
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return blocklist.block_list_attention(q, k, v, offsets, indices, block=block, tiles=tiles)[
-            0
-        ]
+        return blocklist.block_list_attention(
+            q, k, v, offsets, indices, log_weight=log_weight, block=block, tiles=tiles
+        )[0]
 
     listed = torch.zeros(heads, blocks, granules, dtype=torch.bool, device="cuda")
     listed.scatter_(2, chosen.long(), True)
@@ -233,7 +234,8 @@ def measure_lists(d: int, share: float, rate: float, known: dict[object, tuple[s
     mode = "forward+backward" if backward else "forward"
     rate_share = flops / (ms * 1e-3) / rate if not backward else float("nan")
     note = f"queries of a list: {block}; error against the same lists"
-    return row(f"lists-{share:.0%}", mode, n, heads, d, ms, name, base_ms, rate_share, error, note)
+    work = f"lists-{share:.0%}" + ("-weighted" if weighted else "")
+    return row(work, mode, n, heads, d, ms, name, base_ms, rate_share, error, note)
 
 
 def row(
@@ -291,14 +293,16 @@ def sweep_state(q: Tensor, k: Tensor, v: Tensor) -> None:
             shape = StateTiles(rows, d, pairs, tokens, warps, stages)
             tiles = replace(choose_tiles(d, d, False), state=shape)
             setting = polynomial.setting_of(q, v, (1.0, 1.0, 0.5), 0.1, tiles=tiles)
-            show(shape, partial(polynomial.sums_over, k, v, None, setting, apply_weight=False))
+            side = polynomial.prepared(k, v, None, setting, summed=True)
+            show(shape, partial(polynomial.sums_over, side, setting))
 
 
 def sweep_read(q: Tensor, k: Tensor, v: Tensor) -> None:
     d, known = q.shape[-1], choose_tiles(q.shape[-1], q.shape[-1], False)
     setting = polynomial.setting_of(q, v, (1.0, 1.0, 0.5), 0.1)
-    state = polynomial.sums_over(k, v, None, setting, apply_weight=False)
-    rows, keys = polynomial.Side(q, v), polynomial.Side(k, v)
+    keys = polynomial.prepared(k, v, None, setting, summed=True)
+    rows = polynomial.prepared(q, v, None, setting, read=True)
+    state = polynomial.sums_over(keys, setting)
     for (count, warps), columns, stages in itertools.product(
         ((64, 4), (128, 8), (128, 4), (256, 8)), {64, d}, (2, 3, 4)
     ):
@@ -328,7 +332,8 @@ def main() -> None:
     print(f"matrix product: {rate / 1e12:.0f} TFLOP/s")
     rows = [measure(work, rate, known) for work in WORKS if options.only in work.name]
     if options.only in "lists":
-        rows += [measure_lists(d, 0.1, rate, known) for d in (64, 128)]
+        for d, weighted in itertools.product((64, 128), (False, True)):
+            rows.append(measure_lists(d, 0.1, rate, known, weighted=weighted))
         rows += [measure_lists(64, 0.1, rate, known, backward=True)]
     if options.out:
         with options.out.open("w", newline="") as file:

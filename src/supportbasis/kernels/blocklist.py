@@ -45,11 +45,13 @@ class Call:
     tiles: ListTiles
 
 
-def choose_list_tiles(width: int, block: int, full_precision: bool) -> ListTiles:
+def choose_list_tiles(width: int, full_precision: bool, weighted: bool) -> ListTiles:
     """Tiles for keys or values of at most ``width`` entries."""
     if full_precision:
         return ListTiles(32, 4, 1 if width > 128 else 2)
-    return ListTiles(64, 4 if block <= 64 or width <= 64 else 8, 2 if width > 128 else 3)
+    if width <= 64:
+        return ListTiles(64 if weighted else 128, 4, 3)
+    return ListTiles(64, 4, 2)
 
 
 def inverse_lists(
@@ -83,7 +85,9 @@ class _Attention(torch.autograd.Function):
             heads, key_heads, n, m, d, dv, blocks, call.scale * LOG2E,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             power_of_two(d), power_of_two(dv), call.block, call.tiles.keys,
-            GRANULE, log_weight is not None, call.precision,
+            GRANULE, log_weight is not None,
+            m % GRANULE == 0 and d == power_of_two(d) and dv == power_of_two(dv),
+            m * max(key.stride(2), value.stride(2)) >= 2**31, call.precision,
             num_warps=call.tiles.warps, num_stages=call.tiles.stages,
         )  # fmt: skip
         ctx.call = call
@@ -163,7 +167,7 @@ def block_list_attention(
         raise InputError(f"query, value: got a width over 128, {width}, expected at most 256")
     full = query.dtype == torch.float32 or interpreted()
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    tiles = tiles or choose_list_tiles(width, block, full)
+    tiles = tiles or choose_list_tiles(width, full, log_weight is not None)
     call = Call(block, scale, precision if full else None, tiles)
     if log_weight is not None:
         log_weight = log_weight.float().expand(key.shape[:3]).contiguous()

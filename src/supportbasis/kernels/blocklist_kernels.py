@@ -25,9 +25,10 @@ def forward(
     heads, key_heads, n, m, d, dv, blocks, scale,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
     D: tl.constexpr, E: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr,
-    GRANULE: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
+    GRANULE: tl.constexpr, WEIGHTED: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries over its list."""
+    """One block of queries over its list. EVEN: no key, entry or column is past an end."""
     block, bh = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     kh = h // (heads // key_heads)
@@ -46,27 +47,43 @@ def forward(
     top = tl.full((BQ,), float("-inf"), dtype=tl.float32)
     mass = tl.zeros((BQ,), dtype=tl.float32)
     total = tl.zeros((BQ, E), dtype=tl.float32)
+    step = tl.arange(0, BN)
+    place = first + step // GRANULE
+    granule = tl.load(indices + place, mask=place < last, other=0)
     for at in range(first, last, BN // GRANULE):
-        key, here = listed_keys(indices, at, last, m, GRANULE, BN)
-        key_t = tl.load(
-            k + key[None, :] * k_n + dims[:, None],
-            mask=here[None, :] & (dims < d)[:, None], other=0.0,
-        )  # fmt: skip
-        score = tl.dot(query, key_t, input_precision=PRECISION) * scale
+        place = at + step // GRANULE
+        key = granule * GRANULE + step % GRANULE
+        if WIDE:
+            key = key.to(tl.int64)
+        # the next granules are asked for now: waiting for them before their keys costs the most
+        granule = tl.load(
+            indices + place + BN // GRANULE, mask=place + BN // GRANULE < last, other=0
+        )
+        at_k = k + key[:, None] * k_n + dims[None, :]
+        at_v = v + key[:, None] * v_n + cols[None, :]
+        if EVEN:  # places past the list have granule 0 and weight 0
+            key_row = tl.load(at_k)
+        else:
+            key_row = tl.load(at_k, mask=(key < m)[:, None] & (dims < d)[None, :], other=0.0)
+        here = place < last
+        if not EVEN:
+            here = here & (key < m)
         if WEIGHTED:
             bias = tl.load(log_weight + key, mask=here, other=float("-inf"))
-            score += bias[None, :] * 1.4426950408889634
+            bias = bias * 1.4426950408889634
         else:
-            score = tl.where(here[None, :], score, float("-inf"))
+            bias = tl.where(here, 0.0, float("-inf"))
+        score = tl.dot(query, tl.trans(key_row), input_precision=PRECISION)
+        score = score * scale + bias[None, :]
         new_top = tl.maximum(top, tl.max(score, 1))
         unit = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(score - unit[:, None])
         shrink = tl.exp2(top - unit)
         mass = mass * shrink + tl.sum(weight, 1)
-        value = tl.load(
-            v + key[:, None] * v_n + cols[None, :],
-            mask=here[:, None] & (cols < dv)[None, :], other=0.0,
-        )  # fmt: skip
+        if EVEN:
+            value = tl.load(at_v)
+        else:
+            value = tl.load(at_v, mask=(key < m)[:, None] & (cols < dv)[None, :], other=0.0)
         total = total * shrink[:, None]
         total = tl.dot(weight.to(value.dtype), value, total, input_precision=PRECISION)
         top = new_top

@@ -8,6 +8,7 @@ that are gathered from the folded state (its diagonal is zero; squares have thei
 
 from __future__ import annotations
 
+from .folded import entry
 from .language import jit, tl
 
 
@@ -37,14 +38,38 @@ def gradient_rows(
 
 
 @jit
+def times(u, a, PACKED: tl.constexpr):
+    """Rows of u times one number each; two bfloat16 at a time if PACKED."""
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [u, a],
+            dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return u * a
+
+
+@jit
+def _rows_of_pair(state, p, to, cols, pairs, d, D: tl.constexpr, E: tl.constexpr):
+    """T_p transposed, [E, columns]: the folded state of the pairs of p with ``to``."""
+    low, high = tl.minimum(to, p), tl.maximum(to, p)
+    folded = low >= pairs
+    row = tl.where(folded, d - 1 - low, low)
+    col = tl.where(folded, d - 1 - high, high)
+    row = tl.where(to < d, row, 0)  # beyond d: the zero at (0, 0)
+    col = tl.where(to < d, col, 0)
+    return tl.load(state + (row * (D * E) + col * E)[None, :] + cols[:, None])
+
+
+@jit
 def contract(
-    x, u, h, state, vectors, matrix, y, v, w, row_weight, out,
-    heads, n, d, dv, pairs, blocks, chunk, ratio,
+    x, words, u, h, state, vectors, matrix, y, v, w, row_weight, out,
+    heads, n, padded, d, dv, pairs, blocks, chunk, ratio,
     other_heads, m, members, c1, c2,
     x_b, x_h, x_n, u_b, u_h, u_n, y_b, y_h, y_n, v_b, v_h, v_n,
     D: tl.constexpr, DB: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     DEGREE: tl.constexpr, ORDER: tl.constexpr, SLOPE_OF_ROW: tl.constexpr,
-    WEIGHTED: tl.constexpr, ROW_WEIGHTED: tl.constexpr,
+    WEIGHTED: tl.constexpr, ROW_WEIGHTED: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of every token of ``x``, whose direction is ``u`` and the normaliser's ``h``.
@@ -61,6 +86,7 @@ def contract(
         scale = tl.load(row_weight + bh * n + start + near, mask=live, other=0.0)
         live = live & (scale != 0.0)
     x += (bh // heads) * x_b + (bh % heads) * x_h + start * x_n
+    words += bh * d * padded + start
     u += (bh // heads) * u_b + (bh % heads) * u_h + start * u_n
     tokens = tl.load(
         x + near[:, None] * x_n + dims[None, :], mask=live[:, None] & (dims < d)[None, :], other=0.0
@@ -99,15 +125,9 @@ def contract(
         part = tl.dot(tokens, tl.load(columns + D * D), part, input_precision=PRECISION)
         total += 2.0 * slope[:, None] * part
         for p in range(d):
-            low, high = tl.minimum(to, p), tl.maximum(to, p)
-            folded = low >= pairs
-            row = tl.where(folded, d - 1 - low, low)
-            col = tl.where(folded, d - 1 - high, high)
-            row = tl.where(to < d, row, 0)  # beyond d: the zero at (0, 0)
-            col = tl.where(to < d, col, 0)
-            a = tl.load(x + near * x_n + p, mask=live, other=0.0).to(OPERAND)
-            gathered = tl.load(state + (row * (D * E) + col * E)[None, :] + cols[:, None])
-            total = tl.dot(direction * a[:, None], gathered, total, input_precision=PRECISION)
+            gathered = _rows_of_pair(state, p, to, cols, pairs, d, D, E)
+            f = times(direction, entry(words, p, padded, near, PACKED), PACKED)
+            total = tl.dot(f, gathered, total, input_precision=PRECISION)
 
     if ORDER != 0:
         if ORDER > 0:

@@ -14,10 +14,13 @@ from .language import jit, tl
 
 
 @jit
-def fold_rows(x, y, a, b, keep, PACKED: tl.constexpr):
-    """Products x a where ``keep``, y b elsewhere; two bfloat16 in one register if PACKED."""
+def fold(x, y, a, b, mask, PACKED: tl.constexpr):
+    """Products x a where ``mask`` is -1, y b where it is 0; two bfloat16 at a time if PACKED.
+
+    Every argument comes from a load, not from `tl.arange` or a scalar: only then does the compiler
+    form the product in the registers the tensor cores read, without a way through shared memory.
+    """
     if PACKED:
-        mask = -(keep.to(tl.int16))
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 s, t;
@@ -27,43 +30,33 @@ def fold_rows(x, y, a, b, keep, PACKED: tl.constexpr):
             }""",
             "=r,r,r,r,r,r", [x, y, a, b, mask], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
-    return tl.where(keep, x * a, y * b)
+    else:
+        return tl.where(mask != 0, x * a, y * b)
 
 
 @jit
-def fold_columns(x, y, a, b, column, p, PACKED: tl.constexpr):
-    """Products x a where column >= p, y b elsewhere; the comparison is packed too."""
+def entry(words, p, padded, near, PACKED: tl.constexpr):
+    """Entry p of some tokens: from the words of `prepare` if PACKED, or from tokens transposed."""
+    value = tl.load(words + p * padded + near)
     if PACKED:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 m, s, t;
-            set.ge.u32.f16x2 m, $5, $6;
-            lop3.b32 s, m, $1, $2, 0xCA;
-            lop3.b32 t, m, $3, $4, 0xCA;
-            mul.rn.bf16x2 $0, s, t;
-            }""",
-            "=r,r,r,r,r,r,r",
-            [x, y, a, b, column.to(tl.float16), tl.cast(p, tl.float16)],
-            dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
-    return tl.where(column >= p, x * a, y * b)
+        value = value.to(tl.int16)
+    return value[:, None]
 
 
 @jit
-def _row_features(xt, x, y, rows, p, token, padded, d, PACKED: tl.constexpr):
+def _row_features(xt, x, y, mask, p, token, padded, d, PACKED: tl.constexpr):
     """Row p of the packing for a tile of tokens, transposed: [rows, tokens]."""
-    q = tl.minimum(p, d - 1)  # rows past the last are computed and not stored
-    a = tl.load(xt + q * padded + token)[None, :]
-    b = tl.load(xt + (d - 1 - q) * padded + token)[None, :]
-    return fold_rows(x, y, a, b, (rows >= q)[:, None], PACKED)
+    a = tl.load(xt + p * padded + token)[None, :]
+    b = tl.load(xt + (d - 1 - p) * padded + token)[None, :]
+    return fold(x, y, a, b, mask[:, None], PACKED)
 
 
 @jit
 def square_state(
-    xt, v, part,
+    xt, v, masks, part,
     heads, n, span, padded, pairs, blocks, d, dv, groups, tiles,
     v_b, v_h, v_n,
-    DB: tl.constexpr, EB: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    D: tl.constexpr, DB: tl.constexpr, EB: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
     PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sums over a split's tokens of features times values; R rows of the packing a program."""
@@ -84,6 +77,12 @@ def square_state(
     forward = xt + rows[:, None] * padded
     backward = xt + (d - 1 - rows)[:, None] * padded
     known = (rows < d)[:, None]
+    p1 = tl.minimum(p + 1, pairs - 1)  # rows past the last are computed and not stored
+    p2, p3 = tl.minimum(p + 2, pairs - 1), tl.minimum(p + 3, pairs - 1)
+    mask0 = tl.load(masks + p * D + rows).to(tl.int16)
+    mask1 = tl.load(masks + p1 * D + rows).to(tl.int16)
+    mask2 = tl.load(masks + p2 * D + rows).to(tl.int16)
+    mask3 = tl.load(masks + p3 * D + rows).to(tl.int16)
     for start in range(first, last, BN):
         token = start + near
         x = tl.load(forward + token[None, :], mask=known, other=0.0)
@@ -92,15 +91,15 @@ def square_state(
             v + tl.cast(start, tl.int64) * v_n + near[:, None] * v_n + cols[None, :],
             mask=(token < last)[:, None] & (cols < dv)[None, :], other=0.0,
         ).to(OPERAND)  # fmt: skip
-        f = _row_features(xt, x, y, rows, p, token, padded, d, PACKED)
+        f = _row_features(xt, x, y, mask0, p, token, padded, d, PACKED)
         sum0 = tl.dot(f, value, sum0, input_precision=PRECISION)
         if R > 1:
-            f = _row_features(xt, x, y, rows, p + 1, token, padded, d, PACKED)
+            f = _row_features(xt, x, y, mask1, p1, token, padded, d, PACKED)
             sum1 = tl.dot(f, value, sum1, input_precision=PRECISION)
         if R > 2:
-            f = _row_features(xt, x, y, rows, p + 2, token, padded, d, PACKED)
+            f = _row_features(xt, x, y, mask2, p2, token, padded, d, PACKED)
             sum2 = tl.dot(f, value, sum2, input_precision=PRECISION)
-            f = _row_features(xt, x, y, rows, p + 3, token, padded, d, PACKED)
+            f = _row_features(xt, x, y, mask3, p3, token, padded, d, PACKED)
             sum3 = tl.dot(f, value, sum3, input_precision=PRECISION)
     place = (split.to(tl.int64) * tl.num_programs(2) + bh) * blocks + p
     target = part + place * d * dv + rows[:, None] * dv + cols[None, :]
@@ -177,20 +176,22 @@ def normaliser(
 
 @jit
 def read_out(
-    x, state, vectors, matrix, y, u, w, row_weight, out, den,
-    heads, n, d, dv, pairs, blocks, states, chunk, ratio,
+    x, words, state, vectors, matrix, masks, y, u, w, row_weight, out, den,
+    heads, n, padded, d, dv, pairs, blocks, chunk, ratio,
     other_heads, m, members, c0, c1, c2,
     x_b, x_h, x_n, y_b, y_h, y_n, u_b, u_h, u_n,
     D: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CB: tl.constexpr, DEGREE: tl.constexpr, ORDER: tl.constexpr, NORMALISER: tl.constexpr,
-    DIVIDE: tl.constexpr, WEIGHTED: tl.constexpr, ROW_WEIGHTED: tl.constexpr,
+    CB: tl.constexpr, U: tl.constexpr, DEGREE: tl.constexpr, ORDER: tl.constexpr,
+    NORMALISER: tl.constexpr, DIVIDE: tl.constexpr,
+    WEIGHTED: tl.constexpr, ROW_WEIGHTED: tl.constexpr,
     PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sums of every row of ``x``: features times state, and with ORDER != 0 the row's own chunk of
     (y, u) by the polynomial itself. One epilogue divides (DIVIDE) or writes the sums.
 
     A head of ``x`` reads the state of head // ratio; the tokens of its chunk come from
-    ``members`` heads of ``y``. ``c0``, ``c1``, ``c2`` are coefficients in <x, y>.
+    ``members`` heads of ``y``. ``words`` are as in `entry`. ``c0``, ``c1``
+    and ``c2`` are coefficients in <x, y>.
     """
     block, bh = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     cols = tl.program_id(1) * EB + tl.arange(0, EB)
@@ -201,6 +202,7 @@ def read_out(
         scale = tl.load(row_weight + bh * n + start + near, mask=live, other=0.0)
         live = live & (scale != 0.0)
     x += (bh // heads) * x_b + (bh % heads) * x_h + start * x_n
+    words += bh * d * padded + start
     known = live[:, None] & (dims < d)[None, :]
     tokens = tl.load(x + near[:, None] * x_n + dims[None, :], mask=known, other=0.0).to(OPERAND)
     own = start // chunk if ORDER != 0 else start * 0
@@ -216,12 +218,15 @@ def read_out(
         reverse = tl.load(
             x + near[:, None] * x_n + (d - 1 - dims)[None, :], mask=known, other=0.0
         ).to(OPERAND)
-        column = dims[None, :]
-        for p in range(pairs):
-            a = tl.load(x + near * x_n + p, mask=live, other=0.0).to(OPERAND)[:, None]
-            b = tl.load(x + near * x_n + (d - 1 - p), mask=live, other=0.0).to(OPERAND)[:, None]
-            f = fold_columns(tokens, reverse, a, b, column, p, PACKED)
-            total = tl.dot(f, tl.load(state + p * (D * E) + tile), total, input_precision=PRECISION)
+        for first in range(0, pairs, U):
+            for step in tl.static_range(U):
+                p = first + step
+                mask = tl.load(masks + p * D + dims).to(tl.int16)
+                a = entry(words, p, padded, near, PACKED)
+                b = entry(words, d - 1 - p, padded, near, PACKED)
+                f = fold(tokens, reverse, a, b, mask[None, :], PACKED)
+                block_state = tl.load(state + p * (D * E) + tile)
+                total = tl.dot(f, block_state, total, input_precision=PRECISION)
         squares = tl.load(state + pairs * (D * E) + tile)
         total = tl.dot(tokens * tokens, squares, total, input_precision=PRECISION)
     linear = tl.load(state + (blocks - 1) * (D * E) + tile)

@@ -14,12 +14,18 @@ from .language import jit, tl
 
 @jit
 def prepare(
-    x, v, w, xt, vw,
+    x, v, w, xt, words, vw,
     heads, n, padded, d, dv,
     x_b, x_h, x_n, v_b, v_h, v_n,
-    D: tl.constexpr, E: tl.constexpr, BN: tl.constexpr, WEIGHTED: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BN: tl.constexpr,
+    TRANSPOSE: tl.constexpr, WORDS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Tokens transposed and zero from n to ``padded``; values times weights, zero where w = 0."""
+    """What other kernels read of tokens and values, zero from n to ``padded`` and where w = 0.
+
+    ``xt`` are the tokens transposed; ``words`` the same as bfloat16 in words of 32 bits (a column
+    of words is copied to shared memory ahead of time, a column of halves is not); ``vw`` the
+    values times their weights.
+    """
     bh = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0).to(tl.int64) * BN
     near = tl.arange(0, BN)
@@ -33,10 +39,17 @@ def prepare(
         source + near[:, None] * x_n + dims[None, :],
         mask=live[:, None] & (dims[None, :] < d), other=0.0,
     )  # fmt: skip
-    tl.store(
-        xt + bh * d * padded + start + dims[:, None] * padded + near[None, :],
-        tl.trans(tile).to(xt.dtype.element_ty), mask=dims[:, None] < d,
-    )  # fmt: skip
+    if TRANSPOSE:
+        tl.store(
+            xt + bh * d * padded + start + dims[:, None] * padded + near[None, :],
+            tl.trans(tile).to(xt.dtype.element_ty), mask=dims[:, None] < d,
+        )  # fmt: skip
+    if WORDS:
+        bits = tile.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+        tl.store(
+            words + bh * d * padded + start + dims[:, None] * padded + near[None, :],
+            tl.trans(bits), mask=dims[:, None] < d,
+        )  # fmt: skip
     if WEIGHTED:
         cols = tl.arange(0, E)
         source = v + (bh // heads) * v_b + (bh % heads) * v_h + start * v_n

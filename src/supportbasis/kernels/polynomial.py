@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -121,26 +122,90 @@ def setting_of(
     )  # fmt: skip
 
 
+@lru_cache(maxsize=32)
+def fold_masks(dim: int, device: torch.device) -> Tensor:
+    """Row p: -1 in the columns j >= p of x[p] x[j], 0 in those of the reversed tile."""
+    p = torch.arange((dim + 1) // 2, device=device).unsqueeze(1)
+    return -(torch.arange(power_of_two(dim), device=device) >= p).to(torch.int32)
+
+
 def rows_of(x: Tensor) -> Tensor:
     """A [batch, heads, n, width] tensor whose rows lie together in memory."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def sums_over(
-    x: Tensor,
-    value: Tensor,
+@dataclass(frozen=True, eq=False)
+class Side:
+    """Tokens, values and weights of one side, [batch, heads, n, ...]."""
+
+    tokens: Tensor
+    values: Tensor
+    weight: Tensor | None = None
+    transposed: Tensor | None = None  # tokens, [batch, heads, d, padded]: what sums need
+    words: Tensor | None = None  # the same in words of 32 bits: what rows need
+    weighted: Tensor | None = None  # values times weights
+
+    @property
+    def heads(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def padded(self) -> int:
+        return cdiv(self.tokens.shape[2], PAD) * PAD
+
+
+def prepared(
+    tokens: Tensor,
+    values: Tensor,
     weight: Tensor | None,
     setting: Setting,
     *,
-    apply_weight: bool,
-    order: int = 0,
-    states: int = 1,
-    group: int = 1,
-) -> State:
-    """Sums over the tokens of ``x``, over ``group`` heads together.
+    summed: bool = False,
+    read: bool = False,
+    apply: bool = False,
+) -> Side:
+    """A side with what the kernels read of it.
 
-    ``weight`` belongs to the normaliser, and to the values too if ``apply_weight``.
+    ``summed``: it is to be summed over; ``read``: its rows read sums of the other side; ``apply``
+    its weights to the values.
     """
+    side = Side(rows_of(tokens), rows_of(values), weight)
+    if setting.degree == 1 and not apply:
+        return side
+    x, v, padded = side.tokens, side.values, side.padded
+    batch, heads, n, d = x.shape
+    dv, wide = setting.value_dim, max(setting.width, setting.value_width)
+    new = partial(torch.empty, device=x.device)
+    transposed = words = weighted = None
+    if summed or not setting.packed:
+        transposed = new(batch, heads, d, padded, dtype=setting.dtype)
+    if read and setting.packed:
+        words = new(batch, heads, d, padded, dtype=torch.int32)
+    if apply:
+        weighted = new(batch, heads, n, dv, dtype=setting.dtype)
+    at_once = 64 if wide <= 128 else 32
+    moments.prepare[(padded // at_once, batch * heads)](
+        x, v, x if weight is None else weight,
+        x if transposed is None else transposed, x if words is None else words,
+        x if weighted is None else weighted,
+        heads, n, padded, d, dv, *x.stride()[:3], *v.stride()[:3],
+        setting.width, setting.value_width, at_once,
+        transposed is not None, words is not None, apply,
+    )  # fmt: skip
+    words = transposed if words is None else words
+    return replace(side, transposed=transposed, words=words, weighted=weighted)
+
+
+def sums_over(
+    side: Side, setting: Setting, *, order: int = 0, states: int = 1, group: int = 1
+) -> State:
+    """Sums over the tokens of ``side``, over ``group`` heads together.
+
+    Values count as they are, or weighted where the side has them so; its weights belong to the
+    normaliser.
+    """
+    x, padded = side.tokens, side.padded
+    value = side.values if side.weighted is None else side.weighted
     batch, heads, n, d = x.shape
     dv, degree, width = setting.value_dim, setting.degree, setting.width
     all_heads, tiles, blocks = batch * heads, setting.tiles, setting.blocks
@@ -154,30 +219,15 @@ def sums_over(
         splits = min(cdiv(PROGRAMS, programs), cdiv(n, 1024))
         span = cdiv(cdiv(n, splits), PAD) * PAD
         splits = cdiv(n, span)
-
-    def new(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=x.device)
-
     flat_at = d * d if degree == 2 else 0
     flat_size = flat_at + dv + d + 1
+    new = partial(torch.empty, dtype=torch.float32, device=x.device)
     part = new(splits, all_heads, blocks, d, dv)
     flat = new(splits, all_heads, flat_size)
-    absent = flat  # stands for a tensor that a kernel does not touch
-    weights = absent if weight is None else weight
-    x, value = rows_of(x), rows_of(value)
+    weights = flat if side.weight is None else side.weight  # flat: a tensor that is not touched
     tokens, token_strides = x, (*x.stride()[:3], 1)
-    padded = cdiv(n, PAD) * PAD
-    if degree == 2 or apply_weight:
-        tokens = new(batch, heads, d, padded, dtype=setting.dtype)
-        weighted = new(batch, heads, n, dv, dtype=setting.dtype) if apply_weight else value
-        at_once = 64 if max(width, setting.value_width) <= 128 else 32
-        moments.prepare[(padded // at_once, all_heads)](
-            x, value, weights, tokens, weighted, heads, n, padded, d, dv,
-            *x.stride()[:3], *value.stride()[:3],
-            width, setting.value_width, at_once, apply_weight,
-        )  # fmt: skip
-        token_strides = (heads * d * padded, d * padded, 1, padded)
-        value = weighted
+    if side.transposed is not None:
+        tokens, token_strides = side.transposed, (heads * d * padded, d * padded, 1, padded)
     small = tiles.small
     small_rows = cdiv(width, small)
     at_once = min(shape.tokens, 64)
@@ -185,18 +235,19 @@ def sums_over(
         tokens, value, weights, part, flat,
         heads, n, span, splits, blocks, d, dv, flat_size, flat_at,
         *token_strides, *value.stride()[:3],
-        small, small, at_once, small_rows, degree == 2, weight is not None, **setting.switches,
+        small, small, at_once, small_rows, degree == 2, side.weight is not None,
+        **setting.switches,
     )  # fmt: skip
     if degree == 2:
         moments.weight_moments[(small_rows**2, splits, all_heads)](
             tokens, weights, flat, n, span, padded, d, flat_size,
-            small, at_once, small_rows, weight is not None, setting.precision,
+            small, at_once, small_rows, side.weight is not None, setting.precision,
         )  # fmt: skip
         folded.square_state[(groups * row_tiles * col_tiles, splits, all_heads)](
-            tokens, value, part,
+            tokens, value, fold_masks(d, x.device), part,
             heads, n, span, padded, setting.pairs, blocks, d, dv, groups, row_tiles,
             *value.stride()[:3],
-            shape.rows, shape.columns, shape.tokens, shape.pairs, setting.packed,
+            width, shape.rows, shape.columns, shape.tokens, shape.pairs, setting.packed,
             **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
     return finish(part, flat, splits, states, group, flat_size, flat_at, order, setting)
@@ -228,19 +279,6 @@ def finish(
     return State(features, vectors, matrix if size else vectors)
 
 
-@dataclass(frozen=True, eq=False)
-class Side:
-    """Tokens, values and weights of one side, [batch, heads, n, ...]."""
-
-    tokens: Tensor
-    values: Tensor
-    weight: Tensor | None = None  # of the tokens, in a chunk
-
-    @property
-    def heads(self) -> int:
-        return self.tokens.shape[1]
-
-
 def read(
     rows: Side,
     state: State,
@@ -253,7 +291,7 @@ def read(
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Sums of every row of ``rows`` (their weight multiplies them), and their denominators."""
-    x, (y, u) = rows_of(rows.tokens), (rows_of(other.tokens), rows_of(other.values))
+    x, y, u = rows.tokens, other.tokens, other.values
     batch, heads, n, d = x.shape
     dv, shape = setting.value_dim, setting.tiles.read
     ratio, members = cdiv(heads, other.heads), cdiv(other.heads, heads)
@@ -262,12 +300,14 @@ def read(
     weight = den if other.weight is None else other.weight
     row_weight = den if rows.weight is None else rows.weight
     folded.read_out[(cdiv(n, shape.rows), cdiv(setting.value_width, shape.columns), batch * heads)](
-        x, *state.tensors, y, u, weight, row_weight, out, den,
-        heads, n, d, dv, setting.pairs, setting.blocks, len(state.features), setting.chunk, ratio,
+        x, x if rows.words is None else rows.words, *state.tensors,
+        fold_masks(d, x.device), y, u, weight, row_weight, out, den,
+        heads, n, rows.padded, d, dv, setting.pairs, setting.blocks, setting.chunk, ratio,
         other.heads, y.shape[2], members, *setting.coefficients,
         *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
         setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
-        min(setting.width, 64), setting.degree, order, normaliser, divide,
+        min(setting.width, 64), shape.unroll if setting.pairs % shape.unroll == 0 else 1,
+        setting.degree, order, normaliser, divide,
         other.weight is not None, rows.weight is not None, setting.packed,
         **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
@@ -286,8 +326,7 @@ def token_gradient(
     dtype: torch.dtype,
 ) -> Tensor:
     """Gradient of the tokens of ``rows``, whose values are the directions (see `contract`)."""
-    x, u = rows_of(rows.tokens), rows_of(rows.values)
-    y, v = rows_of(other.tokens), rows_of(other.values)
+    x, u, y, v = rows.tokens, rows.values, other.tokens, other.values
     batch, heads, n, d = x.shape
     shape = setting.tiles.contract
     ratio, members = cdiv(heads, other.heads), cdiv(other.heads, heads)
@@ -295,13 +334,15 @@ def token_gradient(
     weight = slope if other.weight is None else other.weight
     row_weight = slope if rows.weight is None else rows.weight
     gradient.contract[(cdiv(n, shape.rows), cdiv(setting.width, shape.columns), batch * heads)](
-        x, u, slope, *state.tensors, y, v, weight, row_weight, out,
-        heads, n, d, setting.value_dim, setting.pairs, setting.blocks, setting.chunk, ratio,
+        x, x if rows.words is None else rows.words, u, slope, *state.tensors,
+        y, v, weight, row_weight, out,
+        heads, n, rows.padded, d, setting.value_dim, setting.pairs, setting.blocks,
+        setting.chunk, ratio,
         other.heads, y.shape[2], members, *setting.coefficients[1:],
         *x.stride()[:3], *u.stride()[:3], *y.stride()[:3], *v.stride()[:3],
         setting.width, shape.columns, setting.value_width, shape.rows, shape.tokens,
         setting.degree, order, slope_of_row, other.weight is not None, rows.weight is not None,
-        **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
+        setting.packed, **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return out
 
@@ -354,23 +395,23 @@ def polynomial_sums(
         causal=causal, chunk=chunk, precision=precision, tiles=tiles,
     )  # fmt: skip
     weight, shift = key_weights(key, log_weight, lengths)
-    state = state_of_keys(query, key, value, weight, setting)
-    out, den = read(
-        Side(query, value), state, Side(key, value, weight), setting,
-        order=int(causal), divide=divide, dtype=query.dtype if divide else torch.float32,
-    )  # fmt: skip
+    out, den, _ = forward(query, key, value, weight, setting, divide=divide)
     return out, den, shift
 
 
-def state_of_keys(
-    query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, setting: Setting
-) -> State:
-    """Sums over keys, for queries to read."""
-    causal = setting.causal
-    return sums_over(
-        key, value, weight, setting, apply_weight=weight is not None, order=int(causal),
-        states=cdiv(query.shape[2], setting.chunk) if causal else 1,
-    )  # fmt: skip
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, setting: Setting,
+    *, divide: bool = True,
+) -> tuple[Tensor, Tensor, State]:  # fmt: skip
+    """Output (or numerators), denominators, and the sums over keys."""
+    keys = prepared(key, value, weight, setting, summed=True, apply=weight is not None)
+    queries = prepared(query, value, None, setting, read=True)
+    order = int(setting.causal)
+    states = cdiv(query.shape[2], setting.chunk) if order else 1
+    state = sums_over(keys, setting, order=order, states=states)
+    dtype = query.dtype if divide else torch.float32
+    out, den = read(queries, state, keys, setting, order=order, divide=divide, dtype=dtype)
+    return out, den, state
 
 
 def polynomial_gradient(
@@ -395,22 +436,22 @@ def polynomial_gradient(
         heads, n, setting.value_dim, *grad.stride()[:3],
         setting.value_width, 64, grad_lse is not None,
     )  # fmt: skip
-    causal, queries, keys = setting.causal, Side(query, g), Side(key, value, weight)
+    order, group = int(setting.causal), heads // key.shape[1]
+    queries = prepared(query, g, h, setting, summed=True, read=True)
+    keys = prepared(key, value, weight, setting, read=True, apply=weight is not None)
     grad_query = token_gradient(
-        queries, h, state, keys, setting,
-        order=int(causal), slope_of_row=True, dtype=query.dtype,
+        replace(queries, weight=None), h, state, keys, setting,
+        order=order, slope_of_row=True, dtype=query.dtype,
     )  # fmt: skip
-    back = sums_over(
-        query, g, h, setting, apply_weight=False, order=-int(causal),
-        states=cdiv(key.shape[2], setting.chunk) if causal else 1, group=heads // key.shape[1],
-    )  # fmt: skip
+    states = cdiv(key.shape[2], setting.chunk) if order else 1
+    back = sums_over(queries, setting, order=-order, states=states, group=group)
+    queries = replace(queries, weight=None)
     grad_key = token_gradient(
-        keys, h, back, queries, setting,
-        order=-int(causal), slope_of_row=False, dtype=key.dtype,
-    )  # fmt: skip
+        keys, h, back, queries, setting, order=-order, slope_of_row=False, dtype=key.dtype
+    )
     grad_value, _ = read(
         keys, back, queries, setting,
-        order=-int(causal), normaliser=False, divide=False, dtype=value.dtype,
+        order=-order, normaliser=False, divide=False, dtype=value.dtype,
     )  # fmt: skip
     return grad_query, grad_key, grad_value
 
@@ -420,11 +461,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, setting: Setting
     ) -> tuple[Tensor, Tensor]:
-        state = state_of_keys(query, key, value, weight, setting)
-        out, den = read(
-            Side(query, value), state, Side(key, value, weight), setting,
-            order=int(setting.causal), dtype=query.dtype,
-        )  # fmt: skip
+        out, den, state = forward(query, key, value, weight, setting)
         ctx.setting = setting
         ctx.save_for_backward(query, key, value, weight, out, den, *state.tensors)
         return out, den.log()

@@ -28,6 +28,7 @@ class RowTiles:
     tokens: int
     warps: int
     stages: int
+    unroll: int = 1  # rows of the packing between two waits
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,12 @@ def choose_tiles(dim: int, value_dim: int, full_precision: bool) -> Tiles:
             RowTiles(32 if e > 128 else 64, min(d, 64), 32, 4, 1 if e > 128 else 2),
             min(d, e, 32),
         )
-    wide = max(d, e) > 128
+    narrow, wide = max(d, e) <= 64, max(d, e) > 128
     return Tiles(
         StateTiles(min(d, 64), min(e, 128), 4 if e <= 64 else 2, 64, 4, 3),
-        RowTiles(64 if wide else 128, min(e, 128), 64, 4 if wide else 8, 2 if wide else 3),
-        RowTiles(64 if wide else 128, min(d, 128), 64, 4 if wide else 8, 2 if wide else 3),
+        RowTiles(128 if narrow else 64, min(e, 128), 64, 4, 3 if narrow else 2),
+        RowTiles(
+            64 if wide else 128, min(d, 64), 64, 4 if narrow or wide else 8, 3 if narrow else 2
+        ),
         min(d, e, 64),
     )
