@@ -37,7 +37,8 @@ class Arrangement(NamedTuple):
 def arranged(x: Tensor, size: int, multiple: int, how: str) -> Arrangement:
     """Tokens ``x`` [tokens, dim] in segments.
 
-    Their length is at most ``size``, as even as a tree makes it, and then a multiple of ``multiple``.
+    Their length is at most ``size``, as even as a tree makes it, rounded up to a multiple of
+    ``multiple``.
     "auto" is a tree, or groups where segments of the tree straddle clusters, or the sequence where
     its segments are as tight.
     """

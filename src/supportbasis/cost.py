@@ -25,6 +25,7 @@ from .tree import split_work
 
 CALL_SECONDS = 3e-4  # of one head through the component engine, whatever its size
 BLOCK_SECONDS = 5e-6  # of one elementwise operation of a feature block
+TREE_SECONDS = 0.02  # of the many small operations of trees and lists, whatever the size
 MOVE_SECONDS = 1e-10  # of an entry that is moved, at most: a busy moment must not rule trees out
 TREE_READS, VISIT_READS, ENTRY_READS = 90, 60, 40  # what an entry that is moved costs, in reads
 
@@ -88,7 +89,8 @@ class Work:
         pairs = (1.3 * self.exact_pairs + 2.0 * self.dense_pairs) * pair
         sketches = self.formed * rates.feature + self.products * rates.product
         reading = self.scanned * rates.scan + self.moved * min(rates.scan, MOVE_SECONDS)
-        return CALL_SECONDS + pairs + features + overhead + sketches + reading
+        calls = CALL_SECONDS + (TREE_SECONDS if self.moved else 0.0)
+        return calls + pairs + features + overhead + sketches + reading
 
     def speedup(self, head: Head) -> float:
         """Predicted time of exact attention over predicted time of this work."""

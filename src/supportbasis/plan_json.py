@@ -26,11 +26,11 @@ def head_to_json(head: HeadPlan) -> dict[str, Any]:
         content["kernel"] = _kernel_to_json(head.kernel)
     if head.blocks is not None:
         content["blocks"] = asdict(head.blocks)
-        content["exact_rows"], content["keys"] = head.exact_rows, head.keys
     if head.fitted is not None:
         content["fitted"] = asdict(head.fitted)
     if head.frame is not None:
         content["frame"] = _frame_to_json(head.frame)
+        content["exact_rows"], content["keys"] = head.exact_rows, head.keys
     if head.pairs:
         content["row_edges"], content["key_edges"] = head.row_edges, head.key_edges
         content["pairs"] = [_pair_to_json(pair) for pair in head.pairs]

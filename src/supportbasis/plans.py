@@ -67,9 +67,9 @@ class HeadPlan:
     row_edges: tuple[float, ...] = ()  # upper thresholds of the buckets of a multi-threshold basis
     key_edges: tuple[float, ...] = ()
     pairs: tuple[BucketPair, ...] = ()  # every row bucket with every key bucket
-    blocks: BlockSettings | None = None  # of a block support,
-    exact_rows: int = 0  # with that many rows exact at the start of a causal head,
-    keys: float = 0.0  # and that many keys a query, exact and coarse
+    blocks: BlockSettings | None = None  # of a block support
+    exact_rows: int = 0  # rows that are exact at the start of a causal head
+    keys: float = 0.0  # keys a query, exact and coarse, or features of a fitted polynomial
     fitted: FittedKernel | None = None  # a polynomial fitted to the scores
     frame: Frame | None = None  # coordinates of a block support or a fitted polynomial
 

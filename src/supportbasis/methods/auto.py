@@ -25,6 +25,7 @@ from .single_threshold import threshold_plan
 PLANNING_SECONDS = 0.02  # what a search costs; exact attention below that is left alone
 SHARES = (0.0, 0.001, 0.004, 0.015, 0.05)  # of tokens that a candidate threshold makes large
 BLOCK_SIZE = 64
+WORTHWHILE = 1.1  # predicted speed against exact attention, below which nothing is gained
 MARGIN = 0.8  # of the tolerance that an estimate may use up before it is verified
 
 
@@ -36,8 +37,8 @@ class Auto(Method):
     The tolerance is the relative Frobenius error of a head's output (for `gaussian_kde` the
     largest error over the largest density). Polynomials are screened on a sample of scores; the
     fastest, and fits and lists where they can be faster, are verified on sampled query rows
-    against all keys, where the upper limit of the error (95 % confidence) must be within the tolerance. Else
-    the head is exact.
+    against all keys, where the upper limit of the error (95 % confidence) must be within the
+    tolerance. Else the head is exact.
     """
 
     tolerance: float = 1e-2
@@ -64,7 +65,7 @@ class Auto(Method):
             other = candidate(head, max((plan.speedup for plan in found), default=1.0))
             found += [] if other is None else [other]
         best = max(found, key=lambda plan: plan.speedup, default=None)
-        if best is None or best.speedup <= 1:
+        if best is None or best.speedup <= WORTHWHILE:
             return exact_plan(head, f"no plan within {self.tolerance:g} is predicted to be faster")
         return best
 

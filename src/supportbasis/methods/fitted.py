@@ -51,8 +51,12 @@ class FittedSearch:
         if kernel is None:
             return None
         work = fitted_work(self.head, kernel, self.far_rows, self.far_keys)
-        plan = _plan(self.head, self.frame, kernel)
-        return replace(plan, cost=work.cost(self.head), speedup=work.speedup(self.head))
+        return replace(
+            _plan(self.head, self.frame, kernel),
+            keys=float(kernel.features + self.far_keys),
+            cost=work.cost(self.head),
+            speedup=work.speedup(self.head),
+        )
 
     def affordable(self, budget: float) -> HeadPlan | None:
         """Of the plans within the budget, the one that is expected to err least."""

@@ -22,6 +22,8 @@ KEYS_FROM, KEYS_TO, KEYS_FACTOR = 4096, 65536, 2.0
 GAINS = {16384: 1.0, 65536: 5.0, 131072: 10.0}
 GENERATED_GAINS = {65536: 5.0}
 EXPONENT = 1.3
+EXCESS, BROKEN_SHARE = 1.25, 0.02
+CHEAP_AT, CHEAP = (16384, 0.03), 0.3
 
 
 class Claim(NamedTuple):
@@ -110,6 +112,26 @@ def time_claims(rows: Sequence[AutoRow], growing: Sequence[Growth]) -> list[Clai
         text = f"time grows with an exponent ≤ {EXPONENT:g} from {ends}"
         measured = f"at most {worst.exponent:.2f}, on head {worst.head}"
         made.append(Claim(text, measured, worst.exponent <= EXPONENT))
+    return made
+
+
+def promise_claims(rows: Sequence[AutoRow]) -> list[Claim]:
+    """That Auto keeps its tolerance, and does not do so by being exact."""
+    made = []
+    for tolerance in dict.fromkeys(row.tolerance for row in rows):
+        mine = [row for row in rows if row.tolerance == tolerance]
+        broken = [row for row in mine if row.error > EXCESS * tolerance]
+        text = f"Auto({tolerance:g}): error beyond {EXCESS:g}× that on at most 2 % of heads"
+        measured = f"{len(broken)} of {len(mine)}"
+        if broken:
+            worst = max(broken, key=lambda row: row.error)
+            measured += f", most {brief(worst.error)} on {worst.model} {worst.name}, n={worst.n}"
+        made.append(Claim(text, measured, len(broken) <= BROKEN_SHARE * len(mine)))
+    cheap = [row for row in rows if (row.model, row.n, row.tolerance) == (MODEL, *CHEAP_AT)]
+    if cheap:
+        below = sum(row.cost < CHEAP for row in cheap)
+        text = f"{MODEL}, n={CHEAP_AT[0]}, Auto({CHEAP_AT[1]:g}): cost < {CHEAP:g} on ⅔ of heads"
+        made.append(Claim(text, f"{below} of {len(cheap)}", 3 * below >= 2 * len(cheap)))
     return made
 
 
@@ -223,5 +245,8 @@ def promise_findings(rows: Sequence[AutoRow]) -> list[str]:
     broken = [row for row in tried if row.error > row.tolerance]
     if not broken:
         return [f"Every plan of Auto that is not exact ({len(tried)}) keeps its tolerance."]
-    names = ", ".join(f"{row.model} {row.name} at n={row.n} ({brief(row.error)})" for row in broken)
+    names = ", ".join(
+        f"{row.model} {row.name} at n={row.n} ({brief(row.error)} for {row.tolerance:g})"
+        for row in broken
+    )
     return [f"{len(broken)} of {len(tried)} plans of Auto exceed their tolerance: {names}."]

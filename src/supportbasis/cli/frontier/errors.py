@@ -106,7 +106,8 @@ def measure_ours(truth: Truth, budget: float) -> Row:
     error = truth.error(output[0, 0, truth.rows])
     first = made.heads[0]
     keys = float(head.m) if first.kind == "exact" else first.keys
-    ran = f"exact: {first.reason}" if first.kind == "exact" else "lists of keys"
+    words = {"exact": f"exact: {first.reason}", "fitted": f"fitted: {first.fitted}"}
+    ran = words.get(first.kind, "lists of keys")
     return _row(truth, NAME, OURS, budget, made.cost, error, keys, seconds, ran)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 DIM = 64
 CLUSTERS = 64
-SPREAD = 0.3  # of a token around the centre of its cluster, in units of the centres' spread
+SPREAD, LOOSE = 0.1, 0.3  # of tokens around their centre, in units of the centres' spread
 SINKS, SINK_SCORE = 4, 10.0
 SAMPLED = 1024  # queries and keys from which the spread of scores is estimated
 
@@ -119,22 +119,30 @@ def diffuse(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 def clusters(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Scores of standard deviation 4; queries and keys in 64 clusters each."""
-    query, key = (_clustered(n, None, generator) for _ in range(2))
-    return _to_sigma(query, key, 4.0)
+    query = _clustered(n, _centres(generator), SPREAD, generator)
+    return _to_sigma(query, _clustered(n, _centres(generator), SPREAD, generator), 4.0)
+
+
+def loose_clusters(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The same with clusters so wide that within them scores still vary by more than one."""
+    query = _clustered(n, _centres(generator), LOOSE, generator)
+    return _to_sigma(query, _clustered(n, _centres(generator), LOOSE, generator), 4.0)
 
 
 def own_cluster(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The same with common clusters: every query looks for the keys of its own."""
-    centres = _normal(CLUSTERS, DIM, generator=generator)
-    query, key = (_clustered(n, centres, generator) for _ in range(2))
-    return _to_sigma(query, key, 4.0)
+    """Wide clusters that are common: every query looks for the keys of its own."""
+    centres = _centres(generator)
+    query = _clustered(n, centres, LOOSE, generator)
+    return _to_sigma(query, _clustered(n, centres, LOOSE, generator), 4.0)
 
 
-def _clustered(n: int, centres: Tensor | None, generator: torch.Generator) -> Tensor:
-    if centres is None:
-        centres = _normal(CLUSTERS, DIM, generator=generator)
+def _centres(generator: torch.Generator) -> Tensor:
+    return _normal(CLUSTERS, DIM, generator=generator)
+
+
+def _clustered(n: int, centres: Tensor, spread: float, generator: torch.Generator) -> Tensor:
     member = torch.randint(CLUSTERS, (n,), generator=generator)
-    return centres[member] + SPREAD * _normal(n, DIM, generator=generator)
+    return centres[member] + spread * _normal(n, DIM, generator=generator)
 
 
 def isotropic(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -156,6 +164,7 @@ def sinks(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 MAKERS: dict[str, Maker] = {
     "diffuse": diffuse,
     "clusters": clusters,
+    "loose clusters": loose_clusters,
     "own cluster": own_cluster,
     "isotropic": isotropic,
     "sinks": sinks,
@@ -166,7 +175,7 @@ def synthetic(n: int, seed: int, names: tuple[str, ...] | None = None) -> Iterat
     """The generated heads, d=64, with values from N(0, 1).
 
     >>> [head.name for head in synthetic(128, 0)]
-    ['diffuse', 'clusters', 'own cluster', 'isotropic', 'sinks']
+    ['diffuse', 'clusters', 'loose clusters', 'own cluster', 'isotropic', 'sinks']
     """
     for name, make in MAKERS.items():
         if names is not None and name not in names:
