@@ -48,7 +48,7 @@ class Call:
 def choose_list_tiles(width: int, full_precision: bool, weighted: bool) -> ListTiles:
     """Tiles for keys or values of at most ``width`` entries."""
     if full_precision:
-        return ListTiles(32, 4, 1 if width > 128 else 2)
+        return ListTiles(16 if width > 128 else 32, 4, 1)
     if width <= 64:
         return ListTiles(64 if weighted else 128, 4, 3)
     return ListTiles(64, 4, 2)
@@ -120,7 +120,7 @@ class _Attention(torch.autograd.Function):
         kernels.query_gradient[(blocks, batch * heads)](
             query, key, value, weight, offsets, indices, grad, lse, delta, grad_query, *shared,
             min(call.tiles.keys, 64), GRANULE, log_weight is not None, call.precision,
-            num_warps=call.tiles.warps, num_stages=2,
+            num_warps=call.tiles.warps, num_stages=min(call.tiles.stages, 2),
         )  # fmt: skip
         bounds, rows = inverse_lists(
             offsets, indices, blocks * heads // key_heads, granules, batch * key_heads
@@ -128,7 +128,8 @@ class _Attention(torch.autograd.Function):
         kernels.key_gradient[(granules, batch * key_heads)](
             query, key, value, weight, bounds, rows, grad, lse, delta,
             grad_key, grad_value, grad_weight, *shared,
-            GRANULE, log_weight is not None, call.precision, num_warps=4, num_stages=2,
+            GRANULE, log_weight is not None, call.precision,
+            num_warps=4, num_stages=min(call.tiles.stages, 2),
         )  # fmt: skip
         made = (grad_query, grad_key, grad_value, None if log_weight is None else grad_weight)
         return (*made, None, None, None)
@@ -166,6 +167,10 @@ def block_list_attention(
     if width > 256:
         raise InputError(f"query, value: got a width over 128, {width}, expected at most 256")
     full = query.dtype == torch.float32 or interpreted()
+    if full and block * width > 64 * 128:
+        raise InputError(
+            f"block: got {block}, expected at most {64 * 128 // width} for float32 of this width"
+        )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     tiles = tiles or choose_list_tiles(width, full, log_weight is not None)
     call = Call(block, scale, precision if full else None, tiles)

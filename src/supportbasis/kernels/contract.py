@@ -8,7 +8,7 @@ that are gathered from the folded state (its diagonal is zero; squares have thei
 
 from __future__ import annotations
 
-from .folded import entry
+from .folded import entry, own_chunk, seen_pairs
 from .language import jit, tl
 
 
@@ -130,48 +130,39 @@ def contract(
             total = tl.dot(f, gathered, total, input_precision=PRECISION)
 
     if ORDER != 0:
-        if ORDER > 0:
-            low_at, high_at = own * chunk, tl.minimum(start + BM, m)
-        else:
-            low_at, high_at = start, tl.minimum((own + 1) * chunk, m)
-        for member in range(members):
-            other = (bh // ratio) * members + member
+        low, steps = own_chunk(start, own, chunk, m, BM, BN, ORDER)
+        for step in range(steps * members):
+            other = (bh // ratio) * members + step // steps
             ys = y + (other // other_heads) * y_b + (other % other_heads) * y_h
             vs = v + (other // other_heads) * v_b + (other % other_heads) * v_h
-            for at in range(low_at, high_at, BN):
-                index = at + tl.arange(0, BN)
-                here = index < m
-                if WEIGHTED:
-                    weight = tl.load(w + other * m + index, mask=here, other=0.0)
-                    here = here & (weight != 0.0)
-                ty = tl.load(
-                    ys + index[None, :] * y_n + dims[:, None],
-                    mask=here[None, :] & (dims < d)[:, None], other=0.0,
-                ).to(OPERAND)  # fmt: skip
-                tv = tl.load(
-                    vs + index[None, :] * v_n + cols[:, None],
-                    mask=here[None, :] & (cols < dv)[:, None], other=0.0,
-                ).to(OPERAND)  # fmt: skip
-                z = tl.dot(tokens, ty, input_precision=PRECISION)
-                change = tl.dot(direction, tv, input_precision=PRECISION)
-                if SLOPE_OF_ROW:
-                    change += slope[:, None]
-                else:
-                    change += tl.load(h + other * m + index, mask=here, other=0.0)[None, :]
-                change = change * (c1 + 2.0 * c2 * z)
-                if WEIGHTED:
-                    change = change * weight[None, :]
-                row_at = start + near
-                if ORDER > 0:
-                    seen = here[None, :] & (index[None, :] <= row_at[:, None])
-                else:
-                    seen = here[None, :] & (index[None, :] >= row_at[:, None])
-                change = tl.where(seen, change, 0.0).to(OPERAND)
-                side = tl.load(
-                    ys + index[:, None] * y_n + to[None, :],
-                    mask=here[:, None] & (to < d)[None, :], other=0.0,
-                ).to(OPERAND)  # fmt: skip
-                total = tl.dot(change, side, total, input_precision=PRECISION)
+            index = low + (step % steps) * BN + tl.arange(0, BN)
+            here = index < m
+            if WEIGHTED:
+                weight = tl.load(w + other * m + index, mask=here, other=0.0)
+                here = here & (weight != 0.0)
+            ty = tl.load(
+                ys + index[:, None] * y_n + dims[None, :],
+                mask=here[:, None] & (dims < d)[None, :], other=0.0,
+            ).to(OPERAND)  # fmt: skip
+            tv = tl.load(
+                vs + index[:, None] * v_n + cols[None, :],
+                mask=here[:, None] & (cols < dv)[None, :], other=0.0,
+            ).to(OPERAND)  # fmt: skip
+            z = tl.dot(tokens, tl.trans(ty), input_precision=PRECISION)
+            change = tl.dot(direction, tl.trans(tv), input_precision=PRECISION)
+            if SLOPE_OF_ROW:
+                change += slope[:, None]
+            else:
+                change += tl.load(h + other * m + index, mask=here, other=0.0)[None, :]
+            change = change * (c1 + 2.0 * c2 * z)
+            if WEIGHTED:
+                change = change * weight[None, :]
+            change = tl.where(seen_pairs(start + near, index, here, ORDER), change, 0.0)
+            side = tl.load(
+                ys + index[:, None] * y_n + to[None, :],
+                mask=here[:, None] & (to < d)[None, :], other=0.0,
+            ).to(OPERAND)  # fmt: skip
+            total = tl.dot(change.to(OPERAND), side, total, input_precision=PRECISION)
 
     if ROW_WEIGHTED:
         total *= scale[:, None]

@@ -152,6 +152,26 @@ def finish_state(
 
 
 @jit
+def own_chunk(start, own, chunk, m, BM: tl.constexpr, BN: tl.constexpr, ORDER: tl.constexpr):
+    """First token of the other side in the chunk of a block of rows that they see, and steps."""
+    if ORDER > 0:
+        low, high = own * chunk, tl.minimum(start + BM, m)
+    else:
+        low, high = start, tl.minimum((own + 1) * chunk, m)
+    return low, (tl.maximum(high - low, 0) + BN - 1) // BN
+
+
+@jit
+def seen_pairs(row, index, here, ORDER: tl.constexpr):
+    """Which tokens each row sees: those not after it, or not before it if ORDER is negative."""
+    if ORDER > 0:
+        order = index[None, :] <= row[:, None]
+    else:
+        order = index[None, :] >= row[:, None]
+    return here[None, :] & order
+
+
+@jit
 def normaliser(
     x, rows, tokens, vectors, matrix, n, d, dv, x_n,
     D: tl.constexpr, CB: tl.constexpr, DEGREE: tl.constexpr, PRECISION: tl.constexpr,
@@ -239,39 +259,31 @@ def read_out(
         )
 
     if ORDER != 0:
-        if ORDER > 0:
-            low, high = own * chunk, tl.minimum(start + BM, m)
-        else:
-            low, high = start, tl.minimum((own + 1) * chunk, m)
-        for member in range(members):
-            other = (bh // ratio) * members + member
+        low, steps = own_chunk(start, own, chunk, m, BM, BN, ORDER)
+        for step in range(steps * members):
+            other = (bh // ratio) * members + step // steps
             ys = y + (other // other_heads) * y_b + (other % other_heads) * y_h
             us = u + (other // other_heads) * u_b + (other % other_heads) * u_h
-            for at in range(low, high, BN):
-                index = at + tl.arange(0, BN)
-                here = index < m
-                if WEIGHTED:
-                    weight = tl.load(w + other * m + index, mask=here, other=0.0)
-                    here = here & (weight != 0.0)
-                ty = tl.load(
-                    ys + index[None, :] * y_n + dims[:, None],
-                    mask=here[None, :] & (dims < d)[:, None], other=0.0,
-                ).to(OPERAND)  # fmt: skip
-                z = tl.dot(tokens, ty, input_precision=PRECISION)
-                z = c0 + z * (c1 + c2 * z)
-                if WEIGHTED:
-                    z = z * weight[None, :]
-                row = start + near
-                if ORDER > 0:
-                    z = tl.where(here[None, :] & (index[None, :] <= row[:, None]), z, 0.0)
-                else:
-                    z = tl.where(here[None, :] & (index[None, :] >= row[:, None]), z, 0.0)
-                tu = tl.load(
-                    us + index[:, None] * u_n + cols[None, :],
-                    mask=here[:, None] & (cols < dv)[None, :], other=0.0,
-                ).to(OPERAND)  # fmt: skip
-                total = tl.dot(z.to(OPERAND), tu, total, input_precision=PRECISION)
-                weight_sum += tl.sum(z, 1)
+            index = low + (step % steps) * BN + tl.arange(0, BN)
+            here = index < m
+            if WEIGHTED:
+                weight = tl.load(w + other * m + index, mask=here, other=0.0)
+                here = here & (weight != 0.0)
+            ty = tl.load(
+                ys + index[:, None] * y_n + dims[None, :],
+                mask=here[:, None] & (dims < d)[None, :], other=0.0,
+            ).to(OPERAND)  # fmt: skip
+            z = tl.dot(tokens, tl.trans(ty), input_precision=PRECISION)
+            z = c0 + z * (c1 + c2 * z)
+            if WEIGHTED:
+                z = z * weight[None, :]
+            z = tl.where(seen_pairs(start + near, index, here, ORDER), z, 0.0)
+            tu = tl.load(
+                us + index[:, None] * u_n + cols[None, :],
+                mask=here[:, None] & (cols < dv)[None, :], other=0.0,
+            ).to(OPERAND)  # fmt: skip
+            total = tl.dot(z.to(OPERAND), tu, total, input_precision=PRECISION)
+            weight_sum += tl.sum(z, 1)
 
     if DIVIDE:
         total = tl.where((weight_sum > 0.0)[:, None], total / weight_sum[:, None], 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .language import power_of_two
 
@@ -44,19 +44,24 @@ class Tiles:
 def choose_tiles(dim: int, value_dim: int, full_precision: bool) -> Tiles:
     """Tiles for keys of ``dim`` and values of ``value_dim`` entries."""
     d, e = power_of_two(dim), power_of_two(value_dim)
+    narrow, wide = max(d, e) <= 64, max(d, e) > 128
     if full_precision:
+        columns, tokens, stages = (32, 16, 1) if wide else (64, 32, 2)
         return Tiles(
-            StateTiles(min(d, 64), min(e, 64), 1, 32, 4, 2),
-            RowTiles(32 if d > 128 else 64, min(e, 64), 32, 4, 1 if d > 128 else 2),
-            RowTiles(32 if e > 128 else 64, min(d, 64), 32, 4, 1 if e > 128 else 2),
+            StateTiles(min(d, 64), min(e, columns), 1, 32, 4, stages),
+            RowTiles(32 if wide else 64, min(e, columns), tokens, 4, stages),
+            RowTiles(32 if wide else 64, min(d, columns), tokens, 4, stages),
             min(d, e, 32),
         )
-    narrow, wide = max(d, e) <= 64, max(d, e) > 128
+    if wide:
+        rows = RowTiles(64, 64, 32, 4, 2)
+        return Tiles(
+            StateTiles(min(d, 64), min(e, 128), 4 if e <= 64 else 2, 64, 4, 3),
+            replace(rows, columns=min(e, 64)), replace(rows, columns=min(d, 64)), min(d, e, 64),
+        )  # fmt: skip
     return Tiles(
-        StateTiles(min(d, 64), min(e, 128), 4 if e <= 64 else 2, 64, 4, 3),
-        RowTiles(128 if narrow else 64, min(e, 128), 64, 4, 3 if narrow else 2),
-        RowTiles(
-            64 if wide else 128, min(d, 64), 64, 4 if narrow or wide else 8, 3 if narrow else 2
-        ),
+        StateTiles(min(d, 64), e, 4 if e <= 64 else 2, 64, 4, 3),
+        RowTiles(128 if narrow else 64, e, 64, 4, 3 if narrow else 2),
+        RowTiles(128, min(d, 64), 64, 4 if narrow else 8, 3 if narrow else 2),
         min(d, e, 64),
     )
