@@ -488,3 +488,22 @@ def test_auto_takes_lists_on_clustered_heads_and_keeps_its_promise():
     assert relative(sb.attention(q, k, v, plan=plan)[:, :, rows], exact) <= 1.25 * 0.03
     again = sb.plan(q, k, v, method=sb.Auto(0.03))
     assert replace(again.heads[0].blocks) == plan.heads[0].blocks  # deterministic
+
+
+@pytest.mark.parametrize(
+    ("tail", "kind", "size"), [("coarse", "block", 2.0), ("polynomial", "fitted", 0.4)]
+)
+def test_a_plan_that_is_used_again_is_checked(tail, kind, size):
+    """On the same tokens the certificate says that it holds; on others it says what is true."""
+    tolerance = 0.05
+    q, k, v = clustered(n=4096, size=size)
+    plan = sb.plan(q, k, v, method=sb.BlockSupport(tolerance=tolerance, tail=tail))
+    assert plan.heads[0].kind == kind
+    assert sb.attention(q, k, v, plan=plan, return_result=True).certificate.holds(1.25 * tolerance)
+    for factor in (0.5, 1.5, 2.5):
+        result = sb.attention(factor * q, factor * k, v, plan=plan, return_result=True)
+        error = relative(result.output, dense_attention(factor * q, factor * k, v)[0])
+        if error > 1.25 * tolerance:
+            assert not result.certificate.holds(tolerance)
+        if result.certificate.holds(tolerance):
+            assert error <= 1.25 * tolerance

@@ -230,8 +230,8 @@ def _generated(made: Sequence[Group], out: Path) -> Chapter:
     text = (
         "Generated heads, d=64, values from N(0, 1). Diffuse: scores of standard deviation 0.5 in "
         "16 directions. Clusters: standard deviation 4, queries and keys in 64 clusters each, "
-        "whose tokens spread by a tenth of what the centres do; loose clusters: by three tenths; own "
-        "cluster: the same loose clusters for both. Isotropic: standard deviation 1 in all 64 "
+        "whose tokens spread by a tenth of what the centres do; loose clusters: by three tenths; "
+        "own cluster: the same loose clusters for both. Isotropic: standard deviation 1 in all 64 "
         "directions, the hard case. Sinks: the diffuse head with four keys that every query "
         "scores high."
     )
