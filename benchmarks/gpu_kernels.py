@@ -256,11 +256,13 @@ def row(
 
 
 def commit() -> str:
+    marker = Path(__file__).with_name("COMMIT")  # goes with a copy of the files
+    if marker.exists():
+        return marker.read_text().strip()
     found = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
-    marker = Path(__file__).with_name("COMMIT")  # written where there is no repository
-    return found.stdout.strip() or (marker.read_text().strip() if marker.exists() else "unknown")
+    return found.stdout.strip() or "unknown"
 
 
 def table(rows: Sequence[dict[str, object]]) -> None:

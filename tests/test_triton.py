@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -17,6 +18,7 @@ from supportbasis.errors import InputError, SupportBasisError
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CUDA = torch.cuda.is_available()
+NUMPY = tuple(int(x) for x in importlib.metadata.version("numpy").split(".")[:2])
 if not CUDA:  # read when a kernel is decorated
     os.environ["TRITON_INTERPRET"] = "1"
 DEVICE = "cuda" if CUDA else "cpu"
@@ -24,13 +26,19 @@ DEVICE = "cuda" if CUDA else "cpu"
 from supportbasis.kernels import blocklist, polynomial  # noqa: E402
 from supportbasis.kernels.language import require  # noqa: E402
 
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+needs_triton = pytest.mark.skipif(
+    not HAS_TRITON or (not CUDA and NUMPY >= (2, 5)),
+    reason="needs Triton, whose interpreter needs NumPy below 2.5",
+)
 on_device = [
     pytest.mark.gpu,
     pytest.mark.skipif(not CUDA, reason="no CUDA device"),
     needs_triton,
 ]
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
+pytestmark = [  # NumPy's, of the interpreter
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 TAYLOR = (1.0, 1.0, 0.5)
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
@@ -88,12 +96,12 @@ def sums(q, k, v, coefficients, scale, **call) -> tuple[Tensor, Tensor]:
 
 # heads, key heads, batch, n, m, d, dv, degree, causal, weighted
 SMALL = {
-    "square": (2, 2, 1, 150, 130, 16, 16, 2, False, False),
-    "odd-weighted-gqa": (4, 2, 2, 70, 90, 17, 20, 2, False, True),
-    "degree1-weighted": (2, 1, 1, 150, 140, 20, 16, 1, False, True),
-    "causal-gqa": (4, 2, 1, 150, 290, 16, 20, 2, True, False),
-    "causal-weighted": (2, 1, 1, 290, 150, 18, 16, 2, True, True),
-    "causal-degree1": (1, 1, 1, 150, 150, 16, 16, 1, True, False),
+    "square": (1, 1, 1, 80, 70, 16, 16, 2, False, False),
+    "odd-weighted-gqa": (2, 1, 2, 40, 70, 17, 20, 2, False, True),
+    "degree1-weighted": (2, 1, 1, 70, 80, 20, 16, 1, False, True),
+    "causal-gqa": (2, 1, 1, 100, 150, 16, 20, 2, True, False),
+    "causal-weighted": (1, 1, 1, 150, 100, 18, 16, 2, True, True),
+    "causal-degree1": (1, 1, 1, 100, 100, 16, 16, 1, True, False),
 }
 
 
@@ -103,7 +111,7 @@ def test_sums_equal_dense_sums(case):
     heads, key_heads, batch, n, m, d, dv, degree, causal, weighted = SMALL[case]
     (q, k, v), call = inputs(heads, key_heads, batch=batch, n=n, m=m, d=d, dv=dv, weighted=weighted)
     coefficients = (1.1, 0.9, -0.6)[: degree + 1]
-    num, den = sums(q, k, v, coefficients, 0.3, causal=causal, chunk=128, **call)
+    num, den = sums(q, k, v, coefficients, 0.3, causal=causal, chunk=64, **call)
     expected_num, expected_den = dense_sums(q, k, v, coefficients, 0.3, causal=causal, **call)
     assert relative(num, expected_num) < 64 * UNIT[torch.float32]
     assert relative(den, expected_den) < 64 * UNIT[torch.float32]
@@ -118,7 +126,7 @@ def test_gradients_equal_those_of_dense_sums(case):
     num, den = dense_sums(q, k, v, TAYLOR, 0.3, causal=causal, **call)  # z^2/2 + z + 1 > 0.4
     expected = num / den.unsqueeze(-1)
     output, lse = polynomial.polynomial_attention(
-        q, k, v, TAYLOR, scale=0.3, causal=causal, chunk=128, precision="ieee", **call
+        q, k, v, TAYLOR, scale=0.3, causal=causal, chunk=64, precision="ieee", **call
     )
     generator = torch.Generator().manual_seed(2)
     grad = torch.randn(output.shape, generator=generator).to(DEVICE)
@@ -166,6 +174,7 @@ def lists(heads: int, n: int, m: int, block: int, share: float, seed: int = 0):
     blocks, granules = -(-n // block), -(-m // blocklist.GRANULE)
     listed = torch.rand(heads, blocks, granules, generator=generator) < share
     listed[0, 0] = False
+    listed[-1, -1, 0] = False  # not all lists begin with the same granule
     counts = listed.flatten(0, 1).sum(-1)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
     indices = listed.flatten(0, 1).nonzero()[:, 1].int()
@@ -308,7 +317,7 @@ class TestOnDevice:
         expected = num / den.unsqueeze(-1)
         unit = 2.0**-9 if dtype == torch.float16 else UNIT[dtype]
         assert relative(output, expected) < (2 if dtype != torch.float32 else 16) * unit
-        rounded = 2.0**-9 if dtype == torch.float16 else 1e-4  # tokens rounded to bfloat16
+        rounded = 2.0**-7 if dtype == torch.float16 else 1e-4  # tokens become bfloat16, |z| < 4
         torch.testing.assert_close(lse.double(), den.log(), rtol=0, atol=rounded)
         grad = torch.randn_like(output)
         grad_lse = torch.randn_like(lse)

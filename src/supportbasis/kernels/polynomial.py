@@ -21,6 +21,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import InputError
@@ -110,7 +111,7 @@ def setting_of(
     if max(dim, value_dim) > 256:
         raise InputError(f"query, value: got widths {dim}, {value_dim}, expected at most 256")
     padded = (*coefficients, 0.0) if degree == 1 else tuple(coefficients)
-    tiles = tiles or choose_tiles(dim, value_dim, full)
+    tiles = tiles or choose_tiles(dim, value_dim, full, causal)
     if chunk % max(tiles.read.rows, tiles.contract.rows, tiles.state.tokens, 64):
         raise InputError(f"chunk: got {chunk}, expected a multiple of the kernels' rows")
     return Setting(
@@ -368,6 +369,18 @@ def key_weights(
     return (log_weight - shift.unsqueeze(-1)).exp().contiguous(), shift
 
 
+def filled_up(x: Tensor, causal: bool) -> Tensor:
+    """Rows of 16-bit tokens filled up with zeros to a power of two for causal sums.
+
+    Compiled by Triton 3.6 for Hopper, the loop over a chunk was wrong where neither keys nor values
+    have a multiple of 16 entries (docs/gpu-notes.md, "Traps").
+    """
+    width = power_of_two(x.shape[-1])
+    if not causal or x.dtype == torch.float32 or width == x.shape[-1]:
+        return x
+    return F.pad(x, (0, width - x.shape[-1]))
+
+
 def polynomial_sums(
     query: Tensor,
     key: Tensor,
@@ -389,14 +402,15 @@ def polynomial_sums(
     key heads; log_weight broadcasts to [batch, key heads, m], lengths is [batch]. The unit is
     None (1) or belongs to a key head, [batch, key heads].
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale, columns = query.shape[-1] ** -0.5 if scale is None else scale, value.shape[-1]
+    query, key, value = (filled_up(x, causal) for x in (query, key, value))
     setting = setting_of(
         query, value, coefficients, scale,
         causal=causal, chunk=chunk, precision=precision, tiles=tiles,
     )  # fmt: skip
     weight, shift = key_weights(key, log_weight, lengths)
     out, den, _ = forward(query, key, value, weight, setting, divide=divide)
-    return out, den, shift
+    return out[..., :columns], den, shift
 
 
 def forward(
@@ -490,7 +504,8 @@ def polynomial_attention(
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and lse with gradients to query, key and value; arguments as in `polynomial_sums`."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale, columns = query.shape[-1] ** -0.5 if scale is None else scale, value.shape[-1]
+    query, key, value = (filled_up(x, causal) for x in (query, key, value))
     setting = setting_of(
         query, value, coefficients, scale,
         causal=causal, chunk=chunk, precision=precision, tiles=tiles,
@@ -499,4 +514,4 @@ def polynomial_attention(
     out, lse = _Attention.apply(query, key, value, weight, setting)  # type: ignore[no-untyped-call]
     if shift is not None:
         lse = lse + shift.repeat_interleave(query.shape[1] // key.shape[1], 1).unsqueeze(-1)
-    return out, lse
+    return out[..., :columns], lse

@@ -41,7 +41,7 @@ class Tiles:
     small: int  # rows, columns of the small moments
 
 
-def choose_tiles(dim: int, value_dim: int, full_precision: bool) -> Tiles:
+def choose_tiles(dim: int, value_dim: int, full_precision: bool, causal: bool = False) -> Tiles:
     """Tiles for keys of ``dim`` and values of ``value_dim`` entries."""
     d, e = power_of_two(dim), power_of_two(value_dim)
     narrow, wide = max(d, e) <= 64, max(d, e) > 128
@@ -54,7 +54,7 @@ def choose_tiles(dim: int, value_dim: int, full_precision: bool) -> Tiles:
             min(d, e, 32),
         )
     if wide:
-        rows = RowTiles(64, 64, 32, 4, 2)
+        rows = RowTiles(64, 64, 32, 4, 1 if causal else 2)  # what shared memory holds
         return Tiles(
             StateTiles(min(d, 64), min(e, 128), 4 if e <= 64 else 2, 64, 4, 3),
             replace(rows, columns=min(e, 64)), replace(rows, columns=min(d, 64)), min(d, e, 64),
