@@ -230,6 +230,12 @@ def test_bad_arguments_are_named():
         polynomial.polynomial_sums(q.double(), k.double(), v.double(), TAYLOR)
     with pytest.raises(InputError, match="chunk: got 100"):
         polynomial.polynomial_sums(q, k, v, TAYLOR, causal=True, chunk=100)
+    with pytest.raises(InputError, match=r"value: got \(1, 1, 10, 16\) with key"):
+        polynomial.polynomial_sums(q, k, v[:, :, :10], TAYLOR)
+    with pytest.raises(InputError, match=r"key: got shape \(1, 1, 0, 16\)"):
+        polynomial.polynomial_attention(q, k[:, :, :0], v[:, :, :0], TAYLOR)
+    with pytest.raises(InputError, match="key: got 2 heads, expected a divisor of 1"):
+        polynomial.polynomial_sums(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), TAYLOR)
     offsets = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     with pytest.raises(InputError, match="offsets: got 3"):
         blocklist.block_list_attention(q, k, v, offsets, offsets)

@@ -9,6 +9,9 @@ modules can be read and imported where Triton is missing.
 `moments`          sums over keys that are small: of values, of keys, of products of two
 `folded`           the degree-2 state over keys and its read-out over queries
 `contract`         the gradient of the read-out with respect to its tokens
-`blocklist`        attention of blocks of queries over lists of granules of keys
+`blocklist`        attention of blocks of queries over lists of granules of keys; its kernels
+                   are in `blocklist_kernels`
+`tiles`            which tile shapes were the fastest
+`language`         Triton, where it is installed
 =================  =========================================================================
 """

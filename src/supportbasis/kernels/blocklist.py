@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..errors import InputError
 from . import blocklist_kernels as kernels
-from .language import cdiv, interpreted, power_of_two, require
-from .polynomial import rows_of
+from .language import cdiv, interpreted, power_of_two
+from .polynomial import check_inputs, rows_of
 
 GRANULE = 16
 LOG2E = math.log2(math.e)
@@ -155,17 +155,13 @@ def block_list_attention(
     (entries past the last offset are never read). Offsets and indices are not looked at here:
     checking them would wait for the device.
     """
-    require()
+    check_inputs(query, key, value)
     rows = query.shape[0] * query.shape[1] * cdiv(query.shape[2], block)
     if offsets.numel() != rows + 1:
         raise InputError(f"offsets: got {offsets.numel()} entries, expected {rows + 1}")
     if block not in (16, 32, 64, 128):
         raise InputError(f"block: got {block}, expected 16, 32, 64 or 128")
-    if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise InputError(f"query: got {query.dtype}, expected bfloat16, float16 or float32")
     width = power_of_two(max(query.shape[-1], value.shape[-1]))
-    if width > 256:
-        raise InputError(f"query, value: got a width over 128, {width}, expected at most 256")
     full = query.dtype == torch.float32 or interpreted()
     if full and block * width > 64 * 128:
         raise InputError(

@@ -67,7 +67,7 @@ def prepare(
 @jit
 def value_moments(
     x, v, w, part, flat,
-    heads, n, span, splits, blocks, d, dv, flat_size, flat_at,
+    heads, n, span, blocks, d, dv, flat_size, flat_at,
     x_b, x_h, x_n, x_d, v_b, v_h, v_n,
     DB: tl.constexpr, EB: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
     SQUARES: tl.constexpr, WEIGHTED: tl.constexpr,

@@ -88,6 +88,30 @@ class State:
         return self.features, self.vectors, self.matrix
 
 
+def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Shapes, dtype and device of a call to a kernel; nothing that would wait for the device."""
+    require()
+    if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise InputError(f"query: got {query.dtype}, expected bfloat16, float16 or float32")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4 or not all(x.shape):
+            raise InputError(
+                f"{name}: got shape {tuple(x.shape)}, expected [batch, heads, n, width], not empty"
+            )
+        if x.dtype != query.dtype or x.device != query.device:
+            raise InputError(
+                f"{name}: got {x.dtype} on {x.device}, expected {query.dtype} on {query.device}"
+            )
+        if x.shape[-1] > 256:
+            raise InputError(f"{name}: got a width of {x.shape[-1]}, expected at most 256")
+    if key.shape != (query.shape[0], key.shape[1], key.shape[2], query.shape[3]):
+        raise InputError(f"key: got {tuple(key.shape)} with query {tuple(query.shape)}")
+    if value.shape[:3] != key.shape[:3]:
+        raise InputError(f"value: got {tuple(value.shape)} with key {tuple(key.shape)}")
+    if query.shape[1] % key.shape[1]:
+        raise InputError(f"key: got {key.shape[1]} heads, expected a divisor of {query.shape[1]}")
+
+
 def setting_of(
     query: Tensor,
     value: Tensor,
@@ -100,16 +124,11 @@ def setting_of(
     tiles: Tiles | None = None,
 ) -> Setting:
     """The shared setting of a call; coefficients are turned from z into <q, k>."""
-    require()
     degree = len(coefficients) - 1
     if degree not in (1, 2):
         raise InputError(f"coefficients: got {len(coefficients)}, expected 2 or 3 (degree 1 or 2)")
-    if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise InputError(f"query: got {query.dtype}, expected bfloat16, float16 or float32")
     full = query.dtype == torch.float32 or interpreted()
     dim, value_dim = query.shape[-1], value.shape[-1]
-    if max(dim, value_dim) > 256:
-        raise InputError(f"query, value: got widths {dim}, {value_dim}, expected at most 256")
     padded = (*coefficients, 0.0) if degree == 1 else tuple(coefficients)
     tiles = tiles or choose_tiles(dim, value_dim, full, causal)
     if chunk % max(tiles.read.rows, tiles.contract.rows, tiles.state.tokens, 64):
@@ -234,7 +253,7 @@ def sums_over(
     at_once = min(shape.tokens, 64)
     moments.value_moments[(small_rows * cdiv(setting.value_width, small), splits, all_heads)](
         tokens, value, weights, part, flat,
-        heads, n, span, splits, blocks, d, dv, flat_size, flat_at,
+        heads, n, span, blocks, d, dv, flat_size, flat_at,
         *token_strides, *value.stride()[:3],
         small, small, at_once, small_rows, degree == 2, side.weight is not None,
         **setting.switches,
@@ -402,6 +421,7 @@ def polynomial_sums(
     key heads; log_weight broadcasts to [batch, key heads, m], lengths is [batch]. The unit is
     None (1) or belongs to a key head, [batch, key heads].
     """
+    check_inputs(query, key, value)
     scale, columns = query.shape[-1] ** -0.5 if scale is None else scale, value.shape[-1]
     query, key, value = (filled_up(x, causal) for x in (query, key, value))
     setting = setting_of(
@@ -504,6 +524,7 @@ def polynomial_attention(
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and lse with gradients to query, key and value; arguments as in `polynomial_sums`."""
+    check_inputs(query, key, value)
     scale, columns = query.shape[-1] ** -0.5 if scale is None else scale, value.shape[-1]
     query, key, value = (filled_up(x, causal) for x in (query, key, value))
     setting = setting_of(
