@@ -27,7 +27,7 @@ CALL_SECONDS = 3e-4  # of one head through the component engine, whatever its si
 BLOCK_SECONDS = 5e-6  # of one elementwise operation of a feature block
 TREE_SECONDS = 0.02  # of the many small operations of trees and lists, whatever the size
 MOVE_SECONDS = 1e-10  # of an entry that is moved, at most: a busy moment must not rule trees out
-TREE_READS, VISIT_READS, ENTRY_READS = 90, 60, 40  # what an entry that is moved costs, in reads
+TREE_READS, VISIT_READS, ENTRY_READS = 90, 80, 40  # what an entry that is moved costs, in reads
 
 
 @dataclass(frozen=True)
@@ -157,24 +157,27 @@ def block_work(
     levels: int,
     axes: int,
     keys: float,
+    coarse: float,
     visited: int,
     compared: int = 0,
 ) -> Work:
     """Frame, trees, selection and lists of a block support.
 
     ``levels`` of splits that a token goes through as a query and as a key, in ``axes`` coordinates;
-    ``keys`` a query; pairs of blocks and nodes that are ``visited``; leaders ``compared`` with.
+    ``keys`` a query, of which some ``coarse``; pairs of blocks and nodes that are ``visited``;
+    leaders ``compared`` with.
     """
     dim, tokens = head.dim, head.n + head.m
     trees = (levels * split_work(axes) + compared * axes) * tokens // 2
     trees += head.m * (4 * dim + 9 * head.value_dim)
-    entries = head.n / settings.block_size * keys
+    blocks = head.n / settings.block_size
     moved = TREE_READS * tokens * levels / 2 * axes
     moved += VISIT_READS * visited * (4 * dim + head.value_dim)
-    moved += ENTRY_READS * entries * (2 * dim + 10 * head.value_dim)
+    moved += ENTRY_READS * blocks * keys * (dim + head.value_dim)
+    moved += ENTRY_READS * blocks * coarse * (dim + 9 * head.value_dim)
     return Work(
         exact_pairs=int(head.n * keys),
-        products=int(_frame_work(head) + trees + entries * (5 * dim + 10 * head.value_dim)),
+        products=int(_frame_work(head) + trees + blocks * coarse * (5 * dim + 10 * head.value_dim)),
         scanned=visited * (11 * dim + head.value_dim),
         moved=int(moved),
     )

@@ -42,13 +42,13 @@ class Lists:
     visited: int
     error: Tensor  # [blocks]: squared, over the squared size of the output
 
-    def lengths(self, leaf_size: int) -> Tensor:
-        """Keys in the list of each block."""
+    def lengths(self, leaf_size: int) -> tuple[Tensor, Tensor]:
+        """Coarse and exact keys in the list of each block."""
         count = len(self.error)
         coarse, exact = (
             torch.bincount(pairs[0], minlength=count) for pairs in (self.coarse, self.exact)
         )
-        return coarse + leaf_size * exact
+        return coarse, leaf_size * exact
 
 
 @dataclass(frozen=True, eq=False)

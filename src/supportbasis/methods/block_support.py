@@ -32,7 +32,7 @@ STEPS = 14
 LARGEST_SCORES = 100.0  # standard deviation: beyond, one key takes it all and no mean key helps
 WIDEST_BLOCKS, CHECKED_BLOCKS, CHECKED_ROWS = 12, 40, 8
 FIRST_GUESS = 10.0  # tolerance over the root of the first price that is tried
-STRIDE, HALVES = 4.0, 2  # steps of the logarithm of the price, and how often the last is halved
+STRIDE, HALVES = 4.0, 3  # steps of the logarithm of the price, and how often the last is halved
 
 
 @dataclass(frozen=True)
@@ -157,18 +157,19 @@ class BlockSearch:
         settings = self.base.blocks
         assert settings is not None
         keys = float(settings.chunk) / 2 if self.head.is_causal else 0.0
-        visited, leaf = 0.0, self.sample.forest.leaf_size
+        coarse, visited, leaf = 0.0, 0.0, self.sample.forest.leaf_size
         for layer, lists, whole in zip(
             self.sample.layers, self.sample.select(price), self.whole.layers, strict=True
         ):
             share = len(whole.cells.mean) / max(1, len(layer.cells.mean))
-            length = lists.lengths(leaf)[layer.owner].double().sum() * layer.rows.shape[1]
             blocks = len(whole.owner) / max(1, len(layer.owner))
-            keys += float(length) * blocks / self.head.n
+            rows = layer.rows.shape[1] * blocks / self.head.n
+            few, many = (count[layer.owner].double().sum() for count in lists.lengths(leaf))
+            coarse, keys = coarse + float(few) * rows, keys + float(few + many) * rows
             visited += lists.visited * share
         exact = self.base.exact_rows**2 / 2 / max(1, self.head.n)
         made = self.whole
-        sizes = (made.levels, made.axes, keys + exact, int(visited), made.compared)
+        sizes = (made.levels, made.axes, keys + exact, coarse, int(visited), made.compared)
         work = block_work(self.head, settings, *sizes)
         return replace(
             self.base,
@@ -184,7 +185,8 @@ class BlockSearch:
         settings = BlockSettings(1.0, block_size, LEAF, chunk_of(head, block_size))
         levels = leaf_layout(head.n, block_size)[0] + leaf_layout(head.m, LEAF)[0] + 2
         visited = START_NODES * math.ceil(head.n / block_size)
-        return block_work(head, settings, levels, 1, START_NODES, visited).speedup(head)
+        nodes = float(START_NODES)
+        return block_work(head, settings, levels, 1, nodes, nodes, visited).speedup(head)
 
     def affordable(self, budget: float) -> HeadPlan | None:
         """The plan of the lowest price within the budget."""
