@@ -9,13 +9,14 @@ With weights Â (rows add up to 1), V = XY, residual R = ÂV - E and t = R Yᵀ,
     ∂L/∂W = 2 scale Xᵀ N,   ∂L/∂Y = 2 mᵀ R,   ∂L/∂X = 2 scale (N Wᵀ + M W) + 2 Z.
 
 Row i of N is the covariance of the tokens under the weights of row i, times t_i. Covariances do not
-depend on where zero is; tokens are measured from their mean c, so that none is a difference of
-large numbers: x = x' + c and t_i · x_j - r_i = t_i · x'_j - ρ_i with ρ_i = r_i - t_i · c. Weights
-that were cut to low rank need not add up to 1, and the formulas below keep their sum.
+depend on where zero is: tokens are measured from their mean c, so that none is a difference of
+large numbers: x = x' + c, m = m' + c and t_i · x_j - r_i = t_i · x'_j - t_i · m'_i. Weights that
+were cut to low rank do not add up to 1; for them c = 0.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Head
-from .factors import Adjoint, Factors, moment_columns, times_second
+from .factors import Adjoint, Factors, times_second
 from .weights import BlockWeights
 
 SAMPLE_TILE = 2**21
@@ -31,7 +32,7 @@ SAMPLE_TILE = 2**21
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Tokens, value weights and target, and the tokens measured from their mean."""
+    """Tokens, value weights and target, and the tokens measured from ``centre``."""
 
     x: Tensor  # [n, d]
     weight_v: Tensor  # [d, dv]
@@ -40,8 +41,8 @@ class Layer:
     shifted: Tensor  # [n, d]
 
     @staticmethod
-    def of(x: Tensor, weight_v: Tensor, target: Tensor) -> Layer:
-        centre = x.mean(0)
+    def of(x: Tensor, weight_v: Tensor, target: Tensor, centred: bool) -> Layer:
+        centre = x.mean(0) if centred else torch.zeros_like(x[0])
         return Layer(x, weight_v, target, centre, x - centre)
 
     def double(self) -> Layer:
@@ -65,34 +66,26 @@ class Sums:
 
     def add(self, rows: Tensor, weights: BlockWeights) -> None:
         """A block of rows with its weights."""
-        layer, dim = self.layer, self.layer.x.shape[1]
-        centre, x = layer.centre, layer.x[rows]
-        moments = x.new_zeros(len(rows), moment_columns(dim))
-        for factors, left in weights.lefts.items():
-            moments.addmm_(left, self.moments[factors])
-        mass, mean, second = moments.split([1, dim, moments.shape[1] - dim - 1], 1)
-        attended = mean + mass * centre  # m
-        keys, tile = weights.keys, weights.tile
-        if keys is not None and tile is not None:
-            near = layer.shifted[keys]
-            attended = attended + tile @ near + tile.sum(1, keepdim=True) * centre
+        layer, x = self.layer, self.layer.x[rows]
+        parts: list[_LowRankRows | _ExactRows] = []
+        if weights.lefts:
+            parts.append(_LowRankRows(self, weights.lefts))
+        if weights.keys is not None and weights.tile is not None:
+            parts.append(_ExactRows(self, weights.keys, weights.tile))
+        shifted = torch.zeros_like(x)  # m'
+        for part in parts:
+            shifted += part.attended
+        attended = shifted + layer.centre if parts else shifted
         output = attended @ layer.weight_v
         residual = output - layer.target[rows]
         t = residual @ layer.weight_v.T
-        rho = (t * (attended - centre)).sum(1, keepdim=True)
-        change = (t * mean).sum(1, keepdim=True) - rho * mass
-        gradient = times_second(second, t) - rho * mean + change * centre
-        if keys is not None and tile is not None:
-            pairs = tile * (t @ near.T - rho)
-            gradient = gradient + pairs @ near + pairs.sum(1, keepdim=True) * centre
+        rho = (t * shifted).sum(1, keepdim=True)
+        for part in parts:
+            self.rows[rows] += part.gradient(t, rho)
             if self.columns is not None and self.values is not None:
-                self.columns.index_add_(0, keys, pairs.T @ x)
-                self.values.index_add_(0, keys, tile.T @ t)
-        for factors, adjoint in self.adjoints.items():
-            if factors in weights.lefts:
-                adjoint.add(weights.lefts[factors], x, t, rho)
+                part.add_columns(x, t, rho, self.columns, self.values)
+        self.output[rows] = output
         self.loss += residual.square().sum(dtype=torch.float64)
-        self.output[rows], self.rows[rows] = output, gradient
         self.weight_v.addmm_(attended.T, residual)
 
     def finish(self) -> None:
@@ -104,6 +97,44 @@ class Sums:
                 columns, values = adjoint.read(keys, self.layer.shifted[keys])
                 self.columns.index_add_(0, keys, columns)
                 self.values.index_add_(0, keys, values)
+
+
+class _LowRankRows:
+    """Low-rank weights of a block: rows need Σ_j a_ij x'_j and Σ_j a_ij x'_j x'_jᵀ of them."""
+
+    def __init__(self, sums: Sums, lefts: dict[Factors, Tensor]):
+        self.sums, self.lefts, dim = sums, lefts, sums.layer.x.shape[1]
+        products = (left @ sums.moments[factors] for factors, left in lefts.items())
+        moments = functools.reduce(Tensor.add_, products)
+        self.attended, self.second = moments[:, :dim], moments[:, dim:]
+
+    def gradient(self, t: Tensor, rho: Tensor) -> Tensor:
+        return times_second(self.second, t) - rho * self.attended
+
+    def add_columns(
+        self, x: Tensor, t: Tensor, rho: Tensor, columns: Tensor, values: Tensor
+    ) -> None:
+        for factors, left in self.lefts.items():
+            self.sums.adjoints[factors].add(left, x, t, rho)
+
+
+class _ExactRows:
+    """Exact weights of a block: sparse ∘ low-rank is sparse, so 𝒬 is formed at their keys alone."""
+
+    def __init__(self, sums: Sums, keys: Tensor, tile: Tensor):
+        self.keys, self.tile = keys, tile
+        self.near = sums.layer.shifted[keys]
+        self.attended = tile @ self.near
+
+    def gradient(self, t: Tensor, rho: Tensor) -> Tensor:
+        self.pairs = (t @ self.near.T).sub_(rho).mul_(self.tile)
+        return self.pairs @ self.near
+
+    def add_columns(
+        self, x: Tensor, t: Tensor, rho: Tensor, columns: Tensor, values: Tensor
+    ) -> None:
+        columns.index_add_(0, self.keys, self.pairs.T @ x)
+        values.index_add_(0, self.keys, self.tile.T @ t)
 
 
 def row_gradients(layer: Layer, head: Head, rows: Tensor) -> tuple[Tensor, Tensor]:

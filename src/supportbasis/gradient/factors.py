@@ -40,7 +40,7 @@ class Factors(ABC):
         """w_j, [keys, rank]."""
 
     def moments(self, tokens: Tensor) -> Tensor:
-        """Σ_j w_j ⊗ (1, x_j, upper triangle of x_j x_jᵀ) over the keys, [rank, columns]."""
+        """Σ_j w_j ⊗ (x_j, upper triangle of x_j x_jᵀ) over the keys, [rank, columns]."""
         state = tokens.new_zeros(self.rank, moment_columns(tokens.shape[1]))
         for keys in self.key_blocks(tokens):
             state.addmm_(self.right(keys).T, _powers(tokens[keys]))
@@ -147,25 +147,26 @@ class Adjoint:
 
 
 def moment_columns(dim: int) -> int:
-    """1, x and the upper triangle of x xᵀ."""
-    return 1 + dim + dim * (dim + 1) // 2
+    """Numbers in x and the upper triangle of x xᵀ."""
+    return dim + dim * (dim + 1) // 2
 
 
 def times_second(second: Tensor, t: Tensor) -> Tensor:
     """H_i t_i, H_i symmetric from its upper triangle [rows, d(d+1)/2]."""
     dim = t.shape[1]
-    upper = _triangle(dim, t.device)
-    matrix = t.new_empty(len(t), dim, dim)
-    matrix[:, upper[0], upper[1]] = second
-    matrix[:, upper[1], upper[0]] = second
+    matrix = second.index_select(1, _triangle(dim, t.device)[2]).view(-1, dim, dim)
     return (matrix @ t.unsqueeze(2)).squeeze(2)
 
 
 def _powers(x: Tensor) -> Tensor:
-    upper = _triangle(x.shape[1], x.device)
-    return torch.cat([torch.ones_like(x[:, :1]), x, x[:, upper[0]] * x[:, upper[1]]], 1)
+    row, column, _ = _triangle(x.shape[1], x.device)
+    return torch.cat([x, x.index_select(1, row).mul_(x.index_select(1, column))], 1)
 
 
 @lru_cache(maxsize=16)
-def _triangle(dim: int, device: torch.device) -> Tensor:
-    return torch.triu_indices(dim, dim, device=device)
+def _triangle(dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows and columns of the upper triangle, and where each of all d² entries lies in it."""
+    row, column = torch.triu_indices(dim, dim, device=device).unbind(0)
+    place = torch.empty(dim, dim, dtype=torch.long, device=device)
+    place[row, column] = place[column, row] = torch.arange(len(row), device=device)
+    return row, column, place.flatten()

@@ -65,14 +65,14 @@ def attention_loss_gradient(
         plan = Plan(method, 1, 1, head.dim, (method.plan_head(head),))
         groups, lost = row_groups(head, plan.heads[0])
         _check_work(plan.heads[0], groups, call.x.shape[1], low_rank, input_gradient)
-        layer = Layer.of(call.x, call.weight_v, call.target)
+        layer = Layer.of(call.x, call.weight_v, call.target, centred=low_rank is None)
         sums, part = _sum_up(layer, head, groups, low_rank, input_gradient)
         weight, (weight_q, weight_k), inputs = _gradients(call, sums, scale)
     rescued = len(lost) if plan.heads[0].kind == "single-threshold" else 0
     if len(lost) > rescued:
         warnings.warn(
-            f"supportbasis: {len(lost)} rows have no usable sum of polynomial weights; their "
-            "output is 0 and they add nothing to the gradient; use sb.SingleThreshold",
+            "supportbasis: some rows have no usable sum of polynomial weights; their output is 0 "
+            "and they add nothing to the gradient (see invalid_rows); use sb.SingleThreshold",
             stacklevel=2,
         )
     return AttentionLossGradient(
