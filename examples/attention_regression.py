@@ -3,7 +3,7 @@
 A teacher attends with weights W* and Y*. A student that sees only the tokens X and the teacher's
 output E minimises |D^-1 exp(scale X W Xᵀ) X Y - E|²_F over W and Y. Every run starts from the same
 weights and takes the same number of Adam steps; the runs differ in who computes the gradient: exact
-attention, the paper's support basis, the support basis with its exact part cut to rank 8, and a
+attention, the paper's support basis, the support basis with its exact part cut to rank 16, and a
 polynomial alone (AS23). One token in a hundred is four times as large as the others.
 
 Needs the extra `cli` (rich and matplotlib). Writes a picture and a table to --out.
@@ -27,7 +27,7 @@ import supportbasis as sb
 RUNS = {
     "exact": (sb.Exact(), None, "#1f2933"),
     "support basis, degree 2": (sb.SingleThreshold(threshold=2.2, degree=2), None, "#2f6fab"),
-    "the same, exact part of rank 8": (sb.SingleThreshold(threshold=2.2, degree=2), 8, "#2f855a"),
+    "the same, exact part of rank 16": (sb.SingleThreshold(threshold=2.2, degree=2), 16, "#2f855a"),
     "polynomial alone, degree 2": (sb.Polynomial(degree=2), None, "#c05621"),
 }
 

@@ -25,8 +25,9 @@ def test_attention_regression(tmp_path):
     arguments = ["--tokens", "400", "--steps", "12", "--out", str(tmp_path)]
     curves = example.main(arguments)
     exact, basis = curves["exact"], curves["support basis, degree 2"]
-    assert exact.losses[-1] < 0.9 * exact.losses[0]
-    assert abs(basis.losses[-1] / exact.losses[-1] - 1) < 0.02
+    gain = exact.losses[0] - exact.losses[-1]
+    assert gain > 0.1 * exact.losses[0]
+    assert abs(basis.losses[-1] - exact.losses[-1]) < 0.1 * gain
     assert (tmp_path / "attention-regression.png").stat().st_size > 10_000
     lines = (tmp_path / "attention-regression.csv").read_text().splitlines()
     assert len(lines) == 1 + 13 * len(curves)

@@ -54,15 +54,15 @@ class Sums:
 
     def __init__(self, layer: Layer, factored: Iterable[Factors], inputs: bool):
         n, dim = layer.x.shape
-        self.layer, self.factored = layer, tuple(factored)
+        self.layer, factored = layer, tuple(factored)
         self.loss = torch.zeros((), dtype=torch.float64, device=layer.x.device)
         self.output = torch.zeros_like(layer.target)
         self.rows = layer.x.new_zeros(n, dim)  # N
         self.weight_v = torch.zeros_like(layer.weight_v)  # mᵀR
         self.columns = layer.x.new_zeros(n, dim) if inputs else None  # M
         self.values = layer.x.new_zeros(n, dim) if inputs else None  # Z
-        self.moments = {factors: factors.moments(layer.shifted) for factors in self.factored}
-        self.adjoints = {f: Adjoint(f, layer.x) for f in self.factored} if inputs else {}
+        self.moments = {factors: factors.moments(layer.shifted) for factors in factored}
+        self.adjoints = {f: Adjoint(f, layer.x) for f in factored} if inputs else {}
 
     def add(self, rows: Tensor, weights: BlockWeights) -> None:
         """A block of rows with its weights."""
