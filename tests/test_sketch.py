@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from supportbasis.errors import InputError
-from supportbasis.sketch import PolySketch, _draw_tree, _hadamard, theory_size
+from supportbasis.sketch import PolySketch, theory_size
+from supportbasis.sketch.polysketch import _draw_tree, _hadamard
 
 BASES = ("gaussian", "srht", "tensorsketch")
 properties = settings(derandomize=True, deadline=None, max_examples=60)

@@ -22,18 +22,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from hashlib import blake2b
-from numbers import Integral, Real
+from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .errors import InputError
-from .rounding import compute_dtype
-
-__all__ = ["PolySketch", "theory_size"]
+from ..errors import InputError
+from ..rounding import compute_dtype
+from .draws import Source, check_integer
 
 
 class SketchCost(NamedTuple):
@@ -91,7 +89,7 @@ class PolySketch:
 
     def __post_init__(self) -> None:
         for name, least in (("power", 1), ("size", 1), ("seed", 0)):
-            object.__setattr__(self, name, _check_integer(name, getattr(self, name), least))
+            object.__setattr__(self, name, check_integer(name, getattr(self, name), least))
         if not isinstance(self.base, str) or self.base not in _BASES:
             raise InputError(f"base must be one of {sorted(_BASES)}, got {self.base!r}")
 
@@ -141,7 +139,7 @@ class PolySketch:
         SketchCost(leaf_products=4, inner_products=2, hadamard_products=3, self_kronecker=1, \
 multiply_adds=10464)
         """
-        dim = _check_integer("dim", dim, 1)
+        dim = check_integer("dim", dim, 1)
         base, leaves = _BASES[self.base], self.half.power
         inner, joins = max(0, leaves - 2), leaves - 1
         work = leaves * base.map_work(dim, self.size) + inner * base.map_work(self.size, self.size)
@@ -163,8 +161,8 @@ def theory_size(power: int, epsilon: float, delta: float, pairs: int = 1) -> int
     >>> theory_size(power=4, epsilon=0.5, delta=0.1, pairs=100)
     111
     """
-    power = _check_integer("power", power, 1)
-    pairs = _check_integer("pairs", pairs, 1)
+    power = check_integer("power", power, 1)
+    pairs = check_integer("pairs", pairs, 1)
     for name, value in (("epsilon", epsilon), ("delta", delta)):
         if not isinstance(value, Real) or not 0 < value < 1:
             raise InputError(
@@ -180,7 +178,7 @@ class _Maps(ABC):
     """Some independent maps R^dim -> R^size of one kind, and how two images make a node."""
 
     @abstractmethod
-    def __init__(self, source: _Source, dim: int, size: int, count: int, scale: float): ...
+    def __init__(self, source: Source, dim: int, size: int, count: int, scale: float): ...
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
@@ -229,14 +227,9 @@ class _Tree(NamedTuple):
 
 @lru_cache(maxsize=16)  # one entry may hold power · d · size numbers
 def _draw_tree(sketch: PolySketch, dim: int, dtype: torch.dtype, device: torch.device) -> _Tree:
-    """The maps of a sketch. Its fields and ``dim`` seed one stream, which all maps share.
-
-    The fields are hashed so that sketches of different power or size are independent even under
-    one seed, and to 32 bits because torch's CPU generator ignores the others.
-    """
+    """The maps of a sketch. Its fields and ``dim`` seed one stream, which all maps share."""
     fields = (sketch.power, sketch.size, sketch.seed, sketch.base, dim)
-    key = int.from_bytes(blake2b(repr(fields).encode(), digest_size=4).digest(), "little")
-    source = _Source(torch.Generator().manual_seed(key), dtype, device)
+    source = Source.seeded(fields, dtype, device)
     kind, size = _BASES[sketch.base], sketch.size
     scale = kind.scale(sketch.power, size)
     with torch.inference_mode(False):  # cached tensors must also serve calls that need gradients
@@ -245,35 +238,13 @@ def _draw_tree(sketch: PolySketch, dim: int, dtype: torch.dtype, device: torch.d
     return _Tree(leaves, inner)
 
 
-class _Source(NamedTuple):
-    """Random numbers, drawn on the CPU in float64 so that every dtype and device gets the same."""
-
-    generator: torch.Generator
-    dtype: torch.dtype
-    device: torch.device
-
-    def normal(self, *shape: int, scale: float) -> Tensor:
-        draw = torch.empty(shape, dtype=torch.float64, device="cpu")
-        return self._place(draw.normal_(std=scale, generator=self.generator))
-
-    def signs(self, *shape: int, scale: float) -> Tensor:
-        bits = torch.randint(2, shape, generator=self.generator, device="cpu")
-        return self._place(scale * (2.0 * bits.double() - 1.0))
-
-    def below(self, limit: int, *shape: int) -> Tensor:
-        return torch.randint(limit, shape, generator=self.generator, device="cpu").to(self.device)
-
-    def _place(self, draw: Tensor) -> Tensor:
-        return draw.to(self.dtype).to(self.device)
-
-
 # --- the random maps --------------------------------------------------------------------------
 
 
 class _Gaussian(_Maps):
     """x -> Gx with independent entries N(0, scale²); one matrix product serves all maps."""
 
-    def __init__(self, source: _Source, dim: int, size: int, count: int, scale: float):
+    def __init__(self, source: Source, dim: int, size: int, count: int, scale: float):
         self.count = count
         self.matrix = source.normal(dim, count * size, scale=scale)
 
@@ -288,7 +259,7 @@ class _Gaussian(_Maps):
 class _Srht(_Maps):
     """x -> scale · P H D x: random signs, Hadamard transform, coordinates with replacement."""
 
-    def __init__(self, source: _Source, dim: int, size: int, count: int, scale: float):
+    def __init__(self, source: Source, dim: int, size: int, count: int, scale: float):
         self.padding = _padded(dim) - dim
         self.signs = source.signs(count, dim, scale=scale)
         self.rows = source.below(_padded(dim), count, size)
@@ -306,7 +277,7 @@ class _Srht(_Maps):
 class _CountSketch(_Maps):
     """x -> its entries, each with a random sign, added up in random buckets."""
 
-    def __init__(self, source: _Source, dim: int, size: int, count: int, scale: float):
+    def __init__(self, source: Source, dim: int, size: int, count: int, scale: float):
         self.size = size
         self.signs = source.signs(count, dim, scale=scale)
         self.buckets = source.below(size, count, dim)
@@ -373,13 +344,6 @@ def _padded(dim: int) -> int:
 
 
 # --- checks -----------------------------------------------------------------------------------
-
-
-def _check_integer(name: str, value: object, least: int) -> int:
-    """A plain int, or an error."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise InputError(f"{name} must be an integer >= {least}, got {value!r}")
-    return int(value)
 
 
 def _check_vectors(x: object) -> None:

@@ -1,0 +1,51 @@
+"""Random numbers of the sketches: private, seeded, the same on every dtype and device."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from numbers import Integral
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+
+
+class Source(NamedTuple):
+    """Random numbers, drawn on the CPU in float64 so that every dtype and device gets the same."""
+
+    generator: torch.Generator
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def seeded(fields: tuple[object, ...], dtype: torch.dtype, device: torch.device) -> Source:
+        """A stream for these fields.
+
+        They are hashed so that sketches of different sizes are independent even under one seed,
+        and to 32 bits because torch's CPU generator ignores the others.
+        """
+        key = int.from_bytes(blake2b(repr(fields).encode(), digest_size=4).digest(), "little")
+        return Source(torch.Generator().manual_seed(key), dtype, device)
+
+    def normal(self, *shape: int, scale: float) -> Tensor:
+        draw = torch.empty(shape, dtype=torch.float64, device="cpu")
+        return self._place(draw.normal_(std=scale, generator=self.generator))
+
+    def signs(self, *shape: int, scale: float) -> Tensor:
+        bits = torch.randint(2, shape, generator=self.generator, device="cpu")
+        return self._place(scale * (2.0 * bits.double() - 1.0))
+
+    def below(self, limit: int, *shape: int) -> Tensor:
+        return torch.randint(limit, shape, generator=self.generator, device="cpu").to(self.device)
+
+    def _place(self, draw: Tensor) -> Tensor:
+        return draw.to(self.dtype).to(self.device)
+
+
+def check_integer(name: str, value: object, least: int) -> int:
+    """A plain int, or an error."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise InputError(f"{name} must be an integer >= {least}, got {value!r}")
+    return int(value)

@@ -1,0 +1,195 @@
+"""A rank-k approximation in input-sparsity time (Theorem E.3; Clarkson and Woodruff, Theorem 8.1).
+
+The rows of SA, for a short random S, span a space that holds a good rank-k approximation of A: with
+U_k the leading left singular vectors and B = A - A_k, the rank-k matrix U_k (S U_k)^+ S A lies in
+it and has the squared error
+
+    Δ_k² + |(S U_k)^+ S B|²,    (S U_k)^+ S B = (U_kᵀ SᵀS U_k)^-1 U_kᵀ SᵀS B.
+
+S is a stack of q CountSketches of ℓ/q rows: every row of A goes, with a random sign, into one
+bucket of each. As U_kᵀ B = 0, E|U_kᵀ SᵀS B|² ≤ (k/ℓ) Δ_k², so ℓ ~ k/ε will do once S keeps the
+lengths of the k vectors U_k. One CountSketch needs ℓ ~ k² for that, because two heavy rows must not
+meet; q of them forgive a meeting, and cost q additions for each non-zero.
+
+With U [m, ℓ] an orthonormal basis of those rows, the best approximation of A in their span is that
+of the tall A U. It costs ℓ for each non-zero. Where the matrix is so full that this is dear, A U is
+found from a second sketch A R instead, by least squares over UᵀR: q for each non-zero, and then
+what depends on the shape alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from ..checks import check_finite
+from ..errors import InputError
+from ..rounding import compute_dtype
+from .draws import Source, check_integer
+
+STACKED = 4  # CountSketches in one sketch: q above
+ENTRIES = 2**20  # non-zeros at a time
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def approximate_svd(
+    a: Tensor, k: int, eps: float = 0.5, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """L [n, k], D [k] descending and W [m, k] with |A - L diag(D) Wᵀ|_F ≤ (1 + eps) Δ_k.
+
+    Δ_k is the Frobenius error of the best rank-k approximation. The bound is meant to hold with
+    a probability of 9/10 over the seed, which is the theorem's; sizes come from the typical error
+    (see `sketch_sizes`) and are tested over seeds and spectra. L and W have orthonormal columns
+    always. ``a`` is [n, m], dense or sparse (COO or CSR). Time: a constant for each non-zero, plus
+    (n + m) poly(k/eps). A matrix with a side of at most k + 4k/eps is decomposed exactly.
+
+    Float16 and bfloat16 matrices are computed, and returned, in float32.
+
+    >>> a = torch.outer(torch.arange(100.0), torch.ones(80))
+    >>> L, D, W = approximate_svd(a, k=2, eps=0.5, seed=0)
+    >>> L.shape, W.shape, bool(((L * D) @ W.T - a).norm() < 1e-5 * a.norm())
+    (torch.Size([100, 2]), torch.Size([80, 2]), True)
+    """
+    matrix = _check_matrix(a)
+    n, m = matrix.shape
+    k, seed = check_integer("k", k, 1), check_integer("seed", seed, 0)
+    if k > min(n, m):
+        raise InputError(f"k is {k}, more than the smaller side of a, which is {n} x {m}")
+    if isinstance(eps, bool) or not isinstance(eps, Real) or not 0 < eps <= 1:
+        raise InputError(f"eps must be a number in (0, 1], got {eps!r}")
+    size, second = sketch_sizes(k, float(eps))
+    if min(n, m) <= size:
+        left, values, right = torch.linalg.svd(matrix.dense(), full_matrices=False)
+        return left[:, :k], values[:k], right[:k].T
+    fields = ("svd", n, m, k, float(eps), seed)
+    source = Source.seeded(fields, matrix.values.dtype, matrix.values.device)
+    # row by row in memory, as a sparse product reads it
+    basis = torch.linalg.qr(_sketch(matrix, size, source).T).Q.contiguous()
+    if matrix.count <= n * second:
+        return _best_in_span(matrix.times(basis), None, basis, k)
+    buckets = _Buckets.draw(m, second, source)
+    image = _sketch(matrix.transposed(), second, source, buckets).T
+    embedded = torch.linalg.qr(_sketch(_Matrix.of(basis), second, source, buckets))
+    return _best_in_span(image @ embedded.Q, embedded.R, basis, k)
+
+
+def sketch_sizes(k: int, eps: float) -> tuple[int, int]:
+    """Rows of S and columns of R: ℓ = k + 4k/eps, and 2ℓ/eps; both multiples of q.
+
+    Typically |(S U_k)^+ S B|² is near (k/ℓ) Δ_k² ≤ (eps/4) Δ_k², and (1 + eps)² - 1 ≥ 2 eps is
+    allowed: an eighth of it. The rest is left for the spread over seeds and the second sketch.
+    """
+    size = STACKED * math.ceil((k + 4 * k / eps) / STACKED)
+    return size, STACKED * math.ceil(2 * size / eps / STACKED)
+
+
+def _best_in_span(
+    image: Tensor, factor: Tensor | None, basis: Tensor, k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rank-k matrix Y Uᵀ closest to A, from its image: Y Uᵀ R = Y factorᵀ Qᵀ, or Y itself.
+
+    The best rank-k approximation C_k of the image gives Y = C_k factor^-ᵀ; a small SVD turns
+    Y Uᵀ into orthonormal factors.
+    """
+    tall = torch.linalg.qr(image)
+    left, values, right = torch.linalg.svd(tall.R)
+    core = values[:k].unsqueeze(1) * right[:k]
+    if factor is not None:
+        core = torch.linalg.solve_triangular(factor.T, core, upper=False, left=False)
+    turn, values, right = torch.linalg.svd(core, full_matrices=False)
+    return tall.Q @ (left[:, :k] @ turn), values, basis @ right.T
+
+
+# --- sketches of a matrix ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Matrix:
+    """A matrix by its entries; ``rows`` and ``columns`` are None where it is dense."""
+
+    values: Tensor  # [entries], or [n, m]
+    rows: Tensor | None
+    columns: Tensor | None
+    shape: tuple[int, int]
+
+    @staticmethod
+    def of(a: Tensor) -> _Matrix:
+        shape = (a.shape[0], a.shape[1])
+        if a.layout == torch.sparse_csr:
+            rows = torch.arange(len(a), device=a.device).repeat_interleave(a.crow_indices().diff())
+            return _Matrix(a.values(), rows, a.col_indices(), shape)
+        if a.layout == torch.sparse_coo:
+            rows, columns = a._indices().unbind(0)
+            return _Matrix(a._values(), rows, columns, shape)
+        return _Matrix(a, None, None, shape)
+
+    @property
+    def count(self) -> int:
+        return self.values.numel()
+
+    def transposed(self) -> _Matrix:
+        values = self.values.T if self.rows is None else self.values
+        return _Matrix(values, self.columns, self.rows, self.shape[::-1])
+
+    def times(self, other: Tensor) -> Tensor:
+        return (self.values if self.rows is None else self._sparse()) @ other
+
+    def dense(self) -> Tensor:
+        return self.values if self.rows is None else self._sparse().to_dense()
+
+    def _sparse(self) -> Tensor:
+        assert self.rows is not None and self.columns is not None
+        index = torch.stack([self.rows, self.columns])
+        return torch.sparse_coo_tensor(index, self.values, self.shape, check_invariants=False)
+
+
+@dataclass(frozen=True, eq=False)
+class _Buckets:
+    """Where each coordinate goes in each CountSketch of a stack, and with which sign."""
+
+    place: Tensor  # [STACKED, n]
+    signs: Tensor  # [STACKED, n]
+
+    @staticmethod
+    def draw(coordinates: int, size: int, source: Source) -> _Buckets:
+        width = size // STACKED
+        first = width * torch.arange(STACKED, device=source.device).unsqueeze(1)
+        place = first + source.below(width, STACKED, coordinates)
+        return _Buckets(place, source.signs(STACKED, coordinates, scale=STACKED**-0.5))
+
+
+def _sketch(matrix: _Matrix, size: int, source: Source, buckets: _Buckets | None = None) -> Tensor:
+    """S A [size, m]: the rows of A with random signs, added up in buckets."""
+    n, m = matrix.shape
+    buckets = buckets or _Buckets.draw(n, size, source)
+    image = matrix.values.new_zeros(size, m)
+    if matrix.rows is None or matrix.columns is None:
+        for place, signs in zip(buckets.place, buckets.signs, strict=True):
+            image.index_add_(0, place, matrix.values * signs.unsqueeze(1))
+        return image
+    for start in range(0, matrix.count, ENTRIES):
+        part = slice(start, start + ENTRIES)
+        rows, columns, values = matrix.rows[part], matrix.columns[part], matrix.values[part]
+        for place, signs in zip(buckets.place, buckets.signs, strict=True):
+            image.view(-1).index_add_(0, place[rows] * m + columns, values * signs[rows])
+    return image
+
+
+def _check_matrix(a: Tensor) -> _Matrix:
+    if not isinstance(a, Tensor):
+        raise InputError(f"a must be a tensor [n, m], got {type(a).__name__}")
+    if a.layout not in (torch.strided, torch.sparse_coo, torch.sparse_csr):
+        raise InputError(f"a has layout {a.layout}; expected a dense, COO or CSR tensor")
+    if a.dtype not in DTYPES:
+        raise InputError(f"a has dtype {a.dtype}; expected a real floating-point tensor")
+    if a.dim() != 2 or (a.layout == torch.sparse_coo and a.sparse_dim() != 2):
+        raise InputError(f"a has shape {tuple(a.shape)}; expected a matrix [n, m]")
+    if a.requires_grad and torch.is_grad_enabled():
+        raise InputError("a requires grad, but the factors have no gradients; detach it")
+    matrix = _Matrix.of(a.detach())
+    check_finite(a=matrix.values)
+    return replace(matrix, values=matrix.values.to(compute_dtype(a.dtype)))

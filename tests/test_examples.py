@@ -1,0 +1,34 @@
+"""The examples run, at settings that take a second."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_attention_regression(tmp_path):
+    state = torch.get_rng_state()
+    example = load("attention_regression")
+    arguments = ["--tokens", "400", "--steps", "12", "--out", str(tmp_path)]
+    curves = example.main(arguments)
+    exact, basis = curves["exact"], curves["support basis, degree 2"]
+    gain = exact.losses[0] - exact.losses[-1]
+    assert gain > 0.1 * exact.losses[0]
+    assert abs(basis.losses[-1] - exact.losses[-1]) < 0.1 * gain
+    assert (tmp_path / "attention-regression.png").stat().st_size > 10_000
+    lines = (tmp_path / "attention-regression.csv").read_text().splitlines()
+    assert len(lines) == 1 + 13 * len(curves)
+    assert torch.equal(state, torch.get_rng_state())
