@@ -69,9 +69,25 @@ def test_cuda_block_support(causal):
     plan = sb.plan(q, k, v, is_causal=causal, method=method)
     on_cpu = sb.attention(q, k, v, is_causal=causal, plan=plan)
     on_cuda = sb.attention(q.cuda(), k.cuda(), v.cuda(), is_causal=causal, plan=plan)
-    torch.testing.assert_close(on_cuda.cpu(), on_cpu, rtol=1e-6, atol=1e-6)
+    exact = dense_attention(q, k, v, is_causal=causal)[0]
+    assert (on_cuda.cpu() - exact).norm() <= 1.2 * (on_cpu - exact).norm()
     result = sb.attention(
         q.cuda(), k.cuda(), v.cuda(), is_causal=causal, method=method, return_result=True
     )
     assert result.plan.heads[0].kind == "block"
     assert result.certificate.holds(0.2)
+
+
+@pytest.mark.parametrize("tail", ["coarse", "polynomial"])
+@pytest.mark.parametrize("order", ["tree", "groups", "sequence"])
+def test_cuda_orders_and_tails(order, tail):
+    """Where tokens are repeated to fill a tree, rounding decides which copy goes where: devices
+    may then differ, but not in how far they are off."""
+    q, k, v = qkv(1, 2, n=2000, d=8, scale=0.9, dtype=torch.float64)
+    plan = sb.plan(q, k, v, method=sb.BlockSupport(0.4, order=order, tail=tail))
+    cpu = sb.attention(q, k, v, plan=plan)
+    cuda = sb.attention(q.cuda(), k.cuda(), v.cuda(), plan=plan).cpu()
+    exact = dense_attention(q, k, v)[0]
+    assert (cuda - exact).norm() <= 1.2 * (cpu - exact).norm()
+    if tail == "polynomial":
+        torch.testing.assert_close(cuda, cpu, rtol=1e-8, atol=1e-8)
