@@ -333,13 +333,13 @@ def _run_sdpa(problem: Problem, need_lse: bool) -> Outcome:
     zero = problem.query.new_zeros(shape, dtype=problem.dtype)
     empty = problem.query.new_zeros((*shape, 0), dtype=problem.dtype)
     if not need_lse:
-        return Outcome(sdpa.sdpa(problem), empty, zero, zero, zero, zero)
+        return Outcome(sdpa.sdpa(problem), empty, zero, zero, zero, zero, empty.bool())
     pair = sdpa.sdpa_with_lse(problem)
     if pair is None:
         with torch.no_grad():
             lse = execute(problem, _make_plan(problem, Exact())).lse
         pair = (sdpa.sdpa(problem), lse)
-    return Outcome(*pair, zero, zero, zero, sdpa.sdpa_noise(problem))
+    return Outcome(*pair, zero, zero, zero, sdpa.sdpa_noise(problem), empty.bool())
 
 
 def _result(problem: Problem, plan: Plan, outcome: Outcome) -> Result:

@@ -13,11 +13,13 @@ logarithms: nothing overflows, however large the power.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..cotangent import Cotangent, Gradients, add_tokens
 from ..features import FeatureMap
 from ..partial import Partial
 from ..powers import PowerKernel
@@ -26,6 +28,7 @@ from ..sketch import PolySketch
 from .exact import take
 from .polynomial import largest_norm, rescaled
 from .streaming import Task
+from .streaming_backward import add_gradients
 
 SQUARE = (0.0, 0.0, 1.0)
 
@@ -40,6 +43,13 @@ class SketchSum:
     def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
         """Add the sums over these keys to ``total``, which holds the given rows."""
         _SketchTask(head, rows, self.keys, self.kernel).run(total)
+
+    def add_gradients(
+        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
+    ) -> None:
+        """Add what flows back from the sums of these rows; the largest norms, which set the units
+        of the sketch, count as constants."""
+        add_gradients(_SketchTask(head, rows, self.keys, self.kernel), total, cotangent)
 
 
 class _SketchTask(Task):
@@ -58,8 +68,29 @@ class _SketchTask(Task):
         log_weight = self.log_weight(start, stop)
         return tokens, log_factor if log_weight is None else log_factor + log_weight
 
+    def add_query_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
+        query = take(self.head.query, self.rows, start, start + len(grad))
+        add_tokens(total.query, self.rows, start, _pulled_back(self.sketch.query, query, grad))
+
+    def add_key_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
+        key = take(self.head.key, self.keys, start, start + len(grad))
+        add_tokens(total.key, self.keys, start, _pulled_back(self.sketch.key, key, grad))
+
     def magnitude(self) -> Tensor:
         return self.head.query.new_ones(self.row_count, dtype=self.head.dtype)
+
+
+def _pulled_back(
+    sketch: Callable[[Tensor], tuple[Tensor, Tensor]], tokens: Tensor, grad: Tensor
+) -> Tensor:
+    """Gradient of some tokens from that of their unit vectors x.
+
+    The sums are homogeneous of degree 2 in x, so their derivative by the log-factor of a token,
+    which multiplies them, is <x, grad> / 2.
+    """
+    (unit, _), pull_back = torch.func.vjp(sketch, tokens.to(grad.dtype))
+    (result,) = pull_back((grad, (unit * grad).sum(1) / 2))
+    return result
 
 
 class Sketched:
