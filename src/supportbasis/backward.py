@@ -8,7 +8,6 @@ in blocks.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .basis import exact_component, support_basis
@@ -30,17 +29,18 @@ def backward(
 ) -> Gradients:
     """Gradients [batch, heads or key heads, ...] in the dtype of the sums; those of the key
     log-weights, [batch, heads, m], if ``for_weights``."""
-    total = Gradients(
-        *(torch.zeros_like(x, dtype=problem.dtype, memory_format=torch.contiguous_format)
-          for x in (problem.query, problem.key, problem.value)),
-        problem.query.new_zeros(problem.batch, problem.heads, problem.m, dtype=problem.dtype)
-        if for_weights
-        else None,
-    )  # fmt: skip
+    query, key, value = (
+        x.new_zeros(x.shape, dtype=problem.dtype)
+        for x in (problem.query, problem.key, problem.value)
+    )
+    weights = (problem.batch, problem.heads, problem.m)
+    weight = query.new_zeros(weights) if for_weights else None
+    total = Gradients(query, key, value, weight)
     for b, h, head in problem.each_head():
         at, key_at = (b, h), (b, h // problem.group)
-        weight = None if total.key_log_weight is None else total.key_log_weight[at]
-        part = Gradients(total.query[at], total.key[key_at], total.value[key_at], weight)
+        part = Gradients(
+            query[at], key[key_at], value[key_at], None if weight is None else weight[at]
+        )
         from_lse = None if grad_lse is None else grad_lse[at]
         cotangent = Cotangent.of(output[at], lse[at], grad[at], from_lse)
         backward_head(head, plan.head(b, h), cotangent, rescued[at], part)

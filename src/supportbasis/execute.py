@@ -35,10 +35,14 @@ def execute(problem: Problem, plan: Plan) -> Outcome:
     """Run every head of the plan through the component engine."""
     batch, heads, n = problem.batch, problem.heads, problem.n
     new = problem.query.new_zeros
+    log_scale, invalid, rescued, rounding = new(4, batch, heads, dtype=problem.dtype).unbind(0)
     outcome = Outcome(
         problem.query.new_empty(batch, heads, n, problem.value.shape[-1]),
         problem.query.new_empty(batch, heads, n, dtype=problem.dtype),
-        *(new(batch, heads, dtype=problem.dtype) for _ in range(4)),
+        log_scale,
+        invalid,
+        rescued,
+        rounding,
         new(batch, heads, n, dtype=torch.bool),
     )
     for b, h, head in problem.each_head():

@@ -140,11 +140,12 @@ class FeatureMap:
         for first, width, start, last, end in reversed(self._steps):
             suffix, size = features[:, start:last], last - start
             block = grad[:, end : end + width * size].unflatten(1, (width, size))
-            for i in range(width):
-                variable = features[:, first + i : first + i + 1]
-                grad[:, start:last].addcmul_(block[:, i], variable)
+            grad_suffix = grad[:, start:last]
+            variables = features[:, first : first + width].unsqueeze(2).unbind(1)
+            for part, variable in zip(block.unbind(1), variables, strict=True):
+                grad_suffix.addcmul_(part, variable)
             block.mul_(suffix.unsqueeze(1))
-            grad[:, first : first + width] += block.sum(2)
+            grad[:, first : first + width].add_(block.sum(2))
         return grad[:, : self.dim]
 
     def __call__(self, x: Tensor) -> Tensor:

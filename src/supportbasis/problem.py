@@ -149,8 +149,8 @@ class Problem:
 
     @property
     def requires_grad(self) -> bool:
-        tensors = (self.query, self.key, self.value)
-        return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        tensors = (self.query, self.key, self.value, self.key_log_weight)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
     @property
     def needs_exact(self) -> str | None:

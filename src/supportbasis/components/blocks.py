@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ..blocks import BlockSettings, Layer, Structure, remembered
+from ..cotangent import Cotangent, Gradients
+from ..errors import InputError
 from ..forest import Forest, tilted
 from ..frame import Frame
 from ..partial import Partial
@@ -43,6 +45,15 @@ class BlockSum:
         part.log_scale += self.frame.row_shift(head, None)
         part.noise = part.den * _relative_noise(made.head)
         total.add_(part if rows is None else part[rows])
+
+    def add_gradients(
+        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
+    ) -> None:
+        """Lists have no gradients so far."""
+        raise InputError(
+            "query, key or value requires grad, but sb.BlockSupport() has no gradients so far; "
+            "use another method"
+        )
 
 
 def _relative_noise(head: Head) -> Tensor:

@@ -88,8 +88,8 @@ def _pulled_back(
     The sums are homogeneous of degree 2 in x, so their derivative by the log-factor of a token,
     which multiplies them, is <x, grad> / 2.
     """
-    (unit, _), pull_back = torch.func.vjp(sketch, tokens.to(grad.dtype))
-    (result,) = pull_back((grad, (unit * grad).sum(1) / 2))
+    outputs, pull_back, *_ = torch.func.vjp(sketch, tokens.to(grad.dtype))
+    result: Tensor = pull_back((grad, (outputs[0] * grad).sum(1) / 2))[0]
     return result
 
 
