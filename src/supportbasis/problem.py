@@ -81,21 +81,21 @@ class Head:
     @cached_property
     def query_norms(self) -> Tensor:
         """Euclidean norm of each query in float64, rounded up."""
-        return _norms(self.query, self.query_maxima)
+        return _norms(self.query.detach(), self.query_maxima)
 
     @cached_property
     def key_norms(self) -> Tensor:
-        return _norms(self.key, self.key_maxima)
+        return _norms(self.key.detach(), self.key_maxima)
 
     @cached_property
     def query_maxima(self) -> Tensor:
         """Largest |entry| of each query row: what a threshold is compared with, in float64,
         since a comparison in half precision would round the threshold."""
-        return row_maxima(self.query).double()
+        return row_maxima(self.query.detach()).double()
 
     @cached_property
     def key_maxima(self) -> Tensor:
-        return row_maxima(self.key).double()
+        return row_maxima(self.key.detach()).double()
 
     @cached_property
     def live_keys(self) -> Tensor | None:
