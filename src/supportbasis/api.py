@@ -258,17 +258,17 @@ def _autocast(*tensors: Tensor) -> Sequence[Tensor]:
     return [x.to(dtype) if x.dtype in narrow else x for x in tensors]
 
 
-@torch.no_grad()
 def _make_plan(problem: Problem, method: Method) -> Plan:
     reason = problem.needs_exact
     if reason and not isinstance(method, Exact):
         warnings.warn(
             f"supportbasis: {method} runs exactly because {reason}", UserWarning, stacklevel=4
         )
-    with torch.autocast(problem.query.device.type, enabled=False):
+    everyone = [head for _, _, head in problem.each_head()]
+    with torch.no_grad(), torch.autocast(problem.query.device.type, enabled=False):
         heads = tuple(
             method.plan_exactly(head, reason) if reason else method.plan_head(head)
-            for _, _, head in problem.each_head()
+            for head in everyone
         )
     return Plan(method, problem.batch, problem.heads, problem.query.shape[-1], heads)
 

@@ -73,6 +73,11 @@ class Head:
         return square * (square + 1) // 2 + max(0, self.n - self.m) * self.m
 
     @property
+    def requires_grad(self) -> bool:
+        """Whether somebody will ask for gradients."""
+        return any(x.requires_grad for x in (self.query, self.key, self.value))
+
+    @property
     def is_density(self) -> bool:
         """Whether this is a density: rows carry known factors, errors count over the largest sum,
         and the value is one column of ones, so that numerator and denominator are the same."""

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..blocks import BlockSettings, Layer, Structure, remembered
 from ..cotangent import Cotangent, Gradients
-from ..errors import InputError
 from ..forest import Forest, tilted
 from ..frame import Frame
 from ..partial import Partial
@@ -49,11 +48,8 @@ class BlockSum:
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
     ) -> None:
-        """Lists have no gradients so far."""
-        raise InputError(
-            "query, key or value requires grad, but sb.BlockSupport() has no gradients so far; "
-            "use another method"
-        )
+        """Lists have no gradients so far; a forward pass that needs them says so."""
+        raise NotImplementedError
 
 
 def _relative_noise(head: Head) -> Tensor:

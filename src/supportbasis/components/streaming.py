@@ -25,7 +25,7 @@ from torch import Tensor
 from ..cotangent import Gradients
 from ..features import FeatureMap, block_rows
 from ..partial import Partial
-from ..polynomials import horner
+from ..polynomials import derivative, horner
 from ..problem import Head
 from ..rounding import gamma, product_roundoff, sum_depth
 from .exact import take, take_index
@@ -95,6 +95,13 @@ class Task(ABC):
     def kernel(self, query: Tensor, tokens: Tensor) -> Tensor:
         """The kernel of all pairs, densely."""
         return horner(self.coefficients, query @ tokens.T)
+
+    def kernel_gradients(
+        self, query: Tensor, tokens: Tensor, grad: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of both sides' tokens from those of the kernel of all pairs."""
+        slope = horner(derivative(self.coefficients), query @ tokens.T).mul_(grad)
+        return slope @ tokens, slope.T @ query
 
     def run(self, total: Partial) -> None:
         """Add the sums to ``total``, which holds the rows of this task."""

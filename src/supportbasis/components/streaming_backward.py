@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..cotangent import Cotangent, Gradients, add_tokens
-from ..polynomials import derivative, horner
 from .exact import take_index
 from .streaming import Block, Reader, Span, State, Task, causal_chunks, lane_rows
 
@@ -55,6 +54,7 @@ class _Backward:
             block = self._row_block(span)
             features = task.write(block.tokens, self.features)
             task.add_query_gradient(self.total, span[0], self._read(reader, block, features))
+            self._add_row_weights(reader, block, features, span)
             rows.add(task, block, features)
         reader = _Reader(rows, task)
         for span in _spans(task.key_count, lane * task.lanes):
@@ -85,7 +85,9 @@ class _Backward:
             grad = torch.zeros_like(block.tokens)
             if keys.top > -math.inf:
                 features = task.write(block.tokens, self.features)
-                grad += self._read(_Reader(keys, task), block, features)
+                reader = _Reader(keys, task)
+                grad += self._read(reader, block, features)
+                self._add_row_weights(reader, block, features, row_span)
             if key_block is not None:
                 grad += self._diagonal(block, key_block, row_span, key_span)
             task.add_query_gradient(self.total, row_span[0], grad)
@@ -109,16 +111,23 @@ class _Backward:
         grad = task.features.pull_back(features, grad)
         return grad.transpose(1, 2).flatten(0, 1)[:rows]
 
+    def _add_row_weights(self, reader: _Reader, block: Block, features: Tensor, span: Span) -> None:
+        """Gradients of the rows' log-factors, where somebody asks for them."""
+        if self.total.query_log_weight is not None:
+            value = reader.num(features, len(block.value))
+            weight = reader.weight_gradient(value, block, features)
+            add_tokens(self.total.query_log_weight, self.task.rows, span[0], weight)
+
     def _finish_keys(self, reader: _Reader, span: Span) -> None:
         """Gradients of some keys from the state of the rows that see all of them."""
         task, total, block = self.task, self.total, self.task.key_block(*span)
         features, factor = task.write(block.tokens, self.features), reader.factor(block)
         task.add_key_gradient(total, span[0], self._read(reader, block, features))
-        value = reader.num(features, len(factor)).mul_(factor.unsqueeze(1))
-        add_tokens(total.value, task.keys, span[0], value)
+        value = reader.num(features, len(factor))
         if total.key_log_weight is not None:
-            weight = (value * block.value).sum(1) + reader.den(features, len(factor)) * factor
+            weight = reader.weight_gradient(value, block, features)
             add_tokens(total.key_log_weight, task.keys, span[0], weight)
+        add_tokens(total.value, task.keys, span[0], value.mul_(factor.unsqueeze(1)))
 
     def _diagonal(self, block: Block, keys: Block, row_span: Span, key_span: Span) -> Tensor:
         """Rows and keys of one chunk: finishes the keys' part, returns that of the tokens x_i."""
@@ -130,15 +139,16 @@ class _Backward:
         if keys.log_weight is not None:
             weight = weight + keys.log_weight
         weight = weight.masked_fill(key_at > row_at.unsqueeze(1), -math.inf).exp_()
-        t = block.tokens @ keys.tokens.T
-        kernel = horner(task.coefficients, t).mul_(weight)
+        kernel = task.kernel(block.tokens, keys.tokens).mul_(weight)
         add_tokens(total.value, task.keys, key_span[0], kernel.T @ block.value)
         grad = torch.addmm(block.column.unsqueeze(1), block.value, keys.value.T)
         if total.key_log_weight is not None:
             add_tokens(total.key_log_weight, task.keys, key_span[0], (kernel * grad).sum(0))
-        grad.mul_(weight).mul_(horner(derivative(task.coefficients), t))
-        task.add_key_gradient(total, key_span[0], grad.T @ block.tokens)
-        return grad @ keys.tokens
+        if total.query_log_weight is not None:
+            add_tokens(total.query_log_weight, task.rows, row_span[0], (kernel * grad).sum(1))
+        of_rows, of_keys = task.kernel_gradients(block.tokens, keys.tokens, grad.mul_(weight))
+        task.add_key_gradient(total, key_span[0], of_keys)
+        return of_rows
 
 
 class _Reader(Reader):
@@ -154,6 +164,13 @@ class _Reader(Reader):
         if block.log_weight is None:
             return block.value.new_full((len(block.value),), math.exp(self.top))
         return (block.log_weight + self.top).exp_()
+
+    def weight_gradient(self, num: Tensor, block: Block, features: Tensor) -> Tensor:
+        """Gradient of a block's log-weights, from what `num` gives."""
+        den = self.den(features, len(num))
+        if block.column is not None:
+            den = den * block.column
+        return ((num * block.value).sum(1) + den) * self.factor(block)
 
 
 def _spans(count: int, block: int) -> list[Span]:
