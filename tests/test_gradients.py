@@ -13,6 +13,7 @@ from supportbasis import autograd, features, reference
 from supportbasis.components import exact, streaming
 from supportbasis.features import FeatureMap
 from supportbasis.inputs import attention_problem
+from supportbasis.methods.fitted import FittedSearch
 
 MASKS = ("none", "causal", "padding", "bias", "causal-bias")
 SHAPES = {
@@ -153,6 +154,24 @@ def small_blocks(monkeypatch):
 @pytest.mark.parametrize("name", METHODS)
 def test_blocks_of_tokens_add_up(name, mask):
     case = Case(METHODS[name], mask, LONG, seed=4)
+    assert_close(gradients(case.run, case.inputs), gradients(case.twin, case.inputs))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradients_of_a_fitted_polynomial(mask):
+    """In a frame with centres, and with tokens beyond the radius of the fit."""
+    case = Case(sb.Exact(), mask, LONG, seed=5)
+    q, k, v = case.tensors
+    q += 0.4
+    q[..., 70, :] *= 9
+    k[..., 40, :] *= 9
+    problem = case.problem(q, k, v, case.bias)
+    heads = []
+    for _, _, head in problem.each_head():
+        search = FittedSearch.of(head, 0)
+        heads.append(search.plan(12))
+    case.plan = sb.Plan(sb.Auto(), 1, 2, 3, tuple(heads))
     assert_close(gradients(case.run, case.inputs), gradients(case.twin, case.inputs))
 
 

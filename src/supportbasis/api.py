@@ -45,6 +45,11 @@ def attention(
     `sb.plan` is reused as it is. ``return_result=True`` returns a `Result` with lse, plan and
     certificate.
 
+    Gradients flow through the output and the lse of a result to query, key, value and a key bias,
+    in the time and memory order of the call itself; `BlockSupport` has none so far. They are those
+    of the function that ran, with its plan held fixed. ``torch.compile`` takes the call into a
+    graph when it is given a plan, and leaves it outside otherwise.
+
     >>> import torch, supportbasis as sb
     >>> q, k, v = torch.randn(3, 1, 2, 128, 16).unbind(0)
     >>> sb.attention(q, k, v, is_causal=True).shape
