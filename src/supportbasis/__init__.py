@@ -4,7 +4,7 @@ The one idea: a support basis is a list of disjoint components that together cov
 matrix; each component turns (q, k, v) into partial sums; partial sums add; there is one division.
 """
 
-from . import analysis, sketch
+from . import analysis, nn, sketch
 from .api import attention, gaussian_kde, kernel_sum, plan
 from .certificate import Certificate
 from .errors import InputError, SupportBasisError
@@ -39,6 +39,7 @@ __all__ = [
     "attention",
     "gaussian_kde",
     "kernel_sum",
+    "nn",
     "plan",
     "sketch",
 ]
