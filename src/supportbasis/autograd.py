@@ -2,13 +2,16 @@
 
 Two operators wrap the engine, one for each direction. Everything that looks at numbers happens
 inside them: checks of the entries, supports, warnings. So a graph around a call is a plain graph of
-tensors. A plan is a constant of the call; the operators know it by its handle, a string.
+tensors. A plan is a constant of the call; the operators know it by its handle, a string. Outside
+of graphs the same two functions run as an `autograd.Function`, which is what `torch.func` wants and
+does not load the compiler.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,8 +60,7 @@ def check(problem: Problem, plan: Plan) -> None:
 
 def run(problem: Problem, plan: Plan) -> Outcome:
     """`execute` with gradients: of output and lse by query, key, value and key log-weights."""
-    transformed = is_watched() and not torch.compiler.is_compiling()
-    operator: Any = _Attention.apply if transformed else _attention
+    operator: Any = _attention if torch.compiler.is_compiling() else _Attention.apply
     output, lse, rescued, counts = operator(
         problem.query,
         problem.key,
@@ -111,12 +113,7 @@ TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? key_log_weight, Tenso
 SETTINGS = "str plan, float scale, bool is_causal"
 
 
-@torch.library.custom_op(
-    "supportbasis::attention",
-    mutates_args=(),
-    schema=f"({TENSORS}, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _attention(
+def _run_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -135,6 +132,14 @@ def _attention(
     warn_about(problem, the_plan, outcome)
     counts = torch.stack([outcome.invalid_rows, outcome.rescued_rows, outcome.rounding])
     return outcome.output, outcome.lse, outcome.rescued, counts
+
+
+_attention = torch.library.custom_op(
+    "supportbasis::attention",
+    _run_forward,
+    mutates_args=(),
+    schema=f"({TENSORS}, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @_attention.register_fake
@@ -159,13 +164,7 @@ def _(
     )
 
 
-@torch.library.custom_op(
-    "supportbasis::attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad, Tensor? grad_lse, {TENSORS}, Tensor output, Tensor lse, Tensor rescued, "
-    f"{SETTINGS}, bool for_weights) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _backward(
+def _run_backward(
     grad: Tensor,
     grad_lse: Tensor | None,
     query: Tensor,
@@ -194,6 +193,15 @@ def _backward(
         total.value.to(value.dtype),
         lse.new_empty(0) if weight is None else weight,
     )
+
+
+_backward = torch.library.custom_op(
+    "supportbasis::attention_backward",
+    _run_backward,
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor? grad_lse, {TENSORS}, Tensor output, Tensor lse, Tensor rescued, "
+    f"{SETTINGS}, bool for_weights) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @_backward.register_fake
@@ -247,15 +255,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients(operator: Any, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad, grad_lse = grads[:2]
     if grad is None and grad_lse is None:
         return (None,) * 8
     *tensors, output, lse, rescued = ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(output)
-    transformed = is_watched() and not torch.compiler.is_compiling()
-    operator: Any = _AttentionBackward.apply if transformed else _backward
     *parts, weight = operator(
         grad, grad_lse, *tensors, output, lse, rescued, *ctx.settings, ctx.for_weights
     )
@@ -269,7 +275,7 @@ def _refuse(ctx: Any, *grads: Tensor | None) -> None:
     )
 
 
-_attention.register_autograd(_gradients, setup_context=_save)
+_attention.register_autograd(partial(_gradients, _backward), setup_context=_save)
 _backward.register_autograd(_refuse)
 
 
@@ -288,11 +294,14 @@ def _one_by_one(
 
 
 class _Attention(torch.autograd.Function):
-    """The same operators for `torch.func`, which wants gradients in this form."""
+    """The same outside of graphs."""
 
-    forward = staticmethod(_attention)
+    forward = staticmethod(_run_forward)
     setup_context = staticmethod(_save)
-    backward = staticmethod(_gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return _gradients(_AttentionBackward.apply, ctx, *grads)
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
@@ -302,7 +311,7 @@ class _Attention(torch.autograd.Function):
 class _AttentionBackward(torch.autograd.Function):
     """The way back of `_Attention`, which ends there."""
 
-    forward = staticmethod(_backward)
+    forward = staticmethod(_run_backward)
     backward = staticmethod(_refuse)
 
     @staticmethod
