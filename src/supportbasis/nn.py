@@ -66,7 +66,7 @@ class SupportBasisAttention(nn.Module):
         key_mask: Tensor | None = None,
         plan: Plan | None = None,
     ) -> Tensor:
-        """Attention of ``x`` [..., n, embed_dim] over ``context`` [..., m, embed_dim]; None: itself.
+        """Attention of ``x`` [..., n, embed_dim] over ``context`` [..., m, embed_dim] (None: x).
 
         ``key_mask`` [..., m] is True for tokens that may be attended to. A ``plan`` made with
         this module's method and inputs is reused as it is.
