@@ -226,17 +226,6 @@ def test_exact_has_gradients_with_key_masks(causal, dv):
             torch.testing.assert_close(a, b)
 
 
-def test_exact_has_gradients_and_the_others_say_they_do_not():
-    q, k, v = (x.requires_grad_() for x in qkv(1, 1, n=12))
-    sb.attention(q, k, v, method=sb.Exact()).square().sum().backward()
-    assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
-    for method in (None, sb.Polynomial(1), sb.SingleThreshold(1.0)):
-        with pytest.raises(sb.InputError, match="requires grad"):
-            sb.attention(q, k, v, method=method)
-    with torch.no_grad():
-        sb.attention(q, k, v, method=sb.Polynomial(1))
-
-
 def test_the_global_generator_is_untouched():
     q, k, v = qkv(1, 1, n=3000, d=8, scale=0.1, dtype=torch.float32)
     torch.manual_seed(11)
@@ -301,10 +290,8 @@ def test_a_plan_with_a_mask_it_cannot_serve_runs_exactly_and_says_so():
 
 def test_gradients_that_do_not_exist_are_refused():
     q, k, v = qkv(1, 1, n=9)
-    bias = torch.zeros(9, dtype=torch.float64, requires_grad=True)
     weights = torch.ones(9, dtype=torch.float64, requires_grad=True)
     for call in (
-        lambda: sb.attention(q, k, v, attn_mask=bias, method=sb.Exact()),
         lambda: sb.kernel_sum(q.requires_grad_(), k, v, method=sb.Exact()),
         lambda: sb.gaussian_kde(k[0, 0], v[0, 0], 1.0, weights=weights),
     ):

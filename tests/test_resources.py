@@ -41,6 +41,39 @@ def test_peak_extra_memory_at_131072_tokens_is_below_256_mb(method, causal):
     assert float(done.stdout) < 256
 
 
+TRAINING = """
+import torch, supportbasis as sb
+
+def resident(field):
+    for line in open("/proc/self/status"):
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+
+def step(n):
+    tensors = []
+    for seed, size in enumerate((0.1, 0.1, 1.0)):
+        generator = torch.Generator().manual_seed(seed)
+        tensors.append(torch.empty(1, 1, n, 64).normal_(std=size, generator=generator))
+    q, k, v = (x.requires_grad_() for x in tensors)
+    before = resident("VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")
+    sb.attention(q, k, v, method=sb.SingleThreshold(0.4, 2), is_causal={causal}).sum().backward()
+    return resident("VmHWM") - before
+
+step(4096)
+print(step(32768))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("causal", [False, True])
+def test_peak_extra_memory_of_a_training_step_at_32768_tokens_is_below_256_mb(causal):
+    """Output and gradients included; the features of all tokens would take 600 MB."""
+    code = TRAINING.format(causal=causal)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 256
+
+
 IMPORT = """
 import sys, time
 import torch

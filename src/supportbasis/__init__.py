@@ -4,7 +4,7 @@ The one idea: a support basis is a list of disjoint components that together cov
 matrix; each component turns (q, k, v) into partial sums; partial sums add; there is one division.
 """
 
-from . import analysis, gradient, sketch
+from . import analysis, gradient, nn, sketch
 from .api import attention, gaussian_kde, kernel_sum, plan
 from .certificate import Certificate
 from .errors import InputError, SupportBasisError
@@ -40,6 +40,7 @@ __all__ = [
     "gaussian_kde",
     "gradient",
     "kernel_sum",
+    "nn",
     "plan",
     "sketch",
 ]

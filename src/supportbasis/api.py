@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import sdpa
-from .certificate import RESCUED_SHARE, certify
-from .checks import check_finite
+from . import autograd, sdpa
+from .certificate import certify
+from .checks import is_watched
 from .errors import InputError
 from .execute import Outcome, execute
 from .inputs import attention_problem, kernel_problem, with_weights
@@ -44,11 +45,22 @@ def attention(
     `sb.plan` is reused as it is. ``return_result=True`` returns a `Result` with lse, plan and
     certificate.
 
+    Gradients flow through the output and the lse of a result to query, key, value and a key bias,
+    in the time and memory order of the call itself; `BlockSupport` has none so far. They are those
+    of the function that ran, with its plan held fixed. ``torch.compile`` takes the call into a
+    graph when it is given a plan, and leaves it outside otherwise.
+
     >>> import torch, supportbasis as sb
     >>> q, k, v = torch.randn(3, 1, 2, 128, 16).unbind(0)
     >>> sb.attention(q, k, v, is_causal=True).shape
     torch.Size([1, 2, 128, 16])
     """
+    if torch.compiler.is_compiling() and not _fits_graph(attn_mask, dropout_p, plan, return_result):
+        return torch.compiler.disable(attention)(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+            method=method, plan=plan, return_result=return_result,
+        )  # fmt: skip
+    query, key, value = _autocast(query, key, value)
     problem = attention_problem(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=plan is None
     )
@@ -214,41 +226,41 @@ def _the_plan(problem: Problem, method: Method | None, plan: Plan | None) -> Pla
         raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
     if plan is None:
         method = method or Auto()
-        _check_gradients(problem, method)
+        _check_gradients(problem)
         _check_power(problem, method)
         return _make_plan(problem, method)
     if not isinstance(plan, Plan):
         raise InputError(f"plan must be an sb.Plan, got {type(plan).__name__}")
     if method is not None and method != plan.method:
         raise InputError(f"method is {method} but the plan was made with {plan.method}")
-    _check_gradients(problem, plan.method)
+    _check_gradients(problem)
     _check_power(problem, plan.method)
-    _check_plan_fits(problem, plan)
-    if problem.query.device.type == "cpu":
-        check_finite(query=problem.query, key=problem.key, value=problem.value)
     if problem.needs_exact:
         return _make_plan(problem, plan.method)
+    if not autograd.is_needed(problem):  # else the operator will check
+        autograd.check(problem, plan)
     return plan
 
 
-def _check_plan_fits(problem: Problem, plan: Plan) -> None:
-    shape = (problem.batch, problem.heads, problem.query.shape[-1])
-    made_for = (plan.batch, plan.num_heads, plan.dim)
-    if shape != made_for:
-        raise InputError(
-            f"plan was made for (batch, heads, dim) = {made_for}, but the inputs have {shape}"
-        )
-    for head in plan.heads:
-        if (
-            head.kind == "single-threshold"
-            and head.large_rows is not None
-            and (head.n, head.m) != (problem.n, problem.m)
-        ):
-            raise InputError(
-                f"plan splits {head.n} rows and {head.m} keys, but the inputs have {problem.n} "
-                f"and {problem.m}; save and load the plan (a loaded plan splits again) or make a "
-                "new one"
-            )
+def _fits_graph(
+    attn_mask: Tensor | None, dropout_p: float, plan: Plan | None, return_result: bool
+) -> bool:
+    """Whether a compiled graph can hold the call: planning and certificates look at entries."""
+    if plan is None or return_result or dropout_p:
+        return False
+    return attn_mask is None or attn_mask.dim() < 2 or attn_mask.shape[-2] == 1
+
+
+def _autocast(*tensors: Tensor) -> Sequence[Tensor]:
+    """Inputs in the dtype that autocast wants of matrix products, as SDPA takes them."""
+    if not all(isinstance(x, Tensor) for x in tensors):
+        return tensors  # validation will say so
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    narrow = (torch.float32, torch.float16, torch.bfloat16)
+    return [x.to(dtype) if x.dtype in narrow else x for x in tensors]
 
 
 def _make_plan(problem: Problem, method: Method) -> Plan:
@@ -257,25 +269,20 @@ def _make_plan(problem: Problem, method: Method) -> Plan:
         warnings.warn(
             f"supportbasis: {method} runs exactly because {reason}", UserWarning, stacklevel=4
         )
-    heads = tuple(
-        method.plan_exactly(head, reason) if reason else method.plan_head(head)
-        for _, _, head in problem.each_head()
-    )
+    everyone = [head for _, _, head in problem.each_head()]
+    with torch.no_grad(), torch.autocast(problem.query.device.type, enabled=False):
+        heads = tuple(
+            method.plan_exactly(head, reason) if reason else method.plan_head(head)
+            for head in everyone
+        )
     return Plan(method, problem.batch, problem.heads, problem.query.shape[-1], heads)
 
 
-def _check_gradients(problem: Problem, method: Method) -> None:
-    if not problem.requires_grad:
-        return
-    if not problem.normalise:
+def _check_gradients(problem: Problem) -> None:
+    if problem.requires_grad and not problem.normalise:
         raise InputError(
             "an input requires grad, but kernel sums have no gradients so far; use "
             "torch.no_grad() or detach the inputs"
-        )
-    if not isinstance(method, Exact):
-        raise InputError(
-            "query, key or value requires grad, but only sb.Exact() has gradients so far; use "
-            "torch.no_grad(), detach the inputs, or pass method=sb.Exact()"
         )
 
 
@@ -291,41 +298,16 @@ def _check_power(problem: Problem, method: Method) -> None:
 
 def _run(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Outcome, Plan]:
     """SDPA itself when every head is exact, the component engine otherwise."""
-    all_exact = all(head.kind == "exact" for head in plan.heads)
-    if all_exact and sdpa.can_run(problem):
-        outcome = _run_sdpa(problem, need_lse)
-    else:
-        outcome = execute(problem, plan)
-    if int(outcome.invalid_rows.sum() - outcome.rescued_rows.sum()):
-        warnings.warn(
-            "supportbasis: rows had no usable denominator (their weights cancel or vanish) and "
-            "return zeros; return_result=True counts them by head",
-            UserWarning,
-            stacklevel=3,
-        )
-    sketched = any(head.is_sketched for head in plan.heads)
-    if sketched and float(outcome.rescued_rows.max()) > RESCUED_SHARE * problem.n:
-        warnings.warn(
-            "supportbasis: a sketch lost more than 1 % of a head's rows, which were computed "
-            "exactly instead; use a larger sketch_size or another method",
-            UserWarning,
-            stacklevel=3,
-        )
-    _check_output(problem, outcome.output)
+    with torch.autocast(problem.query.device.type, enabled=False):
+        if plan.is_exact and sdpa.can_run(problem, need_lse):
+            outcome = _run_sdpa(problem, need_lse)
+        elif autograd.is_needed(problem):
+            return autograd.run(problem, plan), plan
+        else:
+            outcome = execute(problem, plan)
+        if not is_watched():
+            autograd.warn_about(problem, plan, outcome)
     return outcome, plan
-
-
-def _check_output(problem: Problem, output: Tensor) -> None:
-    """Finite inputs can still overflow: in a score, or in a sum of huge values."""
-    if output.is_cuda or bool(output.detach().sum(dtype=problem.dtype).isfinite()):
-        return
-    if not bool(output.isfinite().all()):
-        reach = [float(x.detach().abs().max()) for x in (problem.query, problem.key, problem.value)]
-        raise InputError(
-            f"the output overflows {problem.dtype}: the largest entries of query, key and value "
-            f"are {reach[0]:.3g}, {reach[1]:.3g} and {reach[2]:.3g}; scale them down or use "
-            "float64"
-        )
 
 
 def _run_sdpa(problem: Problem, need_lse: bool) -> Outcome:
@@ -333,13 +315,13 @@ def _run_sdpa(problem: Problem, need_lse: bool) -> Outcome:
     zero = problem.query.new_zeros(shape, dtype=problem.dtype)
     empty = problem.query.new_zeros((*shape, 0), dtype=problem.dtype)
     if not need_lse:
-        return Outcome(sdpa.sdpa(problem), empty, zero, zero, zero, zero)
+        return Outcome(sdpa.sdpa(problem), empty, zero, zero, zero, zero, empty.bool())
     pair = sdpa.sdpa_with_lse(problem)
     if pair is None:
         with torch.no_grad():
             lse = execute(problem, _make_plan(problem, Exact())).lse
         pair = (sdpa.sdpa(problem), lse)
-    return Outcome(*pair, zero, zero, zero, sdpa.sdpa_noise(problem))
+    return Outcome(*pair, zero, zero, zero, sdpa.sdpa_noise(problem), empty.bool())
 
 
 def _result(problem: Problem, plan: Plan, outcome: Outcome) -> Result:

@@ -1,7 +1,10 @@
-"""The check that every entry of a tensor is a finite number."""
+"""Checks that look at the entries of tensors, and when nobody can."""
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
 from .errors import InputError
@@ -22,3 +25,16 @@ def check_finite(**tensors: Tensor) -> None:
                 f"{name} has {count} non-finite entries (NaN or Inf), the first at {first}; "
                 "expected finite numbers"
             )
+
+
+def check_bias(mask: Tensor) -> None:
+    """Raise if a bias has NaN or +inf."""
+    if mask.dtype != torch.bool and bool((mask.isnan() | (mask == math.inf)).any()):
+        raise InputError("attn_mask contains NaN or +inf; a bias is finite or -inf (masked)")
+
+
+def is_watched() -> bool:
+    """Whether tensors stand for others, inside a compiled graph or a transform of `torch.func`:
+    then only operators see entries."""
+    transforms = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+    return bool(torch.compiler.is_compiling() or transforms())

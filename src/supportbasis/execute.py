@@ -28,16 +28,22 @@ class Outcome:
     invalid_rows: Tensor  # [batch, heads]: rows without a usable denominator
     rescued_rows: Tensor  # [batch, heads]: of those, how many were computed exactly instead
     rounding: Tensor  # [batch, heads]: largest relative rounding error of a row's sums
+    rescued: Tensor  # [batch, heads, n]: which rows were computed exactly instead
 
 
 def execute(problem: Problem, plan: Plan) -> Outcome:
     """Run every head of the plan through the component engine."""
     batch, heads, n = problem.batch, problem.heads, problem.n
     new = problem.query.new_zeros
+    log_scale, invalid, rescued, rounding = new(4, batch, heads, dtype=problem.dtype).unbind(0)
     outcome = Outcome(
         problem.query.new_empty(batch, heads, n, problem.value.shape[-1]),
         problem.query.new_empty(batch, heads, n, dtype=problem.dtype),
-        *(new(batch, heads, dtype=problem.dtype) for _ in range(4)),
+        log_scale,
+        invalid,
+        rescued,
+        rounding,
+        new(batch, heads, n, dtype=torch.bool),
     )
     for b, h, head in problem.each_head():
         run_head(head, plan.head(b, h), outcome, (b, h))
@@ -56,7 +62,9 @@ def run_head(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]) 
             if plan.kind == "single-threshold" or plan.may_lose_rows:
                 _rescue(plan, head, group.rows, lost, total)
                 valid = total.seen & (total.usable if head.normalise else total.finite)
-                outcome.rescued_rows[at] += (lost & valid).sum()
+                rescued = lost & valid
+                outcome.rescued_rows[at] += rescued.sum()
+                outcome.rescued[at][slice(None) if group.rows is None else group.rows] = rescued
         if bool(valid.any()):
             relative = (total.noise / total.den.abs())[valid].max()
             outcome.rounding[at] = torch.maximum(outcome.rounding[at], relative.nan_to_num(1.0))

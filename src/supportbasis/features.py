@@ -8,6 +8,7 @@ degrees 0..g together have C(d+g, g) features (Lemma A.2 prints C(2(d+g), 2g)).
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -128,10 +129,38 @@ class FeatureMap:
                 torch.mul(tile, suffix.unsqueeze(1), out=block)
         return out
 
+    def pull_back(self, features: Tensor, grad: Tensor) -> Tensor:
+        """Gradient of the tokens, [lanes, dim, rows], from that of their features.
+
+        ``features`` is what `write` returned and ``grad`` has its shape; ``grad`` is overwritten.
+        Every product hands its gradient to both of its factors, the last product first.
+        """
+        if self.degree == 0:
+            return grad.new_zeros(grad.shape[0], self.dim, grad.shape[2])
+        for first, width, start, last, end in reversed(self._steps):
+            suffix, size = features[:, start:last], last - start
+            block = grad[:, end : end + width * size].unflatten(1, (width, size))
+            grad_suffix = grad[:, start:last]
+            variables = features[:, first : first + width].unsqueeze(2).unbind(1)
+            for part, variable in zip(block.unbind(1), variables, strict=True):
+                grad_suffix.addcmul_(part, variable)
+            block.mul_(suffix.unsqueeze(1))
+            grad[:, first : first + width].add_(block.sum(2))
+        return grad[:, : self.dim]
+
     def __call__(self, x: Tensor) -> Tensor:
-        """Features of all tokens at once, [rows, count]: for tests and small inputs."""
-        features = self.write(x.unsqueeze(0), self.buffer(1, len(x), x))[0].T
-        return torch.cat([torch.ones_like(x[:, :1]), features], 1)
+        """Features of all tokens at once, [rows, count], by operations that autograd knows."""
+        tokens = x.T
+        levels = [torch.ones_like(tokens[:1]), tokens[: self.dim * self.degree]]
+        base = 0
+        for last, steps in groupby(self._steps, key=lambda step: step[3]):
+            blocks = [
+                tokens[first : first + width].unsqueeze(1) * levels[-1][start - base :]
+                for first, width, start, _, _ in steps
+            ]
+            levels.append(torch.cat([block.flatten(0, 1) for block in blocks]))
+            base = last
+        return torch.cat(levels).T
 
 
 Step = tuple[int, int, int, int, int]  # first variable, how many, suffix from, to, written to

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .cotangent import Gradients
 from .problem import Head
 
 LARGEST_LEAN = 1.0  # standard deviation of the log-weights that centring queries gives the keys
@@ -50,6 +51,18 @@ class Frame:
             key_log_weight=shift,
             scale=1.0,
         )
+
+    def pull_back(self, inside: Gradients, total: Gradients, scale: float) -> None:
+        """Add gradients of a head in this frame to those of the head itself, all but the values';
+        those of its rows' log-factors are those of `row_shift`."""
+        root, like = math.sqrt(scale), inside.query
+        assert inside.query_log_weight is not None and inside.key_log_weight is not None
+        total.query.addmm_(inside.query, self.query_map.to(like).T, alpha=root)
+        total.query.addr_(inside.query_log_weight, self.key_centre.to(like), alpha=scale)
+        total.key.addmm_(inside.key, self.key_map.to(like).T, alpha=root)
+        total.key.addr_(inside.key_log_weight, self.query_centre.to(like), alpha=scale)
+        if total.key_log_weight is not None:
+            total.key_log_weight += inside.key_log_weight
 
     def row_shift(self, head: Head, rows: Tensor | None) -> Tensor:
         """The second term: what the log-sums of the rows lack in this frame."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .checks import check_finite
+from .checks import check_bias, check_finite, is_watched
 from .errors import InputError
 from .problem import Problem
 from .rounding import compute_dtype
@@ -178,8 +178,6 @@ def _split_mask(
         return None, None
     if not isinstance(mask, Tensor):
         raise InputError(f"attn_mask must be a torch.Tensor or None, got {type(mask).__name__}")
-    if mask.requires_grad and torch.is_grad_enabled():
-        raise InputError("attn_mask requires grad, but biases have no gradients so far; detach it")
     if mask.device != query.device:
         raise InputError(f"attn_mask is on {mask.device} but query is on {query.device}")
     if mask.dtype != torch.bool and mask.dtype not in DTYPES:
@@ -193,7 +191,12 @@ def _split_mask(
     batch, heads = math.prod(shape[:-3]), shape[-3] if len(shape) > 2 else 1
     if mask.dim() >= 2 and mask.shape[-2] > 1:
         if mask.stride(-2) != 0:
-            _check_bias(mask)
+            if mask.requires_grad and torch.is_grad_enabled():
+                raise InputError(
+                    f"attn_mask requires grad and has shape {tuple(mask.shape)}; only a bias of "
+                    "the keys [..., 1, keys] has gradients: detach it"
+                )
+            check_bias(mask)
             return None, mask.expand(shape).reshape(batch, heads, *shape[-2:])
         mask = mask[..., :1, :]
     weight = _log_weight(mask, compute_dtype(query.dtype))
@@ -204,10 +207,6 @@ def _log_weight(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=dtype, device=mask.device)
         return torch.where(mask, zero, -math.inf)
-    _check_bias(mask)
+    if not is_watched():  # else the operator will check
+        check_bias(mask)
     return mask.to(dtype)
-
-
-def _check_bias(mask: Tensor) -> None:
-    if mask.dtype != torch.bool and bool((mask.isnan() | (mask == math.inf)).any()):
-        raise InputError("attn_mask contains NaN or +inf; a bias is finite or -inf (masked)")

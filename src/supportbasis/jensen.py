@@ -45,7 +45,7 @@ class _Means:
         self.total = head.key.new_zeros(head.dim, dtype=torch.float64)
         self.top, weight = 0.0, head.key_log_weight
         if weight is not None and weight.numel():
-            largest = float(weight.max())
+            largest = float(weight.detach().max())
             self.top = largest if math.isfinite(largest) else 0.0
 
     def at(self, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
 from .blocks import BlockSettings
-from .errors import InputError
+from .errors import InputError, SupportBasisError
 from .fitted import FittedKernel
 from .frame import Frame
 from .polynomials import CertifiedPolynomial
@@ -141,6 +143,25 @@ class Plan:
     num_heads: int
     dim: int
     heads: tuple[HeadPlan, ...]
+    handle: str = field(init=False)  # the plan's name where only strings can go
+    is_exact: bool = field(init=False)  # every head of it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", f"plan {next(_numbers)}")
+        object.__setattr__(self, "is_exact", all(head.kind == "exact" for head in self.heads))
+        _plans[self.handle] = self
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()  # a copy is another plan
+
+    @staticmethod
+    def known(handle: str) -> Plan:
+        """The plan with this handle, as long as somebody holds it."""
+        plan = _plans.get(handle)
+        if plan is None:
+            raise SupportBasisError(f"{handle} is gone; keep a plan for as long as it is used")
+        return plan
 
     @property
     def cost(self) -> float:
@@ -209,6 +230,10 @@ class Plan:
         if not 0 <= head < len(self.heads):
             raise InputError(f"head must be in 0..{len(self.heads) - 1}, got {head}")
         return draw_supports(self.heads[head], path)
+
+
+_numbers = itertools.count()
+_plans: WeakValueDictionary[str, Plan] = WeakValueDictionary()
 
 
 def _largest_pairs(pairs: tuple[BucketPair, ...]) -> list[str]:

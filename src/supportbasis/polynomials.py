@@ -53,8 +53,21 @@ def horner(coefficients: Sequence[float], t: Tensor) -> Tensor:
         return torch.full_like(t, last)
     value = (t * last).add_(lower.pop())
     for c in reversed(lower):
-        torch.addcmul(t.new_tensor(c), value, t, out=value)
+        constant = t.new_tensor(c)
+        if t.requires_grad:
+            value = torch.addcmul(constant, value, t)
+        else:
+            torch.addcmul(constant, value, t, out=value)
     return value
+
+
+def derivative(coefficients: Sequence[float]) -> tuple[float, ...]:
+    """Coefficients of the derivative; of a constant, those of zero.
+
+    >>> derivative((5.0, 1.0, 3.0)), derivative((5.0,))
+    ((1.0, 6.0), (0.0,))
+    """
+    return tuple(k * c for k, c in enumerate(coefficients) if k) or (0.0,)
 
 
 @dataclass(frozen=True)
@@ -103,6 +116,16 @@ class CertifiedPolynomial:
         2.0
         """
         return horner(self.coefficients, self._t(z))
+
+    def slope(self, z: Tensor) -> Tensor:
+        """The SCALED derivative p'(z) * exp(-bound).
+
+        >>> taylor(1, 2.0).slope(torch.tensor([1.0])) * math.exp(2.0)  # of 1 + z
+        tensor([1.])
+        """
+        if self.bound == 0.0:
+            return torch.zeros_like(z)
+        return horner(derivative(self.coefficients), self._t(z)) / self.bound
 
     def _t(self, z: Tensor) -> Tensor:
         if self.bound == 0.0:

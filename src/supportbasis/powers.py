@@ -47,6 +47,18 @@ class PowerKernel:
         """
         return self.inner(score).abs().log().add_(self.log_unit).mul_(self.power)
 
+    def log_slope(self, score: Tensor) -> Tensor:
+        """Derivative of `log`; not finite where the weight is zero.
+
+        >>> import torch
+        >>> PowerKernel(2, None).log_slope(torch.tensor([-4.0]))
+        tensor([-0.5000])
+        """
+        if self.polynomial is None:
+            return self.power / score
+        inner = score / self.power
+        return self.polynomial.slope(inner) / self.polynomial(inner)
+
     @property
     def log_ratio(self) -> tuple[float, float]:
         """Certified range of log(weight / exp(z)): p times that of the polynomial."""

@@ -73,6 +73,11 @@ class Head:
         return square * (square + 1) // 2 + max(0, self.n - self.m) * self.m
 
     @property
+    def requires_grad(self) -> bool:
+        """Whether somebody will ask for gradients."""
+        return any(x.requires_grad for x in (self.query, self.key, self.value))
+
+    @property
     def is_density(self) -> bool:
         """Whether this is a density: rows carry known factors, errors count over the largest sum,
         and the value is one column of ones, so that numerator and denominator are the same."""
@@ -81,21 +86,21 @@ class Head:
     @cached_property
     def query_norms(self) -> Tensor:
         """Euclidean norm of each query in float64, rounded up."""
-        return _norms(self.query, self.query_maxima)
+        return _norms(self.query.detach(), self.query_maxima)
 
     @cached_property
     def key_norms(self) -> Tensor:
-        return _norms(self.key, self.key_maxima)
+        return _norms(self.key.detach(), self.key_maxima)
 
     @cached_property
     def query_maxima(self) -> Tensor:
         """Largest |entry| of each query row: what a threshold is compared with, in float64,
         since a comparison in half precision would round the threshold."""
-        return row_maxima(self.query).double()
+        return row_maxima(self.query.detach()).double()
 
     @cached_property
     def key_maxima(self) -> Tensor:
-        return row_maxima(self.key).double()
+        return row_maxima(self.key.detach()).double()
 
     @cached_property
     def live_keys(self) -> Tensor | None:
@@ -149,8 +154,8 @@ class Problem:
 
     @property
     def requires_grad(self) -> bool:
-        tensors = (self.query, self.key, self.value)
-        return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        tensors = (self.query, self.key, self.value, self.key_log_weight)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
     @property
     def needs_exact(self) -> str | None:

@@ -1,4 +1,7 @@
-"""Slow, obvious float64 twins: the whole weight matrix, written down. For small inputs."""
+"""Slow, obvious float64 twins: the whole weight matrix, written down. For small inputs.
+
+Autograd runs through them, which makes them the twins of the backward pass too.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,7 @@ def run_head(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
         factor = top if head.query_log_weight is None else top + head.query_log_weight.double()
         return num * factor.exp().unsqueeze(1), den.log() + factor
     seen = den > 0
+    den = torch.where(seen, den, 1.0)
     output = torch.where(seen.unsqueeze(1), num / den.unsqueeze(1), 0.0)
     return output, torch.where(seen, den.log() + top, -math.inf)
 
@@ -62,7 +66,7 @@ def weights(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
     if plan.kernels:
         score = _log_kernels(head, plan, score)
     top = (score + log_weight).amax(1) if head.m else score.new_zeros(head.n)
-    top = torch.where(top > -math.inf, top, 0.0)
+    top = torch.where(top > -math.inf, top, 0.0).detach()  # a unit, which cancels
     exact = (score + log_weight - top.unsqueeze(1)).exp()
     if plan.fitted is not None:
         row, key, log_fitted_unit = _framed(head, plan)

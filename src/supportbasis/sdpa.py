@@ -8,19 +8,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .checks import is_watched
 from .components.exact import KERNEL, SUM_BLOCK
 from .problem import Problem
 from .rounding import gamma, product_roundoff, sum_depth, unit_roundoff
 
 
-def can_run(problem: Problem) -> bool:
+def can_run(problem: Problem, need_lse: bool) -> bool:
     """Whether SDPA computes this problem: attention, something to do, and a bias it can hold."""
     sizes = (problem.batch, problem.heads, problem.n, problem.m, problem.value.shape[-1])
     if not problem.normalise or 0 in sizes:
         return False
-    if problem.key_log_weight is None or problem.requires_grad:  # our own tiles have no gradient
+    if problem.dropout_p > 0:
         return True
-    return not problem.is_causal or _is_fused(problem)
+    bias = problem.key_log_weight
+    if bias is not None and is_watched():
+        return False  # which kernel takes it depends on its entries
+    if problem.requires_grad and (need_lse or (bias is not None and bias.requires_grad)):
+        return False  # its kernels have no gradients of lse or of a bias
+    return bias is None or not problem.is_causal or _is_fused(problem)
 
 
 def _is_fused(problem: Problem) -> bool:

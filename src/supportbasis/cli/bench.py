@@ -34,6 +34,7 @@ from .report import (
     write_html,
 )
 from .settings import Setting, gaussian, outliers
+from .training import measure_training
 
 Run = Callable[[str, int, float, Tick], list[Measurement]]
 
@@ -109,6 +110,7 @@ WORKS: dict[str, Run] = {
     "auto": _on(gaussian, {"Auto(1e-3)": Auto(1e-3)}),
     "causal": _on(gaussian, SINGLE, is_causal=True),
     "outliers": _on(outliers, OUTLIERS),
+    "training": measure_training,
     "kde": measure_density,
 }
 
@@ -258,7 +260,8 @@ def _write_report(
     lead = (
         "float32, one head, d=64, scale 1/√d, Q and K from N(0, 0.1²), V from N(0, 1), unless a "
         "benchmark says otherwise (outliers: 1 % of queries and keys times 50; kde: standard "
-        f"normal points in 3 dimensions, bandwidth 1, errors over the largest density). {EXPLAINED}"
+        "normal points in 3 dimensions, bandwidth 1, errors over the largest density; training: "
+        f"forward and backward, errors of the gradients). {EXPLAINED}"
     )
     write_html(out / "report.html", "supportbasis bench", lead, sections)
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..cotangent import Cotangent, Gradients
 from ..partial import Partial
 from ..problem import Head
 from .blocks import BlockSum
@@ -33,9 +34,14 @@ __all__ = [
 
 
 class Component(Protocol):
-    """Anything that sums ``exp(score) v`` over its own keys for given query rows."""
+    """Anything that sums ``exp(score) v`` over its own keys for given query rows, and sends the
+    gradients of these sums back to the tokens."""
 
     def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None: ...
+
+    def add_gradients(
+        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
+    ) -> None: ...
 
 
 def evaluate(components: Iterable[Component], head: Head, rows: Tensor | None) -> Partial:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..blocks import BlockSettings, Layer, Structure, remembered
+from ..cotangent import Cotangent, Gradients
 from ..forest import Forest, tilted
 from ..frame import Frame
 from ..partial import Partial
@@ -43,6 +44,12 @@ class BlockSum:
         part.log_scale += self.frame.row_shift(head, None)
         part.noise = part.den * _relative_noise(made.head)
         total.add_(part if rows is None else part[rows])
+
+    def add_gradients(
+        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
+    ) -> None:
+        """Lists have no gradients so far; a forward pass that needs them says so."""
+        raise NotImplementedError
 
 
 def _relative_noise(head: Head) -> Tensor:

@@ -7,11 +7,13 @@ devices go tile by tile. Both give the same sums, and tests hold one against the
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..cotangent import Cotangent, Gradients, add_tokens
 from ..partial import Partial
 from ..problem import Head
 from ..rounding import gamma, product_roundoff, sum_depth, unit_roundoff
@@ -39,10 +41,7 @@ class ExactSum:
         if type(self) is ExactSum and _kernel_takes(head, self.keys):
             _by_kernel(head, rows, self.keys, total, rounding)
             return
-        least = 32 if head.is_causal else 128  # short tiles skip more of what lies ahead
-        step = least if keys > KEY_TILE else max(least, min(8192, TILE // keys))
-        for start in range(0, count, step):
-            stop = min(count, start + step)
+        for start, stop in _row_tiles(head, count, keys):
             tile = self._row_tile(head, rows, (start, stop), keys)
             tile.noise = self._noise(head, tile, rounding[start:stop], keys)
             total[start:stop].add_(tile)
@@ -53,15 +52,19 @@ class ExactSum:
         """All keys for the rows of one tile."""
         query = take(head.query, rows, *span).to(head.dtype)
         row_at = take_index(rows, *span, head.query)
-        shown_to_all, shown = keys, keys
-        if head.is_causal:
-            shown_to_all, shown = (self._until(int(row_at[at]), keys) for at in (0, -1))
+        shown_to_all, shown = self._shown(head, row_at, keys)
         shown = max(1, shown)  # a row that sees nothing still gets a tile, fully masked
         total = self._tile(head, query, row_at, (0, min(shown, KEY_TILE)), shown_to_all)
         for start in range(KEY_TILE, shown, KEY_TILE):
             tile = (start, min(shown, start + KEY_TILE))
             total.add_(self._tile(head, query, row_at, tile, max(0, shown_to_all - start)))
         return total
+
+    def _shown(self, head: Head, row_at: Tensor, keys: int) -> tuple[int, int]:
+        """How many keys every row of a tile sees, and how many some row of it does."""
+        if not head.is_causal:
+            return keys, keys
+        return self._until(int(row_at[0]), keys), self._until(int(row_at[-1]), keys)
 
     def _until(self, row: int, keys: int) -> int:
         """Number of keys that do not lie ahead of a row."""
@@ -74,15 +77,7 @@ class ExactSum:
     ) -> Partial:
         """One tile of scores; its first ``free`` keys lie ahead of no row."""
         score = query @ (take(head.key, self.keys, *tile).to(head.dtype) * head.scale).T
-        score = self._log_kernel(score)
-        if head.key_log_weight is not None:
-            score += take(head.key_log_weight, self.keys, *tile).to(head.dtype)
-        if head.mask is not None:
-            mask = head.mask[row_at][:, take_index(self.keys, *tile, row_at)]
-            score = _masked(score, mask)
-        if free < score.shape[1]:
-            key_at = take_index(self.keys, *tile, row_at)[free:]
-            score[:, free:].masked_fill_(key_at > row_at.unsqueeze(1), -math.inf)
+        score = self._weighed(head, self._log_kernel(score), row_at, tile, free)
         top = score.amax(1)
         unit = torch.where(top > -math.inf, top, 0.0)
         weight = score.sub_(unit.unsqueeze(1)).exp_()
@@ -92,6 +87,46 @@ class ExactSum:
             block = slice(start, start + SUM_BLOCK)
             num.addmm_(weight[:, block], value[block])
         return Partial(num, weight.sum(1), top, torch.zeros_like(top))
+
+    def _weighed(
+        self, head: Head, score: Tensor, row_at: Tensor, tile: tuple[int, int], free: int
+    ) -> Tensor:
+        """Log-weights of a tile with those of the keys and the mask; -inf for what lies ahead."""
+        if head.key_log_weight is not None:
+            score += take(head.key_log_weight, self.keys, *tile).to(head.dtype)
+        if head.mask is not None:
+            mask = head.mask[row_at][:, take_index(self.keys, *tile, row_at)]
+            score = _masked(score, mask)
+        if free < score.shape[1]:
+            key_at = take_index(self.keys, *tile, row_at)[free:]
+            score[:, free:].masked_fill_(key_at > row_at.unsqueeze(1), -math.inf)
+        return score
+
+    def add_gradients(
+        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
+    ) -> None:
+        """Add what flows back from the sums of these rows; weights are computed again."""
+        count, keys = len(cotangent.den), _KeySide(head, self.keys)
+        if not count or not len(keys.key):
+            return
+        for start, stop in _row_tiles(head, count, len(keys.key)):
+            query = take(head.query, rows, start, stop).to(head.dtype)
+            row_at = take_index(rows, start, stop, head.query)
+            shown_to_all, shown = self._shown(head, row_at, len(keys.key))
+            part, grad = cotangent[start:stop], torch.zeros_like(query)
+            for first in range(0, shown, KEY_TILE):
+                tile, free = (first, min(shown, first + KEY_TILE)), max(0, shown_to_all - first)
+                score = query @ (keys.key[slice(*tile)] * head.scale).T
+                slope = self._log_slope(score)
+                weight = self._weighed(head, self._log_kernel(score), row_at, tile, free)
+                weight = weight.add_(part.log_scale.unsqueeze(1)).exp_()
+                grad += keys.add(slice(*tile), query, weight, slope, part)
+            add_tokens(total.query, rows, start, grad.mul_(head.scale))
+        keys.add_to(total, self.keys, head.scale)
+
+    def _log_slope(self, score: Tensor) -> Tensor | None:
+        """Derivative of `_log_kernel`; None where it is 1."""
+        return None
 
     def _log_kernel(self, score: Tensor) -> Tensor:
         """Log-weights of the scores: softmax takes the scores themselves."""
@@ -120,6 +155,48 @@ class ExactSum:
         relative = torch.expm1(2 * score) + total
         # a weighted mean cannot be lost by more than all of it; a sum can
         return (relative.clamp(max=1.0) if head.normalise else relative).to(head.dtype)
+
+
+class _KeySide:
+    """The keys of a component, and the gradients that gather there tile by tile."""
+
+    def __init__(self, head: Head, keys: Tensor | None):
+        self.key = take(head.key, keys, 0, head.m).to(head.dtype)
+        self.value = take(head.value, keys, 0, head.m).to(head.dtype)
+        self.grad_key, self.grad_value = torch.zeros_like(self.key), torch.zeros_like(self.value)
+        self.grad_weight = self.key.new_zeros(len(self.key))
+
+    def add(
+        self,
+        tile: slice,
+        query: Tensor,
+        weight: Tensor,
+        slope: Tensor | None,
+        cotangent: Cotangent,
+    ) -> Tensor:
+        """Add one tile of weights, in the units of the cotangent; returns the queries' part."""
+        self.grad_value[tile].addmm_(weight.T, cotangent.num)
+        grad = torch.addmm(cotangent.den.unsqueeze(1), cotangent.num, self.value[tile].T)
+        grad.mul_(weight)  # of the log-weights
+        self.grad_weight[tile] += grad.sum(0)
+        if slope is not None:
+            grad = torch.where(weight > 0, grad * slope, 0.0)
+        self.grad_key[tile].addmm_(grad.T, query)
+        return grad @ self.key[tile]
+
+    def add_to(self, total: Gradients, keys: Tensor | None, scale: float) -> None:
+        add_tokens(total.key, keys, 0, self.grad_key.mul_(scale))
+        add_tokens(total.value, keys, 0, self.grad_value)
+        if total.key_log_weight is not None:
+            add_tokens(total.key_log_weight, keys, 0, self.grad_weight)
+
+
+def _row_tiles(head: Head, rows: int, keys: int) -> Iterator[tuple[int, int]]:
+    """Rows whose scores with all keys, or with as many as a tile holds, are formed at a time."""
+    least = 32 if head.is_causal else 128  # short tiles skip more of what lies ahead
+    step = least if keys > KEY_TILE else max(least, min(8192, TILE // keys))
+    for start in range(0, rows, step):
+        yield start, min(rows, start + step)
 
 
 def take(source: Tensor, index: Tensor | None, start: int, stop: int) -> Tensor:

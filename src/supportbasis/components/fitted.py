@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..cotangent import Cotangent, Gradients, add_tokens
 from ..features import FeatureMap
 from ..fitted import FittedKernel
 from ..frame import Frame, framed
@@ -21,6 +22,7 @@ from ..rounding import gamma, product_roundoff
 from .exact import take
 from .polynomial import largest_norm
 from .streaming import Task
+from .streaming_backward import add_gradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +37,22 @@ class FittedSum:
         """Add the sums over these keys to ``total``, which holds the given rows."""
         shift = self.frame.row_shift(head, rows)
         _FittedTask(framed(head, self.frame), rows, self.keys, self.kernel, shift).run(total)
+
+    def add_gradients(
+        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
+    ) -> None:
+        """Add what flows back from the sums of these rows, through the frame."""
+        inside, shift = framed(head, self.frame), self.frame.row_shift(head, rows)
+        part = Gradients(
+            torch.zeros_like(total.query),
+            torch.zeros_like(total.key),
+            total.value,
+            total.key.new_zeros(head.m),
+            total.query.new_zeros(head.n),
+        )
+        task = _FittedTask(inside, rows, self.keys, self.kernel, shift)
+        add_gradients(task, part, cotangent)
+        self.frame.pull_back(part, total, head.scale)
 
 
 class _FittedTask(Task):
@@ -75,6 +93,25 @@ class _FittedTask(Task):
     def kernel(self, query: Tensor, tokens: Tensor) -> Tensor:
         scaled = FittedKernel(tuple(self.coefficients), self.fitted.spans)
         return scaled(query.flip(1), tokens.flip(1))
+
+    def kernel_gradients(
+        self, query: Tensor, tokens: Tensor, grad: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        grad_query, grad_tokens = torch.zeros_like(query), torch.zeros_like(tokens)
+        for k, span in enumerate(self.fitted.spans, 1):
+            x, y = query[:, -span:], tokens[:, -span:]
+            slope = (x @ y.T).pow_(k - 1).mul_(grad).mul_(k * self.coefficients[k])
+            grad_query[:, -span:] += slope @ y
+            grad_tokens[:, -span:] += slope.T @ x
+        return grad_query, grad_tokens
+
+    def add_query_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
+        part = total.query[:, : self.features.dim]
+        add_tokens(part, self.rows, start, grad.flip(1) / self.query_norm)
+
+    def add_key_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
+        part = total.key[:, : self.features.dim]
+        add_tokens(part, self.keys, start, grad.flip(1) / self.key_norm)
 
     def magnitude(self) -> Tensor:
         magnitude = torch.zeros_like(self._relative_norms)

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..cotangent import Cotangent, Gradients, add_tokens
 from ..features import FeatureMap
 from ..partial import Partial
 from ..polynomials import CertifiedPolynomial
 from ..problem import Head
 from .exact import take
 from .streaming import Task
+from .streaming_backward import add_gradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +32,13 @@ class PolynomialSum:
     def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
         """Add the sums over these keys to ``total``, which holds the given rows."""
         _PolynomialTask(head, rows, self.keys, self.polynomial).run(total)
+
+    def add_gradients(
+        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
+    ) -> None:
+        """Add what flows back from the sums of these rows."""
+        task = _PolynomialTask(head, rows, self.keys, self.polynomial)
+        add_gradients(task, total, cotangent)
 
 
 class _PolynomialTask(Task):
@@ -54,6 +63,12 @@ class _PolynomialTask(Task):
     def key_tokens(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         key = take(self.head.key, self.keys, start, stop).to(self.head.dtype)
         return key / self.key_norm, self.log_weight(start, stop)
+
+    def add_query_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
+        add_tokens(total.query, self.rows, start, grad / self.query_norm)
+
+    def add_key_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
+        add_tokens(total.key, self.keys, start, grad / self.key_norm)
 
     def magnitude(self) -> Tensor:
         magnitude = torch.zeros_like(self._relative_norms)

@@ -29,6 +29,9 @@ class PowerSum(ExactSum):
     def _log_kernel(self, score: Tensor) -> Tensor:
         return self.kernel.log(score).clamp_(min=NOTHING)
 
+    def _log_slope(self, score: Tensor) -> Tensor | None:
+        return self.kernel.log_slope(score)
+
     def _row_tile(
         self, head: Head, rows: Tensor | None, span: tuple[int, int], keys: int
     ) -> Partial:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..cotangent import Cotangent, Gradients, add_tokens
 from ..features import FeatureMap
 from ..partial import Partial
 from ..powers import PowerKernel
@@ -26,6 +27,7 @@ from ..sketch import PolySketch
 from .exact import take
 from .polynomial import largest_norm, rescaled
 from .streaming import Task
+from .streaming_backward import add_gradients
 
 SQUARE = (0.0, 0.0, 1.0)
 
@@ -40,6 +42,13 @@ class SketchSum:
     def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
         """Add the sums over these keys to ``total``, which holds the given rows."""
         _SketchTask(head, rows, self.keys, self.kernel).run(total)
+
+    def add_gradients(
+        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
+    ) -> None:
+        """Add what flows back from the sums of these rows; the largest norms, which set the units
+        of the sketch, count as constants."""
+        add_gradients(_SketchTask(head, rows, self.keys, self.kernel), total, cotangent)
 
 
 class _SketchTask(Task):
@@ -57,6 +66,14 @@ class _SketchTask(Task):
         tokens, log_factor = self.sketch.key(take(self.head.key, self.keys, start, stop))
         log_weight = self.log_weight(start, stop)
         return tokens, log_factor if log_weight is None else log_factor + log_weight
+
+    def add_query_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
+        query = take(self.head.query, self.rows, start, start + len(grad))
+        add_tokens(total.query, self.rows, start, self.sketch.pull_back_query(query, grad))
+
+    def add_key_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
+        key = take(self.head.key, self.keys, start, start + len(grad))
+        add_tokens(total.key, self.keys, start, self.sketch.pull_back_key(key, grad))
 
     def magnitude(self) -> Tensor:
         return self.head.query.new_ones(self.row_count, dtype=self.head.dtype)
@@ -86,18 +103,49 @@ class Sketched:
         self.half = PolySketch(kernel.power, kernel.sketch_size, kernel.seed).half
 
     def query(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        unit, log_factor = self._sketch(tokens, self.query_norm, self.weight.abs().sqrt())
+        unit, log_factor = self._sketch(tokens, self.query_norm, self._query_root)
         return unit, log_factor + self.kernel.power * self.log_unit
 
     def key(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        root = self.weight.abs().sqrt() * self.weight.sign()
-        return self._sketch(tokens, self.key_norm, root)
+        return self._sketch(tokens, self.key_norm, self._key_root)
+
+    def pull_back_query(self, tokens: Tensor, grad: Tensor) -> Tensor:
+        return self._pull_back(tokens, grad, self.query_norm, self._query_root)
+
+    def pull_back_key(self, tokens: Tensor, grad: Tensor) -> Tensor:
+        return self._pull_back(tokens, grad, self.key_norm, self._key_root)
+
+    @property
+    def _query_root(self) -> Tensor:
+        return self.weight.abs().sqrt().to(self.dtype)
+
+    @property
+    def _key_root(self) -> Tensor:
+        return self._query_root * self.weight.sign().to(self.dtype)
 
     def _sketch(self, tokens: Tensor, norm: float, root: Tensor) -> tuple[Tensor, Tensor]:
-        features = self.features(tokens.to(self.dtype) / norm)[:, self.kept] * root.to(self.dtype)
+        features = self.features(tokens.to(self.dtype) / norm)[:, self.kept] * root
         features, log_length = _unit(features)
         sketched, log_sketched = _unit(self.half(features))
         return sketched, self.kernel.power * log_length + 2 * log_sketched
+
+    def _pull_back(self, tokens: Tensor, grad: Tensor, norm: float, root: Tensor) -> Tensor:
+        """Gradient of some tokens from that of their unit vectors.
+
+        Sums are of degree 2 in the sketched token and the sketch is homogeneous too, so what flows
+        back through the lengths and what flows back through their logarithms cancel: every
+        length is a plain divisor.
+        """
+        x = tokens.to(self.dtype) / norm
+        features, log_length = _unit(self.features(x)[:, self.kept] * root)
+        _, log_sketched = _unit(self.half(features))
+        grad = self.half.pull_back(features, grad * (-log_sketched).exp().unsqueeze(1))
+        whole = x.new_zeros(len(x), self.features.count)
+        whole[:, self.kept] = grad * (-log_length).exp().unsqueeze(1) * root
+        lanes = x.unsqueeze(0)
+        written = self.features.write(lanes, self.features.buffer(1, len(x), x))
+        back = self.features.pull_back(written, whole[:, 1:].T.contiguous().unsqueeze(0))
+        return back[0].T / norm
 
 
 def _unit(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,13 +17,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..cotangent import Gradients
 from ..features import FeatureMap, block_rows
 from ..partial import Partial
-from ..polynomials import horner
+from ..polynomials import derivative, horner
 from ..problem import Head
 from ..rounding import gamma, product_roundoff, sum_depth
 from .exact import take, take_index
@@ -33,7 +35,16 @@ MAX_LANES = 16
 NARROW = 8  # columns below which products are faster the other way round
 
 
-KeyBlock = tuple[Tensor, Tensor | None, Tensor]  # tokens, log-weights (None: zero), values
+class Block(NamedTuple):
+    """Some tokens of one side, and what each is summed with."""
+
+    tokens: Tensor  # [tokens, dim]
+    log_weight: Tensor | None  # None: zero
+    value: Tensor  # [tokens, dv]
+    column: Tensor | None = None  # beside the value; None: ones
+
+
+Span = tuple[int, int]  # tokens of a task, from and to
 
 
 def lane_count(device: str) -> int:
@@ -70,6 +81,14 @@ class Task(ABC):
         """Tokens y_j of norm at most 1 [keys, dim], and their log-weights [keys] (None: zero)."""
 
     @abstractmethod
+    def add_query_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
+        """Add what the gradient of tokens x_i from ``start`` on is for the queries."""
+
+    @abstractmethod
+    def add_key_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
+        """The same for tokens y_j and the keys."""
+
+    @abstractmethod
     def magnitude(self) -> Tensor:
         """sum_k |a_k| |x_i|^k: bounds the kernel's terms, and so its rounding, [rows]."""
 
@@ -77,15 +96,22 @@ class Task(ABC):
         """The kernel of all pairs, densely."""
         return horner(self.coefficients, query @ tokens.T)
 
+    def kernel_gradients(
+        self, query: Tensor, tokens: Tensor, grad: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of both sides' tokens from those of the kernel of all pairs."""
+        slope = horner(derivative(self.coefficients), query @ tokens.T).mul_(grad)
+        return slope @ tokens, slope.T @ query
+
     def run(self, total: Partial) -> None:
         """Add the sums to ``total``, which holds the rows of this task."""
         if self.row_count and self.key_count:
             (_add_causal if self.head.is_causal else _add_full)(self, total)
 
-    def key_block(self, start: int, stop: int) -> KeyBlock:
+    def key_block(self, start: int, stop: int) -> Block:
         """Tokens, log-weights and values of some keys."""
         value = take(self.head.value, self.keys, start, stop).to(self.head.dtype)
-        return (*self.key_tokens(start, stop), value)
+        return Block(*self.key_tokens(start, stop), value)
 
     def log_weight(self, start: int, stop: int) -> Tensor | None:
         """What the caller weighs these keys with."""
@@ -112,7 +138,7 @@ class Task(ABC):
         return self.magnitude() * gamma(depth, product_roundoff(self.head.dtype)) * mass
 
 
-class _State:
+class State:
     """Running sums of features: S = sum phi(k) w v and s = sum phi(k) w, in units of exp(top)."""
 
     def __init__(self, task: Task):
@@ -124,9 +150,9 @@ class _State:
         self.mass = 0.0
         self.top = -math.inf
 
-    def add(self, task: Task, block: KeyBlock, buffer: Tensor) -> None:
-        """Add a block of keys."""
-        tokens, log_weight, value = block
+    def add(self, task: Task, block: Block, features: Tensor) -> None:
+        """Add a block of tokens, whose features have been written."""
+        tokens, log_weight, value, column = block
         if log_weight is None:
             weight = value.new_ones(len(tokens))
             self.top = 0.0
@@ -134,7 +160,8 @@ class _State:
             self._raise_top(float(log_weight.max()))
             weight = (log_weight - self.top).exp_() if self.top > -math.inf else log_weight.exp()
             value = value * weight.unsqueeze(1)
-        features = task.write(tokens, buffer)
+        if column is not None:
+            weight = weight * column
         self.mass += float(weight.sum())
         _add_products(self.ones, features, task.in_lanes(weight).unsqueeze(2))
         if not task.head.is_density:
@@ -150,10 +177,10 @@ class _State:
             self.top = top
 
 
-class _Reader:
+class Reader:
     """The finished state with the polynomial applied: features of queries to sums over keys."""
 
-    def __init__(self, state: _State, task: Task):
+    def __init__(self, state: State, task: Task):
         weights = task.weights[1:].unsqueeze(1)
         self.task = task
         self.values = state.values.sum(0).mul_(weights)
@@ -164,10 +191,16 @@ class _Reader:
     def read(self, query: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """Numerator [rows, dv] and denominator [rows] of a block of queries."""
         features, rows = self.task.write(query, buffer), len(query)
-        den = _products(features, self.ones)[:rows].add_(self.mass)
+        den = self.den(features, rows)
         if self.task.head.is_density:
-            return den, den.squeeze(1)
-        return _products(features, self.values)[:rows].add_(self.constant), den.squeeze(1)
+            return den.unsqueeze(1), den
+        return self.num(features, rows), den
+
+    def num(self, features: Tensor, rows: int) -> Tensor:
+        return _products(features, self.values)[:rows].add_(self.constant)
+
+    def den(self, features: Tensor, rows: int) -> Tensor:
+        return _products(features, self.ones)[:rows].add_(self.mass).squeeze(1)
 
 
 def _add_products(total: Tensor, features: Tensor, value: Tensor) -> None:
@@ -185,15 +218,21 @@ def _products(features: Tensor, sums: Tensor) -> Tensor:
     return (sums.T @ features).transpose(1, 2).flatten(0, 1)
 
 
+def lane_rows(task: Task) -> int:
+    """Tokens a lane and block where every row sees every key."""
+    longest = math.ceil(max(task.row_count, task.key_count) / task.lanes)
+    return min(block_rows(task.features.count, task.head.dtype), longest)
+
+
 def _add_full(task: Task, total: Partial) -> None:
     """Every row sees every key: one pass over the keys, one over the rows."""
-    lane = block_rows(task.features.count, task.head.dtype)
-    lane = min(lane, math.ceil(max(task.row_count, task.key_count) / task.lanes))
+    lane = lane_rows(task)
     buffer, block = task.features.buffer(task.lanes, lane, task.weights), lane * task.lanes
-    state = _State(task)
+    state = State(task)
     for start in range(0, task.key_count, block):
-        state.add(task, task.key_block(start, min(task.key_count, start + block)), buffer)
-    reader = _Reader(state, task)
+        keys = task.key_block(start, min(task.key_count, start + block))
+        state.add(task, keys, task.write(keys.tokens, buffer))
+    reader = Reader(state, task)
     noise = task.noise(state.mass, block)
     for start in range(0, task.row_count, block):
         rows = slice(start, min(task.row_count, start + block))
@@ -204,21 +243,16 @@ def _add_full(task: Task, total: Partial) -> None:
 
 def _add_causal(task: Task, total: Partial) -> None:
     """Chunks of positions: earlier chunks through the running state, the chunk itself densely."""
-    head = task.head
-    fitting = task.lanes * block_rows(task.features.count, head.dtype)
-    chunk = max(32, min(CAUSAL_CHUNK, fitting))
-    row_edges = _edges(task.rows, task.row_count, head.n, chunk, head.query)
-    key_edges = _edges(task.keys, task.key_count, head.n, chunk, head.query)
-    lane = math.ceil(chunk / task.lanes)
-    buffer = task.features.buffer(task.lanes, lane, task.weights)
-    state = _State(task)
+    chunk, spans = causal_chunks(task)
+    buffer = task.features.buffer(task.lanes, math.ceil(chunk / task.lanes), task.weights)
+    state = State(task)
     reach = task.noise(1.0, chunk)
-    for rows, keys in zip(pairwise(row_edges), pairwise(key_edges), strict=True):
+    for rows, keys in spans:
         block = task.key_block(*keys) if keys[0] < keys[1] else None
         if rows[0] < rows[1]:
             where, (query, log_scale) = slice(*rows), task.queries(*rows)
             if state.top > -math.inf:
-                num, den = _Reader(state, task).read(query, buffer)
+                num, den = Reader(state, task).read(query, buffer)
                 noise = reach[where] * state.mass
                 total[where].add_(Partial(num, den, log_scale + state.top, noise))
             if block is not None:
@@ -226,19 +260,19 @@ def _add_causal(task: Task, total: Partial) -> None:
                 part.log_scale += log_scale
                 total[where].add_(part)
         if block is not None:
-            state.add(task, block, buffer)
+            state.add(task, block, task.write(block.tokens, buffer))
 
 
 def _diagonal(
     task: Task,
     query: Tensor,
-    block: KeyBlock,
-    rows: tuple[int, int],
-    keys: tuple[int, int],
+    block: Block,
+    rows: Span,
+    keys: Span,
     reach: Tensor,
 ) -> Partial:
     """Rows of one chunk against the keys of the same chunk that do not lie ahead of them."""
-    tokens, log_weight, value = block
+    tokens, log_weight, value, _ = block
     row_at = take_index(task.rows, *rows, query)
     key_at = take_index(task.keys, *keys, query)
     ahead = key_at > row_at.unsqueeze(1)
@@ -256,9 +290,18 @@ def _diagonal(
     return Partial(kernel @ value, kernel.sum(1), top, reach * mass)
 
 
-def _edges(index: Tensor | None, count: int, tokens: int, chunk: int, like: Tensor) -> list[int]:
+def causal_chunks(task: Task) -> tuple[int, list[tuple[Span, Span]]]:
+    """Positions of a chunk, and for each chunk the rows and the keys of the task within it."""
+    fitting = task.lanes * block_rows(task.features.count, task.head.dtype)
+    chunk = max(32, min(CAUSAL_CHUNK, fitting))
+    row_edges = _edges(task.rows, task.row_count, task.head, chunk)
+    key_edges = _edges(task.keys, task.key_count, task.head, chunk)
+    return chunk, list(zip(pairwise(row_edges), pairwise(key_edges), strict=True))
+
+
+def _edges(index: Tensor | None, count: int, head: Head, chunk: int) -> list[int]:
     """Where the chunks of positions 0, chunk, 2 chunk, ... begin in an index set."""
-    borders = torch.arange(0, tokens + chunk, chunk, device=like.device)
+    borders = torch.arange(0, head.n + chunk, chunk, device=head.query.device)
     if index is None:
         return [min(count, int(border)) for border in borders.tolist()]
     edges: list[int] = torch.searchsorted(index, borders).tolist()

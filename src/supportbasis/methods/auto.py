@@ -38,7 +38,7 @@ class Auto(Method):
     largest error over the largest density). Polynomials are screened on a sample of scores; the
     fastest, and fits and lists where they can be faster, are verified on sampled query rows
     against all keys, where the upper limit of the error (95 % confidence) must be within the
-    tolerance. Else the head is exact.
+    tolerance. Else the head is exact. Where inputs require grad, lists are left out.
     """
 
     tolerance: float = 1e-2
@@ -78,7 +78,9 @@ class Auto(Method):
 
     def _blocks(self, head: Head, speedup: float) -> HeadPlan | None:
         """Lists of exact and coarse keys within the tolerance, where they can be faster."""
-        if head.is_density or BlockSearch.highest_speedup(head, BLOCK_SIZE) <= speedup:
+        if head.is_density or head.requires_grad:  # lists have no gradients
+            return None
+        if BlockSearch.highest_speedup(head, BLOCK_SIZE) <= speedup:
             return None
         search = BlockSearch.of(head, BLOCK_SIZE, self.seed)
         if isinstance(search, str) or search.plan(1.0).speedup <= speedup:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
@@ -114,6 +114,18 @@ class PolySketch:
         """
         half = self.half(x)
         return (half.unsqueeze(-1) * half.unsqueeze(-2)).flatten(-2)
+
+    def pull_back(self, x: Tensor, grad: Tensor) -> Tensor:
+        """Gradient of vectors ``x`` [..., d] from that of their sketches [..., size].
+
+        Autograd runs through a sketch as well; this is for places that it cannot reach. Only for
+        ``base="gaussian"``.
+        """
+        if self.base != "gaussian":
+            raise InputError(f"base is {self.base!r}; only gaussian sketches are pulled back")
+        tree = _draw_tree(self, x.shape[-1], x.dtype, x.device)
+        _, back = tree.traced(tree.leaves(x), iter(tree.inner))
+        return _adjoint(tree.leaves, back(grad))
 
     @property
     def half(self) -> PolySketch:
@@ -219,10 +231,32 @@ class _Tree(NamedTuple):
         left, right = (self._image(part, inner) for part in (images[:middle], images[middle:]))
         return self.leaves.join(left, right)
 
+    def traced(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> tuple[Tensor, Back]:
+        """`root` of Gaussian maps, and the way back from its gradient to those of the images."""
+        if len(images) == 1:
+            return images[0], lambda grad: [grad]
+        middle = (len(images) + 1) // 2
+        (a, back_a), (b, back_b) = (
+            self._traced_image(part, inner) for part in (images[:middle], images[middle:])
+        )
+        return a * b, lambda grad: back_a(grad * b) + back_b(grad * a)
+
+    def _traced_image(
+        self, images: Sequence[Tensor], inner: Iterator[_Maps]
+    ) -> tuple[Tensor, Back]:
+        node, back = self.traced(images, inner)
+        if len(images) == 1:
+            return node, back
+        maps = next(inner)
+        return maps(node)[0], lambda grad: back(_adjoint(maps, [grad]))
+
     def _image(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> Tensor:
         """What a child hands up: a leaf's image as it is, a node after a map of its own."""
         node = self.root(images, inner)
         return node if len(images) == 1 else next(inner)(node)[0]
+
+
+Back = Callable[[Tensor], list[Tensor]]  # from the gradient of a node to those of its leaves
 
 
 @lru_cache(maxsize=16)  # one entry may hold power · d · size numbers
@@ -254,6 +288,12 @@ class _Gaussian(_Maps):
     @staticmethod
     def map_work(dim: int, size: int) -> int:
         return dim * size
+
+
+def _adjoint(maps: _Maps, grads: Sequence[Tensor]) -> Tensor:
+    """Gradient of what Gaussian maps are applied to, from those of their images."""
+    assert isinstance(maps, _Gaussian)
+    return torch.cat(list(grads), -1) @ maps.matrix.T
 
 
 class _Srht(_Maps):

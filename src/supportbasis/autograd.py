@@ -1,0 +1,323 @@
+"""Attention as operators of PyTorch: what autograd, ``torch.compile`` and ``torch.func`` see.
+
+Two operators wrap the engine, one for each direction. Everything that looks at numbers happens
+inside them: checks of the entries, supports, warnings. So a graph around a call is a plain graph of
+tensors. A plan is a constant of the call; the operators know it by its handle, a string. Outside
+of graphs the same two functions run as an `autograd.Function`, which is what `torch.func` wants and
+does not load the compiler.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backward import backward
+from .certificate import RESCUED_SHARE
+from .checks import check_bias, check_finite, is_watched
+from .errors import InputError, SupportBasisError
+from .execute import Outcome, execute
+from .plans import Plan
+from .problem import Problem
+
+_in_graphs: dict[str, Plan] = {}  # a compiled graph holds a handle, so its plan has to live on
+
+
+def is_needed(problem: Problem) -> bool:
+    """Whether something looks at this call that only operators can answer."""
+    return problem.requires_grad or is_watched()
+
+
+def check(problem: Problem, plan: Plan) -> None:
+    """Whether a plan fits the inputs, whose entries must be finite."""
+    shape = (problem.batch, problem.heads, problem.query.shape[-1])
+    made_for = (plan.batch, plan.num_heads, plan.dim)
+    if shape != made_for:
+        raise InputError(
+            f"plan was made for (batch, heads, dim) = {made_for}, but the inputs have {shape}"
+        )
+    for head in plan.heads:
+        if (
+            head.kind == "single-threshold"
+            and head.large_rows is not None
+            and (head.n, head.m) != (problem.n, problem.m)
+        ):
+            raise InputError(
+                f"plan splits {head.n} rows and {head.m} keys, but the inputs have {problem.n} "
+                f"and {problem.m}; save and load the plan (a loaded plan splits again) or make a "
+                "new one"
+            )
+    if problem.query.device.type == "cpu":
+        check_finite(query=problem.query, key=problem.key, value=problem.value)
+        if problem.key_log_weight is not None:
+            check_bias(problem.key_log_weight)
+
+
+def run(problem: Problem, plan: Plan) -> Outcome:
+    """`execute` with gradients: of output and lse by query, key, value and key log-weights."""
+    operator: Any = _attention if torch.compiler.is_compiling() else _Attention.apply
+    output, lse, rescued, counts = operator(
+        problem.query,
+        problem.key,
+        problem.value,
+        problem.key_log_weight,
+        problem.mask,
+        plan.handle,
+        problem.scale,
+        problem.is_causal,
+    )
+    invalid_rows, rescued_rows, rounding = counts.unbind(0)
+    zero = torch.zeros_like(rounding)
+    return Outcome(output, lse, zero, invalid_rows, rescued_rows, rounding, rescued)
+
+
+def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
+    """Say what went wrong with some rows, and refuse an output that is not finite."""
+    if int(outcome.invalid_rows.sum() - outcome.rescued_rows.sum()):
+        warnings.warn(
+            "supportbasis: rows had no usable denominator (their weights cancel or vanish) and "
+            "return zeros; return_result=True counts them by head",
+            UserWarning,
+            stacklevel=4,
+        )
+    sketched = any(head.is_sketched for head in plan.heads)
+    if sketched and float(outcome.rescued_rows.max()) > RESCUED_SHARE * problem.n:
+        warnings.warn(
+            "supportbasis: a sketch lost more than 1 % of a head's rows, which were computed "
+            "exactly instead; use a larger sketch_size or another method",
+            UserWarning,
+            stacklevel=4,
+        )
+    _check_output(problem, outcome.output)
+
+
+def _check_output(problem: Problem, output: Tensor) -> None:
+    """Finite inputs can still overflow: in a score, or in a sum of huge values."""
+    if output.is_cuda or bool(output.detach().sum(dtype=problem.dtype).isfinite()):
+        return
+    if not bool(output.isfinite().all()):
+        reach = [float(x.detach().abs().max()) for x in (problem.query, problem.key, problem.value)]
+        raise InputError(
+            f"the output overflows {problem.dtype}: the largest entries of query, key and value "
+            f"are {reach[0]:.3g}, {reach[1]:.3g} and {reach[2]:.3g}; scale them down or use "
+            "float64"
+        )
+
+
+TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? key_log_weight, Tensor? mask"
+SETTINGS = "str plan, float scale, bool is_causal"
+
+
+def _run_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_log_weight: Tensor | None,
+    mask: Tensor | None,
+    plan: str,
+    scale: float,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output and lse, which rows were rescued, and counts [3, batch, heads]."""
+    problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal)
+    the_plan = Plan.known(plan)
+    check(problem, the_plan)
+    with torch.autocast(query.device.type, enabled=False):
+        outcome = execute(problem, the_plan)
+    warn_about(problem, the_plan, outcome)
+    counts = torch.stack([outcome.invalid_rows, outcome.rescued_rows, outcome.rounding])
+    return outcome.output, outcome.lse, outcome.rescued, counts
+
+
+_attention = torch.library.custom_op(
+    "supportbasis::attention",
+    _run_forward,
+    mutates_args=(),
+    schema=f"({TENSORS}, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@_attention.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_log_weight: Tensor | None,
+    mask: Tensor | None,
+    plan: str,
+    scale: float,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _in_graphs[plan] = Plan.known(plan)
+    problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal)
+    rows = query.shape[:3]
+    return (
+        query.new_empty(*rows, value.shape[-1]),
+        query.new_empty(rows, dtype=problem.dtype),
+        query.new_empty(rows, dtype=torch.bool),
+        query.new_empty(3, *rows[:2], dtype=problem.dtype),
+    )
+
+
+def _run_backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_log_weight: Tensor | None,
+    mask: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    rescued: Tensor,
+    plan: str,
+    scale: float,
+    is_causal: bool,
+    for_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and, if asked for, of the key log-weights (else empty)."""
+    problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal)
+    with torch.autocast(query.device.type, enabled=False):
+        total = backward(
+            problem, Plan.known(plan), output, lse, rescued, grad, grad_lse, for_weights=for_weights
+        )
+    weight = total.key_log_weight
+    return (
+        total.query.to(query.dtype),
+        total.key.to(key.dtype),
+        total.value.to(value.dtype),
+        lse.new_empty(0) if weight is None else weight,
+    )
+
+
+_backward = torch.library.custom_op(
+    "supportbasis::attention_backward",
+    _run_backward,
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor? grad_lse, {TENSORS}, Tensor output, Tensor lse, Tensor rescued, "
+    f"{SETTINGS}, bool for_weights) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_log_weight: Tensor | None,
+    mask: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    rescued: Tensor,
+    plan: str,
+    scale: float,
+    is_causal: bool,
+    for_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    weight = (*query.shape[:2], key.shape[2]) if for_weights else (0,)
+    grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in (query, key, value))
+    return grad_query, grad_key, grad_value, lse.new_empty(weight)
+
+
+def _problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_log_weight: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    is_causal: bool,
+) -> Problem:
+    leading = tuple(query.shape[:2])
+    return Problem(
+        query, key, value, key_log_weight, None, mask, 0.0, is_causal, scale, True, leading
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, plan, scale, is_causal = inputs
+    ctx.plan = Plan.known(plan)  # kept until the backward pass
+    if any(head.kind == "block" for head in ctx.plan.heads):
+        raise InputError(
+            "an input requires grad, but lists (sb.BlockSupport) have no gradients so far; use "
+            "another method, or make the plan with inputs that require grad"
+        )
+    ctx.settings = (plan, scale, is_causal)
+    ctx.for_weights = ctx.needs_input_grad[3]
+    ctx.save_for_backward(*tensors, *output[:3])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(operator: Any, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad, grad_lse = grads[:2]
+    if grad is None and grad_lse is None:
+        return (None,) * 8
+    *tensors, output, lse, rescued = ctx.saved_tensors
+    if grad is None:
+        grad = torch.zeros_like(output)
+    *parts, weight = operator(
+        grad, grad_lse, *tensors, output, lse, rescued, *ctx.settings, ctx.for_weights
+    )
+    return (*parts, weight if ctx.for_weights else None, None, None, None, None)
+
+
+def _refuse(ctx: Any, *grads: Tensor | None) -> None:
+    raise SupportBasisError(
+        "attention has no second derivatives so far: do not differentiate its gradients "
+        "(create_graph=True), or use F.scaled_dot_product_attention with the math backend"
+    )
+
+
+_attention.register_autograd(partial(_gradients, _backward), setup_context=_save)
+_backward.register_autograd(_refuse)
+
+
+def _one_by_one(
+    operator: Any, info: Any, in_dims: Sequence[int | None], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """``vmap``: a plan belongs to given heads, so the operator is called for each slice."""
+    results = [
+        operator(
+            *(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True))
+        )
+        for i in range(info.batch_size)
+    ]
+    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+class _Attention(torch.autograd.Function):
+    """The same outside of graphs."""
+
+    forward = staticmethod(_run_forward)
+    setup_context = staticmethod(_save)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return _gradients(_AttentionBackward.apply, ctx, *grads)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+        return _one_by_one(_Attention.apply, info, in_dims, *args)
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The way back of `_Attention`, which ends there."""
+
+    forward = staticmethod(_run_backward)
+    backward = staticmethod(_refuse)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+        return _one_by_one(_AttentionBackward.apply, info, in_dims, *args)

@@ -1,0 +1,64 @@
+"""The way back through `execute`: gradients of output and lse to those of query, key and value.
+
+The function that is differentiated is the one that ran: supports, thresholds, polynomials and
+sketches are constants, and rows that were rescued are exact here too. Nothing of the forward pass
+is kept but its output, its lse and which rows were rescued; weights and features are formed again
+in blocks.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .basis import exact_component, support_basis
+from .cotangent import Cotangent, Gradients
+from .plans import HeadPlan, Plan
+from .problem import Head, Problem
+
+
+def backward(
+    problem: Problem,
+    plan: Plan,
+    output: Tensor,
+    lse: Tensor,
+    rescued: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    *,
+    for_weights: bool = False,
+) -> Gradients:
+    """Gradients [batch, heads or key heads, ...] in the dtype of the sums; those of the key
+    log-weights, [batch, heads, m], if ``for_weights``."""
+    query, key, value = (
+        x.new_zeros(x.shape, dtype=problem.dtype)
+        for x in (problem.query, problem.key, problem.value)
+    )
+    weights = (problem.batch, problem.heads, problem.m)
+    weight = query.new_zeros(weights) if for_weights else None
+    total = Gradients(query, key, value, weight)
+    for b, h, head in problem.each_head():
+        at, key_at = (b, h), (b, h // problem.group)
+        part = Gradients(
+            query[at], key[key_at], value[key_at], None if weight is None else weight[at]
+        )
+        from_lse = None if grad_lse is None else grad_lse[at]
+        cotangent = Cotangent.of(output[at], lse[at], grad[at], from_lse)
+        backward_head(head, plan.head(b, h), cotangent, rescued[at], part)
+    return total
+
+
+def backward_head(
+    head: Head, plan: HeadPlan, cotangent: Cotangent, rescued: Tensor, total: Gradients
+) -> None:
+    """One head: every component adds its part to ``total``."""
+    for group in support_basis(plan, head):
+        rows, part, lost = group.rows, cotangent, rescued
+        if rows is not None:
+            part, lost = cotangent[rows], rescued[rows]
+        if bool(lost.any()):
+            where = lost.nonzero().squeeze(1)
+            exact = where if rows is None else rows[where]
+            exact_component(plan, head).add_gradients(total, part[where], head, exact)
+            part = part.without(lost)
+        for component in group.components:
+            component.add_gradients(total, part, head, rows)

@@ -1,0 +1,177 @@
+"""The way back through streamed feature sums: features are formed again, block by block.
+
+What flows back is the bilinear form
+
+    L = sum_ij p(<x_i, y_j>) exp(r_i + s_j) <(u_i, c_i), (v_j, 1)>
+
+with (u_i, c_i) exp(r_i) the gradients of row i's sums. Its two sides are alike: the gradient of x_i
+reads the state S = sum_j phi(y_j) e^{s_j} (v_j, 1) of all keys, and those of y_j and v_j read the
+state T = sum_i phi(x_i) e^{r_i} (u_i, c_i) of all rows. In causal attention S is a prefix and T a
+suffix, and both sides meet densely inside one chunk.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..cotangent import Cotangent, Gradients, add_tokens
+from .exact import take_index
+from .streaming import Block, Reader, Span, State, Task, causal_chunks, lane_rows
+
+
+def add_gradients(task: Task, total: Gradients, cotangent: Cotangent) -> None:
+    """Add what flows back from the sums of the rows of this task."""
+    if task.row_count and task.key_count:
+        back = _Backward(task, total, cotangent)
+        (back.causal if task.head.is_causal else back.full)()
+
+
+class _Backward:
+    """One evaluation: the task, what comes in, where it goes, and memory for two blocks."""
+
+    def __init__(self, task: Task, total: Gradients, cotangent: Cotangent):
+        self.task, self.total, self.cotangent = task, total, cotangent
+        self.features = self.grad = task.weights.new_empty(0)
+
+    def _allocate(self, lane: int) -> None:
+        shape = (self.task.lanes, self.task.features.count - 1, lane)
+        self.features = self.task.features.buffer(self.task.lanes, lane, self.task.weights)
+        self.grad = self.task.weights.new_empty(shape)
+
+    def full(self) -> None:
+        """Every row sees every key: S over the keys, one pass over the rows, one over the keys."""
+        task, lane = self.task, lane_rows(self.task)
+        self._allocate(lane)
+        keys, rows = State(task), State(task)
+        for span in _spans(task.key_count, lane * task.lanes):
+            block = task.key_block(*span)
+            keys.add(task, block, task.write(block.tokens, self.features))
+        reader = _Reader(keys, task)
+        for span in _spans(task.row_count, lane * task.lanes):
+            block = self._row_block(span)
+            features = task.write(block.tokens, self.features)
+            task.add_query_gradient(self.total, span[0], self._read(reader, block, features))
+            self._add_row_weights(reader, block, features, span)
+            rows.add(task, block, features)
+        reader = _Reader(rows, task)
+        for span in _spans(task.key_count, lane * task.lanes):
+            self._finish_keys(reader, span)
+
+    def causal(self) -> None:
+        """Chunks in order for the rows, which read what is before them, then backwards for the
+        keys, which read what is after."""
+        task = self.task
+        chunk, chunks = causal_chunks(task)
+        self._allocate(math.ceil(chunk / task.lanes))
+        keys, rows = State(task), State(task)
+        for row_span, key_span in chunks:
+            self._chunk(keys, row_span, key_span)
+        for row_span, key_span in reversed(chunks):
+            if key_span[0] < key_span[1] and rows.top > -math.inf:
+                self._finish_keys(_Reader(rows, task), key_span)
+            if row_span[0] < row_span[1]:
+                block = self._row_block(row_span)
+                rows.add(task, block, task.write(block.tokens, self.features))
+
+    def _chunk(self, keys: State, row_span: Span, key_span: Span) -> None:
+        """The rows of one chunk with all keys up to its end."""
+        task = self.task
+        key_block = task.key_block(*key_span) if key_span[0] < key_span[1] else None
+        if row_span[0] < row_span[1]:
+            block = self._row_block(row_span)
+            grad = torch.zeros_like(block.tokens)
+            if keys.top > -math.inf:
+                features = task.write(block.tokens, self.features)
+                reader = _Reader(keys, task)
+                grad += self._read(reader, block, features)
+                self._add_row_weights(reader, block, features, row_span)
+            if key_block is not None:
+                grad += self._diagonal(block, key_block, row_span, key_span)
+            task.add_query_gradient(self.total, row_span[0], grad)
+        if key_block is not None:
+            keys.add(task, key_block, task.write(key_block.tokens, self.features))
+
+    def _row_block(self, span: Span) -> Block:
+        """Tokens x_i with (u_i, c_i) exp(r_i)."""
+        tokens, log_factor = self.task.queries(*span)
+        part = self.cotangent[slice(*span)]
+        return Block(tokens, log_factor + part.log_scale, part.num, part.den)
+
+    def _read(self, reader: _Reader, block: Block, features: Tensor) -> Tensor:
+        """Gradient of a block's tokens, whose features have been written."""
+        task, rows = self.task, len(block.tokens)
+        factor = reader.factor(block).unsqueeze(1)
+        column = factor if block.column is None else factor * block.column.unsqueeze(1)
+        weight = task.in_lanes(torch.cat([block.value * factor, column], 1))
+        grad = self.grad[:, :, : weight.shape[1]]
+        torch.matmul(reader.sums, weight.transpose(1, 2), out=grad)
+        grad = task.features.pull_back(features, grad)
+        return grad.transpose(1, 2).flatten(0, 1)[:rows]
+
+    def _add_row_weights(self, reader: _Reader, block: Block, features: Tensor, span: Span) -> None:
+        """Gradients of the rows' log-factors, where somebody asks for them."""
+        if self.total.query_log_weight is not None:
+            value = reader.num(features, len(block.value))
+            weight = reader.weight_gradient(value, block, features)
+            add_tokens(self.total.query_log_weight, self.task.rows, span[0], weight)
+
+    def _finish_keys(self, reader: _Reader, span: Span) -> None:
+        """Gradients of some keys from the state of the rows that see all of them."""
+        task, total, block = self.task, self.total, self.task.key_block(*span)
+        features, factor = task.write(block.tokens, self.features), reader.factor(block)
+        task.add_key_gradient(total, span[0], self._read(reader, block, features))
+        value = reader.num(features, len(factor))
+        if total.key_log_weight is not None:
+            weight = reader.weight_gradient(value, block, features)
+            add_tokens(total.key_log_weight, task.keys, span[0], weight)
+        add_tokens(total.value, task.keys, span[0], value.mul_(factor.unsqueeze(1)))
+
+    def _diagonal(self, block: Block, keys: Block, row_span: Span, key_span: Span) -> Tensor:
+        """Rows and keys of one chunk: finishes the keys' part, returns that of the tokens x_i."""
+        task, total = self.task, self.total
+        row_at = take_index(task.rows, *row_span, block.tokens)
+        key_at = take_index(task.keys, *key_span, block.tokens)
+        assert block.log_weight is not None and block.column is not None
+        weight = block.log_weight.unsqueeze(1)
+        if keys.log_weight is not None:
+            weight = weight + keys.log_weight
+        weight = weight.masked_fill(key_at > row_at.unsqueeze(1), -math.inf).exp_()
+        kernel = task.kernel(block.tokens, keys.tokens).mul_(weight)
+        add_tokens(total.value, task.keys, key_span[0], kernel.T @ block.value)
+        grad = torch.addmm(block.column.unsqueeze(1), block.value, keys.value.T)
+        if total.key_log_weight is not None:
+            add_tokens(total.key_log_weight, task.keys, key_span[0], (kernel * grad).sum(0))
+        if total.query_log_weight is not None:
+            add_tokens(total.query_log_weight, task.rows, row_span[0], (kernel * grad).sum(1))
+        of_rows, of_keys = task.kernel_gradients(block.tokens, keys.tokens, grad.mul_(weight))
+        task.add_key_gradient(total, key_span[0], of_keys)
+        return of_rows
+
+
+class _Reader(Reader):
+    """A state that is read by the other side, values and column together."""
+
+    def __init__(self, state: State, task: Task):
+        super().__init__(state, task)
+        self.top = state.top
+        self.sums = torch.cat([self.values, self.ones], 1)
+
+    def factor(self, block: Block) -> Tensor:
+        """Weights of a block's tokens in the units of the state."""
+        if block.log_weight is None:
+            return block.value.new_full((len(block.value),), math.exp(self.top))
+        return (block.log_weight + self.top).exp_()
+
+    def weight_gradient(self, num: Tensor, block: Block, features: Tensor) -> Tensor:
+        """Gradient of a block's log-weights, from what `num` gives."""
+        den = self.den(features, len(num))
+        if block.column is not None:
+            den = den * block.column
+        return ((num * block.value).sum(1) + den) * self.factor(block)
+
+
+def _spans(count: int, block: int) -> list[Span]:
+    return [(start, min(count, start + block)) for start in range(0, count, block)]

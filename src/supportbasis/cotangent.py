@@ -1,0 +1,63 @@
+"""What flows back through a component: gradients of its sums in, gradients of its tokens out.
+
+With out = num / den and lse = ln den, a loss with gradients g of out and h of lse has the gradients
+g / den of num and (h - <g, out>) / den of den. So the pair (i, j), which adds a_ij v_j to num and
+a_ij to den, has d loss / d a_ij = (<g_i, v_j> + h_i - <g_i, out_i>) / den_i, and 1 / den_i is
+exp(-lse_i): a log-scale, like that of the sums themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Cotangent:
+    """Gradients of the sums of some rows, in units of ``exp(log_scale)``; -inf: of no weight."""
+
+    num: Tensor  # [rows, dv]
+    den: Tensor  # [rows]
+    log_scale: Tensor  # [rows]
+
+    @staticmethod
+    def of(output: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None) -> Cotangent:
+        """From the gradients of output [n, dv] and lse [n]; rows without a result have none."""
+        num = grad.to(lse.dtype)
+        den = (num * output).sum(-1).neg_()
+        if grad_lse is not None:
+            den += grad_lse
+        valid = lse > -math.inf
+        if not bool(valid.all()):
+            num, den = num.masked_fill(~valid.unsqueeze(1), 0.0), den.masked_fill(~valid, 0.0)
+        return Cotangent(num, den, torch.where(valid, -lse, -math.inf))
+
+    def __getitem__(self, rows: slice | Tensor) -> Cotangent:
+        return Cotangent(self.num[rows], self.den[rows], self.log_scale[rows])
+
+    def without(self, rows: Tensor) -> Cotangent:
+        """The same, with no weight on the rows of a boolean mask."""
+        return Cotangent(self.num, self.den, self.log_scale.masked_fill(rows, -math.inf))
+
+
+@dataclass
+class Gradients:
+    """Gradients of the tokens of one head, to which every component adds its part."""
+
+    query: Tensor  # [n, d]
+    key: Tensor  # [m, d]
+    value: Tensor  # [m, dv]
+    key_log_weight: Tensor | None  # [m]; None: nobody asks for it
+    query_log_weight: Tensor | None = None  # [n]: of a factor of each row, likewise
+
+
+def add_tokens(total: Tensor, index: Tensor | None, start: int, part: Tensor) -> None:
+    """Add to the tokens from ``start`` on of an index set (None: all tokens in order)."""
+    stop = start + len(part)
+    if index is None:
+        total[start:stop] += part
+    else:
+        total.index_add_(0, index[start:stop], part)

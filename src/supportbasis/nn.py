@@ -1,0 +1,266 @@
+"""Modules: attention with its projections, and a transformer encoder of any depth.
+
+Which method computes the attention is a property of a module, not of its weights: it can be
+changed at any time, on a trained module too, and nothing has to be trained again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .api import attention
+from .errors import InputError
+from .methods import Auto, Method
+from .plans import Plan
+
+__all__ = ["SupportBasisAttention", "SupportBasisEncoder"]
+
+
+class SupportBasisAttention(nn.Module):
+    """Multi-head attention: projections of queries, keys and values, `attention`, a projection.
+
+    ``num_key_heads`` below ``num_heads`` shares keys and values between heads (grouped-query
+    attention); ``rope`` turns queries and keys by their positions before they meet. ``method`` is
+    any method of the library, by default ``Auto(tolerance)``. ``dropout`` on the weights is for
+    training only, and with it attention runs exactly.
+
+    >>> import torch, supportbasis as sb
+    >>> module = sb.nn.SupportBasisAttention(16, 4, num_key_heads=2, rope=True, is_causal=True)
+    >>> x = torch.randn(2, 10, 16)
+    >>> module(x).shape
+    torch.Size([2, 10, 16])
+    >>> module.method = sb.Exact()  # the same weights
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_key_heads: int | None = None,
+        method: Method | None = None,
+        tolerance: float | None = None,
+        is_causal: bool = False,
+        rope: bool = False,
+        bias: bool = True,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.num_key_heads = num_heads if num_key_heads is None else num_key_heads
+        self.head_dim = _head_dim(embed_dim, num_heads, self.num_key_heads, rope)
+        self.is_causal, self.rope, self.dropout = is_causal, rope, dropout
+        self.method = _method(method, tolerance)
+        key_dim = self.num_key_heads * self.head_dim
+        self.query_projection = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.key_projection = nn.Linear(embed_dim, key_dim, bias=bias)
+        self.value_projection = nn.Linear(embed_dim, key_dim, bias=bias)
+        self.output_projection = nn.Linear(embed_dim, embed_dim, bias=bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        plan: Plan | None = None,
+    ) -> Tensor:
+        """Attention of ``x`` [..., n, embed_dim] over ``context`` [..., m, embed_dim] (None: x).
+
+        ``key_mask`` [..., m] is True for tokens that may be attended to. A ``plan`` made with
+        this module's method and inputs is reused as it is.
+        """
+        context = x if context is None else context
+        query = self._heads(self.query_projection(x), self.num_heads)
+        key = self._heads(self.key_projection(context), self.num_key_heads)
+        value = self._heads(self.value_projection(context), self.num_key_heads)
+        if self.rope:
+            query, key = rotated(query), rotated(key)
+        output = attention(
+            query,
+            key,
+            value,
+            None if key_mask is None else key_mask[..., None, None, :],
+            self.dropout if self.training else 0.0,
+            self.is_causal,
+            enable_gqa=self.num_key_heads < self.num_heads,
+            method=None if plan is not None else self.method,
+            plan=plan,
+        )
+        assert isinstance(output, Tensor)
+        return self.output_projection(output.transpose(-2, -3).flatten(-2))
+
+    def _heads(self, x: Tensor, heads: int) -> Tensor:
+        """[..., tokens, heads * dim] as [..., heads, tokens, dim]."""
+        return x.unflatten(-1, (heads, self.head_dim)).transpose(-2, -3)
+
+    @staticmethod
+    def from_multihead(
+        module: nn.MultiheadAttention,
+        *,
+        method: Method | None = None,
+        tolerance: float | None = None,
+        is_causal: bool = False,
+    ) -> SupportBasisAttention:
+        """A module with copies of the weights of ``nn.MultiheadAttention``.
+
+        Tokens are always [..., tokens, dim] here, as with ``batch_first=True`` there.
+        """
+        if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
+            raise InputError("module has add_bias_kv or add_zero_attn, which have no counterpart")
+        if module.in_proj_weight is None:
+            raise InputError("module has kdim or vdim other than embed_dim; expected them equal")
+        bias = module.in_proj_bias is not None
+        made = SupportBasisAttention(
+            module.embed_dim,
+            module.num_heads,
+            method=method,
+            tolerance=tolerance,
+            is_causal=is_causal,
+            bias=bias,
+            dropout=module.dropout,
+        )
+        inputs = (made.query_projection, made.key_projection, made.value_projection)
+        with torch.no_grad():
+            for linear, weight in zip(inputs, module.in_proj_weight.chunk(3), strict=True):
+                linear.weight.copy_(weight)
+            made.output_projection.weight.copy_(module.out_proj.weight)
+            if bias:
+                for linear, part in zip(inputs, module.in_proj_bias.chunk(3), strict=True):
+                    linear.bias.copy_(part)
+                made.output_projection.bias.copy_(module.out_proj.bias)
+        return made.to(module.in_proj_weight).train(module.training)
+
+    def extra_repr(self) -> str:
+        text = f"{self.embed_dim}, {self.num_heads}, method={self.method}"
+        if self.num_key_heads < self.num_heads:
+            text += f", num_key_heads={self.num_key_heads}"
+        return text + f", is_causal={self.is_causal}, rope={self.rope}"
+
+
+class SupportBasisEncoder(nn.Module):
+    """A transformer of ``num_layers`` pre-norm layers and a last norm.
+
+    Each layer is x + attention(norm(x)), then x + feed-forward(norm(x)) with a GELU in
+    ``feedforward_dim`` (4 embed_dim unless given). Further options are those of
+    `SupportBasisAttention`. Setting ``method`` sets that of every layer; single layers may differ.
+
+    >>> import torch, supportbasis as sb
+    >>> model = sb.nn.SupportBasisEncoder(3, 16, 2, is_causal=True)
+    >>> model(torch.randn(2, 10, 16)).shape
+    torch.Size([2, 10, 16])
+    >>> model.method = sb.Polynomial(2)
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        feedforward_dim: int | None = None,
+        num_key_heads: int | None = None,
+        method: Method | None = None,
+        tolerance: float | None = None,
+        is_causal: bool = False,
+        rope: bool = False,
+        bias: bool = True,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        if num_layers < 0:
+            raise InputError(f"num_layers must be at least 0, got {num_layers}")
+        hidden = 4 * embed_dim if feedforward_dim is None else feedforward_dim
+        self.layers = nn.ModuleList(
+            _Layer(
+                SupportBasisAttention(
+                    embed_dim,
+                    num_heads,
+                    num_key_heads=num_key_heads,
+                    method=method,
+                    tolerance=tolerance,
+                    is_causal=is_causal,
+                    rope=rope,
+                    bias=bias,
+                    dropout=dropout,
+                ),
+                hidden,
+            )
+            for _ in range(num_layers)
+        )
+        self.norm = nn.LayerNorm(embed_dim)
+
+    def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        """``x`` [..., n, embed_dim]; ``key_mask`` [..., n] is True for tokens that are there."""
+        for layer in self.layers:
+            x = layer(x, key_mask)
+        return self.norm(x)
+
+    @property
+    def method(self) -> tuple[Method, ...]:
+        """The method of each layer."""
+        return tuple(layer.attention.method for layer in self._each())
+
+    @method.setter
+    def method(self, method: Method) -> None:
+        for layer in self._each():
+            layer.attention.method = _method(method, None)
+
+    def _each(self) -> list[_Layer]:
+        return [layer for layer in self.layers if isinstance(layer, _Layer)]
+
+
+class _Layer(nn.Module):
+    """Attention and feed-forward, each after a norm and beside a skip."""
+
+    def __init__(self, attention: SupportBasisAttention, hidden: int):
+        super().__init__()
+        dim = attention.embed_dim
+        self.attention_norm, self.feedforward_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention = attention
+        self.feedforward = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
+
+    def forward(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), key_mask=key_mask)
+        return x + self.feedforward(self.feedforward_norm(x))
+
+
+ROPE_BASE = 10000.0
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Rotary positions: of ``x`` [..., tokens, dim] the coordinates i and i + dim/2 of token t are
+    turned by the angle t base^(-2i/dim), so that scores depend on distances only.
+
+    >>> x = torch.ones(3, 2)
+    >>> bool(torch.allclose(rotated(x).norm(dim=1), x.norm(dim=1)))
+    True
+    """
+    tokens, half = x.shape[-2], x.shape[-1] // 2
+    exponent = torch.arange(half, device=x.device, dtype=torch.float32) / half
+    position = torch.arange(tokens, device=x.device, dtype=torch.float32)
+    angle = position.unsqueeze(1) * ROPE_BASE**-exponent
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+
+
+def _method(method: Method | None, tolerance: float | None) -> Method:
+    if method is not None and tolerance is not None:
+        raise InputError(f"method is {method} and tolerance is {tolerance}; give one of them")
+    if method is not None and not isinstance(method, Method):
+        raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
+    if method is not None:
+        return method
+    return Auto() if tolerance is None else Auto(tolerance)
+
+
+def _head_dim(embed_dim: int, heads: int, key_heads: int, rope: bool) -> int:
+    if heads < 1 or embed_dim < 1 or embed_dim % heads:
+        raise InputError(f"num_heads is {heads}; expected a divisor of embed_dim={embed_dim}")
+    if key_heads < 1 or heads % key_heads:
+        raise InputError(f"num_key_heads is {key_heads}; expected a divisor of num_heads={heads}")
+    if rope and embed_dim // heads % 2:
+        raise InputError(f"rope needs an even head dim, got {embed_dim // heads}")
+    return embed_dim // heads
