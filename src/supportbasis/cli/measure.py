@@ -33,6 +33,11 @@ ROW_CHUNK = 64
 Tick = Callable[[float], None]  # told which share of the time budget is used up
 
 
+def part(tick: Tick, done: int, count: int) -> Tick:
+    """The tick of one of ``count`` equal parts, ``done`` of which are over."""
+    return lambda share: tick((done + share) / count)
+
+
 @dataclass(frozen=True)
 class Measurement:
     """One method on one input. A number that does not exist is None."""
@@ -108,7 +113,8 @@ def sdpa(setting: Setting) -> Contender:
     """The baseline."""
     label = "SDPA causal" if setting.is_causal else "SDPA"
     tensors = (setting.query, setting.key, setting.value)
-    call = lambda: F.scaled_dot_product_attention(*tensors, is_causal=setting.is_causal)  # noqa: E731
+    causal, scale = setting.is_causal, setting.scale
+    call = lambda: F.scaled_dot_product_attention(*tensors, is_causal=causal, scale=scale)  # noqa: E731
     return Contender(label, call, ran="PyTorch's exact kernel")
 
 
@@ -129,14 +135,17 @@ def mean_value(setting: Setting) -> Contender:
 def with_method(setting: Setting, label: str, method: Method) -> Contender:
     """A call of `sb.attention`."""
     tensors = (setting.query, setting.key, setting.value)
+    causal, scale = setting.is_causal, setting.scale
 
     def call() -> Tensor:
-        output = attention(*tensors, is_causal=setting.is_causal, method=method)
+        output = attention(*tensors, is_causal=causal, scale=scale, method=method)
         assert isinstance(output, Tensor)
         return output
 
     def details() -> Result:
-        result = attention(*tensors, is_causal=setting.is_causal, method=method, return_result=True)
+        result = attention(
+            *tensors, is_causal=causal, scale=scale, method=method, return_result=True
+        )
         assert isinstance(result, Result)
         return result
 
@@ -257,7 +266,7 @@ class ExactRows:
 def _exact(setting: Setting, rows: Tensor) -> Tensor:
     """Softmax attention of some query rows, as it is written down in the books, in float64."""
     query = setting.query[..., rows, :].double()
-    score = query @ setting.key.double().mT / math.sqrt(setting.dim)
+    score = query @ setting.key.double().mT * setting.factor
     if setting.is_causal:
         later = torch.arange(setting.key.shape[-2]) > rows.unsqueeze(1)
         score = score.masked_fill(later, -math.inf)

@@ -20,6 +20,7 @@ FAMILIES = {
     "SingleThreshold": ("#2f6fab", "o"),
     "Auto": ("#2f855a", "^"),
 }
+INK, GREY = "#1f2933", "#7b8794"
 COLOURS = ("#2f6fab", "#2f855a", "#b7791f", "#805ad5", "#c05621", "#d53f8c", "#319795")
 PANELS = {
     "SDPA": "Attention",
@@ -35,6 +36,28 @@ def new_figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Figure, path: Path) -> None:
+    """As PNG, and as SVG beside it."""
+    figure.savefig(path, dpi=150)
+    figure.savefig(path.with_suffix(".svg"))
+
+
+def length_label(n: float, _: object = None) -> str:
+    """16k for 16384, on an axis of lengths."""
+    return f"{n / 1024:g}k" if n >= 1024 else f"{n:g}"
+
+
+def log_lengths(axes: Axes, lengths: Sequence[int]) -> None:
+    """Both axes logarithmic, with a mark for each length."""
+    from matplotlib.ticker import NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(list(lengths))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(length_label)
 
 
 def plain_axes(axes: Axes) -> None:
@@ -212,7 +235,7 @@ def _time_panel(axes: Axes, baseline: str, rows: Sequence[Measurement]) -> None:
     axes.set_xlabel("tokens")
     axes.set_ylabel("seconds per call")
     axes.set_title(PANELS[baseline], loc="left", fontsize=11)
-    axes.xaxis.set_major_formatter(lambda n, _: f"{n / 1024:g}k" if n >= 1024 else f"{n:g}")
+    axes.xaxis.set_major_formatter(length_label)
     axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(-0.05, -0.13))
 
 

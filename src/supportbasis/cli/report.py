@@ -182,10 +182,14 @@ def write_csv(
 
 
 def write_table(
-    path: Path, machine: Machine, lines: Iterable[Mapping[str, object]], *, append: bool = False
+    path: Path,
+    machine: Machine | None,
+    lines: Iterable[Mapping[str, object]],
+    *,
+    append: bool = False,
 ) -> None:
-    """Lines with the same columns, the machine's before them."""
-    table = [asdict(machine) | dict(line) for line in lines]
+    """Lines with the same columns, the machine's before them unless they are there already."""
+    table = [({} if machine is None else asdict(machine)) | dict(line) for line in lines]
     if not table:
         return
     columns = list(table[0])
