@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,9 @@ from .. import __version__
 from ..errors import InputError, SupportBasisError
 from .bench import FULL, QUICK, run_bench
 from .demo import run_demo
+from .efficiency import FULL as WHOLE_EFFICIENCY
+from .efficiency import QUICK as QUICK_EFFICIENCY
+from .efficiency import run_efficiency
 from .frontier import FULL as WHOLE_FRONTIER
 from .frontier import QUICK as QUICK_FRONTIER
 from .frontier import Models, frontier_extent, run_frontier
@@ -23,6 +27,10 @@ from .polynomial_attention import run_study
 from .settings import GENERATED, Setting, load_qkv
 
 DEFAULT_N = 16384
+NO_SPACE = (
+    "no space left on the disk of --out; free some, or give another folder, and repeat the command "
+    "(finished parts are kept)"
+)
 
 app = typer.Typer(
     help="Sub-quadratic softmax attention with a stated error.",
@@ -116,6 +124,28 @@ def frontier(
         run_frontier(extent, found, _writable(out), seed, time, _console())
 
 
+Quick = Annotated[bool, typer.Option("--quick", help="Short inputs: about a minute.")]
+Redraw = Annotated[
+    bool, typer.Option("--redraw", help="Only draw and report what --out holds already.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Of inputs and sampled rows.")]
+
+
+@reproduce.command()
+def efficiency(
+    quick: Quick = False,
+    redraw: Redraw = False,
+    seed: Seed = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
+        "supportbasis-out/efficiency"
+    ),
+) -> None:
+    """Time and error against the threshold, as in the paper's figure, and on harder inputs."""
+    with _friendly("reproduce efficiency"):
+        extent = QUICK_EFFICIENCY if quick else WHOLE_EFFICIENCY
+        run_efficiency(extent, _writable(out), seed, _console(), redraw=redraw)
+
+
 @reproduce.command("polynomial-attention")
 def polynomial_attention(
     quick: Annotated[bool, typer.Option("--quick", help="Short inputs and few seeds.")] = False,
@@ -154,6 +184,11 @@ def _friendly(command: str) -> Iterator[None]:
         yield
     except SupportBasisError as error:
         typer.echo(f"supportbasis {command}: {error}", err=True)
+        raise typer.Exit(2) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        typer.echo(f"supportbasis {command}: {NO_SPACE}", err=True)
         raise typer.Exit(2) from None
 
 

@@ -91,7 +91,9 @@ class Contender:
 
 
 @torch.no_grad()
-def interleave(contenders: list[Contender], budget: float, tick: Tick) -> int:
+def interleave(
+    contenders: list[Contender], budget: float, tick: Tick, least: int = LEAST_ROUNDS
+) -> int:
     """Let the contenders take turns for about ``budget`` seconds; returns the number of rounds."""
     racing = list(contenders)
     start = time.perf_counter()
@@ -104,7 +106,7 @@ def interleave(contenders: list[Contender], budget: float, tick: Tick) -> int:
                 racing.remove(contender)
         used = (time.perf_counter() - start) / budget
         tick(min(1.0, max(used, done / MOST_ROUNDS)))
-        if done >= LEAST_ROUNDS and used >= 1:
+        if done >= least and used >= 1:
             break
     return done
 
@@ -224,15 +226,21 @@ def describe(plan: Plan) -> str:
     if len(plan.heads) == 1:
         return _describe_head(plan.heads[0])
     kinds = Counter(
-        "exact" if head.polynomial is None else f"{head.polynomial.kind} deg {head.degree}"
+        head.kind if head.polynomial is None else f"{head.polynomial.kind} deg {head.degree}"
         for head in plan.heads
     )
     return ", ".join(f"{count} heads {kind}" for kind, count in kinds.most_common())
 
 
 def _describe_head(head: HeadPlan) -> str:
-    if head.polynomial is None:
+    if head.kind == "exact":
         return f"exact: {head.reason}" if head.reason else "exact"
+    if head.kind == "block":
+        return f"{head.keys:.0f} keys a query, exact and coarse"
+    if head.polynomial is None:
+        powers = sorted({kernel.power for kernel in head.kernels})
+        listed = f"powers {powers[0]} to {powers[-1]}" if powers else "all exact"
+        return f"{len(head.row_edges)} × {len(head.key_edges)} buckets, {listed}"
     text = f"{head.polynomial.kind} deg {head.degree} on ±{head.polynomial.bound:.3g}"
     if head.threshold is None or head.large_rows is None or head.large_keys is None:
         return text

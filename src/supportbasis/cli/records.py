@@ -76,7 +76,7 @@ class Records(Generic[R]):
         self.rows += rows
 
 
-def _parse(text: Any, hint: Any) -> object:
+def _parse(text: Any, hint: Any) -> Any:
     """A cell as its column's type; an empty one is None where the column allows it."""
     if hint is str:
         return text
