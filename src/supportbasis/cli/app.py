@@ -15,6 +15,7 @@ from .. import __version__
 from ..errors import InputError, SupportBasisError
 from .bench import FULL, QUICK, run_bench
 from .demo import run_demo
+from .distribution import BUILT_IN, PRESETS, Access, Wish, run_distribution
 from .efficiency import FULL as WHOLE_EFFICIENCY
 from .efficiency import QUICK as QUICK_EFFICIENCY
 from .efficiency import run_efficiency
@@ -144,6 +145,55 @@ def efficiency(
     with _friendly("reproduce efficiency"):
         extent = QUICK_EFFICIENCY if quick else WHOLE_EFFICIENCY
         run_efficiency(extent, _writable(out), seed, _console(), redraw=redraw)
+
+
+@reproduce.command()
+def distribution(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME_OR_DIR",
+            help="A folder, a name on the hub, or one of the paper's: "
+            f"{', '.join(PRESETS)}. [default: {BUILT_IN}]",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Your own text. [default: a story, and h repeated]"),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(min=16, help="Tokens the model sees at once. [default: 2048, or its limit]"),
+    ] = None,
+    download: Annotated[
+        bool, typer.Option("--download", help="Fetch the model if need be.")
+    ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One window of each text.")] = False,
+    redraw: Redraw = False,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
+        "supportbasis-out/distribution"
+    ),
+) -> None:
+    """Entries of Q, K and V in every layer of a model, beside the bounds of the paper."""
+    with _friendly("reproduce distribution"):
+        access = Access(download, trust_remote_code)
+        wish = Wish(model, text, window, access, 1 if quick else None)
+        run_distribution(wish, _writable(out), _console(), redraw=redraw)
+
+
+@reproduce.command("all")
+def everything(
+    quick: Quick = False,
+    redraw: Redraw = False,
+    seed: Seed = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the reports.")] = Path("supportbasis-out"),
+) -> None:
+    """Every part of the paper's experiments, one after the other, each in a folder of its own."""
+    efficiency(quick, redraw, seed, out / "efficiency")
+    distribution(quick=quick, redraw=redraw, out=out / "distribution")
 
 
 @reproduce.command("polynomial-attention")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .measure import Measurement
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -58,6 +59,21 @@ def log_lengths(axes: Axes, lengths: Sequence[int]) -> None:
     axes.set_xticks(list(lengths))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(length_label)
+
+
+def legend_below(
+    figure: Figure, panels: Iterable[Axes], columns: int, order: Iterable[str] = ()
+) -> None:
+    """Every label of the panels once, below them, those of ``order`` first and in that order."""
+    found: dict[str, Artist] = {}
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    names = list(dict.fromkeys([*(name for name in order if name in found), *found]))
+    handles = [found[name] for name in names]
+    figure.legend(
+        handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9
+    )
 
 
 def plain_axes(axes: Axes) -> None:

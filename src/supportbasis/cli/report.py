@@ -262,6 +262,15 @@ def paragraph(text: str, kind: str = "") -> str:
     return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
 
 
+def link(target: str, text: str) -> str:
+    return f'<a href="{escape(target)}">{escape(text)}</a>'
+
+
+def preformatted(text: str) -> str:
+    """Lines as a terminal shows them."""
+    return f'<div class="scroll"><pre>{escape(text)}</pre></div>'
+
+
 def html_table(rows: Iterable[Measurement], *, named: bool = False) -> str:
     head = "".join(f"<th>{escape(heading)}</th>" for heading in ("method", *HEADINGS))
     lines = [f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>']

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..plots import GREY, INK, length_label, new_figure, plain_axes, save
+from ..plots import GREY, INK, legend_below, length_label, new_figure, plain_axes, save
 from . import contenders as made
 from .inputs import SCALES
 from .measure import MAP
@@ -73,7 +73,7 @@ def draw_thresholds(rows: Sequence[EfficiencyRow], scale: str, path: Path) -> No
     grid = figure.subplots(len(lengths), 3, sharex=True, sharey="col", squeeze=False)
     for (left, middle, right), n in zip(grid, lengths, strict=True):
         mine = at(rows, n, scale)
-        _draw_lines(left, mine, lambda row: row.seconds)
+        _draw_lines(left, mine, _seconds)
         _draw_lines(middle, mine, lambda row: row.output_error)
         _draw_shares(right, swept(mine))
         left.set_ylabel("seconds per call")
@@ -83,8 +83,13 @@ def draw_thresholds(rows: Sequence[EfficiencyRow], scale: str, path: Path) -> No
             axes.set_title(f"n={n}: {what}", loc="left", fontsize=10)
     for axes in grid[-1]:
         axes.set_xlabel("threshold T")
-    _legend(figure, grid[0][0], grid[0][1])
+    legend_below(figure, grid[0], 4, LINES)
     save(figure, path)
+
+
+def _seconds(row: EfficiencyRow) -> float | None:
+    """The mean of V takes next to no time; its line would press all others together."""
+    return None if row.method == made.MEAN else row.seconds
 
 
 def _draw_shares(axes: Axes, rows: Sequence[EfficiencyRow]) -> None:
@@ -95,19 +100,6 @@ def _draw_shares(axes: Axes, rows: Sequence[EfficiencyRow]) -> None:
     )
     axes.set_ylim(-3, 103)
     axes.yaxis.set_major_formatter("{x:g} %")
-
-
-def _legend(figure: object, *panels: Axes) -> None:
-    """All labels once, below the panels."""
-    handles: dict[str, object] = {}
-    for axes in panels:
-        found, labels = axes.get_legend_handles_labels()
-        handles |= dict(zip(labels, found, strict=True))
-    names = [name for name in LINES if name in handles]
-    figure.legend(  # type: ignore[attr-defined]
-        [handles[name] for name in names], names, loc="outside lower center", ncols=4,
-        frameon=False, fontsize=9,
-    )  # fmt: skip
 
 
 def draw_errors(rows: Sequence[EfficiencyRow], path: Path) -> None:
@@ -128,7 +120,7 @@ def draw_errors(rows: Sequence[EfficiencyRow], path: Path) -> None:
         axes.set_xlabel("threshold T")
     for line in grid:
         line[0].set_ylabel("error")
-    _legend(figure, grid[0][0], grid[0][1])
+    legend_below(figure, grid[0], 4, LINES)
     save(figure, path)
 
 
