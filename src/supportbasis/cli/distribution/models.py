@@ -21,6 +21,7 @@ PRESETS = {
     "vit": "google/vit-base-patch16-224",
 }
 BUILT_IN = "built-in"
+LAYERS = 4  # of the built-in model
 RANDOM = (
     "The weights of the built-in model are random: it shows that everything works offline, and "
     "says nothing about trained models."
@@ -65,11 +66,11 @@ def load(name: str | None, access: Access) -> Loaded:
 
 
 def _built_in() -> Loaded:
-    """Four layers in the manner of Llama, random weights, tokens are bytes."""
+    """In the manner of Llama, head dim 64, random weights, tokens are bytes."""
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(
-        vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
+        vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=LAYERS,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
         initializer_range=0.1,
     )  # fmt: skip

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLUMNS = 6
-SIDES = {"query": "#2f6fab", "key": "#dd6b20", "value": "#a0aec0"}
+SIDES = {"value": "#a0aec0", "query": "#2f6fab", "key": "#dd6b20"}  # as they are drawn
 RED = "#c1121f"
 
 
@@ -45,7 +45,7 @@ def _draw_layer(axes: Axes, layer: Layer) -> None:
         edges = [item.low for item in bins] + [bins[-1].high]
         width, total = edges[1] - edges[0] or 1.0, sum(item.count for item in bins)
         heights = [item.count / total / width for item in bins]
-        axes.stairs(heights, edges, color=colour, lw=1.2, label=name)
+        axes.stairs(heights, edges, color=colour, lw=1.0, label=name)
     threshold = layer.sides["query"].threshold
     axes.axvline(-threshold, color=RED, ls="--", lw=1)
     axes.axvline(threshold, color=RED, ls="--", lw=1, label="±√ln n")
@@ -75,7 +75,6 @@ def draw_layers(layers: Sequence[Layer], path: Path) -> None:
                           lw=1.4, label=label)  # fmt: skip
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlabel("layer")
-        axes.set_ylim(bottom=0)
         axes.xaxis.get_major_locator().set_params(integer=True)
     grid[1].axhline(1.0, color=INK, lw=1, ls="--", label="a Gaussian")
     for text, style in zip(texts_of(layers), ("-D", ":D"), strict=False):
@@ -83,6 +82,8 @@ def draw_layers(layers: Sequence[Layer], path: Path) -> None:
         shares = [100 * row.pair_share for row in rows]
         grid[3].plot([row.layer for row in rows], shares, style, color=COLOURS[1], ms=4, lw=1.4,
                      label=f"pairs in A⁽ᴸ⁾, {text}")  # fmt: skip
+    for axes in grid[:3]:
+        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     grid[3].set_title("rows with such an entry, and pairs in A⁽ᴸ⁾, %", loc="left", fontsize=10)
     grid[3].set_ylim(-3, 103)
     legend_below(figure, grid, 4)
@@ -96,14 +97,16 @@ def draw_bounds(layers: Sequence[Layer], path: Path) -> None:
     plain_axes(axes)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    least, ends = 1e-2, [1e-2, 1e-2]
+    rows = [layer.sides[name] for layer in layers for name in ("query", "key")]
+    counts = [value for row in rows for value in (row.bound, row.large_entries / row.matrices)]
+    least = max(1e-2, min((value for value in counts if value > 0), default=1.0) / 3)
     for text, marker in zip(texts_of(layers), ("o", "s"), strict=False):
         for name in ("query", "key"):
             rows = [layer.sides[name] for layer in shown(layers, text)]
             x = [max(row.bound, least) for row in rows]
             y = [max(row.large_entries / row.matrices, least) for row in rows]
             axes.plot(x, y, marker, color=SIDES[name], ms=6, alpha=0.8, label=f"{name}, {text}")
-            ends[1] = max(ends[1], *x, *y)
+    ends = [least, max(*counts, 2 * least)]
     axes.plot(ends, ends, "--", color=GREY, lw=1, label="as many as the bound")
     axes.set_xlabel("bound 2nd·exp(−ln n/σ²) on large entries of a matrix")
     axes.set_ylabel("large entries of a matrix (none: at the bottom)")
