@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 pytest.importorskip("matplotlib")
 
 from supportbasis import analysis
+from supportbasis.cli import app as app_module
 from supportbasis.cli.app import app
 from supportbasis.cli.capture import observed
 from supportbasis.cli.distribution import models, texts
@@ -325,3 +326,20 @@ def test_the_built_in_model_is_the_same_every_time(hf: Any) -> None:
     one, two = (models.load(None, models.Access()).model for _ in range(2))
     assert torch.equal(one.layers[0].self_attn.q_proj.weight, two.layers[0].self_attn.q_proj.weight)
     assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_all_parts_run_in_their_folders_and_an_index_leads_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*given: Any, **_: Any) -> None:
+        out = next(item for item in given if isinstance(item, Path))
+        (out / "report.html").write_text("")
+
+    monkeypatch.setattr(app_module, "check_installed", lambda: None)
+    monkeypatch.setattr(app_module, "run_efficiency", run)
+    monkeypatch.setattr(app_module, "run_distribution", run)
+    result = CliRunner().invoke(app, ["reproduce", "all", "--quick", "--out", str(tmp_path)])
+    assert result.exit_code == 0
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    links = re.findall(r'href="([^"]+)"', page)
+    assert len(links) == 2 and all((tmp_path / target).is_file() for target in links)

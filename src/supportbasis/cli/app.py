@@ -14,8 +14,9 @@ from rich.console import Console
 from .. import __version__
 from ..errors import InputError, SupportBasisError
 from .bench import FULL, QUICK, run_bench
+from .chapters import write_index
 from .demo import run_demo
-from .distribution import BUILT_IN, PRESETS, Access, Wish, run_distribution
+from .distribution import BUILT_IN, PRESETS, Access, Wish, check_installed, run_distribution
 from .efficiency import FULL as WHOLE_EFFICIENCY
 from .efficiency import QUICK as QUICK_EFFICIENCY
 from .efficiency import run_efficiency
@@ -192,8 +193,14 @@ def everything(
     out: Annotated[Path, typer.Option(help="Folder of the reports.")] = Path("supportbasis-out"),
 ) -> None:
     """Every part of the paper's experiments, one after the other, each in a folder of its own."""
+    with _friendly("reproduce all"):
+        check_installed()
+        _writable(out)
     efficiency(quick, redraw, seed, out / "efficiency")
     distribution(quick=quick, redraw=redraw, out=out / "distribution")
+    with _friendly("reproduce all"):
+        parts = {"efficiency": "time and error", "distribution": "entries of Q, K and V"}
+        write_index(out, "supportbasis reproduce all", parts)
 
 
 @reproduce.command("polynomial-attention")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from .machine import Machine
-from .report import Grid, Section, figure, machine_section, paragraph, write_html
+from .report import Grid, Section, figure, link, machine_section, paragraph, write_html
 
 KEPT = (".csv", ".png", ".svg")
 
@@ -60,3 +60,10 @@ def publish(
     files = sorted(path.name for path in out.iterdir() if path.suffix in KEPT)
     console.print(f"\nReport: {out / 'report.html'}", style="bold")
     console.print(f"Beside it: {', '.join(files)}")
+
+
+def write_index(out: Path, title: str, parts: Mapping[str, str]) -> None:
+    """A page that leads to the report of each part, by the part's folder and what it is about."""
+    lines = [f"<p>{link(f'{name}/report.html', name)}: {text}</p>" for name, text in parts.items()]
+    lead = "The parts of the paper's experiments, each with a report of its own."
+    write_html(out / "report.html", title, lead, [Section("Reports", lines)])

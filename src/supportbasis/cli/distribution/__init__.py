@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from .models import BUILT_IN, PRESETS, Access
+from .models import BUILT_IN, PRESETS, Access, check_installed
 from .study import Wish, run_distribution
 
-__all__ = ["BUILT_IN", "PRESETS", "Access", "Wish", "run_distribution"]
+__all__ = ["BUILT_IN", "PRESETS", "Access", "Wish", "check_installed", "run_distribution"]

@@ -49,10 +49,14 @@ class Access:
     remote_code: bool = False
 
 
-def load(name: str | None, access: Access) -> Loaded:
-    """The model of this name; without one, the built-in."""
+def check_installed() -> None:
     if find_spec("transformers") is None:
         raise InputError(INSTALL)
+
+
+def load(name: str | None, access: Access) -> Loaded:
+    """The model of this name; without one, the built-in."""
+    check_installed()
     from transformers.utils import logging
 
     logging.set_verbosity_error()
