@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...methods import Auto, BlockSupport, Method, MultiThreshold, Polynomial, SingleThreshold
+from ...methods import Auto, Method, MultiThreshold, Polynomial, SingleThreshold
 from ..measure import Contender
 from ..settings import Setting
 
@@ -21,7 +21,6 @@ AS23_NORM = "AS23, norm bound"
 SINGLE = "single threshold"
 MULTI = f"multi-threshold, sketch {SKETCH}"
 MULTI_PLAIN = "multi-threshold, no sketch"
-BLOCKS = "block support"
 AUTO = "Auto(1e-2)"
 AUTO_FINE = "Auto(1e-3)"
 
@@ -74,6 +73,5 @@ def map_methods() -> dict[str, Method]:
         AS23_NORM: Polynomial(DEGREE),
         SINGLE: SingleThreshold(degree=DEGREE),
         MULTI: MultiThreshold(2.0, 1, SKETCH),
-        BLOCKS: BlockSupport(0.1),
         AUTO: Auto(1e-2),
     }

@@ -78,9 +78,9 @@ def _near(rows: Sequence[EfficiencyRow], threshold: float) -> EfficiencyRow:
 
 
 def _same_error(found: dict[int, list[EfficiencyRow]]) -> Claim:
-    errors = [_near(rows, SAME_T).max_error or 0.0 for rows in found.values()]
+    errors = [_near(rows, SAME_T).output_error or 0.0 for rows in found.values()]
     listed = ", ".join(small(error) for error in errors)
-    text = f"The error does not depend on n (largest over max|V|, T near {SAME_T:g})"
+    text = f"The error does not depend on n (relative, T near {SAME_T:g})"
     return Claim(text, listed, max(errors) <= CLOSE * min(errors))
 
 

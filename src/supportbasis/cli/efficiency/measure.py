@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
+from ...api import attention
 from ...api import plan as make_plan
 from ...methods import Method, SingleThreshold
-from ...plans import Plan
-from ..measure import Contender, Tick, describe, interleave, mean_value, part, sdpa, with_method
+from ..measure import (
+    TURN_CALLS,
+    TURN_SECONDS,
+    Contender,
+    Tick,
+    describe,
+    interleave,
+    mean_value,
+    part,
+    sdpa,
+    with_method,
+)
 from ..settings import Setting
 from . import contenders as made
 from .inputs import EXPERIMENTS, PAPER_SIGMA, SCALES, Extent, harder_setting, paper_setting
@@ -229,15 +243,16 @@ def _map_row(
     baseline: Contender,
     truth: Truth,
 ) -> EfficiencyRow:
-    plan, planning = _planned(setting, method)
+    tensors = (setting.query, setting.key, setting.value)
+    plan, planning = _best(lambda: make_plan(*tensors, scale=setting.scale, method=method))
     (head,) = plan.heads
-    contender = with_method(setting, label, method)
+    contender = Contender(label, baseline.call)
     if head.kind == "exact":
-        contender = Contender(label, baseline.call, output=baseline.output)
-        contender.seconds = planning + baseline.seconds
+        contender.output, contender.seconds = baseline.output, planning + baseline.seconds
     elif head.cost < 1:
-        with torch.no_grad():
-            contender.turn()
+        output, seconds = _best(lambda: attention(*tensors, scale=setting.scale, plan=plan))
+        assert isinstance(output, Tensor)
+        contender.output, contender.seconds = output, planning + seconds
     ran = describe(plan) if head.cost < 1 or head.kind == "exact" else "not run: costs more"
     return _row(
         place, contender, baseline, truth,
@@ -248,9 +263,19 @@ def _map_row(
     )  # fmt: skip
 
 
+T = TypeVar("T")
+
+
 @torch.no_grad()
-def _planned(setting: Setting, method: Method) -> tuple[Plan, float]:
-    """The plan and the seconds it took."""
-    start = time.perf_counter()
-    plan = make_plan(setting.query, setting.key, setting.value, scale=setting.scale, method=method)
-    return plan, time.perf_counter() - start
+def _best(call: Callable[[], T]) -> tuple[T, float]:
+    """What a call gives and its seconds: the best of three where it is short."""
+    best, start = math.inf, time.perf_counter()
+    for _ in range(TURN_CALLS):
+        before = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = call()
+        best = min(best, time.perf_counter() - before)
+        if time.perf_counter() - start > TURN_SECONDS:
+            break
+    return result, best

@@ -38,11 +38,11 @@ COLOURS = {
     "not run": "#cbd5e0",
 }
 WORDS = {
-    "wins": "faster than SDPA, error ≤ 1e-2 (the darker, the faster)",
-    "loses": "slower than SDPA, error ≤ 1e-2",
-    "wrong": "error above 1e-2",
-    "exact": "the method runs exactly instead",
-    "not run": "not run: more work than exact attention",
+    "wins": "faster than SDPA within 1e-2\n(the darker, the faster)",
+    "loses": "slower than SDPA, within 1e-2",
+    "wrong": "error above 1e-2: how large",
+    "exact": "runs exactly instead",
+    "not run": "not run: more work\nthan exact attention",
 }
 MOST = 100.0  # times as fast: the darkest green
 
@@ -151,10 +151,14 @@ def draw_map(rows: Sequence[EfficiencyRow], path: Path) -> None:
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         axes.set_title(method, loc="left", fontsize=10)
-    for axes in grid.flatten()[len(methods) :]:
-        axes.set_axis_off()
     handles = [Patch(color=COLOURS[word], label=text) for word, text in WORDS.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    spare = grid.flatten()[len(methods) :]
+    for axes in spare:
+        axes.set_axis_off()
+    if len(spare):
+        spare[0].legend(handles=handles, loc="center left", frameon=False, fontsize=9)
+    else:
+        figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
     save(figure, path)
 
 

@@ -124,7 +124,8 @@ def _map(rows: Sequence[EfficiencyRow], out: Path) -> Chapter:
         f"A method counts where its error is within {tables.ACCURATE:g}. “Exact”: the method found "
         "nothing cheaper and runs exactly; its time is that of planning and of SDPA, and it is not "
         "run again. “cost”: the plan takes that many times the work of exact attention and is not "
-        f"run. {AUTO} is asked for exactly this error. One to three calls each."
+        f"run. {AUTO} is asked for exactly this error. Times are of planning and one call, the "
+        "best of three where they are short."
     )
     lengths = sorted({row.n for row in rows if row.part == "map"})
     grids = [tables.map_table(rows, n) for n in lengths]
