@@ -72,6 +72,12 @@ def checks_table(made: Sequence[Check]) -> Grid:
     return Grid("The paper's statements on its figures, on this model", headings, lines, lost)
 
 
+def _span(shares: Sequence[float]) -> str:
+    """From the smallest to the largest."""
+    low, high = (percent(100 * share) for share in (min(shares), max(shares)))
+    return low if low == high else f"{low} to {high}"
+
+
 def text_findings(layers: Sequence[Layer], text: str) -> list[str]:
     """How many layers have few large entries, and what that makes of rows and pairs."""
     mine = shown(layers, text)
@@ -80,11 +86,10 @@ def text_findings(layers: Sequence[Layer], text: str) -> list[str]:
     alphas = [row.alpha for row in rows]
     shares = [row.large_share for row in rows]
     said = (
-        f"{text}: {percent(100 * min(shares))} to {percent(100 * max(shares))} of the entries of Q "
-        f"and K exceed √ln n = {rows[0].threshold:.3g} (α from {exponent(min(alphas))} to "
-        f"{exponent(max(alphas))}), {percent(100 * min(r.row_share for r in rows))} to "
-        f"{percent(100 * max(r.row_share for r in rows))} of the rows hold one, and "
-        f"{percent(100 * min(pairs))} to {percent(100 * max(pairs))} of the pairs are in A⁽ᴸ⁾."
+        f"{text}: {_span(shares)} of the entries of Q and K exceed √ln n = "
+        f"{rows[0].threshold:.3g} (α from {exponent(min(alphas))} to {exponent(max(alphas))}), "
+        f"{_span([row.row_share for row in rows])} of the rows hold one, and {_span(pairs)} of the "
+        "pairs are in A⁽ᴸ⁾."
     )
     hidden = [
         str(layer.number)

@@ -66,7 +66,7 @@ def load(name: str | None, access: Access) -> Loaded:
     folder = Path(name)
     if not folder.is_dir() and (folder.is_absolute() or name.startswith(".")):
         raise InputError(f"--model: there is no folder {name}")
-    return _from_files(PRESETS.get(name.lower(), name), access)
+    return _from_files(PRESETS.get(name, name), access)
 
 
 def _built_in() -> Loaded:

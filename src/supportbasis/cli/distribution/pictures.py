@@ -92,6 +92,8 @@ def draw_layers(layers: Sequence[Layer], path: Path) -> None:
 
 def draw_bounds(layers: Sequence[Layer], path: Path) -> None:
     """Large entries of a matrix against their sub-Gaussian bound, a dot for each layer and side."""
+    from matplotlib.ticker import NullFormatter
+
     figure = new_figure(6.6, 5.0)
     axes = figure.add_subplot()
     plain_axes(axes)
@@ -106,8 +108,13 @@ def draw_bounds(layers: Sequence[Layer], path: Path) -> None:
             x = [max(row.bound, least) for row in rows]
             y = [max(row.large_entries / row.matrices, least) for row in rows]
             axes.plot(x, y, marker, color=SIDES[name], ms=6, alpha=0.8, label=f"{name}, {text}")
-    ends = [least, max(*counts, 2 * least)]
+    ends = [
+        10.0 ** math.floor(math.log10(least)),
+        10.0 ** math.ceil(math.log10(max(*counts, least))),
+    ]
     axes.plot(ends, ends, "--", color=GREY, lw=1, label="as many as the bound")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("bound 2nd·exp(−ln n/σ²) on large entries of a matrix")
     axes.set_ylabel("large entries of a matrix (none: at the bottom)")
     axes.legend(frameon=False, fontsize=9, loc="upper left")

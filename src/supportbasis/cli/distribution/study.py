@@ -53,7 +53,8 @@ class Wish:
         """Of the model, in the rows."""
         if self.model is None:
             return BUILT_IN
-        return PRESETS.get(self.model.lower(), self.model)
+        folder = Path(self.model)
+        return folder.resolve().name if folder.is_dir() else PRESETS.get(self.model, self.model)
 
     def unit(self, text: str) -> str:
         """Everything that changes the rows."""
@@ -94,7 +95,7 @@ def _measured(
     with Steps(console, len(inputs)) as steps:
         for shown, unit in zip(inputs, units, strict=True):
             console.print(shown.said)
-            with steps.step(f"{loaded.name}, {shown.name}") as tick:
+            with steps.step(f"{wish.name}, {shown.name}") as tick:
                 if sides.has(unit) and bins.has(unit):
                     console.print(f"{shown.name}: found in {sides.path.name} and kept.")
                     continue
