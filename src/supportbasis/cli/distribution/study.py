@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -15,6 +14,7 @@ from ...errors import InputError
 from ..capture import observed
 from ..chapters import Chapter, publish
 from ..machine import Machine
+from ..measure import Tick
 from ..plots import save
 from ..progress import Steps
 from ..records import Records
@@ -56,10 +56,9 @@ class Wish:
         folder = Path(self.model)
         return folder.resolve().name if folder.is_dir() else PRESETS.get(self.model, self.model)
 
-    def unit(self, text: str) -> str:
-        """Everything that changes the rows."""
-        parts = [self.name, text, f"window {self.window or 'as the model takes'}"]
-        return ", ".join([*parts, f"at most {self.windows} windows" if self.windows else "all"])
+    def unit(self, shown: Shown) -> str:
+        """The model, and exactly what it is shown."""
+        return f"{self.name}, {shown.name}, {shown.digest}"
 
 
 def run_distribution(wish: Wish, out: Path, console: Console, *, redraw: bool = False) -> None:
@@ -68,8 +67,8 @@ def run_distribution(wish: Wish, out: Path, console: Console, *, redraw: bool = 
     sides = Records(out / "layers.csv", SideRow, machine)
     bins = Records(out / "histograms.csv", BinRow, machine)
     if redraw:
-        units = [unit for unit in dict.fromkeys(row.unit for row in sides.rows) if bins.has(unit)]
-        units = [unit for unit in units if unit.startswith(f"{wish.name}, ")]
+        latest = {row.text: row.unit for row in sides.rows if row.model == wish.name}
+        units = [unit for unit in latest.values() if bins.has(unit)]
         if not units:
             raise InputError(
                 f"--redraw: {sides.path} holds no rows of {wish.name}; run the same command "
@@ -90,8 +89,8 @@ def _measured(
     loaded = load(wish.model, wish.access)
     if loaded.is_random:
         console.print(RANDOM, style="yellow")
-    inputs = inputs_for(loaded, wish.text, wish.window)
-    units = [wish.unit(shown.name) for shown in inputs]
+    inputs = inputs_for(loaded, wish.text, wish.window, wish.windows)
+    units = [wish.unit(shown) for shown in inputs]
     with Steps(console, len(inputs)) as steps:
         for shown, unit in zip(inputs, units, strict=True):
             console.print(shown.said)
@@ -99,16 +98,16 @@ def _measured(
                 if sides.has(unit) and bins.has(unit):
                     console.print(f"{shown.name}: found in {sides.path.name} and kept.")
                     continue
-                windows = shown.windows[: wish.windows]
-                streams = _run(loaded, shown, windows, tick)
+                streams = _run(loaded, shown, tick)
                 bins.add(bin_rows(unit, streams))
-                origin = Origin(unit, wish.name, loaded.is_random, shown.name, len(windows))
+                count = len(shown.windows)
+                origin = Origin(unit, wish.name, loaded.is_random, shown.name, count)
                 sides.add(side_rows(origin, streams))
     return units
 
 
 @torch.no_grad()
-def _run(loaded: Loaded, shown: Shown, windows: Tensor, tick: Any) -> list[LayerStream]:
+def _run(loaded: Loaded, shown: Shown, tick: Tick) -> list[LayerStream]:
     """Every window through the model; its layers are counted as they run."""
     streams: list[LayerStream] = []
 
@@ -117,12 +116,12 @@ def _run(loaded: Loaded, shown: Shown, windows: Tensor, tick: Any) -> list[Layer
             streams.append(LayerStream(query.shape[-2]))
         streams[layer].add(query, key, value)
 
-    for done, window in enumerate(windows):
+    for done, window in enumerate(shown.windows):
         name = loaded.model.main_input_name
         options = {} if shown.is_picture else {"use_cache": False}
         with observed(loaded.model, observe):
             loaded.model(**{name: window.unsqueeze(0)}, **options)
-        tick((done + 1) / len(windows))
+        tick((done + 1) / len(shown.windows))
     if not streams:
         raise InputError(
             f"--model: {loaded.name} computes attention neither through transformers' interface "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -28,19 +29,24 @@ class Shown:
     is_picture: bool = False
 
     @property
-    def tokens(self) -> int:
-        """Of all windows; pictures count when the model has cut them into patches."""
-        return 0 if self.is_picture else self.windows.numel()
+    def digest(self) -> str:
+        """Changes with whatever is shown."""
+        return sha256(self.windows.contiguous().numpy().tobytes()).hexdigest()[:8]
 
 
-def inputs_for(loaded: Loaded, file: Path | None, window: int | None) -> list[Shown]:
-    """The user's file, or the two texts of our own; pictures for a model that sees."""
+def inputs_for(
+    loaded: Loaded, file: Path | None, window: int | None, most: int | None = None
+) -> list[Shown]:
+    """The user's file, or the two texts of our own; pictures for a model that sees.
+
+    Texts come in windows of ``window`` tokens, at most ``most`` of them.
+    """
     if loaded.encode is None:
         return _pictures(loaded, file)
     if file is not None:
-        return [_natural(loaded, loaded.encode, _read(file), file.name, window, own=False)]
+        return [_natural(loaded, loaded.encode, _read(file), file.name, (window, most), own=False)]
     text = (Path(__file__).parent / "natural.txt").read_text(encoding="utf-8")
-    natural = _natural(loaded, loaded.encode, text, NATURAL, window, own=True)
+    natural = _natural(loaded, loaded.encode, text, NATURAL, (window, most), own=True)
     return [natural, _repeated(loaded, loaded.encode, window)]
 
 
@@ -69,12 +75,12 @@ def _natural(
     encode: Callable[[str], Tensor],
     text: str,
     name: str,
-    window: int | None,
+    windows: tuple[int | None, int | None],
     *,
     own: bool,
 ) -> Shown:
-    """As many whole windows as the text holds."""
-    ids = encode(text)
+    """As many whole windows as the text holds and the user wants: (tokens of one, how many)."""
+    ids, (window, most) = encode(text), windows
     n = _longest(loaded, window)
     if own and window is None:
         n = min(n, len(ids))
@@ -84,7 +90,7 @@ def _natural(
             f"{what} has {len(ids)} tokens, fewer than a window of {n}; give a longer text or "
             f"--window {len(ids)}"
         )
-    count = len(ids) // n
+    count = min(len(ids) // n, most or len(ids))
     said = f"{name}: {len(text)} characters, {len(ids)} tokens, {count} × {n} shown"
     return Shown(name, ids[: count * n].view(count, n), said)
 
