@@ -45,6 +45,7 @@ WORDS = {
     "not run": "not run: more work\nthan exact attention",
 }
 MOST = 100.0  # times as fast: the darkest green
+LEAST = 1e-10  # errors below are not drawn
 
 Value = Callable[[EfficiencyRow], float | None]
 
@@ -116,6 +117,7 @@ def draw_errors(rows: Sequence[EfficiencyRow], path: Path) -> None:
         for axes, (name, value) in zip(line, measures.items(), strict=True):
             _draw_lines(axes, at(rows, n, scale), value)
             axes.set_title(f"scale {scale}: {name}", loc="left", fontsize=10)
+    grid[0][0].set_ylim(bottom=LEAST)
     for axes in grid[-1]:
         axes.set_xlabel("threshold T")
     for line in grid:

@@ -107,7 +107,9 @@ def _errors(rows: Sequence[EfficiencyRow], out: Path) -> Chapter:
     path = out / "errors.png"
     pictures.draw_errors(rows, path)
     longest = max(n for n, _ in tables.panels(rows))
-    caption = f"Three errors against T, n={longest}."
+    caption = (
+        f"Three errors against T, n={longest}; below {pictures.LEAST:g} they leave the picture."
+    )
     text = (
         "The same comparison in three errors. The matrix error has no line where a method forms no "
         "matrix; it is that of the weights before rounding."
