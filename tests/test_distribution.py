@@ -37,7 +37,7 @@ def heavy(count: int, seed: int) -> Tensor:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 5000), st.integers(0, 10**6), st.floats(1e-6, 1e6))
+@given(st.integers(1, 5000), st.integers(0, 10**6), st.floats(1e-3, 1e3))
 def test_order_statistics_are_known_to_a_part_in_a_thousand(
     count: int, seed: int, size: float
 ) -> None:
@@ -70,7 +70,8 @@ def test_zeros_and_extremes_have_a_place() -> None:
     sketch = EntrySketch()
     sketch.add(torch.tensor([0.0, -0.0, 1e-38, 3e38, -3e38]))
     assert sketch.total == 5 and sum(sketch.histogram()) == 5
-    assert sketch.largest == pytest.approx(3e38)
+    assert sketch.largest == sketch.quantile(1.0) == pytest.approx(3e38)
+    assert sketch.variance_proxy() >= analysis.variance_proxy(torch.tensor([0.0, 0, 0, 3e38, 3e38]))
     sketch = EntrySketch()
     sketch.add(torch.zeros(7))
     assert sketch.variance_proxy() == 0 and sketch.quantile(0.5) == 0

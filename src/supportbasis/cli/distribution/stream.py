@@ -54,8 +54,8 @@ class EntrySketch:
         return (1 + step.remainder(STEPS) / STEPS) * 2.0 ** (LOWEST + step.div(STEPS).floor())
 
     def _upper_edges(self) -> Tensor:
-        edges = self.edges()
-        upper = torch.cat([edges[1:], 2 * edges[-1:]])
+        upper = torch.full((BINS,), math.inf, dtype=torch.float64)  # the last has no end
+        upper[:-1] = self.edges()[1:]
         return upper.clamp(max=self.largest)
 
     @property
