@@ -200,6 +200,36 @@ class LargeEntries:
     """Chernoff bound on Pr[X ≥ entries] were the entries Gaussian with the same second moment;
     near 0: the tail is heavier than a Gaussian's."""
 
+    @staticmethod
+    def of_counts(
+        threshold: float,
+        entries: int,
+        rows: int,
+        *,
+        shape: tuple[int, int, int],
+        proxy: float,
+        rms: float,
+        alpha: float,
+    ) -> LargeEntries:
+        """From counts over ``shape`` = (matrices, n, d) entries of this proxy and second moment.
+
+        >>> LargeEntries.of_counts(2.0, 4, 2, shape=(1, 16, 8), proxy=2.0, rms=1.0, alpha=0.5).alpha
+        0.5
+        """
+        matrices, n, d = shape
+        bound = expected_large_entries(n, d, threshold, proxy)
+        gaussian = matrices * n * d * math.erfc(threshold / rms / math.sqrt(2)) if rms > 0 else 0.0
+        return LargeEntries(
+            threshold,
+            entries,
+            rows,
+            rows / (matrices * n),
+            support_exponent(entries / matrices, n) if n > 1 else math.nan,
+            bound,
+            chernoff_tail(bound, n**alpha),
+            chernoff_tail(gaussian, entries),
+        )
+
 
 @dataclass(frozen=True)
 class SideProfile:
@@ -345,21 +375,12 @@ def _side_profile(
 def _large_entries(
     x: Tensor, maxima: Tensor, threshold: float, proxy: float, rms: float, alpha: float
 ) -> LargeEntries:
-    matrices, n, d = x.shape
     is_large = maxima.double() > threshold
-    rows = int(is_large.sum())
     entries = int((x[is_large].abs().double() > threshold).sum())  # only large rows have any
-    bound = expected_large_entries(n, d, threshold, proxy)
-    gaussian = x.numel() * math.erfc(threshold / rms / math.sqrt(2)) if rms > 0 else 0.0
-    return LargeEntries(
-        threshold,
-        entries,
-        rows,
-        rows / is_large.numel(),
-        support_exponent(entries / matrices, n) if n > 1 else math.nan,
-        bound,
-        chernoff_tail(bound, n**alpha),
-        chernoff_tail(gaussian, entries),
+    shape = x.shape[0], x.shape[1], x.shape[2]
+    rows = int(is_large.sum())
+    return LargeEntries.of_counts(
+        threshold, entries, rows, shape=shape, proxy=proxy, rms=rms, alpha=alpha
     )
 
 

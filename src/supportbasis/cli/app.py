@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,12 @@ from rich.console import Console
 from .. import __version__
 from ..errors import InputError, SupportBasisError
 from .bench import FULL, QUICK, run_bench
+from .chapters import write_index
 from .demo import run_demo
+from .distribution import BUILT_IN, PRESETS, Access, Wish, check_installed, run_distribution
+from .efficiency import FULL as WHOLE_EFFICIENCY
+from .efficiency import QUICK as QUICK_EFFICIENCY
+from .efficiency import run_efficiency
 from .frontier import FULL as WHOLE_FRONTIER
 from .frontier import QUICK as QUICK_FRONTIER
 from .frontier import Models, frontier_extent, run_frontier
@@ -23,6 +29,10 @@ from .polynomial_attention import run_study
 from .settings import GENERATED, Setting, load_qkv
 
 DEFAULT_N = 16384
+NO_SPACE = (
+    "no space left on the disk of --out; free some, or give another folder, and repeat the command "
+    "(finished parts are kept)"
+)
 
 app = typer.Typer(
     help="Sub-quadratic softmax attention with a stated error.",
@@ -116,6 +126,83 @@ def frontier(
         run_frontier(extent, found, _writable(out), seed, time, _console())
 
 
+Quick = Annotated[bool, typer.Option("--quick", help="Short inputs: about a minute.")]
+Redraw = Annotated[
+    bool, typer.Option("--redraw", help="Only draw and report what --out holds already.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Of inputs and sampled rows.")]
+
+
+@reproduce.command()
+def efficiency(
+    quick: Quick = False,
+    redraw: Redraw = False,
+    seed: Seed = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
+        "supportbasis-out/efficiency"
+    ),
+) -> None:
+    """Time and error against the threshold, as in the paper's figure, and on harder inputs."""
+    with _friendly("reproduce efficiency"):
+        extent = QUICK_EFFICIENCY if quick else WHOLE_EFFICIENCY
+        run_efficiency(extent, _writable(out), seed, _console(), redraw=redraw)
+
+
+@reproduce.command()
+def distribution(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME_OR_DIR",
+            help="A folder, a name on the hub, or one of the paper's: "
+            f"{', '.join(PRESETS)}. [default: {BUILT_IN}]",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Your own text. [default: a story, and h repeated]"),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(min=16, help="Tokens the model sees at once. [default: 2048, or its limit]"),
+    ] = None,
+    download: Annotated[
+        bool, typer.Option("--download", help="Fetch the model if need be.")
+    ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One window of each text.")] = False,
+    redraw: Redraw = False,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
+        "supportbasis-out/distribution"
+    ),
+) -> None:
+    """Entries of Q, K and V in every layer of a model, beside the bounds of the paper."""
+    with _friendly("reproduce distribution"):
+        access = Access(download, trust_remote_code)
+        wish = Wish(model, text, window, access, 1 if quick else None)
+        run_distribution(wish, _writable(out), _console(), redraw=redraw)
+
+
+@reproduce.command("all")
+def everything(
+    quick: Quick = False,
+    redraw: Redraw = False,
+    seed: Seed = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the reports.")] = Path("supportbasis-out"),
+) -> None:
+    """Every part of the paper's experiments, one after the other, each in a folder of its own."""
+    with _friendly("reproduce all"):
+        check_installed()
+        _writable(out)
+    efficiency(quick, redraw, seed, out / "efficiency")
+    distribution(quick=quick, redraw=redraw, out=out / "distribution")
+    with _friendly("reproduce all"):
+        parts = {"efficiency": "time and error", "distribution": "entries of Q, K and V"}
+        write_index(out, "supportbasis reproduce all", parts)
+
+
 @reproduce.command("polynomial-attention")
 def polynomial_attention(
     quick: Annotated[bool, typer.Option("--quick", help="Short inputs and few seeds.")] = False,
@@ -154,6 +241,11 @@ def _friendly(command: str) -> Iterator[None]:
         yield
     except SupportBasisError as error:
         typer.echo(f"supportbasis {command}: {error}", err=True)
+        raise typer.Exit(2) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        typer.echo(f"supportbasis {command}: {NO_SPACE}", err=True)
         raise typer.Exit(2) from None
 
 

@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..methods import Auto, Method, Polynomial, SingleThreshold
 from .density import measure_density
 from .machine import Machine
-from .measure import Measurement, Tick, compare
+from .measure import Measurement, Tick, compare, part
 from .plots import plot_times
 from .progress import Steps
 from .report import (
@@ -162,16 +162,12 @@ def _run_job(job: Job, steps: Steps) -> list[Measurement]:
     wins = 0
     with steps.step(job.name) as tick:
         for index, n in enumerate(job.lengths):
-            measured = job.run(job.name, n, job.budget, _part(tick, index, len(job.lengths)))
+            measured = job.run(job.name, n, job.budget, part(tick, index, len(job.lengths)))
             rows += measured
             wins = wins + 1 if is_win(measured[0]) else 0
             if job.is_sweep and wins == 2:
                 break
     return rows
-
-
-def _part(tick: Tick, index: int, count: int) -> Tick:
-    return lambda share: tick((index + share) / count)
 
 
 # ---- crossover -------------------------------------------------------------------------------

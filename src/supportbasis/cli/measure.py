@@ -33,6 +33,11 @@ ROW_CHUNK = 64
 Tick = Callable[[float], None]  # told which share of the time budget is used up
 
 
+def part(tick: Tick, done: int, count: int) -> Tick:
+    """The tick of one of ``count`` equal parts, ``done`` of which are over."""
+    return lambda share: tick((done + share) / count)
+
+
 @dataclass(frozen=True)
 class Measurement:
     """One method on one input. A number that does not exist is None."""
@@ -86,7 +91,9 @@ class Contender:
 
 
 @torch.no_grad()
-def interleave(contenders: list[Contender], budget: float, tick: Tick) -> int:
+def interleave(
+    contenders: list[Contender], budget: float, tick: Tick, least: int = LEAST_ROUNDS
+) -> int:
     """Let the contenders take turns for about ``budget`` seconds; returns the number of rounds."""
     racing = list(contenders)
     start = time.perf_counter()
@@ -99,7 +106,7 @@ def interleave(contenders: list[Contender], budget: float, tick: Tick) -> int:
                 racing.remove(contender)
         used = (time.perf_counter() - start) / budget
         tick(min(1.0, max(used, done / MOST_ROUNDS)))
-        if done >= LEAST_ROUNDS and used >= 1:
+        if done >= least and used >= 1:
             break
     return done
 
@@ -108,7 +115,8 @@ def sdpa(setting: Setting) -> Contender:
     """The baseline."""
     label = "SDPA causal" if setting.is_causal else "SDPA"
     tensors = (setting.query, setting.key, setting.value)
-    call = lambda: F.scaled_dot_product_attention(*tensors, is_causal=setting.is_causal)  # noqa: E731
+    causal, scale = setting.is_causal, setting.scale
+    call = lambda: F.scaled_dot_product_attention(*tensors, is_causal=causal, scale=scale)  # noqa: E731
     return Contender(label, call, ran="PyTorch's exact kernel")
 
 
@@ -129,14 +137,17 @@ def mean_value(setting: Setting) -> Contender:
 def with_method(setting: Setting, label: str, method: Method) -> Contender:
     """A call of `sb.attention`."""
     tensors = (setting.query, setting.key, setting.value)
+    causal, scale = setting.is_causal, setting.scale
 
     def call() -> Tensor:
-        output = attention(*tensors, is_causal=setting.is_causal, method=method)
+        output = attention(*tensors, is_causal=causal, scale=scale, method=method)
         assert isinstance(output, Tensor)
         return output
 
     def details() -> Result:
-        result = attention(*tensors, is_causal=setting.is_causal, method=method, return_result=True)
+        result = attention(
+            *tensors, is_causal=causal, scale=scale, method=method, return_result=True
+        )
         assert isinstance(result, Result)
         return result
 
@@ -215,15 +226,21 @@ def describe(plan: Plan) -> str:
     if len(plan.heads) == 1:
         return _describe_head(plan.heads[0])
     kinds = Counter(
-        "exact" if head.polynomial is None else f"{head.polynomial.kind} deg {head.degree}"
+        head.kind if head.polynomial is None else f"{head.polynomial.kind} deg {head.degree}"
         for head in plan.heads
     )
     return ", ".join(f"{count} heads {kind}" for kind, count in kinds.most_common())
 
 
 def _describe_head(head: HeadPlan) -> str:
-    if head.polynomial is None:
+    if head.kind == "exact":
         return f"exact: {head.reason}" if head.reason else "exact"
+    if head.kind == "block":
+        return f"{head.keys:.0f} keys a query, exact and coarse"
+    if head.polynomial is None:
+        powers = sorted({kernel.power for kernel in head.kernels})
+        listed = f"powers {powers[0]} to {powers[-1]}" if powers else "all exact"
+        return f"{len(head.row_edges)} × {len(head.key_edges)} buckets, {listed}"
     text = f"{head.polynomial.kind} deg {head.degree} on ±{head.polynomial.bound:.3g}"
     if head.threshold is None or head.large_rows is None or head.large_keys is None:
         return text
@@ -257,7 +274,7 @@ class ExactRows:
 def _exact(setting: Setting, rows: Tensor) -> Tensor:
     """Softmax attention of some query rows, as it is written down in the books, in float64."""
     query = setting.query[..., rows, :].double()
-    score = query @ setting.key.double().mT / math.sqrt(setting.dim)
+    score = query @ setting.key.double().mT * setting.factor
     if setting.is_causal:
         later = torch.arange(setting.key.shape[-2]) > rows.unsqueeze(1)
         score = score.masked_fill(later, -math.inf)

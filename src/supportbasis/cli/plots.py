@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .measure import Measurement
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -20,6 +21,7 @@ FAMILIES = {
     "SingleThreshold": ("#2f6fab", "o"),
     "Auto": ("#2f855a", "^"),
 }
+INK, GREY = "#1f2933", "#7b8794"
 COLOURS = ("#2f6fab", "#2f855a", "#b7791f", "#805ad5", "#c05621", "#d53f8c", "#319795")
 PANELS = {
     "SDPA": "Attention",
@@ -35,6 +37,44 @@ def new_figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Figure, path: Path) -> None:
+    """As PNG, and as SVG beside it in the same layout."""
+    figure.savefig(path, dpi=150)
+    figure.set_layout_engine("none")  # to make it once more takes as long as the drawing
+    figure.savefig(path.with_suffix(".svg"))
+
+
+def length_label(n: float, _: object = None) -> str:
+    """16k for 16384, on an axis of lengths."""
+    return f"{n / 1024:g}k" if n >= 1024 else f"{n:g}"
+
+
+def log_lengths(axes: Axes, lengths: Sequence[int]) -> None:
+    """Both axes logarithmic, with a mark for each length."""
+    from matplotlib.ticker import NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(list(lengths))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(length_label)
+
+
+def legend_below(
+    figure: Figure, panels: Iterable[Axes], columns: int, order: Iterable[str] = ()
+) -> None:
+    """Every label of the panels once, below them, those of ``order`` first and in that order."""
+    found: dict[str, Artist] = {}
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    names = list(dict.fromkeys([*(name for name in order if name in found), *found]))
+    handles = [found[name] for name in names]
+    figure.legend(
+        handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9
+    )
 
 
 def plain_axes(axes: Axes) -> None:
@@ -212,7 +252,7 @@ def _time_panel(axes: Axes, baseline: str, rows: Sequence[Measurement]) -> None:
     axes.set_xlabel("tokens")
     axes.set_ylabel("seconds per call")
     axes.set_title(PANELS[baseline], loc="left", fontsize=11)
-    axes.xaxis.set_major_formatter(lambda n, _: f"{n / 1024:g}k" if n >= 1024 else f"{n:g}")
+    axes.xaxis.set_major_formatter(length_label)
     axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(-0.05, -0.13))
 
 

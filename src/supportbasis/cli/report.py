@@ -182,10 +182,14 @@ def write_csv(
 
 
 def write_table(
-    path: Path, machine: Machine, lines: Iterable[Mapping[str, object]], *, append: bool = False
+    path: Path,
+    machine: Machine | None,
+    lines: Iterable[Mapping[str, object]],
+    *,
+    append: bool = False,
 ) -> None:
-    """Lines with the same columns, the machine's before them."""
-    table = [asdict(machine) | dict(line) for line in lines]
+    """Lines with the same columns, the machine's before them unless they are there already."""
+    table = [({} if machine is None else asdict(machine)) | dict(line) for line in lines]
     if not table:
         return
     columns = list(table[0])
@@ -256,6 +260,15 @@ def write_html(path: Path, title: str, lead: str, sections: Iterable[Section]) -
 
 def paragraph(text: str, kind: str = "") -> str:
     return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
+
+
+def link(target: str, text: str) -> str:
+    return f'<a href="{escape(target)}">{escape(text)}</a>'
+
+
+def preformatted(text: str) -> str:
+    """Lines as a terminal shows them."""
+    return f'<div class="scroll"><pre>{escape(text)}</pre></div>'
 
 
 def html_table(rows: Iterable[Measurement], *, named: bool = False) -> str:

@@ -27,6 +27,7 @@ class Setting:
     value: Tensor
     is_causal: bool = False
     threshold: float | None = None  # a T that suits these entries, where one is known
+    scale: float | None = None  # of the scores; None: 1/√d
 
     @property
     def n(self) -> int:
@@ -35,6 +36,11 @@ class Setting:
     @property
     def dim(self) -> int:
         return self.query.shape[-1]
+
+    @property
+    def factor(self) -> float:
+        """What scores are multiplied by."""
+        return 1 / math.sqrt(self.dim) if self.scale is None else self.scale
 
 
 def gaussian(n: int, seed: int = 0, is_causal: bool = False) -> Setting:

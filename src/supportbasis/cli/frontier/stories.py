@@ -7,16 +7,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ..capture import observed
 from .heads import Capture, Source, spread
 
 MODEL = "stories260K"
 LAYERS, HEADS = 5, 8
 TOKENS = 512  # its context
 START = "Once upon a time"
-NAME = "supportbasis_capture"
 
 Recorded = list[tuple[Tensor, Tensor, Tensor]]
 
@@ -47,32 +46,22 @@ def source(folder: Path, limit: int | None) -> Source:
 @torch.no_grad()
 def _record(folder: Path) -> Recorded:
     """Queries and keys after rotation, and values, of each layer: [heads, tokens, dim]."""
-    from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     recorded: Recorded = []
 
-    def attention(
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        **options: object,
-    ) -> tuple[Tensor, None]:
+    def observe(_: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         recorded.append((query[0], key[0], value[0]))
-        output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return output.transpose(1, 2).contiguous(), None
 
-    AttentionInterface.register(NAME, attention)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = AutoTokenizer.from_pretrained(folder)(START, return_tensors="pt").input_ids
     length = TOKENS - tokens.shape[1]
     story = model.generate(
         tokens, do_sample=False, min_new_tokens=length, max_new_tokens=length, pad_token_id=0
     )
-    model.set_attn_implementation(NAME)
-    model(story, use_cache=False)
+    with observed(model, observe):
+        model(story, use_cache=False)
     return recorded

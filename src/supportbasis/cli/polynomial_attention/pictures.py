@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..intervals import Interval
-from ..plots import COLOURS, new_figure, plain_axes
+from ..plots import COLOURS, GREY, INK, length_label, log_lengths, new_figure, plain_axes
 from .buying import FACTORS, RATIOS, WAYS, PowerRow, SketchRow
 from .dense import NORMS
 from .errors import PARTS, SIZE, SKETCHES, Summary, Verdict
@@ -20,7 +20,6 @@ from .variants import ALL_SKETCHED, AS_RUN, SHARED
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK, GREY = "#1f2933", "#7b8794"
 DEGREE = 2  # of the lines in the pictures; the tables have both
 
 # label of a line, its colour and style
@@ -47,20 +46,6 @@ def ratio_name(ratio: float) -> str:
     return "one power" if ratio == math.inf else f"buckets of ratio {ratio:g}"
 
 
-def _length(n: float, _: object = None) -> str:
-    return f"{n / 1024:g}k" if n >= 1024 else f"{n:g}"
-
-
-def _log_lengths(axes: Axes, lengths: Sequence[int]) -> None:
-    from matplotlib.ticker import NullLocator
-
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(list(lengths))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(_length)
-
-
 def _bars(errors: Sequence[Interval]) -> tuple[list[float], list[list[float]]]:
     """Means, and how far the intervals reach below and above them."""
     means = [error.mean for error in errors]
@@ -85,7 +70,7 @@ def draw_errors(summaries: Sequence[Summary], path: Path) -> None:
             axes.errorbar(
                 lengths, means, bars, fmt=style, color=colour, label=label, ms=5, lw=1.4, capsize=2
             )
-        _log_lengths(axes, sorted({row.n for row in rows}))
+        log_lengths(axes, sorted({row.n for row in rows}))
         axes.set_ylim(*_limits([row.error.mean for row in rows if row.method in LINES]))
         axes.set_title(name, loc="left", fontsize=11)
         axes.set_xlabel("tokens")
@@ -206,7 +191,7 @@ def _bought_panel(axes: Axes, rows: Sequence[SketchRow]) -> None:
         )
     free = _mean([row.mean_v for row in rows])
     axes.axhline(free, color=GREY, linestyle="--", linewidth=1, label="mean(V)")
-    _log_lengths(axes, sizes)
+    log_lengths(axes, sizes)
 
 
 def _sketched_errors(rows: Sequence[SketchRow], ratio: float, size: int) -> list[float]:
@@ -243,7 +228,7 @@ def draw_decays(decays: Sequence[Decay], path: Path) -> None:
         plain_axes(axes)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.xaxis.set_major_formatter(_length)
+        axes.xaxis.set_major_formatter(length_label)
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter("{x:g}")
@@ -271,7 +256,7 @@ def draw_lengths(rows: Sequence[TimeRow], path: Path) -> None:
     lowest = min(row.seconds for row in rows)
     guide = [0.6 * lowest * n / lengths[0] for n in lengths]
     axes.plot(lengths, guide, "--", color=GREY, lw=1, label="twice the time for twice the tokens")
-    _log_lengths(axes, lengths)
+    log_lengths(axes, lengths)
     axes.set_xlabel("tokens")
     axes.set_ylabel("seconds per call, planning included")
     axes.legend(frameon=False, fontsize=9)

@@ -8,17 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ..chapters import Chapter, publish
 from ..machine import Machine
 from ..progress import Steps
-from ..report import (
-    Grid,
-    Section,
-    figure,
-    machine_section,
-    paragraph,
-    write_html,
-    write_table,
-)
+from ..report import Grid, write_table
 from . import buying, errors, findings, pictures, sketching, tables, timing
 from .inputs import DIM, DRAWS, Extent
 
@@ -46,37 +39,13 @@ class Measured:
     sweeps: Sequence[timing.SweepRow]
 
 
-@dataclass(frozen=True, eq=False)
-class Chapter:
-    """A section of the report: sentences, tables and a picture with its caption."""
-
-    title: str
-    text: str
-    said: Sequence[str]
-    grids: Sequence[Grid]
-    shown: Sequence[Grid]  # on the terminal
-    figures: Sequence[tuple[Path, str]] = ()
-
-    def section(self) -> Section:
-        body = [paragraph(self.text)] if self.text else []
-        body += [paragraph(sentence, "finding") for sentence in self.said]
-        body += [grid.html() for grid in self.grids]
-        return Section(self.title, body + [figure(*picture) for picture in self.figures])
-
-
 def run_study(extent: Extent, out: Path, seed: int, console: Console) -> None:
     """The whole study: five parts, a report, tables and pictures."""
     machine = Machine.here()
     measured = _measure(extent, seed, console)
     _write_tables(measured, machine, out)
     chapters = _chapters(measured, extent, seed, out)
-    sections = [chapter.section() for chapter in chapters]
-    write_html(out / "report.html", TITLE, LEAD, [*sections, machine_section(machine)])
-    for chapter in chapters:
-        _print(chapter, console)
-    files = sorted(path.name for path in out.iterdir() if path.suffix in (".csv", ".png"))
-    console.print(f"\nReport: {out / 'report.html'}", style="bold")
-    console.print(f"Beside it: {', '.join(files)}")
+    publish(out, TITLE, LEAD, chapters, machine, console)
 
 
 def _measure(extent: Extent, seed: int, console: Console) -> Measured:
@@ -109,15 +78,6 @@ def _write_tables(measured: Measured, machine: Machine, out: Path) -> None:
     write("sketched-powers", (row.line() for row in measured.decay))
     write("lengths", (row.line() for row in measured.lengths))
     write("sweeps", (row.line() for row in measured.sweeps))
-
-
-def _print(chapter: Chapter, console: Console) -> None:
-    console.print()
-    console.print(chapter.title, style="bold underline")
-    for grid in chapter.shown:
-        console.print(grid.terminal())
-    for sentence in chapter.said:
-        console.print(sentence)
 
 
 # ---- chapters --------------------------------------------------------------------------------
