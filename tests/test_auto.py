@@ -63,7 +63,8 @@ def test_splits_off_outliers():
     k[:, :, ::200] *= 40
     result = sb.attention(q, k, v, method=sb.Auto(1e-3), return_result=True)
     head = result.plan.heads[0]
-    assert head.kind == "single-threshold"
+    assert head.kind in ("single-threshold", "fitted")
+    assert head.cost < 0.3
     rows = torch.arange(0, 16384, 37)
     rows = torch.cat([rows, torch.arange(0, 16384, 200)])
     exact, _ = dense_attention(q[:, :, rows], k, v)

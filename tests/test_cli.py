@@ -369,7 +369,7 @@ def test_bench_runs_every_work_and_appends_its_rows(
     assert "single-n256" in text and "crossover-single" in text
     assert_stands_alone((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert (tmp_path / "times.png").read_bytes()[:4] == b"\x89PNG"
-    assert len(read(tmp_path / "crossover.csv")) == 6
+    assert len(read(tmp_path / "crossover.csv")) == 7
 
     code, _ = invoke("bench", "--quick", "--only", "degree1", "--out", tmp_path)
     assert code == 0

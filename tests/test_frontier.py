@@ -465,7 +465,7 @@ def test_the_command_measures_writes_and_says(
     assert {r["n"] for r in rows if r["model"] == "tsp50"} == {"256", "512"}
     for r in rows:
         assert float(r["cost"]) <= float(r["budget"]) * 1.001 or r["ran"].startswith("exact")
-    assert {r["kind"] for r in read(out / "times.csv")} <= {"block", "exact"}
+    assert {r["kind"] for r in read(out / "times.csv")} <= {"block", "exact", "fitted"}
     page = (out / "report.html").read_text(encoding="utf-8")
     assert str(tmp_path) not in page
     assert "Which heads stay exact" in page

@@ -79,7 +79,7 @@ def choose_spans(spectrum: Tensor, features: int) -> tuple[int, ...]:
     h the complete symmetric polynomial, for C(r + k - 2, k - 1) monomials. The best ratio is taken
     as long as it fits.
 
-    >>> choose_spans(torch.tensor([0.1, 0.1, 0.0], dtype=torch.float64), 7)
+    >>> choose_spans(torch.tensor([0.1, 0.1, 0.0], dtype=torch.float64), 6)
     (2, 2)
     """
     squared = [min(float(s), 1.0) ** 2 for s in spectrum]

@@ -51,7 +51,7 @@ def order(x: Tensor, depth: int) -> tuple[Tensor, list[Split]]:
         middle = part.mean(1, keepdim=True)
         axis = _axis(part - middle)
         along = (part @ axis).squeeze(2)
-        along, index = along.sort(1, stable=True)
+        along, index = along.sort(dim=1, stable=True)
         half = along.shape[1] // 2
         splits.append(Split(axis, (along[:, half - 1] + along[:, half]) / 2))
         position = position.reshape(nodes.shape).gather(1, index).reshape(segments, tokens)

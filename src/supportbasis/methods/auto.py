@@ -85,7 +85,7 @@ class Auto(Method):
         search = BlockSearch.of(head, BLOCK_SIZE, self.seed)
         if isinstance(search, str) or search.plan(1.0).speedup <= speedup:
             return None
-        return search.within(self.tolerance, self.seed)
+        return search.within(self.tolerance, self.seed, speedup)
 
 
 class _Search:

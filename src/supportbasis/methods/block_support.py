@@ -209,12 +209,23 @@ class BlockSearch:
         check = BlockCheck.draw(self.whole, self.head, plan.blocks.chunk, seed)
         return replace(plan, measured=check.error(plan.blocks.price)[0])
 
-    def within(self, tolerance: float, seed: int) -> HeadPlan | None:
+    def within(self, tolerance: float, seed: int, speedup: float = 0.0) -> HeadPlan | None:
         """The plan of the highest price found whose measured error, at its upper limit, is within
-        tolerance; None where even lists as expensive as exact attention are not.
+        tolerance; None where there is none cheaper than exact attention and predicted to be faster
+        than ``speedup``: such prices are not tried.
 
         Errors fall slowly with the price, so prices are tried in large steps, then in halves.
         """
+
+        def pays(log_price: float) -> bool:
+            plan = self.plan(math.exp(log_price))
+            return plan.cost < 1 and plan.speedup > speedup
+
+        at = min(MOST, 2 * math.log(tolerance / FIRST_GUESS))
+        while at < MOST and not pays(at):
+            at = min(MOST, at + STRIDE)
+        if not pays(at):
+            return None
         assert self.base.blocks is not None
         check = BlockCheck.draw(self.whole, self.head, self.base.blocks.chunk, seed)
         measured: dict[float, float] = {}
@@ -224,16 +235,19 @@ class BlockSearch:
             return limit <= tolerance
 
         good = bad = None
-        at = min(MOST, 2 * math.log(tolerance / FIRST_GUESS))
-        while LEAST <= at <= MOST and (good is None or bad is None):
+        step = STRIDE
+        while good is None or bad is None:
             if holds(at):
                 good = at
+                if at == MOST:
+                    break
             else:
                 bad = at
-                if self.plan(math.exp(at)).cost >= 1:
-                    return None
-            step = STRIDE if bad is None else -STRIDE
-            at = min(MOST, at + step) if good != MOST else MOST + 1
+            while good is None and step > 1 and not pays(at - step):
+                step /= 2
+            at = min(MOST, at + STRIDE) if bad is None else at - step
+            if at < LEAST or not pays(at):
+                break
         if good is None:
             return None
         for _ in range(HALVES if bad is not None else 0):

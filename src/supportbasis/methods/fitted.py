@@ -59,14 +59,15 @@ class FittedSearch:
         )
 
     def affordable(self, budget: float) -> HeadPlan | None:
-        """Of the plans within the budget, the one that is expected to err least."""
-        plans, features = [], FEWEST
-        while features <= MOST:
-            plan = self.plan(features)
-            if plan is None or plan.cost > budget:
-                break
-            plans.append(plan)
-            features = math.ceil(features * 1.25)
+        """Of the largest plans within the budget, the one that is expected to err least: a degree
+        that is barely begun may err more than one that is complete."""
+        low, high = 0, MOST
+        while high - low > max(1, low // 8):
+            middle = (low + high) // 2
+            plan = self.plan(middle) if middle >= FEWEST else None
+            low, high = (middle, high) if middle < FEWEST or _fits(plan, budget) else (low, middle)
+        tried = (self.plan(low * part // 8) for part in (4, 6, 8) if low * part // 8 >= FEWEST)
+        plans = [plan for plan in tried if plan is not None and plan.cost <= budget]
         return min(plans, key=self._expected, default=None)
 
     def within(self, tolerance: float, check: RowCheck, speedup: float) -> HeadPlan | None:
@@ -99,6 +100,10 @@ class FittedSearch:
     def _expected(self, plan: HeadPlan) -> float:
         assert plan.fitted is not None
         return self.sample.expected_error(plan.fitted)
+
+
+def _fits(plan: HeadPlan | None, budget: float) -> bool:
+    return plan is not None and plan.cost <= budget
 
 
 def _plan(head: Head, frame: Frame, kernel: FittedKernel) -> HeadPlan:
