@@ -11,7 +11,7 @@ from cases import dense_attention, qkv
 from supportbasis import selection
 from supportbasis.blocks import BlockSettings, remembered
 from supportbasis.components import BlockSum, ExactSum, evaluate
-from supportbasis.forest import build, tilted
+from supportbasis.forest import Nodes, build, tilted
 from supportbasis.frame import balanced
 from supportbasis.inputs import attention_problem
 from supportbasis.tree import assign, leading, leaf_layout, order
@@ -198,7 +198,9 @@ def test_a_tilted_node_is_right_to_second_order():
         query[:, 0] = size  # along one coordinate: variances are kept, covariances of keys are not
         score = torch.einsum("nsd,nd->ns", key, query) + weight
         exact, mean = score.logsumexp(1), torch.einsum("ns,nsd->nd", score.softmax(1), value)
-        coarse_key, coarse_value, log_weight = tilted(forest, node, query)
+        coarse_key, coarse_value, log_weight = tilted(
+            Nodes(*(field[node] for field in forest.nodes)), query
+        )
         given = (coarse_key * query).sum(1) + log_weight
         plain = (forest.key[node] * query).sum(1) + forest.log_mass[node]
         assert (given - exact).norm() < 0.5 * (plain - exact).norm()

@@ -46,8 +46,8 @@ def attention(
     certificate.
 
     Gradients flow through the output and the lse of a result to query, key, value and a key bias,
-    in the time and memory order of the call itself; `BlockSupport` has none so far. They are those
-    of the function that ran, with its plan held fixed. ``torch.compile`` takes the call into a
+    in the time and memory order of the call itself. They are those of the function that ran, with
+    its plan held fixed. ``torch.compile`` takes the call into a
     graph when it is given a plan, and leaves it outside otherwise.
 
     >>> import torch, supportbasis as sb

@@ -34,6 +34,7 @@ class Arrangement(NamedTuple):
     compared: int = 0  # leaders that every token was compared with
 
 
+@torch.no_grad()
 def arranged(x: Tensor, size: int, multiple: int, how: str) -> Arrangement:
     """Tokens ``x`` [tokens, dim] in segments.
 

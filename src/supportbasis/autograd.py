@@ -244,11 +244,6 @@ def _problem(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, plan, scale, is_causal = inputs
     ctx.plan = Plan.known(plan)  # kept until the backward pass
-    if any(head.kind == "block" for head in ctx.plan.heads):
-        raise InputError(
-            "an input requires grad, but lists (sb.BlockSupport) have no gradients so far; use "
-            "another method, or make the plan with inputs that require grad"
-        )
     ctx.settings = (plan, scale, is_causal)
     ctx.for_weights = ctx.needs_input_grad[3]
     ctx.save_for_backward(*tensors, *output[:3])

@@ -120,11 +120,16 @@ def remembered(head: Head, frame: Frame, settings: BlockSettings) -> Structure:
     """Trees and cells of a head, built once: the planner's serve the execution too."""
     at = (frame, replace(settings, price=0.0))
     if at not in head.memory:
-        build_it = _causal if head.is_causal else _whole
-        head.memory[at] = build_it(framed(head, frame), frame.spectrum, settings)
+        head.memory[at] = structure(framed(head, frame), frame.spectrum, settings)
     made = head.memory[at]
     assert isinstance(made, Structure)
     return made
+
+
+def structure(head: Head, spectrum: Tensor, settings: BlockSettings) -> Structure:
+    """Trees and cells of a head in its frame. Summaries are differentiable functions of its
+    tokens; orders, cells and what is selected are constants."""
+    return (_causal if head.is_causal else _whole)(head, spectrum, settings)
 
 
 def _whole(head: Head, spectrum: Tensor, settings: BlockSettings) -> Structure:

@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,18 @@ from .tree import leaf_layout, order
 
 DIRECTIONS = 8  # leading coordinates in which the covariance of keys and values is kept
 LARGEST_TILT = 1.0  # of <x, V x>: beyond, second order says nothing and the tilt is limited
+
+
+class Nodes(NamedTuple):
+    """What makes coarse keys of some nodes; see `Forest`."""
+
+    key: Tensor
+    value: Tensor
+    log_mass: Tensor
+    gap: Tensor
+    step: Tensor
+    variance: Tensor
+    covariance: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +69,10 @@ class Forest:
     @property
     def leaf_size(self) -> int:
         return self.leaf_key.shape[1]
+
+    @property
+    def nodes(self) -> Nodes:
+        return Nodes(*(getattr(self, name) for name in Nodes._fields))
 
 
 @dataclass
@@ -114,7 +131,7 @@ def _half_sums(head: Head, position: Tensor) -> tuple[_Sums, Tables]:
     if head.key_log_weight is not None:
         log_weight = head.key_log_weight[real].to(dtype)
     log_weight = log_weight.masked_fill(position < 0, -math.inf)
-    top = log_weight.amax(1)
+    top = log_weight.detach().amax(1)  # units are constants of the sums
     unit = torch.where(top > -math.inf, top, 0.0)
     weight = (log_weight - unit.unsqueeze(1)).exp()
     column, weighted = weight.unsqueeze(2), key[..., :DIRECTIONS] * weight.unsqueeze(2)
@@ -172,7 +189,7 @@ def _node_fields(sums: _Sums, below: _Sums) -> tuple[Tensor, ...]:
     per_key = sums.square / mass.square().clamp(min=tiny)
     scatter, others = spread * per_key, (1 / per_key.clamp(min=tiny, max=1.0) - 1).clamp(max=1e12)
     linked = covariance.square().sum(2)
-    log_mass = sums.mass.log() + sums.top
+    log_mass = torch.where(sums.mass > 0, mass.log() + sums.top, -math.inf)
     stride = step.square().sum(1)
     return (
         key, value, log_mass, gap, step, variance, covariance, stride, linked, scatter, others,
@@ -182,8 +199,11 @@ def _node_fields(sums: _Sums, below: _Sums) -> tuple[Tensor, ...]:
 def _between(halves: _Sums) -> tuple[Tensor, Tensor]:
     """Gap and step of each pair of neighbours."""
     tiny = torch.finfo(halves.mass.dtype).tiny
-    log_mass = (halves.mass.log() + halves.top).view(-1, 2)
-    weight = log_mass.softmax(1).nan_to_num(0.0).prod(1, keepdim=True).sqrt()
+    top = halves.top.view(-1, 2)
+    highest = top.amax(1, keepdim=True)
+    mass = halves.mass.view(-1, 2) * (top - torch.where(highest > -math.inf, highest, 0.0)).exp()
+    share = mass / mass.sum(1, keepdim=True).clamp(min=tiny)
+    weight = share.prod(1, keepdim=True).clamp(min=tiny).sqrt()
 
     def difference(x: Tensor) -> Tensor:
         mean = (x / halves.mass.clamp(min=tiny).unsqueeze(1)).view(-1, 2, x.shape[1])
@@ -208,16 +228,14 @@ def joined(forests: Sequence[Forest]) -> Forest:
     return Forest(*(torch.cat(parts) for parts in zip(*fields, strict=True)))
 
 
-def tilted(forest: Forest, node: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def tilted(nodes: Nodes, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Coarse keys, values and log-weights of nodes [k] for mean queries [k, d]."""
-    gap = forest.gap[node]
-    along = (gap * query).sum(1, keepdim=True)
-    shift = forest.variance[node] * query + gap * along
+    along = (nodes.gap * query).sum(1, keepdim=True)
+    shift = nodes.variance * query + nodes.gap * along
     tilt = (shift * query).sum(1)
     limit = (LARGEST_TILT / tilt.clamp(min=LARGEST_TILT)).unsqueeze(1)
     shift = shift * limit
-    key = forest.key[node] + shift
-    lead = (query[:, : forest.covariance.shape[1]] * limit).unsqueeze(1)
-    value = forest.value[node] + (lead @ forest.covariance[node]).squeeze(1)
-    value += forest.step[node] * (along * limit)
-    return key, value, forest.log_mass[node] - (shift * query).sum(1) / 2
+    lead = (query[:, : nodes.covariance.shape[1]] * limit).unsqueeze(1)
+    value = nodes.value + (lead @ nodes.covariance).squeeze(1)
+    value += nodes.step * (along * limit)
+    return nodes.key + shift, value, nodes.log_mass - (shift * query).sum(1) / 2

@@ -65,6 +65,7 @@ class View:
         return View(*(field[members] for field in fields))
 
 
+@torch.no_grad()
 def select(forest: Forest, blocks: Blocks, view: View, start: Pairs, price: float) -> Lists:
     """The lists of all blocks, opened from the pairs of ``start``, which cover what they see."""
     block, node = start
@@ -116,6 +117,7 @@ def _sorted(parts: list[Pairs]) -> Pairs:
     return block[order], item[order]
 
 
+@torch.no_grad()
 def look(forest: Forest, blocks: Blocks, start: Pairs) -> View:
     """Every block with its first nodes: a softmax over coarse keys."""
     block, node = start

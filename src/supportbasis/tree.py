@@ -34,6 +34,7 @@ class Split(NamedTuple):
     threshold: Tensor  # [nodes]
 
 
+@torch.no_grad()
 def order(x: Tensor, depth: int) -> tuple[Tensor, list[Split]]:
     """Positions of the tokens ``x`` [segments, tokens, dim] in the order of the tree's leaves.
 
@@ -58,6 +59,7 @@ def order(x: Tensor, depth: int) -> tuple[Tensor, list[Split]]:
     return position, splits
 
 
+@torch.no_grad()
 def assign(x: Tensor, splits: Sequence[Split]) -> Tensor:
     """The leaf that each of other tokens ``x`` [segments, tokens, dim] falls into."""
     segments, tokens, _ = x.shape

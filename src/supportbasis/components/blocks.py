@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..blocks import BlockSettings, Layer, Structure, remembered
 from ..cotangent import Cotangent, Gradients
-from ..forest import Forest, tilted
+from ..forest import Forest, Nodes, tilted
 from ..frame import Frame
 from ..partial import Partial
 from ..problem import Head
@@ -48,8 +49,11 @@ class BlockSum:
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
     ) -> None:
-        """Lists have no gradients so far; a forward pass that needs them says so."""
-        raise NotImplementedError
+        """Add what flows back from the sums of these rows, through summaries and frame."""
+        from .blocks_backward import add_gradients
+
+        if head.n and head.m:
+            add_gradients(self.settings, self.frame, total, cotangent, head, rows)
 
 
 def _relative_noise(head: Head) -> Tensor:
@@ -65,11 +69,9 @@ def block_sums(made: Structure, lists: Sequence[Lists], chunk: int) -> Partial:
     head = made.head
     total = Partial.empty(head.n, head.value_dim, head.query, head.dtype)
     for layer, items in zip(made.layers, lists, strict=True):
-        cells = len(layer.cells.mean)
-        coarse, exact = (_Column.of(pairs, cells) for pairs in (items.coarse, items.exact))
-        length = (coarse.count + exact.count * made.forest.leaf_size)[layer.owner]
-        for members in _groups(length):
-            key, value, bias = _gathered(made.forest, layer, coarse, exact, layer.owner[members])
+        for members, places in grouped(made.forest, layer, items, GROUP_KEYS):
+            pieces = Pieces.of(made.forest, layer, places)
+            key, value, bias = pieces.joined(places)
             query, rows = layer.query[members], layer.rows[members]
             _add_attention(total, rows, query, key, value, bias.unsqueeze(1))
     if made.chunks is not None:
@@ -77,7 +79,18 @@ def block_sums(made: Structure, lists: Sequence[Lists], chunk: int) -> Partial:
     return total
 
 
-def _groups(length: Tensor) -> Iterator[Tensor]:
+def grouped(
+    forest: Forest, layer: Layer, items: Lists, limit: int
+) -> Iterator[tuple[Tensor, Places]]:
+    """Blocks of a layer that are attended together, and where their keys are."""
+    cells = len(layer.cells.mean)
+    coarse, exact = (_Column.of(pairs, cells) for pairs in (items.coarse, items.exact))
+    length = (coarse.count + exact.count * forest.leaf_size)[layer.owner]
+    for members in _groups(length, limit):
+        yield members, Places.of(forest, coarse, exact, layer.owner[members])
+
+
+def _groups(length: Tensor, most: int) -> Iterator[Tensor]:
     """Blocks of similar length, ascending, with few keys in all; blocks without a list are left
     out."""
     ranked = length.argsort()
@@ -89,7 +102,7 @@ def _groups(length: Tensor) -> Iterator[Tensor]:
         while (
             stop < len(lengths)
             and lengths[stop] <= limit
-            and lengths[stop] * (stop + 1 - start) <= GROUP_KEYS
+            and lengths[stop] * (stop + 1 - start) <= most
         ):
             stop += 1
         yield ranked[start:stop]
@@ -132,37 +145,74 @@ class _Column:
         return self.item[self.first[members][owner] + place], owner, place
 
 
-def _gathered(
-    forest: Forest, layer: Layer, coarse: _Column, exact: _Column, members: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and log-weights of the lists of some cells, [members, longest, ...]."""
-    size = forest.leaf_size
-    width = int((coarse.count[members] + exact.count[members] * size).max())
-    new = layer.query.new_zeros
-    key = new(len(members) * width, forest.key.shape[1])
-    value = new(len(members) * width, forest.value.shape[1])
-    bias = new(len(members) * width).fill_(-math.inf)
-    node, owner, place = coarse.of_members(members)
-    at = owner * width + place
-    parts = tilted(forest, node, layer.cells.mean[members][owner])
-    for table, part in zip((key, value, bias), parts, strict=True):
-        table.index_copy_(0, at, part)
-    leaf, owner, place = exact.of_members(members)
-    at = owner * width + coarse.count[members][owner] + place * size
-    at = (at.unsqueeze(1) + torch.arange(size, device=at.device)).flatten()
-    sources = (forest.leaf_key, forest.leaf_value, forest.leaf_weight)
-    for table, source in zip((key, value, bias), sources, strict=True):
-        table.index_copy_(0, at, source[leaf].flatten(0, 1))
-    shape = (len(members), width)
-    return key.view(*shape, -1), value.view(*shape, -1), bias.view(shape)
+class Places(NamedTuple):
+    """Which nodes and leaves the lists of some cells hold, and where in the lists they are."""
+
+    cell: Tensor  # [cells]
+    width: int  # of the longest list
+    node: Tensor
+    node_owner: Tensor  # which of the cells
+    node_at: Tensor  # place in the lists of all cells, one after the other
+    leaf: Tensor
+    leaf_at: Tensor  # [leaves * leaf size]
+
+    @staticmethod
+    def of(forest: Forest, coarse: _Column, exact: _Column, cell: Tensor) -> Places:
+        size = forest.leaf_size
+        width = int((coarse.count[cell] + exact.count[cell] * size).max())
+        node, node_owner, place = coarse.of_members(cell)
+        node_at = node_owner * width + place
+        leaf, owner, place = exact.of_members(cell)
+        at = owner * width + coarse.count[cell][owner] + place * size
+        at = (at.unsqueeze(1) + torch.arange(size, device=at.device)).flatten()
+        return Places(cell, width, node, node_owner, node_at, leaf, at)
+
+
+class Pieces(NamedTuple):
+    """Copies of what the lists of some cells are made of."""
+
+    nodes: Nodes
+    mean: Tensor  # [cells, d]: mean queries
+    leaf_key: Tensor
+    leaf_value: Tensor
+    leaf_weight: Tensor
+
+    @staticmethod
+    def of(forest: Forest, layer: Layer, places: Places) -> Pieces:
+        nodes = Nodes(*(field[places.node] for field in forest.nodes))
+        tables = (forest.leaf_key, forest.leaf_value, forest.leaf_weight)
+        return Pieces(nodes, layer.cells.mean[places.cell], *(x[places.leaf] for x in tables))
+
+    def joined(self, places: Places) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and log-weights of the lists, [cells, longest, ...]."""
+        shape = (len(places.cell), places.width)
+        count, new = shape[0] * shape[1], self.mean.new_zeros
+        coarse = tilted(self.nodes, self.mean[places.node_owner])
+        exact = (self.leaf_key, self.leaf_value, self.leaf_weight)
+        lists = []
+        for part, leaves, empty in zip(coarse, exact, (0.0, 0.0, -math.inf), strict=True):
+            table = new(count, *part.shape[1:])
+            if empty:
+                table.fill_(empty)
+            table.index_copy_(0, places.node_at, part)
+            table.index_copy_(0, places.leaf_at, leaves.flatten(0, 1))
+            lists.append(table.view(*shape, *part.shape[1:]))
+        key, value, bias = lists
+        return key, value, bias
 
 
 def _add_chunks(made: Structure, chunk: int, total: Partial) -> None:
     """Causal: the keys of each row's own chunk, exactly, none of which may lie ahead."""
+    for rows, query, key, value, bias in chunked(made, chunk, GROUP_KEYS):
+        _add_attention(total, rows, query, key, value, bias)
+
+
+def chunked(made: Structure, chunk: int, most: int) -> Iterator[tuple[Tensor, ...]]:
+    """Rows [chunks, chunk] (-1 for none), queries, keys, values and log-weights of some chunks."""
     assert made.chunks is not None
     head, within = made.head, torch.arange(chunk, device=made.head.query.device)
     ahead = within > within.unsqueeze(1)
-    step = max(1, GROUP_KEYS // chunk)
+    step = max(1, most // chunk)
     for start in range(0, len(made.chunks), step):
         place = made.chunks[start : start + step].unsqueeze(1) * chunk + within
         row, key = place.clamp(max=head.n - 1), place.clamp(max=head.m - 1)
@@ -172,8 +222,7 @@ def _add_chunks(made: Structure, chunk: int, total: Partial) -> None:
         bias = bias.masked_fill(place >= head.m, -math.inf)
         bias = bias.unsqueeze(1).masked_fill(ahead, -math.inf)
         rows = torch.where(place < head.n, place, -1)
-        value = head.value[key].to(head.dtype)
-        _add_attention(total, rows, head.query[row], head.key[key], value, bias)
+        yield rows, head.query[row], head.key[key], head.value[key].to(head.dtype), bias
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

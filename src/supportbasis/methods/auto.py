@@ -78,7 +78,7 @@ class Auto(Method):
 
     def _blocks(self, head: Head, speedup: float) -> HeadPlan | None:
         """Lists of exact and coarse keys within the tolerance, where they can be faster."""
-        if head.is_density or head.requires_grad:  # lists have no gradients
+        if head.is_density:
             return None
         if BlockSearch.highest_speedup(head, BLOCK_SIZE) <= speedup:
             return None
