@@ -85,11 +85,12 @@ def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
             UserWarning,
             stacklevel=4,
         )
-    sketched = any(head.is_sketched for head in plan.heads)
-    if sketched and float(outcome.rescued_rows.max()) > RESCUED_SHARE * problem.n:
+    lossy = any(head.may_lose_rows for head in plan.heads)
+    if lossy and float(outcome.rescued_rows.max()) > RESCUED_SHARE * problem.n:
+        advice = "a larger sketch_size" if plan.heads[0].is_sketched else "a new plan"
         warnings.warn(
-            "supportbasis: a sketch lost more than 1 % of a head's rows, which were computed "
-            "exactly instead; use a larger sketch_size or another method",
+            "supportbasis: a sketch or fit lost more than 1 % of a head's rows, which were "
+            f"computed exactly instead; use {advice} or another method",
             UserWarning,
             stacklevel=4,
         )

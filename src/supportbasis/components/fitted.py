@@ -80,7 +80,6 @@ class _FittedTask(Task):
         coefficients = [a * reach**k for k, a in enumerate(kernel.coefficients)]
         features = FeatureMap(span, kernel.degree, kernel.spans)
         super().__init__(head, rows, keys, features, coefficients)
-        self._relative_norms = (query_norms / self.query_norm).to(head.dtype)
 
     def queries(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         query = take(self.head.query, self.rows, start, stop)
@@ -114,9 +113,13 @@ class _FittedTask(Task):
         add_tokens(part, self.keys, start, grad.flip(1) / self.key_norm)
 
     def magnitude(self) -> Tensor:
-        magnitude = torch.zeros_like(self._relative_norms)
-        for coefficient in reversed(self.coefficients):
-            magnitude.mul_(self._relative_norms).add_(abs(coefficient))
+        """Of degree k as large as the coordinates that it is taken in."""
+        query = self.head.query if self.rows is None else self.head.query[self.rows]
+        key = self.head.key if self.keys is None else self.head.key[self.keys]
+        magnitude = query.new_full((len(query),), abs(self.fitted.coefficients[0]))
+        for k, span in enumerate(self.fitted.spans, 1):
+            reach = query[:, :span].norm(dim=1) * largest_norm(key[:, :span].norm(dim=1))
+            magnitude += abs(self.fitted.coefficients[k]) * reach**k
         return magnitude
 
     def noise(self, mass: Tensor | float, block: int) -> Tensor:
