@@ -16,7 +16,6 @@ from torch import Tensor
 from .blocks import BlockSettings
 from .components.streaming import CAUSAL_CHUNK, lane_count
 from .features import FeatureMap, block_rows, feature_count, tile_width
-from .fitted import FittedKernel
 from .frame import FRAME_TOKENS
 from .powers import PowerKernel
 from .problem import Head
@@ -138,9 +137,9 @@ def _frame_work(head: Head) -> int:
     return (head.n + head.m + seen) * head.dim**2
 
 
-def fitted_work(head: Head, kernel: FittedKernel, far_rows: int, far_keys: int) -> Work:
-    """Frame, features and far tokens of a fitted polynomial."""
-    tokens, count = head.n + head.m, kernel.features
+def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
+    """Frame, ``count`` features and far tokens of a fitted polynomial."""
+    tokens = head.n + head.m
     far = far_rows * head.m + (head.n - far_rows) * far_keys
     share = head.pairs / max(1, head.n * head.m)
     return Work(

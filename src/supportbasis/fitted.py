@@ -125,7 +125,11 @@ def _powers(x: Tensor, y: Tensor, spans: Sequence[int]) -> list[Tensor]:
     """<x, y>_k ^ k for every degree."""
     powers = []
     for k, r in enumerate(spans, 1):
-        powers.append((x[:, :r] @ y[:, :r].T).pow_(k))
+        score = x[:, :r] @ y[:, :r].T
+        power = score.clone()
+        for _ in range(k - 1):
+            power *= score
+        powers.append(power)
     return powers
 
 

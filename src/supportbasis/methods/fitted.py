@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ..basis import split_of
-from ..cost import fitted_work
-from ..fitted import FittedKernel, PairSample, choose_spans
+from ..cost import Work, fitted_work
+from ..fitted import FittedKernel, PairSample, choose_spans, count_features
 from ..frame import Frame, balanced, framed, prefix_of
 from ..plans import HeadPlan
 from ..problem import Head
@@ -47,10 +47,11 @@ class FittedSearch:
 
     def plan(self, features: int) -> HeadPlan | None:
         """The plan with at most that many features, with its cost."""
-        kernel = self.sample.fit(choose_spans(self.frame.spectrum, features))
+        spans = choose_spans(self.frame.spectrum, features)
+        kernel = self.sample.fit(spans)
         if kernel is None:
             return None
-        work = fitted_work(self.head, kernel, self.far_rows, self.far_keys)
+        work = self._work(spans)
         return replace(
             _plan(self.head, self.frame, kernel),
             keys=float(kernel.features + self.far_keys),
@@ -58,14 +59,17 @@ class FittedSearch:
             speedup=work.speedup(self.head),
         )
 
+    def _work(self, spans: tuple[int, ...]) -> Work:
+        return fitted_work(self.head, count_features(spans), self.far_rows, self.far_keys)
+
     def affordable(self, budget: float) -> HeadPlan | None:
         """Of the largest plans within the budget, the one that is expected to err least: a degree
         that is barely begun may err more than one that is complete."""
         low, high = 0, MOST
-        while high - low > max(1, low // 8):
+        while high - low > max(1, low // 16):
             middle = (low + high) // 2
-            plan = self.plan(middle) if middle >= FEWEST else None
-            low, high = (middle, high) if middle < FEWEST or _fits(plan, budget) else (low, middle)
+            work = self._work(choose_spans(self.frame.spectrum, middle))
+            low, high = (middle, high) if work.cost(self.head) <= budget else (low, middle)
         tried = (self.plan(low * part // 8) for part in (4, 6, 8) if low * part // 8 >= FEWEST)
         plans = [plan for plan in tried if plan is not None and plan.cost <= budget]
         return min(plans, key=self._expected, default=None)
@@ -100,10 +104,6 @@ class FittedSearch:
     def _expected(self, plan: HeadPlan) -> float:
         assert plan.fitted is not None
         return self.sample.expected_error(plan.fitted)
-
-
-def _fits(plan: HeadPlan | None, budget: float) -> bool:
-    return plan is not None and plan.cost <= budget
 
 
 def _plan(head: Head, frame: Frame, kernel: FittedKernel) -> HeadPlan:
