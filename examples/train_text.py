@@ -278,8 +278,9 @@ def show(curves: dict[str, Curve], rows: dict[str, Row], console: Console) -> No
         )
     console.print(table)
     table = Table(
-        Column("evaluated with", no_wrap=True), "held out", "against\nexact", "attention\nerror", "exact\nheads",
-        "by poly-\nnomial", "rows\nlost", title="The model trained exactly", box=SIMPLE,
+        Column("evaluated with", no_wrap=True), "held out", "against\nexact", "error",
+        "exact\nheads", "by poly-\nnomial", "rows\nlost", box=SIMPLE,
+        title="The model trained exactly (error: of attention, in the worst layer)",
     )  # fmt: skip
     for name, row in rows.items():
         change = f"{row.loss / rows['Exact()'].loss - 1:+.2%}"
