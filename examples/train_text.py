@@ -236,7 +236,7 @@ def draw(curves: dict[str, Curve], rows: dict[str, Row], title: str, path: Path)
         training.plot(
             range(1, len(curve.losses) + 1), curve.losses, color=RUNS[name][1], lw=0.5, alpha=0.4
         )
-    training.set(xlabel="step", ylabel="nats a byte", title="held out (thin: of each step)")
+    training.set(xlabel="step", ylabel="nats a byte", title="held out (thin: training windows)")
     training.legend(frameon=False)
     training.grid(True, color="#e4e7eb", linewidth=0.8)
     losses = [row.loss for row in rows.values()]
