@@ -34,7 +34,7 @@ from supportbasis.methods import Method
 from supportbasis.nn import rotated
 from supportbasis.plans import HeadPlan
 
-BASIS = sb.SingleThreshold(2.0)  # rows with an entry beyond 2 exactly, the rest in degree 2
+BASIS = sb.SingleThreshold(3.0)  # rows with an entry beyond 3 exactly, the rest in degree 2
 RUNS = {
     "exact": (sb.Exact(), "#1f2933"),
     "support basis": (BASIS, "#2f6fab"),
@@ -42,8 +42,8 @@ RUNS = {
 }
 METHODS = {
     "Exact()": sb.Exact(),
-    "SingleThreshold(2)": BASIS,
-    "SingleThreshold(3)": sb.SingleThreshold(3.0),
+    "SingleThreshold(2)": sb.SingleThreshold(2.0),
+    "SingleThreshold(3)": BASIS,
     "Polynomial(2)": sb.Polynomial(2),
     "Polynomial(4)": sb.Polynomial(4),
     "BlockSupport(budget=1)": sb.BlockSupport(budget=1.0),
@@ -154,7 +154,7 @@ def train(text: Text, name: str, steps: int, seed: int, progress: Progress) -> t
         schedule.step()
         spent += time.perf_counter() - begin
         curve.losses.append(float(loss.detach()))
-        if step % max(1, steps // 10) == 0 or step == steps:
+        if step % max(1, steps // 20) == 0 or step == steps:
             curve.held_out[step] = held_out_loss(model, text)
         progress.update(task, advance=1, description=f"{name}, loss {curve.losses[-1]:.3f}")
     return model, curve._replace(step_seconds=spent / steps)
@@ -229,14 +229,15 @@ def draw(curves: dict[str, Curve], rows: dict[str, Row], title: str, path: Path)
     training, methods = figure.subplots(1, 2, width_ratios=(3, 2))
     for name, curve in curves.items():
         wide = {"linewidth": 6, "alpha": 0.3} if name == "exact" else {"linewidth": 1.4}
-        style = "--" if name.startswith("Auto") else "-"
+        style = (0, (2, 4)) if name.startswith("Auto") else "-"
         label = f"{name}, {curve.step_seconds * 1e3:.0f} ms a step"
         steps, losses = zip(*curve.held_out.items(), strict=True)
-        training.plot(steps, losses, style, color=RUNS[name][1], label=label, **wide)
+        training.plot(steps, losses, ls=style, color=RUNS[name][1], label=label, **wide)
         training.plot(
             range(1, len(curve.losses) + 1), curve.losses, color=RUNS[name][1], lw=0.5, alpha=0.4
         )
     training.set(xlabel="step", ylabel="nats a byte", title="held out (thin: training windows)")
+    training.set_ylim(top=min(max(losses), 1.6 * min(losses)))  # the first steps are cut off
     training.legend(frameon=False)
     training.grid(True, color="#e4e7eb", linewidth=0.8)
     losses = [row.loss for row in rows.values()]
@@ -294,7 +295,7 @@ def show(curves: dict[str, Curve], rows: dict[str, Row], console: Console) -> No
 def main(arguments: list[str] | None = None) -> tuple[dict[str, Curve], dict[str, Row]]:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--text", type=Path, help="a file (default: Python's docstrings)")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("supportbasis-out/train-text"))
