@@ -280,7 +280,7 @@ def show(curves: dict[str, Curve], rows: dict[str, Row], console: Console) -> No
     console.print(table)
     table = Table(
         Column("evaluated with", no_wrap=True), "held out", "against\nexact", "error",
-        "exact\nheads", "by poly-\nnomial", "rows\nlost", box=SIMPLE,
+        "exact\nheads", "poly-\nnomial", "rows\nlost", box=SIMPLE,
         title="The model trained exactly (error: of attention, in the worst layer)",
     )  # fmt: skip
     for name, row in rows.items():
