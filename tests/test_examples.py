@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from pathlib import Path
 from types import ModuleType
 
@@ -32,3 +33,29 @@ def test_attention_regression(tmp_path):
     lines = (tmp_path / "attention-regression.csv").read_text().splitlines()
     assert len(lines) == 1 + 13 * len(curves)
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_train_text(tmp_path):
+    state = torch.get_rng_state()
+    example = load("train_text")
+    example.LAYERS, example.BATCH = 2, 2
+    text = ["--text", str(EXAMPLES.parent / "README.md")]
+    curves, rows = example.main(["--quick", "--steps", "4", *text, "--out", str(tmp_path)])
+    exact, basis = curves["exact"], curves["support basis"]
+    first, last = exact.held_out[0], exact.held_out[4]
+    assert last < first - 0.05
+    assert abs(basis.held_out[4] - last) < 0.02 * last
+    assert basis.losses != exact.losses  # something was approximated
+    assert rows["Exact()"].error == 0 and rows["Exact()"].loss == last
+    assert 0 < rows["SingleThreshold(3)"].error < 0.2
+    assert (tmp_path / "train-text.png").stat().st_size > 10_000
+    lines = (tmp_path / "train-text.csv").read_text().splitlines()
+    assert len(lines) == 1 + 5 * len(curves)
+    lines = (tmp_path / "train-text-methods.csv").read_text().splitlines()
+    assert len(lines) == 1 + len(rows)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_text_is_there():
+    texts = list(itertools.islice(load("train_text").docstrings(), 300))
+    assert sum(len(text.split()) for text in texts) > 1000
