@@ -38,7 +38,7 @@ class Auto(Method):
     largest error over the largest density). Polynomials are screened on a sample of scores; the
     fastest, and fits and lists where they can be faster, are verified on sampled query rows
     against all keys, where the upper limit of the error (95 % confidence) must be within the
-    tolerance. Else the head is exact. Where inputs require grad, lists are left out.
+    tolerance. Else the head is exact.
     """
 
     tolerance: float = 1e-2
