@@ -12,7 +12,7 @@ from supportbasis import selection
 from supportbasis.blocks import BlockSettings, remembered
 from supportbasis.components import BlockSum, ExactSum, evaluate
 from supportbasis.forest import Nodes, build, tilted
-from supportbasis.frame import balanced
+from supportbasis.frame import balanced, framed, own_frame
 from supportbasis.inputs import attention_problem
 from supportbasis.tree import assign, leading, leaf_layout, order
 
@@ -509,3 +509,20 @@ def test_a_plan_that_is_used_again_is_checked(tail, kind, size):
             assert not result.certificate.holds(tolerance)
         if result.certificate.holds(tolerance):
             assert error <= 1.25 * tolerance
+
+
+def test_an_order_that_causal_windows_do_not_have_is_named():
+    q, k, v = clustered(n=2048)
+    for name in ("groups", "sequence"):
+        method = sb.BlockSupport(0.6, order=name, tail="coarse")
+        (plan,) = sb.plan(q, k, v, is_causal=True, method=method).heads
+        assert plan.kind == "block" and plan.blocks.order == "tree"
+        assert f"not by '{name}'" in plan.reason and plan.reason in str(plan)
+        (plan,) = sb.plan(q, k, v, method=method).heads
+        assert plan.blocks.order == name and not plan.reason
+
+
+def test_a_head_has_one_frame():
+    head = head_of(*clustered(n=512))
+    assert own_frame(head) is own_frame(head)
+    assert framed(head, own_frame(head)) is framed(head, own_frame(head))

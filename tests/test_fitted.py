@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -197,3 +198,28 @@ def test_a_plan_is_saved_and_read(tmp_path):
 def test_unknown_choices_are_refused(name):
     with pytest.raises(sb.InputError, match=f"{name} must be one of .*got 'best'"):
         sb.BlockSupport(0.1, **{name: "best"})
+
+
+def test_rows_that_a_fit_loses_are_exact_and_counted():
+    """A plan for small scores, used on large ones: sums far too small are found and mended."""
+    query, key, value = diffuse(1500)
+    plan = sb.plan(query, key, value, method=sb.BlockSupport(0.4, tail="polynomial"))
+    head = replace(plan.heads[0], fitted=replace(plan.heads[0].fitted, query_radius=math.inf))
+    plan = replace(plan, heads=(head,))
+    query = 8 * query
+    result = sb.attention(query, key, value, plan=plan, return_result=True)
+    lost = int(result.certificate.rescued_rows)
+    assert 0 < lost == int(result.certificate.invalid_rows)
+    least = math.log(1500) + (query @ key.mean(2, keepdim=True).mT).squeeze(-1) / math.sqrt(32)
+    assert bool((result.lse >= least + math.log(1 / 64) - 1e-3).all())
+
+
+def test_far_rows_and_keys_are_those_beyond_the_radius():
+    query, key, value = diffuse(1024)
+    key[..., :3, :] *= 50.0
+    plan = sb.plan(query, key, value, method=sb.BlockSupport(0.5, tail="polynomial"))
+    fitted, frame = plan.heads[0].fitted, plan.heads[0].frame
+    head = attention_problem(query, key, value, None, 0.0, False, None, False).head(0, 0)
+    norms = framed(head, frame).key.norm(dim=1)
+    assert (norms > fitted.key_radius).nonzero().flatten().tolist() == [0, 1, 2]
+    assert plan.heads[0].keys == fitted.features + 3

@@ -85,6 +85,15 @@ def prefix_of(head: Head) -> int | None:
     return min(head.n, max(64, head.n // 32)) if head.is_causal else None
 
 
+def own_frame(head: Head) -> Frame:
+    """The balanced frame of a head, made once; of a causal head from its prefix."""
+    if Frame not in head.memory:
+        head.memory[Frame] = balanced(head, prefix_of(head))
+    made = head.memory[Frame]
+    assert isinstance(made, Frame)
+    return made
+
+
 def balanced(head: Head, tokens: int | None = None) -> Frame:
     """The frame of a head, from its first ``tokens`` tokens (None: all of them), or from as many
     of these as are enough, evenly spaced.

@@ -68,14 +68,9 @@ class _FittedTask(Task):
     ):
         self.fitted, self.shift = kernel, shift
         span = kernel.spans[0]
-        query_norms = (
-            head.query[:, :span].norm(dim=1)
-            if rows is None
-            else (head.query[rows][:, :span].norm(dim=1))
-        )
-        key_norms = head.key[:, :span].norm(dim=1)
-        key_norms = key_norms if keys is None else key_norms[keys]
-        self.query_norm, self.key_norm = largest_norm(query_norms), largest_norm(key_norms)
+        query_norms, key_norms = (x[:, :span].norm(dim=1) for x in (head.query, head.key))
+        self.query_norm = largest_norm(query_norms if rows is None else query_norms[rows])
+        self.key_norm = largest_norm(key_norms if keys is None else key_norms[keys])
         reach = self.query_norm * self.key_norm
         coefficients = [a * reach**k for k, a in enumerate(kernel.coefficients)]
         features = FeatureMap(span, kernel.degree, kernel.spans)

@@ -1,10 +1,11 @@
-"""Auto: the fastest of polynomial, single threshold and lists within a tolerance, else exact."""
+"""Auto: the fastest of polynomial, threshold, fit and lists within a tolerance, else exact."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -62,22 +63,23 @@ class Auto(Method):
                 found.append(replace(plan, measured=measured))
                 break
         for candidate in (self._fitted, self._blocks):
-            other = candidate(head, max((plan.speedup for plan in found), default=1.0))
+            other = candidate(search, max((plan.speedup for plan in found), default=1.0))
             found += [] if other is None else [other]
         best = max(found, key=lambda plan: plan.speedup, default=None)
         if best is None or best.speedup <= WORTHWHILE:
             return exact_plan(head, f"no plan within {self.tolerance:g} is predicted to be faster")
         return best
 
-    def _fitted(self, head: Head, speedup: float) -> HeadPlan | None:
+    def _fitted(self, first: _Search, speedup: float) -> HeadPlan | None:
         """A polynomial fitted to the scores within the tolerance, where it can be faster."""
-        search = FittedSearch.of(head, self.seed)
+        search = FittedSearch.of(first.head, self.seed)
         if isinstance(search, str):
             return None
-        return search.within(self.tolerance, RowCheck(head, self.tolerance, self.seed), speedup)
+        return search.within(self.tolerance, first.check, speedup)
 
-    def _blocks(self, head: Head, speedup: float) -> HeadPlan | None:
+    def _blocks(self, first: _Search, speedup: float) -> HeadPlan | None:
         """Lists of exact and coarse keys within the tolerance, where they can be faster."""
+        head = first.head
         if head.is_density:
             return None
         if BlockSearch.highest_speedup(head, BLOCK_SIZE) <= speedup:
@@ -99,7 +101,11 @@ class _Search:
         self.bins: dict[float, NormBins] = {}
         self.top_degree = self._top_degree()
         self.peak = density_scale(head, seed) if head.is_density else 0.0
-        self.check: RowCheck | None = None
+
+    @cached_property
+    def check(self) -> RowCheck:
+        """Sampled rows with their exact output, computed once for all candidates."""
+        return RowCheck(self.head, self.tolerance, self.seed)
 
     def _top_degree(self) -> int:
         """Highest degree whose features alone are faster than exact attention."""
@@ -191,6 +197,5 @@ class _Search:
         if self.head.is_density:
             measured = limit = self.estimate(plan)
         else:
-            self.check = self.check or RowCheck(self.head, self.tolerance, self.seed)
             measured, limit = self.check.error(plan)
         return measured if limit <= self.tolerance else None

@@ -15,7 +15,7 @@ from ..blocks import START_NODES, BlockSettings, Layer, Structure, remembered
 from ..components.blocks import block_sums
 from ..cost import block_work
 from ..errors import InputError
-from ..frame import balanced, prefix_of
+from ..frame import own_frame, prefix_of
 from ..plans import HeadPlan
 from ..problem import Head
 from ..rows import RowCheck
@@ -49,8 +49,8 @@ class BlockSupport(Method):
     ``order`` says how queries and keys come into blocks: by a "tree", by "groups" around the
     clusters they lie in, in the "sequence" they have, or "auto". ``tail`` says what becomes of the
     keys that no list can afford: they are seen as "coarse" keys, or all keys are seen through a
-    "polynomial" fitted to the scores, which suits diffuse heads; "auto" measures both. (Causal
-    blocks are always those of trees.)
+    "polynomial" fitted to the scores, which suits diffuse heads; "auto" measures both. Causal
+    windows are always ordered by trees; the plan says so where another order was asked for.
 
     No bound is proved: coarse keys are judged by estimates, and the certificate measures.
     """
@@ -140,14 +140,16 @@ class BlockSearch:
         keys = head.m if head.live_keys is None else len(head.live_keys)
         if head.n < 2 * block_size or keys < 4 * LEAF:
             return "there are too few tokens for blocks and trees"
-        prefix = prefix_of(head)
-        frame = balanced(head, prefix)
+        frame = own_frame(head)
         if not float(frame.spectrum.square().sum().sqrt()) < LARGEST_SCORES:
             return "scores are so large that one key takes it all"
+        reason = ""
+        if head.is_causal and order not in ("auto", "tree"):
+            order, reason = "tree", f"causal windows are ordered by trees, not by {order!r}"
         settings = BlockSettings(1.0, block_size, LEAF, chunk_of(head, block_size), order)
         base = HeadPlan(
-            "block", "", head.n, head.m, 1.0, 1.0,
-            blocks=settings, frame=frame, exact_rows=prefix or 0,
+            "block", reason, head.n, head.m, 1.0, 1.0,
+            blocks=settings, frame=frame, exact_rows=prefix_of(head) or 0,
         )  # fmt: skip
         made = remembered(head, frame, settings)
         return BlockSearch(head, base, made, made.sample(SAMPLED_BLOCKS, seed))

@@ -9,7 +9,7 @@ from typing import ClassVar
 from ..basis import split_of
 from ..cost import Work, fitted_work
 from ..fitted import FittedKernel, PairSample, choose_spans, count_features
-from ..frame import Frame, balanced, framed, prefix_of
+from ..frame import Frame, framed, own_frame, prefix_of
 from ..plans import HeadPlan
 from ..problem import Head
 from ..rows import RowCheck
@@ -35,7 +35,7 @@ class FittedSearch:
         """The search, or why there can be none."""
         if not head.normalise or head.n < FEWEST or head.m < FEWEST or head.dim == 0:
             return "there is too little to fit a polynomial to"
-        frame = balanced(head, prefix_of(head))
+        frame = own_frame(head)
         if not bool(frame.spectrum.isfinite().all()):
             return "scores are too large for a polynomial"
         sample = PairSample.draw(framed(head, frame), seed)

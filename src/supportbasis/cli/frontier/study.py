@@ -8,10 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ..chapters import Chapter, publish
 from ..machine import Machine
-from ..measure import Tick
+from ..measure import part
 from ..progress import Steps
-from ..report import Grid, Section, figure, machine_section, paragraph, write_html, write_table
+from ..report import write_table
 from . import claims, encoder, pictures, tables, timing
 from .errors import ROWS, Row, measure_head
 from .heads import SYNTHETIC, Source, spread
@@ -44,32 +45,6 @@ class Measured:
         return [item for group in made for item in keys_needed(group)]
 
 
-@dataclass(frozen=True, eq=False)
-class Chapter:
-    """A section of the report: sentences, tables and pictures with their captions."""
-
-    title: str
-    text: str
-    said: Sequence[str]
-    grids: Sequence[Grid]
-    shown: Sequence[Grid]  # on the terminal
-    figures: Sequence[tuple[Path, str]] = ()
-
-    def section(self) -> Section:
-        body = [paragraph(self.text)] if self.text else []
-        body += [paragraph(sentence, "finding") for sentence in self.said]
-        body += [grid.html() for grid in self.grids]
-        return Section(self.title, body + [figure(*picture) for picture in self.figures])
-
-    def show(self, console: Console) -> None:
-        console.print()
-        console.print(self.title, style="bold underline")
-        for grid in self.shown:
-            console.print(grid.terminal())
-        for sentence in self.said:
-            console.print(sentence)
-
-
 def run_frontier(
     extent: Extent, models: Models, out: Path, seed: int, timed: bool, console: Console
 ) -> None:
@@ -80,13 +55,7 @@ def run_frontier(
     measured = _measure(extent, models, seed, timed, out, machine, console)
     chapters = _chapters(measured, out)
     lead = " ".join([LEAD, *models.notes])
-    sections = [chapter.section() for chapter in chapters]
-    write_html(out / "report.html", TITLE, lead, [*sections, machine_section(machine)])
-    for chapter in chapters:
-        chapter.show(console)
-    files = sorted(path.name for path in out.iterdir() if path.suffix in (".csv", ".png"))
-    console.print(f"\nReport: {out / 'report.html'}", style="bold")
-    console.print(f"Beside it: {', '.join(files)}")
+    publish(out, TITLE, lead, chapters, machine, console)
 
 
 # ---- measuring -------------------------------------------------------------------------------
@@ -121,15 +90,11 @@ def _compare(source: Source, extent: Extent, seed: int, measured: Measured, step
     with steps.step(str(source)) as tick:
         for done, head in enumerate(source.make()):
             measured.errors += measure_head(
-                head, budgets, ours, seed, _part(tick, done, source.count)
+                head, budgets, ours, seed, part(tick, done, source.count)
             )
             measured.autos.append(timing.measure_auto(head, seed))
             for tolerance in timing.PROMISED:
                 measured.promises.append(timing.measure_auto(head, seed, tolerance=tolerance))
-
-
-def _part(tick: Tick, done: int, count: int) -> Tick:
-    return lambda share: tick((done + share) / count)
 
 
 def _races(models: Models, extent: Extent, seed: int) -> list[tuple[Source, timing.Race]]:
