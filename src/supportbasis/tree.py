@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -72,10 +73,15 @@ def assign(x: Tensor, splits: Sequence[Split]) -> Tensor:
     return leaf
 
 
-def _signs(like: Tensor) -> Tensor:
+@lru_cache(maxsize=64)
+def _signs(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    bits = torch.randint(2, (dim,), generator=torch.Generator().manual_seed(0))
+    return (2 * bits - 1).to(device, dtype)
+
+
+def signs(like: Tensor) -> Tensor:
     """Fixed signs: a start of the power method that is orthogonal to no axis one would think of."""
-    bits = torch.randint(2, like.shape[2:], generator=torch.Generator().manual_seed(0))
-    return (2 * bits - 1).to(like)
+    return _signs(like.shape[2], like.dtype, like.device)
 
 
 def _axis(part: Tensor) -> Tensor:
@@ -87,7 +93,7 @@ def _axis(part: Tensor) -> Tensor:
     diagonal = part.square().sum(1)
     part = part / diagonal.sum(1).clamp(min=tiny).sqrt().view(-1, 1, 1)
     covariance = part.transpose(1, 2) @ part if part.shape[2] <= 2 * ITERATIONS else None
-    axis = (diagonal.sqrt() * _signs(part)).unsqueeze(2) + tiny
+    axis = (diagonal.sqrt() * signs(part)).unsqueeze(2) + tiny
     for _ in range(ITERATIONS):
         axis = part.transpose(1, 2) @ (part @ axis) if covariance is None else covariance @ axis
         axis = axis / axis.norm(dim=1, keepdim=True).clamp(min=tiny)

@@ -1,0 +1,57 @@
+"""Trees on a device: the order of `supportbasis.tree.order`, without waiting for it.
+
+Nodes that fit into one program are split by it whole: tokens are read once, the axis is found and
+the projections are sorted where they are. Larger nodes take their axis from a sample of their
+tokens, evenly spaced along the axis before; their projections are sorted by PyTorch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..tree import ITERATIONS, signs
+from . import ordering_kernels as kernels
+from .language import cdiv, power_of_two
+
+ENTRIES = 16384  # of tokens that one program holds
+MOST = 1024  # tokens that one program sorts
+TILE = 128  # tokens that one program projects
+
+
+def order(x: Tensor, depth: int) -> Tensor:
+    """Positions of the tokens ``x`` [segments, tokens, dim] in the order of the tree's leaves."""
+    segments, tokens, dim = x.shape
+    x = x.float().contiguous()
+    sign, width = signs(x).contiguous(), power_of_two(dim, 1)
+    most = min(MOST, ENTRIES // width)
+    position = torch.arange(tokens, device=x.device, dtype=torch.int32)
+    position = position.expand(segments, tokens).contiguous()
+    for level in range(depth):
+        size, nodes = tokens >> level, segments << level
+        shape = (size, tokens, tokens, dim)
+        if size <= most:
+            ordered = torch.empty_like(position)
+            held = power_of_two(size, 2)
+            kernels.split[(nodes,)](
+                x, position, sign, ordered, *shape, width, held, ITERATIONS,
+                num_warps=_warps(held * width),
+            )  # fmt: skip
+            position = ordered
+            continue
+        axis = x.new_empty(nodes, dim)
+        kernels.axes[(nodes,)](
+            x, position, sign, axis, *shape[:3], most, dim, width, most, ITERATIONS,
+            num_warps=_warps(most * width),
+        )  # fmt: skip
+        along = x.new_empty(nodes, size)
+        kernels.project[(cdiv(size, TILE), nodes)](
+            x, position, axis, along, *shape, width, TILE
+        )
+        index = along.sort(dim=1, stable=True).indices
+        position = position.view(nodes, size).gather(1, index).view(segments, tokens)
+    return position.long()
+
+
+def _warps(entries: int) -> int:
+    return min(8, max(1, entries // 2048))

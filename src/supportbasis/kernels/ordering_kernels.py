@@ -1,0 +1,84 @@
+# mypy: ignore-errors
+"""Kernels of `ordering`: principal axes of nodes, projections on them, and whole splits."""
+
+from __future__ import annotations
+
+from .language import jit, tl
+
+
+@jit
+def tokens_at(x, place, here, width, A: tl.constexpr):
+    """Rows of ``x`` at some places, [places, A]."""
+    cols = tl.arange(0, A)
+    at = x + place.to(tl.int64)[:, None] * width + cols[None, :]
+    return tl.load(at, mask=here[:, None] & (cols < width)[None, :], other=0.0)
+
+
+@jit
+def principal_axis(part, here, count, start, A: tl.constexpr, ITERATIONS: tl.constexpr):
+    """Approximate principal axis [A] of tokens [S, A]; ``start`` are the signs it begins with."""
+    middle = tl.sum(part, 0) / count
+    part = tl.where(here[:, None], part - middle[None, :], 0.0)
+    diagonal = tl.sum(part * part, 0)
+    part = part / tl.sqrt(tl.maximum(tl.sum(diagonal, 0), 1.1754944e-38))
+    axis = tl.sqrt(diagonal) * start + 1.1754944e-38
+    for _ in range(ITERATIONS):
+        along = tl.sum(part * axis[None, :], 1)
+        axis = tl.sum(part * along[:, None], 0)
+        axis = axis / tl.maximum(tl.sqrt(tl.sum(axis * axis, 0)), 1.1754944e-38)
+    return axis
+
+
+@jit
+def axes(
+    x, position, sign, axis, size, segment, tokens, sampled, width,
+    A: tl.constexpr, S: tl.constexpr, ITERATIONS: tl.constexpr,
+):  # fmt: skip
+    """The axis of each node, from ``sampled`` of its tokens, evenly spaced."""
+    node = tl.program_id(0).to(tl.int64)
+    near, cols = tl.arange(0, S), tl.arange(0, A)
+    here = near < sampled
+    at = node * size + near.to(tl.int64) * size // sampled
+    place = tl.load(position + at, mask=here, other=0)
+    part = tokens_at(x, node * size // segment * tokens + place, here, width, A)
+    start = tl.load(sign + cols, mask=cols < width, other=0.0)
+    found = principal_axis(part, here, sampled, start, A, ITERATIONS)
+    tl.store(axis + node * width + cols, found, mask=cols < width)
+
+
+@jit
+def project(
+    x, position, axis, along, size, segment, tokens, width, A: tl.constexpr, S: tl.constexpr
+):
+    """Tokens of each node along its axis."""
+    node, cols = tl.program_id(1).to(tl.int64), tl.arange(0, A)
+    near = tl.program_id(0) * S + tl.arange(0, S)
+    here = near < size
+    place = tl.load(position + node * size + near, mask=here, other=0)
+    part = tokens_at(x, node * size // segment * tokens + place, here, width, A)
+    line = tl.load(axis + node * width + cols, mask=cols < width, other=0.0)
+    tl.store(along + node * size + near, tl.sum(part * line[None, :], 1), mask=here)
+
+
+@jit
+def split(
+    x, position, sign, ordered, size, segment, tokens, width,
+    A: tl.constexpr, S: tl.constexpr, ITERATIONS: tl.constexpr,
+):  # fmt: skip
+    """A whole node at once: its tokens in the order of their projections on its axis."""
+    node = tl.program_id(0).to(tl.int64)
+    near, cols = tl.arange(0, S), tl.arange(0, A)
+    here = near < size
+    place = tl.load(position + node * size + near, mask=here, other=0)
+    part = tokens_at(x, node * size // segment * tokens + place, here, width, A)
+    start = tl.load(sign + cols, mask=cols < width, other=0.0)
+    axis = principal_axis(part, here, size, start, A, ITERATIONS)
+    along = tl.sum(part * axis[None, :], 1)
+    along = tl.where(here, along, float("inf"))
+    # one integer holds a projection in the order of its bits, and its place below
+    bits = along.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ranked = tl.sort((bits.to(tl.int64) << 32) | near.to(tl.int64))
+    source = ranked & 0xFFFFFFFF
+    moved = tl.load(position + node * size + source, mask=here, other=0)
+    tl.store(ordered + node * size + near, moved, mask=here)
