@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .tree import leaf_layout, order
+from .tree import leaf_layout, positions
 
 ORDERS = ("auto", "tree", "groups", "sequence")
 STRADDLING = 1.5  # mean spread of the segments of a tree over the median: above, there are clusters
@@ -32,6 +32,7 @@ class Arrangement(NamedTuple):
 
     segments: Tensor
     compared: int = 0  # leaders that every token was compared with
+    how: str = "tree"  # one of `ORDERS`
 
 
 @torch.no_grad()
@@ -47,7 +48,7 @@ def arranged(x: Tensor, size: int, multiple: int, how: str) -> Arrangement:
     length += -length % multiple
     sequence = _filled(torch.arange(len(x), device=x.device), length << depth).view(-1, length)
     if how == "sequence" or not len(x):
-        return Arrangement(sequence)
+        return Arrangement(sequence, how="sequence")
     tree = _by_tree(x, depth, length)
     if how == "tree":
         return Arrangement(tree)
@@ -59,7 +60,7 @@ def arranged(x: Tensor, size: int, multiple: int, how: str) -> Arrangement:
     best = Arrangement(tree) if groups is None else groups
     given = spreads(x, sequence).mean()
     if how == "auto" and bool(given <= spreads(x, best.segments).mean()):
-        return best._replace(segments=sequence)
+        return best._replace(segments=sequence, how="sequence")
     return best
 
 
@@ -87,7 +88,7 @@ def _by_tree(x: Tensor, depth: int, length: int) -> Tensor:
     """Leaves of a tree; where places are left over, tokens are repeated to build it."""
     place = torch.arange(length << depth, device=x.device)
     token = place % len(x)
-    at = order(x[token].unsqueeze(0), depth)[0][0]
+    at = positions(x[token].unsqueeze(0), depth)[0]
     segments = torch.where(place < len(x), token, -1)[at].view(-1, length)
     return segments.sort(1, descending=True).values
 
@@ -122,7 +123,7 @@ def _by_leaders(x: Tensor, tree: Tensor, spread: Tensor, usual: float) -> Arrang
     place = rank - (own * size + within - 1) // within
     filled = token.new_full((int(segments.sum()), length), -1)
     filled[(segments.cumsum(0) - segments)[member] + own, place] = token
-    return Arrangement(filled, compared)
+    return Arrangement(filled, compared, "groups")
 
 
 def _tight_means(x: Tensor, segments: Tensor, spread: Tensor, usual: float) -> Tensor:

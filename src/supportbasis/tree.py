@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -58,6 +59,21 @@ def order(x: Tensor, depth: int) -> tuple[Tensor, list[Split]]:
         splits.append(Split(axis, (along[:, half - 1] + along[:, half]) / 2))
         position = position.reshape(nodes.shape).gather(1, index).reshape(segments, tokens)
     return position, splits
+
+
+@torch.no_grad()
+def positions(x: Tensor, depth: int) -> Tensor:
+    """The positions of `order` alone, which on a CUDA device are found by kernels."""
+    if x.is_cuda and x.dtype == torch.float32 and _has_triton() and x.shape[2] <= 256:
+        from .kernels import ordering
+
+        return ordering.order(x, depth)
+    return order(x, depth)[0]
+
+
+@lru_cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 @torch.no_grad()

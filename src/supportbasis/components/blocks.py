@@ -75,7 +75,7 @@ def block_sums(made: Structure, lists: Sequence[Lists], chunk: int) -> Partial:
             query, rows = layer.query[members], layer.rows[members]
             _add_attention(total, rows, query, key, value, bias.unsqueeze(1))
     if made.chunks is not None:
-        _add_chunks(made, chunk, total)
+        add_chunks(made, chunk, total)
     return total
 
 
@@ -179,7 +179,7 @@ class Pieces(NamedTuple):
         return key, value, bias
 
 
-def _add_chunks(made: Structure, chunk: int, total: Partial) -> None:
+def add_chunks(made: Structure, chunk: int, total: Partial) -> None:
     """Causal: the keys of each row's own chunk, exactly, none of which may lie ahead."""
     for rows, query, key, value, bias in chunked(made, chunk, GROUP_KEYS):
         _add_attention(total, rows, query, key, value, bias)

@@ -77,7 +77,7 @@ class _Attention(torch.autograd.Function):
         batch, heads, n, d = query.shape
         (key_heads, m), dv = key.shape[1:3], value.shape[-1]
         blocks = cdiv(n, call.block)
-        out = torch.empty(batch, heads, n, dv, dtype=query.dtype, device=query.device)
+        out = torch.empty(batch, heads, n, dv, dtype=value.dtype, device=query.device)
         lse = torch.empty(batch, heads, n, dtype=torch.float32, device=query.device)
         kernels.forward[(blocks, batch * heads)](
             query, key, value, lse if log_weight is None else log_weight,
@@ -135,6 +135,19 @@ class _Attention(torch.autograd.Function):
         return (*made, None, None, None)
 
 
+def _check_value(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Values may have another 16-bit dtype than tokens where nobody asks for gradients."""
+    if value.dim() != 4 or value.shape[:3] != key.shape[:3] or not 0 < value.shape[3] <= 256:
+        raise InputError(f"value: got {tuple(value.shape)} with key {tuple(key.shape)}")
+    if value.dtype == query.dtype and value.device == query.device:
+        return
+    asked = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if asked or {value.dtype, query.dtype} != {torch.bfloat16, torch.float16}:
+        raise InputError(
+            f"value: got {value.dtype} on {value.device}, expected {query.dtype} on {query.device}"
+        )
+
+
 def block_list_attention(
     query: Tensor,
     key: Tensor,
@@ -155,7 +168,8 @@ def block_list_attention(
     (entries past the last offset are never read). Offsets and indices are not looked at here:
     checking them would wait for the device.
     """
-    check_inputs(query, key, value)
+    check_inputs(query, key, key)
+    _check_value(query, key, value)
     rows = query.shape[0] * query.shape[1] * cdiv(query.shape[2], block)
     if offsets.numel() != rows + 1:
         raise InputError(f"offsets: got {offsets.numel()} entries, expected {rows + 1}")

@@ -45,9 +45,7 @@ def order(x: Tensor, depth: int) -> Tensor:
             num_warps=_warps(most * width),
         )  # fmt: skip
         along = x.new_empty(nodes, size)
-        kernels.project[(cdiv(size, TILE), nodes)](
-            x, position, axis, along, *shape, width, TILE
-        )
+        kernels.project[(cdiv(size, TILE), nodes)](x, position, axis, along, *shape, width, TILE)
         index = along.sort(dim=1, stable=True).indices
         position = position.view(nodes, size).gather(1, index).view(segments, tokens)
     return position.long()

@@ -67,16 +67,22 @@ def select(
 
 
 def write_tilted(
-    forest: Forest, mean: Tensor, coarse: Column, base: Tensor, table: tuple[Tensor, ...]
+    forest: Forest,
+    mean: Tensor,
+    coarse: Column,
+    base: Tensor,
+    table: tuple[Tensor, ...],
+    largest: float,
 ) -> None:
     """Coarse keys of every cell, from granule ``base`` of the cell on, into a table of keys,
-    values and log-weights [granules, 16, ...]; what fills up a granule has no weight."""
+    values and log-weights [granules, 16, ...]; what fills up a granule has no weight. No entry of
+    a key is beyond ``largest``."""
     key, value, weight = table
     d, dv = key.shape[-1], value.shape[-1]
     kernels.tilt[(len(mean),)](
         mean, forest.key, forest.value, forest.log_mass, forest.gap, forest.step, forest.variance,
         forest.covariance, coarse.item, coarse.first, coarse.count, base, key, value, weight,
-        d, dv, forest.covariance.shape[1], LARGEST_TILT,
+        d, dv, forest.covariance.shape[1], LARGEST_TILT, largest,
         power_of_two(d), power_of_two(dv), GRANULE,
     )  # fmt: skip
 

@@ -189,7 +189,7 @@ def select(
 @jit
 def tilt(
     mean, key, value, log_mass, gap, step, variance, covariance,
-    item, first, count, base, out_key, out_value, out_weight, d, dv, known, most,
+    item, first, count, base, out_key, out_value, out_weight, d, dv, known, most, largest,
     D: tl.constexpr, E: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Coarse keys of each cell at its mean query, written in whole granules of BN."""
@@ -209,9 +209,10 @@ def tilt(
         part = most / tl.maximum(bend, most)
         shift = shift * part[:, None]
         moved = rows_at(key, node, here, d, BN, D) + shift
+        moved = tl.minimum(tl.maximum(moved, -largest), largest)
         out = rows_at(value, node, here, dv, BN, E)
         out += rows_at(step, node, here, dv, BN, E) * (along * part)[:, None]
-        for r in range(0, known):
+        for r in range(known):
             lead = tl.load(mean + cell * d + r)
             out += rows_at(covariance, node * known + r, here, dv, BN, E) * (lead * part)[:, None]
         weight = tl.load(log_mass + node, mask=here, other=float("-inf"))
