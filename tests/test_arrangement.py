@@ -29,7 +29,7 @@ def clusters(n, count, dim, noise, seed=0):
 )
 def test_every_token_comes_once(n, dim, count, size, multiple, how, seed):
     x, _ = clusters(n, count, dim, 0.05, seed)
-    segments, compared = arranged(x, size, multiple, how)
+    segments, compared, _ = arranged(x, size, multiple, how)
     assert torch.equal(segments[segments >= 0].sort().values, torch.arange(n))
     assert segments.shape[1] % multiple == 0
     assert segments.shape[1] <= size + multiple - 1
@@ -69,5 +69,5 @@ def test_auto_takes_groups_for_clusters_a_tree_without_and_the_sequence_where_it
 
 def test_tokens_that_are_all_alike():
     for how in ORDERS:
-        segments, _ = arranged(torch.zeros(100, 3), 16, 4, how)
+        segments, _, _ = arranged(torch.zeros(100, 3), 16, 4, how)
         assert torch.equal(segments[segments >= 0].sort().values, torch.arange(100))

@@ -9,7 +9,7 @@ takes the tables back to the tokens. So memory is that of the trees and of one g
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -33,7 +33,7 @@ def add_gradients(
     cotangent: Cotangent,
     head: Head,
     rows: Tensor | None,
-    kind: type[Flow] | None = None,
+    kind: Callable[[Structure, Cotangent, Tensor], Flow] | None = None,
 ) -> None:
     """Add what flows back from the sums of the given rows of a block support; ``kind`` says how
     lists are walked."""

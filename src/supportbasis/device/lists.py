@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -34,10 +34,12 @@ from ..blocks import (
     strangers,
     structure,
 )
-from ..components import ExactSum, evaluate
+from ..basis import support_basis
+from ..components import BlockSum, ExactSum, evaluate
 from ..components.blocks import add_chunks
+from ..components.blocks_backward import add_gradients
+from ..cotangent import Cotangent, Gradients
 from ..forest import Forest, build
-from ..frame import Frame
 from ..kernels import selection
 from ..kernels.blocklist import GRANULE, block_list_attention
 from ..kernels.language import power_of_two
@@ -45,7 +47,8 @@ from ..partial import Partial
 from ..plans import HeadPlan, Plan
 from ..problem import Head, Problem
 from ..selection import Blocks, Column, descend
-from ..tree import leading, leaf_layout, positions
+from ..tree import leaf_layout, positions
+from .framed import Inside
 
 WIDEST_BLOCK = 128  # queries that one program attends for
 LARGEST = 6e4  # entry of a token in 16 bits: beyond, it is alone whatever its scores are exactly
@@ -58,6 +61,42 @@ def refusal(head: HeadPlan) -> str | None:
 
 def family(head: HeadPlan) -> object:
     return replace(_settings(head), price=0.0)
+
+
+def gradients(
+    problem: Problem,
+    plan: Plan,
+    output: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    for_weights: bool,
+) -> Gradients:
+    """Gradients of query, key, value and key log-weights, as `supportbasis.backward`."""
+    from .lists_backward import ListFlow
+
+    query, key, value = (
+        x.new_zeros(x.shape, dtype=torch.float32)
+        for x in (problem.query, problem.key, problem.value)
+    )
+    shape = (problem.batch, problem.heads, problem.m)
+    weight = query.new_zeros(shape) if for_weights else None
+    for b, h, head in problem.each_head():
+        at, key_at = (b, h), (b, h // problem.group)
+        part = Gradients(
+            query[at], key[key_at], value[key_at], None if weight is None else weight[at]
+        )
+        from_lse = None if grad_lse is None else grad_lse[at]
+        cotangent = Cotangent.of(output[at], lse[at], grad[at], from_lse)
+        for group in support_basis(plan.head(b, h), head):
+            given = cotangent if group.rows is None else cotangent[group.rows]
+            for component in group.components:
+                if isinstance(component, BlockSum):
+                    made = (component.settings, component.frame, part, given, head, group.rows)
+                    add_gradients(*made, partial(ListFlow, problem.query.dtype))
+                else:
+                    component.add_gradients(part, given, head, group.rows)
+    return Gradients(query, key, value, weight)
 
 
 def _settings(head: HeadPlan) -> BlockSettings:
@@ -77,99 +116,6 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
         output, lse = (torch.cat(x) for x in zip(*parts, strict=True))
     shape = (problem.batch, problem.heads, problem.n)
     return output.view(*shape, -1), (lse.view(shape) + inside.shift.view(shape))
-
-
-class Inside(NamedTuple):
-    """Heads in their frames, [heads, tokens, ...]."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor  # in the input dtype
-    log_weight: Tensor
-    shift: Tensor  # what the log-sums of the rows lack in the frame
-    spectrum: Tensor  # [heads, d]
-    axes: int  # leading coordinates of the head that has most of them
-    metric: Tensor  # [heads, 1, axes]
-    masked: bool  # whether some keys may be hidden
-
-    @staticmethod
-    def of(problem: Problem, plan: Plan) -> Inside:
-        frames = []
-        for head in plan.heads:
-            assert head.frame is not None
-            frames.append(head.frame)
-        stack = _stack(tuple(frames), problem.scale, problem.query.device)
-        query = problem.query.flatten(0, 1).float()
-        key = problem.key.repeat_interleave(problem.group, 1) if problem.group > 1 else problem.key
-        value = problem.value
-        value = value.repeat_interleave(problem.group, 1) if problem.group > 1 else value
-        key = key.flatten(0, 1).float()
-        weight = torch.baddbmm(stack.weight_offset, key, stack.weight_map).squeeze(2)
-        if problem.key_log_weight is not None:
-            weight = weight + problem.key_log_weight.flatten(0, 1).float()
-        return Inside(
-            torch.baddbmm(stack.query_offset, query, stack.query_map),
-            torch.baddbmm(stack.key_offset, key, stack.key_map),
-            value.flatten(0, 1),
-            weight,
-            (query @ stack.shift_map).squeeze(2),
-            stack.spectrum,
-            stack.axes,
-            stack.metric,
-            problem.key_log_weight is not None,
-        )
-
-    def one(self, head: int) -> Inside:
-        parts = (x[head : head + 1] if isinstance(x, Tensor) else x for x in self)
-        return Inside(*parts)  # type: ignore[arg-type]
-
-    def flat(self) -> Head:
-        """All heads as one, for what looks at tokens by their index."""
-        query, key, value, weight = (x.flatten(0, 1) for x in self[:4])
-        return Head(query, key, value, weight, None, 1.0, False, True)
-
-
-class Stack(NamedTuple):
-    """Frames of several heads on the device: x = q A + a, log-weights = k b + c."""
-
-    query_map: Tensor
-    query_offset: Tensor
-    key_map: Tensor
-    key_offset: Tensor
-    weight_map: Tensor
-    weight_offset: Tensor
-    shift_map: Tensor
-    spectrum: Tensor
-    axes: int
-    metric: Tensor
-
-
-@lru_cache(maxsize=16)
-def _stack(frames: Sequence[Frame], scale: float, device: torch.device) -> Stack:
-    root = math.sqrt(scale)
-
-    def stacked(parts: Sequence[Tensor]) -> Tensor:
-        return torch.stack([part.cpu() for part in parts]).float().to(device)
-
-    spectra = [frame.spectrum.cpu() for frame in frames]
-    counts = [leading(spectrum) for spectrum in spectra]
-    metric = []
-    for spectrum, count in zip(spectra, counts, strict=True):
-        size = spectrum.clamp(min=0).sqrt()[: max(counts)].clone()
-        size[count:] = 0.0
-        metric.append(size.unsqueeze(0))
-    return Stack(
-        stacked([frame.query_map * root for frame in frames]),
-        stacked([-(frame.query_centre @ frame.query_map).unsqueeze(0) * root for frame in frames]),
-        stacked([frame.key_map * root for frame in frames]),
-        stacked([-(frame.key_centre @ frame.key_map).unsqueeze(0) * root for frame in frames]),
-        stacked([frame.query_centre.unsqueeze(1) * scale for frame in frames]),
-        stacked([-(frame.key_centre @ frame.query_centre).view(1, 1) * scale for frame in frames]),
-        stacked([frame.key_centre.unsqueeze(1) * scale for frame in frames]),
-        stacked(spectra),
-        max(counts),
-        stacked(metric),
-    )
 
 
 def _whole(inside: Inside, heads: Sequence[HeadPlan]) -> tuple[Tensor, Tensor]:
@@ -357,32 +303,61 @@ def attended(
 ) -> list[tuple[Tensor, Tensor]]:
     """Output [rows, dv] and lse [rows] of all places of all blocks."""
     token_dtype = torch.float32 if dtype == torch.float32 else torch.float16
-    granules = [-(-listed.coarse.count.long() // GRANULE) for listed in found]
-    owners, bounds = [], []
-    for listed, many in zip(found, granules, strict=True):
-        size = _block_of(listed.query.shape[1], listed.query.shape[2], dtype)
-        parts = -(-listed.query.shape[1] // size)
-        owner = listed.owner
-        if owner is None:
-            owner = torch.arange(len(listed.query), device=listed.rows.device)
-        owners.append(owner.repeat_interleave(parts) if parts > 1 else owner)
-        bounds.append((many + listed.exact.count)[owners[-1]].cumsum(0))
-    sizes = torch.stack([x for many, end in zip(granules, bounds, strict=True)
-                         for x in (many.sum(), end[-1])]).tolist()  # fmt: skip
-    leaves = len(forest.leaf_key)
-    table = _table(forest, leaves + sum(sizes[::2]), token_dtype, dtype)
-    results, used = [], leaves
-    for i, listed in enumerate(found):
-        base = granules[i].cumsum(0) - granules[i] + used
-        used += sizes[2 * i]
+    lists = Placed.of(found, forest, dtype)
+    if not lists:
+        return []
+    table = _table(forest, lists[-1].last, token_dtype, dtype)
+    results = []
+    for listed, placed in zip(found, lists, strict=True):
         selection.write_tilted(
-            forest, listed.mean, listed.coarse, base, table, _largest(token_dtype)
+            forest, listed.mean, listed.coarse, placed.base, table, _largest(token_dtype)
         )
-        offsets = F.pad(bounds[i], (1, 0)).int()
-        indices = torch.empty(sizes[2 * i + 1], dtype=torch.int32, device=offsets.device)
-        selection.write_lists(owners[i], granules[i], base, listed.exact, offsets, indices)
-        results.append(_attend(_short(listed.query, token_dtype), table, offsets, indices))
+        query = short(listed.query, token_dtype)
+        results.append(attend(query, table, placed.offsets, placed.indices))
     return results
+
+
+class Placed(NamedTuple):
+    """Where the coarse keys of every cell are, and the list of every block that a program takes."""
+
+    granules: Tensor  # [cells]: of coarse keys
+    base: Tensor  # [cells]: the first of them
+    last: int  # granules before those of the next lists
+    offsets: Tensor
+    indices: Tensor
+
+    @staticmethod
+    def of(found: Sequence[Listed], forest: Forest, dtype: torch.dtype) -> list[Placed]:
+        """Granules of leaves come first, then those of coarse keys; the host waits once."""
+        granules = [-(-listed.coarse.count.long() // GRANULE) for listed in found]
+        leaves, width = len(forest.leaf_key), forest.leaf_value.shape[2]
+        owners, ends = [], []
+        for listed, many in zip(found, granules, strict=True):
+            owners.append(_owners(listed, width, dtype))
+            ends.append((many + listed.exact.count)[owners[-1]].cumsum(0))
+        if not found:
+            return []
+        pairs = zip(granules, ends, strict=True)
+        sizes = torch.stack([x for many, end in pairs for x in (many.sum(), end[-1])]).tolist()
+        placed = []
+        for i, listed in enumerate(found):
+            base = granules[i].cumsum(0) - granules[i] + leaves
+            leaves += sizes[2 * i]
+            offsets = F.pad(ends[i], (1, 0)).int()
+            indices = torch.empty(sizes[2 * i + 1], dtype=torch.int32, device=offsets.device)
+            selection.write_lists(owners[i], granules[i], base, listed.exact, offsets, indices)
+            placed.append(Placed(granules[i], base, leaves, offsets, indices))
+        return placed
+
+
+def _owners(listed: Listed, width: int, dtype: torch.dtype) -> Tensor:
+    """The cell of every block that a program takes; values have ``width`` entries."""
+    blocks, size, dim = listed.query.shape
+    owner = listed.owner
+    if owner is None:
+        owner = torch.arange(blocks, device=listed.rows.device)
+    parts = -(-size // _block_of(size, max(width, dim), dtype))
+    return owner.repeat_interleave(parts) if parts > 1 else owner
 
 
 def _block_of(size: int, width: int, dtype: torch.dtype) -> int:
@@ -400,7 +375,7 @@ def _table(forest: Forest, granules: int, *dtypes: torch.dtype) -> tuple[Tensor,
     key = torch.empty(granules, GRANULE, d, dtype=dtypes[0], device=device)
     value = torch.empty(granules, GRANULE, dv, dtype=dtypes[1], device=device)
     weight = torch.empty(granules, GRANULE, device=device)
-    key[:leaves, :size] = _short(forest.leaf_key, dtypes[0])
+    key[:leaves, :size] = short(forest.leaf_key, dtypes[0])
     value[:leaves, :size] = forest.leaf_value
     weight[:leaves, :size] = forest.leaf_weight
     if size < GRANULE:
@@ -409,7 +384,7 @@ def _table(forest: Forest, granules: int, *dtypes: torch.dtype) -> tuple[Tensor,
     return key, value, weight
 
 
-def _short(tokens: Tensor, dtype: torch.dtype) -> Tensor:
+def short(tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Tokens in a dtype, with no entry that it cannot hold."""
     largest = _largest(dtype)
     return (tokens if largest == math.inf else tokens.clamp(-largest, largest)).to(dtype)
@@ -419,12 +394,12 @@ def _largest(dtype: torch.dtype) -> float:
     return LARGEST if dtype == torch.float16 else math.inf
 
 
-def _attend(
+def attend(
     query: Tensor, table: tuple[Tensor, ...], offsets: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attention of blocks [blocks, size, d] over their lists, in blocks that a program takes."""
     blocks, size, d = query.shape
-    block = _block_of(size, d, query.dtype)
+    block = _block_of(size, max(d, table[1].shape[2]), query.dtype)
     missing = -size % block
     query = F.pad(query, (0, 0, 0, missing))
     key, value, weight = (x.flatten(0, 1)[None, None] for x in table)
