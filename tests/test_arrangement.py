@@ -62,8 +62,8 @@ def test_auto_takes_groups_for_clusters_a_tree_without_and_the_sequence_where_it
     assert torch.equal(
         arranged(smooth, 64, 4, "auto").segments, arranged(smooth, 64, 4, "tree").segments
     )
-    given, _ = arranged(smooth, 64, 4, "tree")
-    again, _ = arranged(smooth[given.flatten()], 64, 4, "auto")
+    given = arranged(smooth, 64, 4, "tree").segments
+    again = arranged(smooth[given.flatten()], 64, 4, "auto").segments
     assert torch.equal(again.sort(1).values, torch.arange(4096).view(-1, 64))
 
 

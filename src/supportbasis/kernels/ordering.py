@@ -1,7 +1,7 @@
 """Trees on a device: the order of `supportbasis.tree.order`, without waiting for it.
 
 Nodes that fit into one program are split by it whole: tokens are read once, the axis is found and
-the projections are sorted where they are. Larger nodes take their axis from a sample of their
+projections are compared where they are. Larger nodes take their axis from a sample of their
 tokens, evenly spaced along the axis before; their projections are sorted by PyTorch.
 """
 
@@ -15,7 +15,8 @@ from . import ordering_kernels as kernels
 from .language import cdiv, power_of_two
 
 ENTRIES = 16384  # of tokens that one program holds
-MOST = 1024  # tokens that one program sorts
+MOST = 1024  # tokens that one program puts in order
+COUNTED = 32  # tokens that the others are compared with at a time
 TILE = 128  # tokens that one program projects
 
 
@@ -30,12 +31,12 @@ def order(x: Tensor, depth: int) -> Tensor:
     for level in range(depth):
         size, nodes = tokens >> level, segments << level
         shape = (size, tokens, tokens, dim)
+        along = x.new_empty(nodes, size)
         if size <= most:
-            ordered = torch.empty_like(position)
-            held = power_of_two(size, 2)
+            ordered, held = torch.empty_like(position), power_of_two(size, 2)
             kernels.split[(nodes,)](
-                x, position, sign, ordered, *shape, width, held, ITERATIONS,
-                num_warps=_warps(held * width),
+                x, position, sign, along, ordered, *shape, width, held, min(held, COUNTED),
+                ITERATIONS, num_warps=_warps(held * width),
             )  # fmt: skip
             position = ordered
             continue
@@ -44,7 +45,6 @@ def order(x: Tensor, depth: int) -> Tensor:
             x, position, sign, axis, *shape[:3], most, dim, width, most, ITERATIONS,
             num_warps=_warps(most * width),
         )  # fmt: skip
-        along = x.new_empty(nodes, size)
         kernels.project[(cdiv(size, TILE), nodes)](x, position, axis, along, *shape, width, TILE)
         index = along.sort(dim=1, stable=True).indices
         position = position.view(nodes, size).gather(1, index).view(segments, tokens)

@@ -62,10 +62,14 @@ def project(
 
 @jit
 def split(
-    x, position, sign, ordered, size, segment, tokens, width,
-    A: tl.constexpr, S: tl.constexpr, ITERATIONS: tl.constexpr,
+    x, position, sign, along, ordered, size, segment, tokens, width,
+    A: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """A whole node at once: its tokens in the order of their projections on its axis."""
+    """A whole node at once: its tokens in the order of their projections on its axis.
+
+    The place of a token is the number of tokens before it, counted BN at a time: fewer steps than
+    a sort, and far less to compile.
+    """
     node = tl.program_id(0).to(tl.int64)
     near, cols = tl.arange(0, S), tl.arange(0, A)
     here = near < size
@@ -73,12 +77,15 @@ def split(
     part = tokens_at(x, node * size // segment * tokens + place, here, width, A)
     start = tl.load(sign + cols, mask=cols < width, other=0.0)
     axis = principal_axis(part, here, size, start, A, ITERATIONS)
-    along = tl.sum(part * axis[None, :], 1)
-    along = tl.where(here, along, float("inf"))
-    # one integer holds a projection in the order of its bits, and its place below
-    bits = along.to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    ranked = tl.sort((bits.to(tl.int64) << 32) | near.to(tl.int64))
-    source = ranked & 0xFFFFFFFF
-    moved = tl.load(position + node * size + source, mask=here, other=0)
-    tl.store(ordered + node * size + near, moved, mask=here)
+    mine = tl.sum(part * axis[None, :], 1)
+    along += node * size
+    tl.store(along + near, mine, mask=here)
+    tl.debug_barrier()
+    rank = tl.zeros((S,), dtype=tl.int32)
+    for at in range(0, size, BN):
+        other = at + tl.arange(0, BN)
+        theirs = tl.load(along + other, mask=other < size, other=float("inf"))
+        before = theirs[None, :] < mine[:, None]
+        tie = (theirs[None, :] == mine[:, None]) & (other[None, :] < near[:, None])
+        rank += tl.sum((before | tie).to(tl.int32), 1)
+    tl.store(ordered + node * size + rank, place, mask=here)
