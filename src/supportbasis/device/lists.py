@@ -39,10 +39,11 @@ from ..components import BlockSum, ExactSum, evaluate
 from ..components.blocks import add_chunks
 from ..components.blocks_backward import add_gradients
 from ..cotangent import Cotangent, Gradients
-from ..forest import Forest, build
+from ..forest import Forest
 from ..kernels import selection
 from ..kernels.blocklist import GRANULE, block_list_attention
 from ..kernels.language import power_of_two
+from ..kernels.summary import summarised
 from ..partial import Partial
 from ..plans import HeadPlan, Plan
 from ..problem import Head, Problem
@@ -52,6 +53,7 @@ from .framed import Inside
 
 WIDEST_BLOCK = 128  # queries that one program attends for
 LARGEST = 6e4  # entry of a token in 16 bits: beyond, it is alone whatever its scores are exactly
+LEAVES = 4  # of a segment
 TOGETHER = ("tree", "sequence")  # orders that are the same work for every head
 
 
@@ -185,14 +187,19 @@ def _forest(inside: Inside, flat: Head, settings: BlockSettings) -> tuple[Forest
     count, m = inside.key.shape[:2]
     placed = inside.key[:, :, : inside.axes] * inside.metric
     live = flat.live_keys if inside.masked else None
-    segments = _segments(placed, live, 4 * settings.leaf_size, 8, settings.order)
+    segments = _segments(placed, live, LEAVES * settings.leaf_size, 2 * LEAVES, settings.order)
     above = levels_above(segments.shape[1])
     missing = -segments.shape[1] % (1 << above)
     if missing:
         filler = segments.new_full((count, missing, segments.shape[2]), -1)
         segments = torch.cat([segments, filler], 1)
     flattened = _counted_on(segments, m).flatten(0, 1)
-    forest = build(flat, placed.flatten(0, 1), flattened, segments.shape[2] // 4, above)
+    levels = int(math.log2(LEAVES))
+    within = positions(placed.flatten(0, 1)[repeated(flattened)], levels + 1)
+    position = flattened.gather(1, within).view(-1, segments.shape[2] // LEAVES)
+    dtype = token_dtype(flat.value.dtype)
+    trees = len(flattened) >> above
+    forest = summarised(flat, position, trees, levels + above, dtype, _largest(dtype))
     roots = len(forest.roots) // count
     head = torch.arange(len(forest.roots), device=placed.device) // roots
     down = int(math.log2(START_NODES / roots))
@@ -302,19 +309,24 @@ def attended(
     forest: Forest, found: Sequence[Listed], dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
     """Output [rows, dv] and lse [rows] of all places of all blocks."""
-    token_dtype = torch.float32 if dtype == torch.float32 else torch.float16
+    tokens = token_dtype(dtype)
     lists = Placed.of(found, forest, dtype)
     if not lists:
         return []
-    table = _table(forest, lists[-1].last, token_dtype, dtype)
+    table = _table(forest, lists[-1].last, tokens, dtype)
     results = []
     for listed, placed in zip(found, lists, strict=True):
         selection.write_tilted(
-            forest, listed.mean, listed.coarse, placed.base, table, _largest(token_dtype)
+            forest, listed.mean, listed.coarse, placed.base, table, _largest(tokens)
         )
-        query = short(listed.query, token_dtype)
+        query = short(listed.query, tokens)
         results.append(attend(query, table, placed.offsets, placed.indices))
     return results
+
+
+def token_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of queries and keys, for inputs of a dtype."""
+    return torch.float32 if dtype == torch.float32 else torch.float16
 
 
 class Placed(NamedTuple):
