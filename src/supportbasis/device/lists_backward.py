@@ -49,9 +49,7 @@ class ListFlow(Flow):
         return terms.sum()
 
     def to_tokens(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        parts = torch.autograd.grad(
-            self.losses, leaves, allow_unused=True, materialize_grads=True
-        )
+        parts = torch.autograd.grad(self.losses, leaves, allow_unused=True, materialize_grads=True)
         return list(parts)
 
 

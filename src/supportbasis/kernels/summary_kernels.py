@@ -86,7 +86,10 @@ def leaves(
     key_2, value_2 = tl.sum(k * second[:, None], 0), tl.sum(v * second[:, None], 0)
     root = root_of_shares(mass_1, mass_2)
     safe_1, safe_2 = tl.maximum(mass_1, 1.1754944e-38), tl.maximum(mass_2, 1.1754944e-38)
-    gap, step = (key_1 / safe_1 - key_2 / safe_2) * root, (value_1 / safe_1 - value_2 / safe_2) * root
+    gap, step = (
+        (key_1 / safe_1 - key_2 / safe_2) * root,
+        (value_1 / safe_1 - value_2 / safe_2) * root,
+    )
     mass, square = mass_1 + mass_2, tl.sum(w * w, 0)
     sum_key, sum_value = key_1 + key_2, value_1 + value_2
     key_square = tl.sum(k * k * w[:, None], 0)
@@ -137,7 +140,10 @@ def parents(
     value_2 = tl.load(c_value + right * dv + cols, mask=cols < dv, other=0.0)
     safe_1, safe_2 = tl.maximum(mass_1, 1.1754944e-38), tl.maximum(mass_2, 1.1754944e-38)
     root = root_of_shares(mass_1 * share_1, mass_2 * share_2)
-    gap, step = (key_1 / safe_1 - key_2 / safe_2) * root, (value_1 / safe_1 - value_2 / safe_2) * root
+    gap, step = (
+        (key_1 / safe_1 - key_2 / safe_2) * root,
+        (value_1 / safe_1 - value_2 / safe_2) * root,
+    )
     mass = mass_1 * share_1 + mass_2 * share_2
     square = tl.load(c_square + left) * share_1 * share_1
     square += tl.load(c_square + right) * share_2 * share_2
