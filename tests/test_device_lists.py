@@ -1,5 +1,5 @@
-"""Lists on a device against PyTorch's way through the same trees: in Triton's interpreter, or on the
-device where there is one."""
+"""Lists on a device against PyTorch's way through the same trees: in Triton's interpreter, or on
+the device where there is one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cases import dense_attention, qkv
 from supportbasis import forest as forests
 from supportbasis.inputs import attention_problem
 from supportbasis.methods.block_support import BlockSearch
-from supportbasis.selection import Column, look, select
+from supportbasis.selection import Column, select
 from supportbasis.tree import order
 from test_blocks import clustered, head_of
 

@@ -1,4 +1,4 @@
-"""Fitted polynomials on the device: features of all tokens of a head at once, by PyTorch's products.
+"""Fitted polynomials on the device: features of all tokens of a head at once, by PyTorch.
 
 What `components.fitted` does block by block for the sake of a cache is done here for as many tokens
 as fit into memory, without looking at any number on the way. Units are the radii of the plan

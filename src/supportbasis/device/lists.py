@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..arrangement import arranged, repeated
+from ..basis import support_basis
 from ..blocks import (
     FAR,
     PARTS,
@@ -34,7 +35,6 @@ from ..blocks import (
     strangers,
     structure,
 )
-from ..basis import support_basis
 from ..components import BlockSum, ExactSum, evaluate
 from ..components.blocks import add_chunks
 from ..components.blocks_backward import add_gradients
