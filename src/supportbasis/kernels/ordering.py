@@ -31,16 +31,15 @@ def order(x: Tensor, depth: int) -> Tensor:
     for level in range(depth):
         size, nodes = tokens >> level, segments << level
         shape = (size, tokens, tokens, dim)
-        along = x.new_empty(nodes, size)
         if size <= most:
             ordered, held = torch.empty_like(position), power_of_two(size, 2)
             kernels.split[(nodes,)](
-                x, position, sign, along, ordered, *shape, width, held, min(held, COUNTED),
-                ITERATIONS, num_warps=_warps(held * width),
+                x, position, sign, torch.empty_like(position), ordered, *shape, width, held,
+                min(held, COUNTED), ITERATIONS, num_warps=_warps(held * width),
             )  # fmt: skip
             position = ordered
             continue
-        axis = x.new_empty(nodes, dim)
+        axis, along = x.new_empty(nodes, dim), x.new_empty(nodes, size)
         kernels.axes[(nodes,)](
             x, position, sign, axis, *shape[:3], most, dim, width, most, ITERATIONS,
             num_warps=_warps(most * width),

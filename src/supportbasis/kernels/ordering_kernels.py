@@ -68,7 +68,8 @@ def split(
     """A whole node at once: its tokens in the order of their projections on its axis.
 
     The place of a token is the number of tokens before it, counted BN at a time: fewer steps than
-    a sort, and far less to compile.
+    a sort, and far less to compile. Projections are compared as integers read back from memory: so
+    all threads see the same numbers, and places are a permutation whatever the tokens are.
     """
     node = tl.program_id(0).to(tl.int64)
     near, cols = tl.arange(0, S), tl.arange(0, A)
@@ -77,15 +78,18 @@ def split(
     part = tokens_at(x, node * size // segment * tokens + place, here, width, A)
     start = tl.load(sign + cols, mask=cols < width, other=0.0)
     axis = principal_axis(part, here, size, start, A, ITERATIONS)
-    mine = tl.sum(part * axis[None, :], 1)
+    bits = tl.sum(part * axis[None, :], 1).to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # in the order of the numbers
     along += node * size
-    tl.store(along + near, mine, mask=here)
+    tl.store(along + near, bits, mask=here)
     tl.debug_barrier()
+    mine = tl.load(along + near, mask=here, other=0)
     rank = tl.zeros((S,), dtype=tl.int32)
     for at in range(0, size, BN):
         other = at + tl.arange(0, BN)
-        theirs = tl.load(along + other, mask=other < size, other=float("inf"))
+        there = (other < size)[None, :]
+        theirs = tl.load(along + other, mask=other < size, other=0)
         before = theirs[None, :] < mine[:, None]
         tie = (theirs[None, :] == mine[:, None]) & (other[None, :] < near[:, None])
-        rank += tl.sum((before | tie).to(tl.int32), 1)
+        rank += tl.sum(((before | tie) & there).to(tl.int32), 1)
     tl.store(ordered + node * size + rank, place, mask=here)

@@ -40,7 +40,11 @@ def select(
     forest: Forest, blocks: Blocks, view: View, start: Column, price: Tensor, longest: int = LONGEST
 ) -> tuple[Column, Column]:
     """Nodes that each block sees coarsely and leaves that it sees exactly, for a price of each
-    block; ``longest`` is at least the number of nodes that a block starts with."""
+    block; ``longest`` is at least the number of nodes that a block starts with.
+
+    Products and sums are not fused: threads that hold the same sum would round it differently,
+    and a node near the price could be opened by one and kept by another.
+    """
     mean, (d, dv) = blocks.mean, (forest.key.shape[1], forest.value.shape[1])
     count, known = len(mean), forest.linked.shape[1]
 
@@ -57,7 +61,7 @@ def select(
         waiting, coarse, exact, coarse_count, exact_count,
         d, dv, known, float(forest.leaf_size - 1), longest,
         power_of_two(d), power_of_two(dv), power_of_two(known), NODES,
-        EXPONENT, LARGEST_DRIFT,
+        EXPONENT, LARGEST_DRIFT, enable_fp_fusion=False,
     )  # fmt: skip
     first = torch.arange(count, device=mean.device) * longest
     return (
