@@ -23,6 +23,7 @@ from ..problem import Head, Problem
 from .framed import Inside
 
 ENTRIES = 2**28  # of features in memory at a time
+PRODUCTS = 128  # at most, that one sum over tokens is made of
 
 
 def refusal(head: HeadPlan) -> str | None:
@@ -87,12 +88,12 @@ def _sums(inside: Inside, log_weight: Tensor, kernel: FittedKernel) -> tuple[Ten
     top = torch.where(top > -math.inf, top, 0.0)
     weight = (log_weight - top).exp().unsqueeze(1)
     columns = torch.cat([value * weight, weight], 1)
-    step = max(1, ENTRIES // features.count)
+    step = max(PRODUCTS, ENTRIES // features.count // PRODUCTS * PRODUCTS)
     state = columns.new_zeros(features.count, columns.shape[1])
     for start in range(0, len(key), step):
         part = columns[start : start + step]
         state[0] += part.sum(0)
-        state[1:] += _written(features, key[start : start + step], units[1])[0] @ part
+        state[1:] += _summed(_written(features, key[start : start + step], units[1])[0], part)
     state *= weights
     sums = [
         _written(features, query[start : start + step], units[0])[0].T @ state[1:] + state[0]
@@ -100,6 +101,14 @@ def _sums(inside: Inside, log_weight: Tensor, kernel: FittedKernel) -> tuple[Ten
     ]
     total = torch.cat(sums)
     return total[:, :-1] / total[:, -1:], total[:, -1].log() + top
+
+
+def _summed(features: Tensor, columns: Tensor) -> Tensor:
+    """Features [count, tokens] times columns [tokens, width], as many products of a part of the
+    tokens: one product so long and thin would keep few of the device's units busy."""
+    parts = math.gcd(len(columns), PRODUCTS)
+    split = features.unflatten(1, (parts, -1)).transpose(0, 1)
+    return (split @ columns.unflatten(0, (parts, -1))).sum(0)
 
 
 @lru_cache(maxsize=64)

@@ -33,6 +33,7 @@ class ListTiles:
     keys: int = 64
     warps: int = 4
     stages: int = 3
+    columns: bool = False  # log-weights as entries of the keys
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ def choose_list_tiles(width: int, full_precision: bool, weighted: bool) -> ListT
     if full_precision:
         return ListTiles(16 if width > 128 else 32, 4, 1)
     if width <= 64:
-        return ListTiles(64 if weighted else 128, 4, 3)
-    return ListTiles(64, 4, 2)
+        return ListTiles(128, 4, 2 if weighted else 3)
+    return ListTiles(64, 4, 2, columns=weighted)
 
 
 def inverse_lists(
@@ -67,6 +68,24 @@ def inverse_lists(
     return torch.searchsorted(place, bounds), row[order]
 
 
+def weight_columns(
+    log_weight: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, float]:
+    """Log-weights [batch, key heads, m] as entries of keys [batch, key heads, m + 16, 16]: less
+    the largest, over the scale, in three parts that add up to them; the largest [batch, key heads,
+    1]; and a score, to base 2, that only keys without weight stay below."""
+    hidden = -6e4 if dtype == torch.float16 else -1e30
+    top = log_weight.amax(2, keepdim=True)
+    top = torch.where(top > -math.inf, top, 0.0)
+    rest = torch.nn.functional.pad(log_weight - top, (0, GRANULE), value=-math.inf)
+    rest = (rest / scale).clamp(min=hidden)
+    columns = torch.zeros(*rest.shape, 16, dtype=dtype, device=rest.device)
+    for part in range(3):
+        columns[..., part] = rest
+        rest = rest - columns[..., part]
+    return columns, top, hidden * scale * LOG2E / 2
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -79,17 +98,24 @@ class _Attention(torch.autograd.Function):
         blocks = cdiv(n, call.block)
         out = torch.empty(batch, heads, n, dv, dtype=value.dtype, device=query.device)
         lse = torch.empty(batch, heads, n, dtype=torch.float32, device=query.device)
+        as_columns = log_weight is not None and call.tiles.columns
+        columns, top, least = lse, None, -math.inf
+        if as_columns:
+            assert log_weight is not None
+            columns, top, least = weight_columns(log_weight, call.scale, query.dtype)
         kernels.forward[(blocks, batch * heads)](
-            query, key, value, lse if log_weight is None else log_weight,
+            query, key, value, lse if log_weight is None else log_weight, columns,
             offsets, indices, out, lse,
-            heads, key_heads, n, m, d, dv, blocks, call.scale * LOG2E,
+            heads, key_heads, n, m, d, dv, blocks, call.scale * LOG2E, least,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             power_of_two(d), power_of_two(dv), call.block, call.tiles.keys,
-            GRANULE, log_weight is not None,
+            GRANULE, log_weight is not None, as_columns,
             m % GRANULE == 0 and d == power_of_two(d) and dv == power_of_two(dv),
-            m * max(key.stride(2), value.stride(2)) >= 2**31, call.precision,
+            m * max(key.stride(2), value.stride(2), 16) >= 2**31, call.precision,
             num_warps=call.tiles.warps, num_stages=call.tiles.stages,
         )  # fmt: skip
+        if top is not None:
+            lse += top.repeat_interleave(heads // key_heads, 1)
         ctx.call = call
         ctx.save_for_backward(query, key, value, log_weight, offsets, indices, out, lse)
         return out, lse
