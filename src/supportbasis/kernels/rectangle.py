@@ -235,12 +235,7 @@ class _Shape:
         query, key, value = rows_of(query), rows_of(key), rows_of(value)
         batch, heads, n, d = query.shape
         m, dv = value.shape[2:]
-        log_weight, w_strides = rectangle.log_weight, (0, 0)
-        if log_weight is None:
-            log_weight = query
-        else:
-            log_weight = log_weight if log_weight.stride(-1) == 1 else log_weight.contiguous()
-            w_strides = log_weight.stride()[:2]
+        log_weight = rows_of(query if rectangle.log_weight is None else rectangle.log_weight)
         sides = [
             query if x is None else x
             for side in (rectangle.rows, rectangle.keys)
@@ -250,7 +245,8 @@ class _Shape:
         return _Shape(
             (query, key, value, log_weight, *sides),
             (heads, key.shape[1], n, m, d, dv, rectangle.rows.most, rectangle.keys.most),
-            (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *w_strides),
+            tuple(stride for x in (query, key, value) for stride in x.stride()[:3])
+            + log_weight.stride()[:2],
             batch * heads, n, d, dv, full, rectangle.precision if full else None,
         )  # fmt: skip
 
