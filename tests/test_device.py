@@ -63,7 +63,7 @@ def twin(q, k, v, plan, call) -> tuple[Tensor, Tensor]:
 
 
 def check(method, bias_kind, causal, shape, dtype, output_limit, gradient_limit) -> None:
-    batch, heads, key_heads, n, m, d, dv = shape
+    batch, heads, key_heads, _, m, _, _ = shape
     q, k, v = tokens(*shape, dtype=dtype)
     bias = bias_of(bias_kind, batch, heads, m)
     call = call_of(bias, causal, heads != key_heads)
