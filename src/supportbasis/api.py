@@ -70,11 +70,12 @@ def attention(
         )  # fmt: skip
     implementation = check_implementation(implementation)
     query, key, value = _autocast(query, key, value)
+    checked = plan is None
     problem = attention_problem(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=plan is None
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=checked
     )
     plan = _the_plan(problem, method, plan)
-    outcome = _run(problem, plan, need_lse=return_result, implementation=implementation)
+    outcome = _run(problem, plan, return_result, implementation, checked=checked)
     if return_result:
         return _result(problem, plan, outcome, implementation)
     return problem.restore(outcome.output)
@@ -122,7 +123,7 @@ def kernel_sum(
     """
     problem = kernel_problem(query, key, value, scale)
     plan = _the_plan(problem, method, None)
-    outcome = _run(problem, plan, need_lse=return_result)
+    outcome = _run(problem, plan, return_result)
     if return_result:
         return _result(problem, plan, outcome)
     return _in_linear_units(problem, outcome, query.dtype)
@@ -148,7 +149,7 @@ def gaussian_kde(
     """
     problem, log_norm = _density_problem(points, data, bandwidth, weights)
     plan = _the_plan(problem, method, None)
-    outcome = _run(problem, plan, need_lse=return_result)
+    outcome = _run(problem, plan, return_result)
     result = _result(problem, plan, outcome) if return_result else None
     outcome.log_scale = outcome.log_scale - log_norm.reshape(outcome.log_scale.shape)
     density = _in_linear_units(problem, outcome, points.dtype).squeeze(-1)
@@ -247,8 +248,7 @@ def _the_plan(problem: Problem, method: Method | None, plan: Plan | None) -> Pla
     _check_power(problem, plan.method)
     if problem.needs_exact:
         return _make_plan(problem, plan.method)
-    if not autograd.is_needed(problem):  # else the operator will check
-        autograd.check(problem, plan)
+    autograd.check_plan(problem, plan)
     return plan
 
 
@@ -306,16 +306,31 @@ def _check_power(problem: Problem, method: Method) -> None:
         raise InputError(f"method is {method}, whose kernel is not Gaussian; use another method")
 
 
-def _run(problem: Problem, plan: Plan, need_lse: bool, implementation: str = "auto") -> Outcome:
-    """SDPA itself when every head is exact, the components otherwise."""
+def _run(
+    problem: Problem,
+    plan: Plan,
+    need_lse: bool,
+    implementation: str = "auto",
+    checked: bool = True,
+) -> Outcome:
+    """SDPA itself when every head is exact, the components otherwise.
+
+    Entries that were not ``checked`` when the plan was made are checked here.
+    """
     with torch.autocast(problem.query.device.type, enabled=False):
         if _is_sdpa(problem, plan, need_lse, implementation):
+            if is_watched():
+                return _run_sdpa(problem, need_lse)
+            late = not checked and sdpa.shows_bad_values(problem)
+            if not checked:
+                autograd.check_entries(problem, values=not late)
             outcome = _run_sdpa(problem, need_lse)
-            if not is_watched():
-                autograd.warn_about(problem, plan, outcome)
+            autograd.check_output(problem, outcome.output, checked=not late)
             return outcome
         if autograd.is_needed(problem):
-            return autograd.run(problem, plan, implementation)
+            return autograd.run(problem, plan, implementation)  # its operator checks
+        if not checked:
+            autograd.check_entries(problem)
         return autograd.compute(problem, plan, implementation)
 
 

@@ -9,6 +9,7 @@ does not load the compiler.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -33,8 +34,8 @@ def is_needed(problem: Problem) -> bool:
     return problem.requires_grad or is_watched()
 
 
-def check(problem: Problem, plan: Plan) -> None:
-    """Whether a plan fits the inputs, whose entries must be finite."""
+def check_plan(problem: Problem, plan: Plan) -> None:
+    """Raise if a plan does not fit the inputs' shapes."""
     shape = (problem.batch, problem.heads, problem.query.shape[-1])
     made_for = (plan.batch, plan.num_heads, plan.dim)
     if shape != made_for:
@@ -52,8 +53,14 @@ def check(problem: Problem, plan: Plan) -> None:
                 f"and {problem.m}; save and load the plan (a loaded plan splits again) or make a "
                 "new one"
             )
+
+
+def check_entries(problem: Problem, *, values: bool = True) -> None:
+    """Raise if an entry is not finite; on a GPU that would wait for the device."""
     if problem.query.device.type == "cpu":
-        check_finite(query=problem.query, key=problem.key, value=problem.value)
+        check_finite(query=problem.query, key=problem.key)
+        if values:
+            check_finite(value=problem.value)
         if problem.key_log_weight is not None:
             check_bias(problem.key_log_weight)
 
@@ -107,13 +114,18 @@ def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
             UserWarning,
             stacklevel=4,
         )
-    _check_output(problem, outcome.output)
+    check_output(problem, outcome.output)
 
 
-def _check_output(problem: Problem, output: Tensor) -> None:
-    """Finite inputs can still overflow: in a score, or in a sum of huge values."""
-    if output.is_cuda or bool(output.detach().sum(dtype=problem.dtype).isfinite()):
+def check_output(problem: Problem, output: Tensor, *, checked: bool = True) -> None:
+    """Finite inputs can still overflow: in a score, or in a sum of huge values.
+
+    Values that were not ``checked`` are looked at if the output is not finite.
+    """
+    if output.is_cuda or math.isfinite(output.detach().sum(dtype=problem.dtype).item()):
         return
+    if not checked:
+        check_entries(problem)
     if not bool(output.isfinite().all()):
         reach = [float(x.detach().abs().max()) for x in (problem.query, problem.key, problem.value)]
         raise InputError(
@@ -141,7 +153,8 @@ def _run_forward(
     """Output and lse, which rows were rescued, and counts [3, batch, heads]."""
     problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal)
     the_plan = Plan.known(plan)
-    check(problem, the_plan)
+    check_plan(problem, the_plan)
+    check_entries(problem)
     with torch.autocast(query.device.type, enabled=False):
         outcome = compute(problem, the_plan, implementation)
     counts = torch.stack([outcome.invalid_rows, outcome.rescued_rows, outcome.rounding])

@@ -138,6 +138,8 @@ def _broadcast(
 ) -> tuple[int, ...]:
     """The common shape of all but the last dims."""
     shapes = [tuple(x.shape[:-last]) for x in tensors]
+    if shapes[0] == shapes[1] == shapes[2]:
+        return shapes[0]
     try:
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError:
