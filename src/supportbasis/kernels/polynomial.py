@@ -383,9 +383,10 @@ def token_gradient(
 
 def key_weights(log_weight: Tensor) -> tuple[Tensor, Tensor]:
     """exp(log-weight - shift) [batch, heads, m] and the shift of each head, its largest."""
+    log_weight = log_weight.float()
     shift = log_weight.amax(-1)
     shift = torch.where(shift > -math.inf, shift, 0.0)
-    return (log_weight.float() - shift.unsqueeze(-1)).exp().contiguous(), shift.float()
+    return (log_weight - shift.unsqueeze(-1)).exp().contiguous(), shift
 
 
 def filled_up(x: Tensor, causal: bool) -> Tensor:

@@ -79,7 +79,7 @@ def forward_tile(width: int, full_precision: bool) -> Tile:
         return Tile(64, 32, 4, 1) if width > 128 else Tile(64, 32, 4, 2)
     if width <= 64:
         return Tile(128, 64, 4, 3)
-    return Tile(128, 64, 8, 2) if width <= 128 else Tile(64, 32, 4, 2)
+    return Tile(128, 128, 8, 3) if width <= 128 else Tile(64, 32, 4, 2)
 
 
 def backward_tile(width: int, full_precision: bool) -> Tile:
