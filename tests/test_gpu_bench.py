@@ -7,19 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from test_triton import CUDA, needs_triton
 
 pytest.importorskip("typer")
 
-from rich.console import Console  # noqa: E402
+from rich.console import Console
 
-from supportbasis.cli import selftest  # noqa: E402
-from supportbasis.cli.gpu import study, works  # noqa: E402
-from supportbasis.cli.gpu.rows import GpuRow  # noqa: E402
-from supportbasis.cli.machine import Machine  # noqa: E402
-from supportbasis.cli.records import Records  # noqa: E402
-from supportbasis.errors import InputError  # noqa: E402
-from test_cli import invoke  # noqa: E402
+from supportbasis.cli import selftest
+from supportbasis.cli.gpu import study, works
+from supportbasis.cli.gpu.rows import GpuRow
+from supportbasis.cli.machine import Machine
+from supportbasis.cli.records import Records
+from supportbasis.errors import InputError
+from test_cli import invoke
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),

@@ -74,7 +74,10 @@ class Bench:
         planned = time.perf_counter()
 
         def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            output = attention(query, key, value, is_causal=work.causal, plan=made)
+            output = attention(
+                query, key, value, is_causal=work.causal,
+                plan=made, implementation=work.implementation,
+            )  # fmt: skip
             assert isinstance(output, Tensor)
             return output
 
@@ -95,7 +98,7 @@ class Bench:
             unit=work.unit,
             work=work.name,
             method=str(work.method),
-            implementation=said(batches(problem, made, "auto")),
+            implementation=said(batches(problem, made, work.implementation)),
             heads=work.heads,
             n=work.n,
             d=work.d,

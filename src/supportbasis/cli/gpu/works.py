@@ -32,6 +32,7 @@ class Work:
     backward: bool = False
     graph: bool = False  # timed as replays of a captured graph
     limit: float = 3e-3
+    implementation: str = "auto"
     baseline_n: int = 0  # SDPA is timed at this length and scaled by (n / baseline_n)^2
 
     @property
@@ -97,7 +98,7 @@ WORKS = [
     Work("single threshold, 1 % large", SINGLE, outliers, LONG, 64, causal=True),
     Work("single threshold, 1 % large", SINGLE, outliers, LONG, 128),
     Work("single threshold, 1 % large", SINGLE, outliers, 65536, 64, backward=True),
-    Work("exact, own kernel", Exact(), easy, 32768, 64),
+    Work("exact, own kernel", Exact(), easy, 32768, 64, implementation="triton"),
 ]
 
 CROSSOVER = [
