@@ -338,10 +338,13 @@ class TestOnDevice:
         assert relative(mine, num) < 2 * UNIT[torch.bfloat16]
         assert relative(mine_den, den) < 1e-4
 
-    @pytest.mark.parametrize("causal", [False, True])
-    @pytest.mark.parametrize("weighted", [False, True])
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-    @pytest.mark.parametrize(("d", "dv"), [(24, 40), (64, 64), (128, 128), (256, 128)])
+    @pytest.mark.parametrize(("weighted", "causal"), [(True, False), (False, True), (True, True)])
+    @pytest.mark.parametrize(
+        ("dtype", "d", "dv"),
+        [(torch.bfloat16, 24, 40), (torch.bfloat16, 64, 64), (torch.bfloat16, 128, 128),
+         (torch.bfloat16, 256, 128), (torch.float16, 24, 40), (torch.float16, 128, 128),
+         (torch.float32, 24, 40), (torch.float32, 64, 64)],
+    )  # fmt: skip
     def test_attention_and_gradients(self, d, dv, dtype, weighted, causal):
         (q, k, v), call = inputs(
             4, 2, batch=2, n=700, m=900, d=d, dv=dv, dtype=dtype, weighted=weighted

@@ -389,13 +389,17 @@ def key_weights(log_weight: Tensor) -> tuple[Tensor, Tensor]:
     return (log_weight - shift.unsqueeze(-1)).exp().contiguous(), shift
 
 
-def filled_up(x: Tensor, causal: bool) -> Tensor:
-    """Rows of 16-bit tokens filled up with zeros to a power of two for causal sums.
+def operands(x: Tensor, causal: bool) -> Tensor:
+    """Rows of 16-bit tokens as the kernels take them: in bfloat16, since that is what products
+    have, and for causal sums filled up with zeros to a power of two.
 
     Compiled by Triton 3.6 for Hopper, the loop over a chunk was wrong where neither keys nor values
-    have a multiple of 16 entries (docs/gpu-notes.md, "Traps").
+    have a multiple of 16 entries, and where float16 tokens of 24 were to be rounded inside it
+    (docs/gpu-notes.md, "Traps").
     """
     width = power_of_two(x.shape[-1])
+    if x.dtype == torch.float16 and not interpreted():
+        x = x.bfloat16()
     if not causal or x.dtype == torch.float32 or width == x.shape[-1]:
         return x
     return F.pad(x, (0, width - x.shape[-1]))
@@ -425,11 +429,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     check_inputs(query, key, value)
     columns, causal = value.shape[-1], polynomials.causal
-    query, key, value = (filled_up(x, causal) for x in (query, key, value))
+    dtype = torch.float32 if unit is None else query.dtype
+    query, key, value = (operands(x, causal) for x in (query, key, value))
     setting = setting_of(query, value, polynomials)
     keys, state = _key_sums(query, key, value, polynomials.weight, setting)
     queries = prepared(query, value, None, setting, read=True)
-    dtype = torch.float32 if unit is None else query.dtype
     out, den = read(queries, state, keys, setting, order=int(causal), unit=unit, dtype=dtype)
     return out[..., :columns], den
 
@@ -468,7 +472,7 @@ def polynomial_gradients(
     dim, columns, causal = query.shape[-1], value.shape[-1], polynomials.causal
     dtype = dtype or query.dtype
     query, key, value, grad, output = (
-        filled_up(x, causal) for x in (query, key, value, grad.to(query.dtype), output)
+        operands(x, causal) for x in (query, key, value, grad.to(query.dtype), output)
     )
     setting = setting_of(query, value, polynomials)
     batch, heads, n = lse.shape

@@ -68,7 +68,11 @@ def _measure(missing: Sequence[Work], records: Records[GpuRow], console: Console
     with Steps(console, len(missing)) as steps:
         for work in missing:
             with steps.step(work.unit):
-                records.add([bench.row(work)])
+                try:
+                    records.add([bench.row(work)])
+                except RuntimeError as error:  # out of memory, say; the other works go on
+                    console.print(f"{work.unit} failed: {str(error).splitlines()[0]}")
+            torch.cuda.empty_cache()
 
 
 def _chapters(rows: Sequence[GpuRow], out: Path) -> list[Chapter]:
