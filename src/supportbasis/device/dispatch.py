@@ -28,7 +28,14 @@ from ..problem import Problem
 IMPLEMENTATIONS = ("auto", "eager", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256  # entries of a token or a value
-EVALUATORS = {"exact": "exact", "polynomial": "threshold", "single-threshold": "threshold"}
+EVALUATORS = {
+    "exact": "exact",
+    "polynomial": "threshold",
+    "single-threshold": "threshold",
+    "block": "lists",
+    "fitted": "fitted",
+}
+PLAIN = ("fitted",)  # evaluators that have all heads at once, but no kernels
 
 
 class Evaluator(Protocol):
@@ -96,7 +103,7 @@ def batches(problem: Problem, plan: Plan, implementation: str) -> tuple[Batch, .
 
 def said(found: Sequence[Batch]) -> str:
     """What runs, in words."""
-    eager = sum(len(batch.heads) for batch in found if batch.kind is None)
+    eager = sum(len(batch.heads) for batch in found if batch.kind in (None, *PLAIN))
     total = sum(len(batch.heads) for batch in found)
     if not 0 < eager < total:
         return "eager" if eager or not total else "triton"
@@ -142,6 +149,8 @@ def _batches(
         kind = EVALUATORS.get(head.kind) if possible else None
         if possible:
             reason = f"{head.kind} heads have no kernels"
+            if kind in PLAIN and implementation == "triton":
+                kind = None
             refused = reason if kind is None else _evaluator(kind).refusal(head)
             if refused is not None and implementation == "triton":
                 place = (number // plan.num_heads, number % plan.num_heads)

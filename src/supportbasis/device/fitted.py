@@ -14,7 +14,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..backward import backward
 from ..components import ExactSum, evaluate
+from ..cotangent import Gradients
 from ..execute import LOST
 from ..features import FeatureMap
 from ..fitted import FittedKernel
@@ -36,16 +38,36 @@ def family(head: HeadPlan) -> object:
 
 def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
     """Output in the input dtype and lse in float32."""
+    return _run(problem, plan)[:2]
+
+
+def gradients(
+    problem: Problem,
+    plan: Plan,
+    output: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    for_weights: bool,
+) -> Gradients:
+    """Gradients of query, key, value and key log-weights; which rows were lost is found again."""
+    lost = _run(problem, plan)[2]
+    given = (problem, plan, output, lse, lost, grad, grad_lse)
+    return backward(*given, for_weights=for_weights)
+
+
+def _run(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, lse, and which rows were lost and computed exactly instead."""
     inside = Inside.of(problem, plan)
     kernels = [_kernel(head) for head in plan.heads]
     far_keys = _beyond(inside.key, [kernel.key_radius for kernel in kernels])
-    bad = _beyond(inside.query, [kernel.query_radius for kernel in kernels])
+    far_rows = _beyond(inside.query, [kernel.query_radius for kernel in kernels])
     far = (far_keys & (inside.log_weight > -math.inf)).sum(1).tolist()
     near = inside.log_weight.masked_fill(far_keys, -math.inf)
     least = _least(inside) + math.log(LOST)
     shape = (problem.batch, problem.heads, problem.n)
     output = problem.query.new_empty(len(kernels), problem.n, problem.value.shape[-1])
-    lse = torch.empty_like(inside.shift)
+    lse, lost = torch.empty_like(inside.shift), torch.zeros_like(far_rows)
     for i, kernel in enumerate(kernels):
         num, log_den = _sums(inside.one(i), near[i], kernel)
         if far[i]:
@@ -55,11 +77,12 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
             num = num * (log_den - total).exp().unsqueeze(1)
             num += part.num * (part.log_scale - total).exp().unsqueeze(1)
             log_den = total
-        bad[i] |= ~(log_den >= least[i])
+        lost[i] = ~(log_den >= least[i])
         output[i], lse[i] = num, log_den
-    if bool(bad.any()):
-        _make_exact(inside, bad, output, lse)
-    return output.view(*shape, -1), (lse + inside.shift).view(shape)
+    if bool((lost | far_rows).any()):
+        _make_exact(inside, lost | far_rows, output, lse)
+    lost &= ~far_rows
+    return output.view(*shape, -1), (lse + inside.shift).view(shape), lost.view(shape)
 
 
 def _kernel(head: HeadPlan) -> FittedKernel:
