@@ -2,7 +2,8 @@
 
 Nodes that fit into one program are split by it whole: tokens are read once, the axis is found and
 projections are compared where they are. Larger nodes take their axis from a sample of their
-tokens, evenly spaced along the axis before; their projections are sorted by PyTorch.
+tokens, evenly spaced along the axis before. One integer holds the node of a token and where it lies
+along the axis, and PyTorch sorts the integers of all nodes at once.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from .language import cdiv, power_of_two
 
 ENTRIES = 16384  # of tokens that one program holds
 MOST = 1024  # tokens that one program puts in order
-COUNTED = 32  # tokens that the others are compared with at a time
+COUNTED = 16  # tokens that the others are compared with at a time
 TILE = 128  # tokens that one program projects
+FINEST = 22  # logarithm of the steps from the middle of a node to its end
 
 
 def order(x: Tensor, depth: int) -> Tensor:
@@ -39,16 +41,20 @@ def order(x: Tensor, depth: int) -> Tensor:
             )  # fmt: skip
             position = ordered
             continue
-        axis, along = x.new_empty(nodes, dim), x.new_empty(nodes, size)
+        axis, middle, unit = x.new_empty(nodes, dim), x.new_empty(nodes), x.new_empty(nodes)
         kernels.axes[(nodes,)](
-            x, position, sign, axis, *shape[:3], most, dim, width, most, ITERATIONS,
+            x, position, sign, axis, middle, unit, *shape[:3], most, dim, width, most, ITERATIONS,
             num_warps=_warps(most * width),
         )  # fmt: skip
-        kernels.project[(cdiv(size, TILE), nodes)](x, position, axis, along, *shape, width, TILE)
-        index = along.sort(dim=1, stable=True).indices
-        position = position.view(nodes, size).gather(1, index).view(segments, tokens)
+        ranked = torch.empty_like(position)
+        steps = 1 << min(FINEST, 30 - nodes.bit_length())
+        kernels.project[(cdiv(size, TILE), nodes)](
+            x, position, axis, middle, unit, ranked, *shape, steps, width, TILE
+        )
+        index = ranked.flatten().sort(stable=True).indices
+        position = position.flatten()[index].view(segments, tokens)
     return position.long()
 
 
 def _warps(entries: int) -> int:
-    return min(8, max(1, entries // 2048))
+    return min(8, max(1, entries // 1024))

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Kernels of `ordering`: principal axes of nodes, projections on them, and whole splits."""
+"""Kernels of `ordering`: principal axes of nodes, ranks along them, and whole splits."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def principal_axis(part, here, count, start, A: tl.constexpr, ITERATIONS: tl.con
 
 @jit
 def axes(
-    x, position, sign, axis, size, segment, tokens, sampled, width,
+    x, position, sign, axis, middle, unit, size, segment, tokens, sampled, width,
     A: tl.constexpr, S: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """The axis of each node, from ``sampled`` of its tokens, evenly spaced."""
+    """The axis of each node, from ``sampled`` of its tokens, evenly spaced; the middle of their
+    projections, and the distance from it that they stay well within."""
     node = tl.program_id(0).to(tl.int64)
     near, cols = tl.arange(0, S), tl.arange(0, A)
     here = near < sampled
@@ -44,20 +45,32 @@ def axes(
     start = tl.load(sign + cols, mask=cols < width, other=0.0)
     found = principal_axis(part, here, sampled, start, A, ITERATIONS)
     tl.store(axis + node * width + cols, found, mask=cols < width)
+    along = tl.sum(part * found[None, :], 1)
+    low = tl.min(tl.where(here, along, float("inf")), 0)
+    high = tl.max(tl.where(here, along, float("-inf")), 0)
+    tl.store(middle + node, (low + high) / 2)
+    tl.store(unit + node, tl.maximum(high - low, 1.1754944e-38))
 
 
 @jit
 def project(
-    x, position, axis, along, size, segment, tokens, width, A: tl.constexpr, S: tl.constexpr
-):
-    """Tokens of each node along its axis."""
+    x, position, axis, middle, unit, ranked, size, segment, tokens, width, steps,
+    A: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Tokens of each node along its axis, in whole steps: below 2 * ``steps`` of them from one end
+    of the node to the other, after those of the nodes before it."""
     node, cols = tl.program_id(1).to(tl.int64), tl.arange(0, A)
     near = tl.program_id(0) * S + tl.arange(0, S)
     here = near < size
     place = tl.load(position + node * size + near, mask=here, other=0)
     part = tokens_at(x, node * size // segment * tokens + place, here, width, A)
     line = tl.load(axis + node * width + cols, mask=cols < width, other=0.0)
-    tl.store(along + node * size + near, tl.sum(part * line[None, :], 1), mask=here)
+    along = tl.sum(part * line[None, :], 1)
+    along = (along - tl.load(middle + node)) / tl.load(unit + node)
+    along = tl.minimum(tl.maximum(along, -1.0), 1.0)
+    along = tl.where(along == along, along, 0.0)  # a token that is not finite goes anywhere
+    step = (along * (steps - 1)).to(tl.int32) + steps
+    tl.store(ranked + node * size + near, (node * 2 * steps + step).to(tl.int32), mask=here)
 
 
 @jit

@@ -22,10 +22,12 @@ def summarised(
 ) -> Forest:
     """Trees of ``depth`` levels over ``segments`` segments, whose leaves hold the keys at
     ``position`` [leaves, size], -1 for none. ``head`` is in its frame; keys are copied in
-    ``dtype`` with no entry beyond ``largest``."""
+    ``dtype`` with no entry beyond ``largest``. Covariances, most of what a coarse key reads, are
+    rounded to 16 bits where the values have as many."""
     leaves, size = position.shape
     (d, dv), new = (head.dim, head.value_dim), head.key.new_empty
     known = min(DIRECTIONS, d)
+    rough = torch.float32 if head.value.dtype == torch.float32 else torch.bfloat16
     counts = [segments << level for level in range(depth + 1)]
     starts = [segments * ((1 << level) - 1) for level in range(depth + 1)]
     total = starts[-1] + counts[-1]
@@ -34,7 +36,7 @@ def summarised(
         "key": new(total, d), "value": new(total, dv), "log_mass": new(total),
         "gap": new(total, d), "step": new(total, dv), "variance": new(total, d),
         "stride": new(total), "scatter": new(total), "others": new(total),
-        "covariance": new(total, known, dv), "linked": new(total, known),
+        "covariance": new(total, known, dv, dtype=rough), "linked": new(total, known),
     }  # fmt: skip
     written, widths = tuple(fields.values()), (power_of_two(d, 1), power_of_two(dv, 1))
     tables = (
