@@ -99,12 +99,14 @@ class _Attention(torch.autograd.Function):
         out = torch.empty(batch, heads, n, dv, dtype=value.dtype, device=query.device)
         lse = torch.empty(batch, heads, n, dtype=torch.float32, device=query.device)
         as_columns = log_weight is not None and call.tiles.columns
-        columns, top, least = lse, None, -math.inf
+        rows, columns, top, least = lse, lse, None, -math.inf
         if as_columns:
             assert log_weight is not None
             columns, top, least = weight_columns(log_weight, call.scale, query.dtype)
+        elif log_weight is not None:
+            rows = log_weight * LOG2E
         kernels.forward[(blocks, batch * heads)](
-            query, key, value, lse if log_weight is None else log_weight, columns,
+            query, key, value, rows, columns,
             offsets, indices, out, lse,
             heads, key_heads, n, m, d, dv, blocks, call.scale * LOG2E, least,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],

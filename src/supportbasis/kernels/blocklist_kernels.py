@@ -30,7 +30,7 @@ def forward(
 ):  # fmt: skip
     """One block of queries over its list. EVEN: no key, entry or column is past an end.
 
-    Log-weights come as a row of 16 for each granule, or (COLUMNS) as 16 more entries of each key,
+    Log-weights, here to base 2, come as a row of 16 for each granule, or (COLUMNS) as 16 more entries of each key,
     three of which add up to its log-weight over the scale: then they are part of the product.
     """
     block, bh = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -88,9 +88,11 @@ def forward(
                 if WIDE:
                     row = row.to(tl.int64)
                 slot = row[:, None] * GRANULE + tl.arange(0, GRANULE)[None, :]
-                inside = (each < last)[:, None] & (slot < m)
+                inside = (each < last)[:, None]
+                if not EVEN:
+                    inside = inside & (slot < m)
                 bias = tl.load(log_weight + slot, mask=inside, other=float("-inf"))
-                bias = tl.reshape(bias, (BN,)) * 1.4426950408889634
+                bias = tl.reshape(bias, (BN,))
             else:
                 bias = tl.where(here, 0.0, float("-inf"))
             score = score * scale + bias[None, :]
