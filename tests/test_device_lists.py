@@ -28,8 +28,8 @@ DEVICE = "cuda" if CUDA else "cpu"
 from supportbasis.device import fitted, lists  # noqa: E402
 from supportbasis.kernels import ordering, selection, summary  # noqa: E402
 
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 pytestmark = [
-    pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
@@ -58,6 +58,7 @@ def relative(given, wanted):
 # ---- orders -----------------------------------------------------------------------------------
 
 
+@needs_triton
 @pytest.mark.parametrize(("segments", "tokens", "dim", "depth"), [(2, 64, 5, 3), (1, 80, 20, 4)])
 def test_nodes_that_a_program_holds_are_split_as_by_pytorch(segments, tokens, dim, depth):
     x = torch.randn(segments, tokens, dim, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -67,6 +68,7 @@ def test_nodes_that_a_program_holds_are_split_as_by_pytorch(segments, tokens, di
         assert torch.equal(given, wanted)
 
 
+@needs_triton
 def test_larger_nodes_are_split_along_sampled_axes(monkeypatch):
     monkeypatch.setattr(ordering, "MOST", 32)
     x = torch.randn(2, 192, 3, generator=torch.Generator().manual_seed(2)).to(DEVICE)
@@ -81,6 +83,7 @@ def test_larger_nodes_are_split_along_sampled_axes(monkeypatch):
     assert spread(given) <= 1.1 * spread(wanted)
 
 
+@needs_triton
 def test_equal_tokens_keep_their_order():
     x = torch.zeros(1, 16, 2, device=DEVICE)
     assert torch.equal(ordering.order(x, 2)[0].cpu(), torch.arange(16))
@@ -89,6 +92,7 @@ def test_equal_tokens_keep_their_order():
 # ---- nodes ------------------------------------------------------------------------------------
 
 
+@needs_triton
 @pytest.mark.parametrize(("n", "d", "length"), [(256, 5, 64), (150, 12, 40)])
 def test_nodes_equal_those_of_pytorch(n, d, length):
     q, k, v = (x.to(DEVICE) for x in clustered(n=n, d=d))
@@ -129,6 +133,7 @@ def search():
     return BlockSearch.of(head_of(q, k, v), 64, 0)
 
 
+@needs_triton
 @pytest.mark.parametrize("price", [1e-3, 1e-6])
 def test_lists_equal_those_of_pytorch(search, price):
     made = search.whole
@@ -149,6 +154,7 @@ def test_lists_equal_those_of_pytorch(search, price):
             assert torch.equal(mine.of_members(members)[0].long(), theirs.of_members(members)[0])
 
 
+@needs_triton
 def test_a_full_list_leaves_the_rest_coarse(search):
     """Every key is still seen once: exactly, or through a node above it."""
     forest, layer = search.whole.forest, search.whole.layers[0]
@@ -168,6 +174,7 @@ def test_a_full_list_leaves_the_rest_coarse(search):
     assert (seen == len(forest.leaf_key)).all()
 
 
+@needs_triton
 def test_coarse_keys_equal_tilted_ones(search):
     forest, layer = search.whole.forest, search.whole.layers[0]
     cells, d, dv = len(layer.cells.mean), forest.key.shape[1], forest.value.shape[1]
@@ -217,6 +224,7 @@ def block_case(heads, n, dtype=torch.float32, masked=False, causal=False):
     return (q, k, v, bias), problem, plan
 
 
+@needs_triton
 @pytest.mark.parametrize("name", CASES)
 def test_heads_equal_those_of_pytorch(name):
     case = CASES[name]
@@ -233,6 +241,7 @@ def test_heads_equal_those_of_pytorch(name):
     torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=1e-2 if half else 2e-5)
 
 
+@needs_triton
 @pytest.mark.parametrize("name", ["masked", "causal"])
 def test_gradients_equal_those_of_pytorch(name):
     case = CASES[name]

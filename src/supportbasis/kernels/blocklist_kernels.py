@@ -30,8 +30,8 @@ def forward(
 ):  # fmt: skip
     """One block of queries over its list. EVEN: no key, entry or column is past an end.
 
-    Log-weights, here to base 2, come as a row of 16 for each granule, or (COLUMNS) as 16 more entries of each key,
-    three of which add up to its log-weight over the scale: then they are part of the product.
+    Log-weights come to base 2 as a row of 16 for each granule, or (COLUMNS) as 16 more entries of
+    each key, three of which add up to its log-weight over the scale and are part of the product.
     """
     block, bh = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads

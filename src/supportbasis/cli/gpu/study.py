@@ -16,6 +16,7 @@ from ..machine import Machine
 from ..progress import Steps
 from ..records import Records
 from ..report import Grid
+from .lists import list_works
 from .measure import SAMPLED_ROWS, Bench
 from .pictures import draw_lengths
 from .rows import GpuRow
@@ -43,7 +44,7 @@ def run_gpu_bench(
     """Measure the works that the folder lacks; then table, picture and report."""
     machine = Machine.here("cpu" if redraw else "cuda")
     records = Records(out / "gpu.csv", GpuRow, machine)
-    works = [*WORKS, *CROSSOVER, *sweep(LENGTHS)]
+    works = [*WORKS, *list_works(), *CROSSOVER, *sweep(LENGTHS)]
     if quick:
         works = [work for work in works if work.n <= QUICK]
     chosen = [work for work in works if only is None or work.unit.startswith(only)]
