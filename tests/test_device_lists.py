@@ -242,6 +242,23 @@ def test_heads_equal_those_of_pytorch(name):
 
 
 @needs_triton
+def test_long_blocks_are_several_programs(monkeypatch):
+    (q, k, v, _), problem, plan = block_case(heads=1, n=256)
+    wanted = sb.attention(q, k, v, plan=plan)
+    monkeypatch.setattr(lists, "WIDEST_BLOCK", 16)
+    assert relative(lists.forward(problem, plan)[0], wanted) < 2e-6
+
+
+@needs_triton
+def test_groups_are_left_to_pytorch():
+    q, k, v = (x.to(DEVICE) for x in clustered(n=512))
+    plan = sb.plan(q, k, v, method=sb.BlockSupport(0.9, order="groups", tail="coarse"))
+    assert lists.refusal(plan.heads[0]) == (
+        "its order is 'groups': tokens in groups are arranged by PyTorch"
+    )
+
+
+@needs_triton
 @pytest.mark.parametrize("name", ["masked", "causal"])
 def test_gradients_equal_those_of_pytorch(name):
     case = CASES[name]

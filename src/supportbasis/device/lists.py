@@ -5,9 +5,9 @@ block starts at the nodes of its own head. Then everything is one launch for all
 selection, coarse keys, lists and the attention over them. The host waits for three numbers: how
 many blocks are too wide, how many rows are alone, how long the lists are.
 
-Heads whose tokens come in groups around clusters, and causal heads, run one by one. Scores are
-products of 16-bit tokens in the frame of the head. These are float16, whatever 16-bit type the
-input has: tokens of a frame are of moderate size, and three more bits keep what framing gained.
+Causal heads and heads with hidden keys run one by one. Scores are products of tokens in the frame
+of their head, which are float16 whatever 16-bit type the input has: tokens of a frame are of
+moderate size, and three more bits keep what framing gained.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ TOGETHER = ("tree", "sequence")  # orders that are the same work for every head
 
 
 def refusal(head: HeadPlan) -> str | None:
-    return None
+    order = _settings(head).order
+    if head.exact_rows or order in TOGETHER:  # rows are exact in causal attention only
+        return None
+    return f"its order is {order!r}: tokens in groups are arranged by PyTorch"
 
 
 def family(head: HeadPlan) -> object:
@@ -109,8 +112,7 @@ def _settings(head: HeadPlan) -> BlockSettings:
 def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
     """Output in the input dtype and lse in float32."""
     inside = Inside.of(problem, plan)
-    together = _settings(plan.heads[0]).order in TOGETHER and not inside.masked
-    if together and not problem.is_causal:
+    if not problem.is_causal and not inside.masked:
         output, lse = _whole(inside, plan.heads)
     else:
         run = _causal if problem.is_causal else _whole
@@ -221,13 +223,10 @@ def _segments(placed: Tensor, live: Tensor | None, size: int, multiple: int, how
     """Positions [heads, segments, length] within each head of tokens [heads, tokens, axes]; all of
     them, or some that are live."""
     heads, tokens = placed.shape[:2]
-    if how not in TOGETHER or live is not None:
+    if live is not None:
         assert heads == 1
-        part = placed[0] if live is None else placed[0][live]
-        segments = arranged(part, size, multiple, how).segments
-        if live is not None:
-            segments = torch.where(segments >= 0, live[segments], -1)
-        return segments.unsqueeze(0)
+        segments = arranged(placed[0][live], size, multiple, how).segments
+        return torch.where(segments >= 0, live[segments], -1).unsqueeze(0)
     depth, length = leaf_layout(tokens, size)
     length += -length % multiple
     place = torch.arange(length << depth, device=placed.device)
@@ -376,7 +375,7 @@ def _block_of(size: int, width: int, dtype: torch.dtype) -> int:
     """Queries of a program for blocks of so many; a longer block is several programs."""
     most = WIDEST_BLOCK
     if dtype == torch.float32:
-        most = min(64, 64 * 128 // power_of_two(width))
+        most = min(most, 64, 64 * 128 // power_of_two(width))
     return min(power_of_two(size), most)
 
 
