@@ -261,8 +261,10 @@ class TestOnDevice:
             output = sb.attention(*leaves, **call, plan=plan)
             return [output, *torch.autograd.grad(output, leaves, grad)]
 
-        for run in (forward, both):
-            self.captured(run, leaves)
+        with warnings.catch_warnings():  # the mode that forbids waiting warns about itself
+            warnings.simplefilter("ignore")
+            for run in (forward, both):
+                self.captured(run, leaves)
 
     @staticmethod
     def captured(run: Callable[[], list[Tensor]], leaves: list[Tensor]) -> None:
@@ -272,13 +274,11 @@ class TestOnDevice:
             run()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the mode does not see everything
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                run()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             kept = run()
