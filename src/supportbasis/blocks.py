@@ -154,7 +154,7 @@ def _tree_of_keys(head: Head, spectrum: Tensor, settings: BlockSettings) -> tupl
     placed, live = _placed(head.key, spectrum), head.live_keys
     leaf = settings.leaf_size
     tokens = placed if live is None else placed[live]
-    segments, compared = arranged(tokens, 4 * leaf, 8, settings.order)
+    segments, compared = arranged(tokens, 4 * leaf, 8, settings.order, aligned=True)
     if live is not None:
         segments = torch.where(segments >= 0, live[segments], -1)
     above = max(0, math.ceil(math.log2(len(segments) / START_NODES)))
