@@ -174,6 +174,16 @@ def test_a_loaded_plan_splits_again(tmp_path):
 
 
 @needs_triton
+def test_a_polynomial_plan_takes_other_lengths():
+    q, k, v = tokens(1, 1, 1, 50, 40, 16, 16)
+    plan, call = sb.plan(q, k, v, method=METHODS["polynomial2"]), call_of(None, True, False)
+    for n, m in ((50, 40), (30, 33)):
+        part = q[:, :, :n], k[:, :, :m], v[:, :, :m]
+        output = sb.attention(*part, **call, plan=plan, implementation="triton")
+        assert relative(output, twin(*part, plan, call)[0]) < 64 * UNIT[torch.float32]
+
+
+@needs_triton
 def test_lost_rows_are_counted():
     """A plan reused far beyond its range: rows without a positive denominator return zeros."""
     q, k, v = tokens(1, 1, 1, 50, 40, 16, 16)
