@@ -90,7 +90,7 @@ def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
     Rows of kernels are not looked at here, since that would wait for the device.
     """
     batches = dispatch.batches(problem, plan, implementation)
-    outcome = dispatch.run(problem, plan, batches)
+    outcome = dispatch.run(problem, batches)
     if any(batch.kind is None for batch in batches):
         warn_about(problem, plan, outcome)
     return outcome

@@ -183,7 +183,7 @@ def _evaluator(kind: str) -> Evaluator:
 # ---- there -----------------------------------------------------------------------------------
 
 
-def run(problem: Problem, plan: Plan, found: Sequence[Batch]) -> Outcome:
+def run(problem: Problem, found: Sequence[Batch]) -> Outcome:
     """Run the batches of a call."""
     if len(found) == 1:
         return _run(problem, found[0])

@@ -221,12 +221,13 @@ class _Sums:
 
 
 def _split(problem: Problem, plan: Plan) -> Split:
-    """Kept with the plan, unless the plan has to split again."""
-    again = any(_splits_again(head) for head in plan.heads)
-    key = ("split", problem.query.device, problem.scale, problem.n, problem.m)
-    if again or key not in plan.memory:
+    """Kept with the plan, unless the plan has to split again. Index sets belong to one length."""
+    if any(_splits_again(head) for head in plan.heads):
+        return _make_split(problem, plan)
+    key = ("split", problem.query.device, problem.scale)
+    if key not in plan.memory:
         plan.memory[key] = _make_split(problem, plan)
-    split = plan.memory.pop(key) if again else plan.memory[key]
+    split = plan.memory[key]
     assert isinstance(split, Split)
     return split
 
