@@ -49,8 +49,8 @@ def attention(
     certificate.
 
     ``implementation="auto"`` runs Triton kernels on CUDA tensors where a head has kernels, and
-    PyTorch operations elsewhere; "eager" never uses kernels; "triton" raises where they cannot run,
-    and says why. A result says what ran. Where kernels run, a call with a plan looks at no entries,
+    PyTorch operations elsewhere; "eager" sums without kernels; "triton" raises where they cannot
+    run, and says why. A result says what ran. Where kernels run, a call with a plan looks at no entries,
     neither of inputs nor of sums: it waits for nothing and can be captured in a CUDA graph. Lists
     are the exception: how long they are has to be known.
 

@@ -63,7 +63,8 @@ def order(x: Tensor, depth: int) -> tuple[Tensor, list[Split]]:
 
 @torch.no_grad()
 def positions(x: Tensor, depth: int) -> Tensor:
-    """The positions of `order` alone, which on a CUDA device are found by kernels."""
+    """The positions of `order` alone, which on a CUDA device are found by kernels where Triton is
+    installed: whoever sums over the blocks, and goes back through them, finds the same ones."""
     if x.is_cuda and x.dtype == torch.float32 and _has_triton() and x.shape[2] <= 256:
         from .kernels import ordering
 
