@@ -84,6 +84,8 @@ class BlockSupport(Method):
         object.__setattr__(self, "seed", check_seed(self.seed))
 
     def plan_head(self, head: Head) -> HeadPlan:
+        if self.tail == "auto" and self.budget is not None and self.budget >= 1:
+            return exact_plan(head, f"a budget of {self.budget:g} buys all keys")
         found, failures = [], []
         for search in self._searches(head):
             if isinstance(search, str):
