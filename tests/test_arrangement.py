@@ -30,7 +30,7 @@ def clusters(n, count, dim, noise, seed=0):
 )
 def test_every_token_comes_once(n, dim, count, size, multiple, how, seed, aligned):
     x, _ = clusters(n, count, dim, 0.05, seed)
-    segments, compared = arranged(x, size, multiple, how, aligned=aligned)
+    segments, compared, _ = arranged(x, size, multiple, how, aligned=aligned)
     assert torch.equal(segments[segments >= 0].sort().values, torch.arange(n))
     assert segments.shape[1] % multiple == 0
     assert segments.shape[1] <= size + size // SLACK + 2 * multiple - 1
@@ -87,12 +87,12 @@ def test_auto_takes_groups_for_clusters_a_tree_without_and_the_sequence_where_it
     assert torch.equal(
         arranged(smooth, 64, 4, "auto").segments, arranged(smooth, 64, 4, "tree").segments
     )
-    given, _ = arranged(smooth, 64, 4, "tree")
-    again, _ = arranged(smooth[given.flatten()], 64, 4, "auto")
+    given = arranged(smooth, 64, 4, "tree").segments
+    again = arranged(smooth[given.flatten()], 64, 4, "auto").segments
     assert torch.equal(again.sort(1).values, torch.arange(4096).view(-1, 64))
 
 
 def test_tokens_that_are_all_alike():
     for how in ORDERS:
-        segments, _ = arranged(torch.zeros(100, 3), 16, 4, how)
+        segments, _, _ = arranged(torch.zeros(100, 3), 16, 4, how)
         assert torch.equal(segments[segments >= 0].sort().values, torch.arange(100))

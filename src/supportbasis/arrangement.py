@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .tree import leaf_layout, order
+from .tree import leaf_layout, positions
 
 ORDERS = ("auto", "tree", "groups", "sequence")
 STRADDLING = 1.5  # mean spread of the segments of a tree over the median: above, there are clusters
@@ -34,6 +34,7 @@ class Arrangement(NamedTuple):
 
     segments: Tensor
     compared: int = 0  # leaders that every token was compared with
+    how: str = "tree"  # one of `ORDERS`
 
 
 @torch.no_grad()
@@ -53,7 +54,7 @@ def arranged(
     length += -length % multiple
     sequence = _filled(torch.arange(len(x), device=x.device), length << depth).view(-1, length)
     if how == "sequence" or not len(x):
-        return Arrangement(sequence)
+        return Arrangement(sequence, how="sequence")
     if how == "tree":
         return Arrangement(_by_tree(x, depth, length))
     finer = leaf_layout(length, SMALL)[0]
@@ -71,7 +72,7 @@ def arranged(
             best = groups if how == "groups" or within < found else best
             found = min(found, within)
     if how == "auto" and float(spreads(x, sequence).mean()) <= found:
-        return best._replace(segments=sequence)
+        return best._replace(segments=sequence, how="sequence")
     return best
 
 
@@ -99,7 +100,7 @@ def _by_tree(x: Tensor, depth: int, length: int) -> Tensor:
     """Leaves of a tree; where places are left over, tokens are repeated to build it."""
     place = torch.arange(length << depth, device=x.device)
     token = place % len(x)
-    at = order(x[token].unsqueeze(0), depth)[0][0]
+    at = positions(x[token].unsqueeze(0), depth)[0]
     segments = torch.where(place < len(x), token, -1)[at].view(-1, length)
     return segments.sort(1, descending=True).values
 
@@ -146,7 +147,7 @@ def _by_leaders(
     first, total = _places(segments, aligned)
     filled = token.new_full((total, length), -1)
     filled[first[member] + own, place] = token
-    return Arrangement(filled, compared)
+    return Arrangement(filled, compared, "groups")
 
 
 def _places(segments: Tensor, aligned: bool) -> tuple[Tensor, int]:

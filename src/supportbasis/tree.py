@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -60,6 +62,22 @@ def order(x: Tensor, depth: int) -> tuple[Tensor, list[Split]]:
 
 
 @torch.no_grad()
+def positions(x: Tensor, depth: int) -> Tensor:
+    """The positions of `order` alone, which on a CUDA device are found by kernels where Triton is
+    installed: whoever sums over the blocks, and goes back through them, finds the same ones."""
+    if x.is_cuda and x.dtype == torch.float32 and _has_triton() and x.shape[2] <= 256:
+        from .kernels import ordering
+
+        return ordering.order(x, depth)
+    return order(x, depth)[0]
+
+
+@lru_cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+@torch.no_grad()
 def assign(x: Tensor, splits: Sequence[Split]) -> Tensor:
     """The leaf that each of other tokens ``x`` [segments, tokens, dim] falls into."""
     segments, tokens, _ = x.shape
@@ -72,10 +90,15 @@ def assign(x: Tensor, splits: Sequence[Split]) -> Tensor:
     return leaf
 
 
-def _signs(like: Tensor) -> Tensor:
+@lru_cache(maxsize=64)
+def _signs(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    bits = torch.randint(2, (dim,), generator=torch.Generator().manual_seed(0))
+    return (2 * bits - 1).to(device, dtype)
+
+
+def signs(like: Tensor) -> Tensor:
     """Fixed signs: a start of the power method that is orthogonal to no axis one would think of."""
-    bits = torch.randint(2, like.shape[2:], generator=torch.Generator().manual_seed(0))
-    return (2 * bits - 1).to(like)
+    return _signs(like.shape[2], like.dtype, like.device)
 
 
 def _axis(part: Tensor) -> Tensor:
@@ -85,7 +108,7 @@ def _axis(part: Tensor) -> Tensor:
     diagonal = part.square().sum(1)
     part = part / diagonal.sum(1).clamp(min=tiny).sqrt().view(-1, 1, 1)
     covariance = part.transpose(1, 2) @ part
-    axis = diagonal.sqrt() * _signs(part) + tiny
+    axis = diagonal.sqrt() * signs(part) + tiny
     for _ in range(ITERATIONS):
         axis = (covariance * axis.unsqueeze(1)).sum(2)  # for many small matrices faster than bmm
         axis = axis / axis.norm(dim=1, keepdim=True).clamp(min=tiny)

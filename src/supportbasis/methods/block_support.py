@@ -154,6 +154,11 @@ class BlockSearch:
             blocks=settings, frame=frame, exact_rows=prefix_of(head) or 0,
         )  # fmt: skip
         made = remembered(head, frame, settings)
+        if not head.is_causal and order == "auto" and made.order != order:
+            # what was found is a part of the plan: whoever runs it need not look again
+            settings = replace(settings, order=made.order)
+            head.memory[frame, replace(settings, price=0.0)] = made
+            base = replace(base, blocks=settings)
         return BlockSearch(head, base, made, made.sample(SAMPLED_BLOCKS, seed))
 
     def plan(self, price: float) -> HeadPlan:
