@@ -60,6 +60,8 @@ def test_work_grows_linearly_for_polynomials_and_quadratically_for_exact():
 def test_kernels_take_what_was_recorded():
     """Predictions from the time of SDPA in the same rows; the memory of that GPU moves 4.3 TB/s."""
     path = Path(__file__).parents[1] / "benchmarks/results/bench-cuda-2026-11-15.csv"
+    if not path.exists():
+        pytest.skip("the recorded rows are not here")
     seen = 0
     for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
         flags = (row["causal"], row["backward"])
