@@ -35,7 +35,7 @@ from supportbasis.methods import Method
 from supportbasis.nn import rotated
 from supportbasis.plans import HeadPlan
 
-BASIS = sb.SingleThreshold(3.0)  # rows with an entry beyond 3 exactly, the rest in degree 2
+BASIS = sb.SingleThreshold(2.0)  # rows with an entry beyond 2 exactly, the rest in degree 2
 RUNS = {
     "exact": (sb.Exact(), "#1f2933"),
     "support basis": (BASIS, "#2f6fab"),
@@ -43,8 +43,8 @@ RUNS = {
 }
 METHODS = {
     "Exact()": sb.Exact(),
-    "SingleThreshold(2)": sb.SingleThreshold(2.0),
-    "SingleThreshold(3)": BASIS,
+    "SingleThreshold(2)": BASIS,
+    "SingleThreshold(3)": sb.SingleThreshold(3.0),
     "Polynomial(2)": sb.Polynomial(2),
     "Polynomial(4)": sb.Polynomial(4),
     "BlockSupport(1, coarse)": sb.BlockSupport(budget=1.0, tail="coarse"),
