@@ -1,10 +1,10 @@
 """Items of the five tasks, each standing for one of the paper's benchmarks.
 
 ``arithmetic``   multi-step arithmetic with a written answer (GSM8K)
-``knowledge``    facts of the world, answered by a letter (MMLU)
+``knowledge``    facts of the world (MMLU)
 ``completion``   the likeliest of four endings of a story (HellaSwag)
-``easy``         which of four things is said to have a colour (ARC easy)
-``hard``         which of four persons has most or least (ARC challenge)
+``easy``         which of four colours a thing was said to have (ARC easy)
+``hard``         who of several persons has most, or least (ARC challenge)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from .language import COLOURS, FIRST_NAMES, IDS, LETTERS, NUMBERS, PLACES, STOP, THINGS, ids
+from .language import COLOURS, FIRST_NAMES, IDS, NUMBERS, PLACES, STOP, THINGS, ids
 from .world import RELATIONS, world
 
 ANSWER_LENGTH = 16  # tokens that a written answer may take
@@ -40,12 +40,10 @@ class Item:
 
 NUMBER = ids(NUMBERS)
 NAMES, THING, PLACE, COLOUR = (ids(words) for words in (FIRST_NAMES, THINGS, PLACES, COLOURS))
-LETTER = ids(LETTERS)
 ANSWER = IDS["answer"]
-HAS, FINDS, LOSES, PLUS, MINUS = ids("has finds loses + -")
+FINDS, LOSES, PLUS, MINUS, OPTIONS, ASKED = ids("finds loses + - options ?")
+HAS, IS, IN, AND, SO, MOST, LEAST = ids("has is in and so most least")
 HOW_MANY = ids("how many ?")
-SO, IS, IN, THE, WITH, TO, WENT, TOOK, WHICH, ASKED = ids("so is in the with to went took which ?")
-WHO, MOST, LEAST, OF = ids("who has-most has-least of")
 
 
 def arithmetic(random: Random, steps: tuple[int, int] = (2, 4)) -> Item:
@@ -63,72 +61,68 @@ def arithmetic(random: Random, steps: tuple[int, int] = (2, 4)) -> Item:
 
 
 def knowledge(random: Random) -> Item:
-    """``where lives ada stone ? A rome B oslo C lima D cairo answer`` and a letter"""
+    """``where lives ada stone ? options rome oslo lima cairo answer`` and a city"""
     known = world()
     person, which = known.person(random), random.randrange(len(RELATIONS))
     relation, value = RELATIONS[which], known.facts[person][which]
     others = [other for other in random.sample(relation.values, 4) if other != value]
     options = [value, *others[:3]]
     random.shuffle(options)
-    question = [*relation.asked, *known.persons[person], ASKED]
-    for letter, option in zip(LETTER, options, strict=True):
-        question += [letter, option]
-    answer = LETTER[options.index(value)]
-    return Item([*question, ANSWER], [answer], [[letter] for letter in LETTER])
+    question = [*relation.asked, *known.persons[person], ASKED, OPTIONS, *options, ANSWER]
+    return Item(question, [value], [[option] for option in options])
 
 
-def completion(random: Random, persons: int = 4) -> Item:
-    """Persons go to places and take things; where is one of them at last, and with what?"""
-    names = random.sample(NAMES, persons)
-    places, things = random.sample(PLACE, persons + 2), random.sample(THING, persons)
+def completion(random: Random, persons: tuple[int, int] = (2, 4)) -> Item:
+    """``ada is in kitchen . bob has lamp . ... so ada is in`` and where she was last, and with what"""
+    count = random.randint(*persons)
+    names, things = random.sample(NAMES, count), random.sample(THING, count)
+    places = random.sample(PLACE, 2 * count)
     events = []
-    for number, name in enumerate(names):
-        events.append((random.random(), [name, TOOK, THE, things[number], STOP]))
-        goes = [places[number], places[random.randrange(persons, persons + 2)]]
-        times = sorted(random.random() for _ in goes[: random.randint(1, 2)])
-        for time, place in zip(times, reversed(goes[: len(times)]), strict=True):
-            events.append((time, [name, WENT, TO, THE, place, STOP]))
+    for name, thing, place, before in zip(names, things, places, places[count:], strict=False):
+        events.append((random.random(), [name, HAS, thing, STOP]))
+        times = sorted(random.random() for _ in range(random.randint(1, 2)))
+        for time, where in zip(times, (before, place)[-len(times) :], strict=True):
+            events.append((time, [name, IS, IN, where, STOP]))
     story = [token for _, event in sorted(events) for token in event]
-    asked = random.randrange(persons)
-    other = (asked + random.randrange(1, persons)) % persons
+    asked = random.randrange(count)
+    other = (asked + random.randrange(1, count)) % count
     endings = [
-        [place, WITH, thing]
+        [place, AND, HAS, thing]
         for place in (places[asked], places[other])
         for thing in (things[asked], things[other])
     ]
     answer = endings[0]
     random.shuffle(endings)
-    return Item([*story, SO, names[asked], IS, IN, THE], answer, endings)
+    return Item([*story, SO, names[asked], IS, IN], answer, endings)
 
 
-def easy(random: Random, facts: tuple[int, int] = (5, 8)) -> Item:
-    """``the lamp is red . ... which is red ? boat lamp cup key answer lamp``"""
+def easy(random: Random, facts: tuple[int, int] = (4, 8)) -> Item:
+    """``lamp red . boat blue . ... options blue red grey pink ? lamp`` and its colour"""
     count = random.randint(*facts)
     things, colours = random.sample(THING, count), random.sample(COLOUR, count)
     question = []
     for thing, colour in zip(things, colours, strict=True):
-        question += [THE, thing, IS, colour, STOP]
+        question += [thing, colour, STOP]
     options = random.sample(range(count), 4)
-    colour = colours[random.choice(options)]
-    answer = things[colours.index(colour)]
-    chosen = [things[option] for option in options]
-    question += [WHICH, IS, colour, ASKED, *chosen, ANSWER]
-    return Item(question, [answer], [[thing] for thing in chosen])
+    asked = random.choice(options)
+    chosen = [colours[option] for option in options]
+    question += [OPTIONS, *chosen, ASKED, things[asked]]
+    return Item(question, [colours[asked]], [[colour] for colour in chosen])
 
 
-def hard(random: Random, persons: tuple[int, int] = (5, 8)) -> Item:
-    """``ada has 17 . bob has 42 . ... who of ada bob cam dan has-most ? answer bob``"""
+def hard(random: Random, persons: tuple[int, int] = (4, 8)) -> Item:
+    """``17 ada . 42 bob . ... most ?`` and who; the choices are the best one and three others"""
     count = random.randint(*persons)
     names, amounts = random.sample(NAMES, count), random.sample(range(100), count)
     question = []
     for name, amount in zip(names, amounts, strict=True):
-        question += [name, HAS, NUMBER[amount], STOP]
-    options = random.sample(range(count), 4)
+        question += [NUMBER[amount], name, STOP]
     most = random.random() < 0.5
-    best = (max if most else min)(options, key=lambda option: amounts[option])
-    chosen = [names[option] for option in options]
-    question += [WHO, OF, *chosen, MOST if most else LEAST, ASKED, ANSWER]
-    return Item(question, [names[best]], [[name] for name in chosen])
+    ranked = sorted(range(count), key=lambda person: amounts[person], reverse=most)
+    chosen = [names[person] for person in ranked[:4]]
+    answer = chosen[0]
+    random.shuffle(chosen)
+    return Item([*question, MOST if most else LEAST, ASKED], [answer], [[name] for name in chosen])
 
 
 Maker = Callable[[Random], Item]

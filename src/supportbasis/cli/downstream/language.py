@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 SPECIAL = ("<pad>", "<bos>", "<mask>", "<end>")
-LETTERS = ("A", "B", "C", "D")
 NUMBERS = tuple(str(number) for number in range(100))
 GLUE = (
-    ". , ; ? + - answer code count eats finds has has-least has-most how in is lives loses many "
-    "of plays so text the took went to what where which who with works as and also while likes"
+    ". , ; ? + - answer also and as code copy eats finds has how in is least lives loses many "
+    "most of options plays so text the took went what where while who works"
 ).split()
 
 FIRST_NAMES = (
@@ -43,14 +42,15 @@ PLACES = (
 ).split()
 THINGS = (
     "lamp boat cup key ring rope coat box map pen hat jar fan net saw mirror basket candle "
-    "hammer needle bucket blanket ladder kettle"
+    "hammer needle bucket blanket ladder kettle whistle anchor carpet brush chain clock comb "
+    "desk flask globe jug knife mask paddle quilt spoon"
 ).split()
 COLOURS = (
     "red blue green black white brown grey pink gold silver purple orange violet amber teal ivory"
 ).split()
 
 WORDS = (
-    *SPECIAL, *LETTERS, *NUMBERS, *GLUE, *FIRST_NAMES, *FAMILY_NAMES, *CITIES, *JOBS, *FOODS,
+    *SPECIAL, *NUMBERS, *GLUE, *FIRST_NAMES, *FAMILY_NAMES, *CITIES, *JOBS, *FOODS,
     *INSTRUMENTS, *PLACES, *THINGS, *COLOURS,
 )  # fmt: skip
 IDS = {word: number for number, word in enumerate(WORDS)}

@@ -31,10 +31,26 @@ from torch import Tensor
 from .documents import KIND, KINDS, row
 from .hook import exact, use
 from .language import MASK
-from .models import CONTEXT, FOLDER, new_model, save_model
+from .models import CONTEXT, FOLDER, load_model, new_model, save_model
 
-PLAIN_WEIGHT = 0.2  # of a token that is no answer, in the loss
+WEIGHTS = {  # of a token in the loss; answers of one token among many weigh most
+    "plain": 0.1,
+    "arithmetic": 0.4,
+    "knowledge": 1.0,
+    "completion": 1.0,
+    "easy": 2.0,
+    "hard": 2.0,
+    "recall": 2.0,
+    "fact": 0.5,
+    "copy": 0.5,
+}
 CHUNK = 4  # batches that a worker makes at once
+
+Stages = tuple[tuple[int, float], ...]
+STAGES: dict[str, Stages] = {  # lengths of rows, and when each ends: short ones teach to look up
+    "causal": ((256, 0.5), (1024, 0.7), (4096, 1.0)),
+    "diffusion": ((256, 0.6), (1024, 1.0)),
+}
 
 
 @dataclass(frozen=True)
@@ -43,40 +59,41 @@ class Settings:
 
     kind: str
     steps: int
-    batch: int  # rows
-    length: int  # tokens that the model sees of a row
+    tokens: int  # in a batch
+    stages: Stages
     rate: float
     seed: int
     workers: int
     seconds: float  # the schedule ends here if the steps are not done by then
 
-    @property
-    def row(self) -> int:
-        """A causal model sees all tokens of a row but the last, and predicts all but the first."""
-        return self.length + (self.kind == "causal")
+    def batch(self, length: int) -> int:
+        """Rows of a batch."""
+        return max(1, self.tokens // length)
 
 
-def chunk(task: tuple[str, int, int, int, int]) -> bytes:
-    """Rows of coded tokens, as 16-bit numbers: what a worker makes."""
-    kind, rows, length, seed, number = task
-    random = Random(f"{kind} {seed} {number}")
-    made = [row(random, length, padded=kind == "diffusion") for _ in range(rows)]
+def chunk(kind: str, rows: int, length: int, name: str) -> bytes:
+    """Rows of coded tokens, as 16-bit numbers: what a worker makes.
+
+    A causal model sees all tokens of a row but the last, and predicts all but the first.
+    """
+    random = Random(name)
+    width = length + (kind == "causal")
+    made = [row(random, width, padded=kind == "diffusion") for _ in range(rows)]
     return torch.tensor(made, dtype=torch.int16).numpy().tobytes()
 
 
-def batches(settings: Settings) -> Iterator[Tensor]:
+def batches(settings: Settings, length: int) -> Iterator[Tensor]:
     """Coded tokens [batch, length], made ahead by other processes, in the order of the seed."""
-    rows, length = settings.batch * CHUNK, settings.row
+    rows = settings.batch(length) * CHUNK
     waiting: deque[AsyncResult[bytes]] = deque()
     with get_context("spawn").Pool(settings.workers) as pool:
         for number in count():
-            task = (settings.kind, rows, length, settings.seed, number)
-            waiting.append(pool.apply_async(chunk, (task,)))
+            name = f"{settings.kind} {settings.seed} {length} {number}"
+            waiting.append(pool.apply_async(chunk, (settings.kind, rows, length, name)))
             if len(waiting) > 2 * settings.workers:
                 made = bytearray(waiting.popleft().get())
-                yield from torch.frombuffer(made, dtype=torch.int16).view(rows, -1).split(
-                    settings.batch
-                )
+                coded = torch.frombuffer(made, dtype=torch.int16).view(rows, -1)
+                yield from coded.split(settings.batch(length))
 
 
 # ---- the two objectives ----------------------------------------------------------------------
@@ -97,7 +114,7 @@ def next_token(model: Any, coded: Tensor) -> Scored:
     logits = model(tokens[:, :-1], use_cache=False).logits
     target, kinds = tokens[:, 1:], kinds[:, 1:]
     losses = F.cross_entropy(logits.flatten(0, 1).float(), target.flatten(), reduction="none")
-    weight = torch.where(kinds > 0, 1.0, PLAIN_WEIGHT).flatten()
+    weight = _weights(kinds).flatten()
     loss = (losses * weight).sum() / weight.sum()
     return _scored(loss, logits, target, kinds, torch.ones_like(target, dtype=torch.bool))
 
@@ -115,10 +132,13 @@ def masked_tokens(model: Any, coded: Tensor, generator: torch.Generator) -> Scor
     hidden = (chance < share) & (free | (kinds > 0))
     logits = model(torch.where(hidden, MASK, tokens), use_cache=False).logits
     losses = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten(), reduction="none")
-    weight = torch.where(kinds > 0, 1.0, PLAIN_WEIGHT) * hidden / share
-    could = torch.where(kinds > 0, 1.0, PLAIN_WEIGHT) * (free | (kinds > 0))
-    loss = (losses.reshape(rows, length) * weight).sum() / could.sum()
+    weight = _weights(kinds) * (free | (kinds > 0))
+    loss = (losses.reshape(rows, length) * weight * hidden / share).sum() / weight.sum()
     return _scored(loss, logits, tokens, kinds, hidden)
+
+
+def _weights(kinds: Tensor) -> Tensor:
+    return torch.tensor([WEIGHTS[kind] for kind in KINDS], device=kinds.device)[kinds]
 
 
 @torch.no_grad()
@@ -140,9 +160,10 @@ def rate_at(progress: float, peak: float) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - rise) / (1 - rise))))
 
 
-def train(settings: Settings, out: Path, layers: int, width: int) -> Any:
+def train(settings: Settings, model: Any, out: Path) -> None:
+    """Train, and save in ``out``."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = new_model(settings.kind, settings.seed, layers=layers, width=width).to(device)
+    model.to(device).train()
     use(model, exact)
     if device == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -154,27 +175,28 @@ def train(settings: Settings, out: Path, layers: int, width: int) -> Any:
     optimizer = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.98), fused=True)
     generator = torch.Generator(device).manual_seed(settings.seed)
     low = torch.autocast("cuda", torch.bfloat16) if device == "cuda" else nullcontext()
-    log = Log(out / "training.csv", settings)
-    for step, coded in enumerate(batches(settings)):
-        progress = max(step / settings.steps, log.elapsed / settings.seconds)
-        if step == settings.steps or progress >= 1:
-            break
-        for group in optimizer.param_groups:
-            group["lr"] = rate_at(progress, settings.rate)
-        coded = coded.to(device, torch.long, non_blocking=True)
-        with low:
-            if settings.kind == "causal":
-                scored = next_token(model, coded)
-            else:
-                scored = masked_tokens(model, coded, generator)
-        scored.loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        log.add(step, scored)
+    log, step = Log(out / "training.csv", settings), 0
+    for length, end in settings.stages:
+        for coded in batches(settings, length):
+            progress = max(step / settings.steps, log.elapsed / settings.seconds)
+            if progress >= end:
+                break
+            for group in optimizer.param_groups:
+                group["lr"] = rate_at(progress, settings.rate)
+            coded = coded.to(device, torch.long, non_blocking=True)
+            with low:
+                if settings.kind == "causal":
+                    scored = next_token(model, coded)
+                else:
+                    scored = masked_tokens(model, coded, generator)
+            scored.loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            step += 1
+            log.add(step, length, scored)
     log.close()
     save_model(model, out)
-    return model
 
 
 class Log:
@@ -185,25 +207,26 @@ class Log:
         self.settings, self.every, self.start = settings, every, time.perf_counter()
         self.file = path.open("w", newline="")
         self.table = csv.writer(self.file)
-        self.table.writerow(["step", "tokens", "seconds", "loss", *KINDS])
+        self.table.writerow(["step", "length", "tokens", "seconds", "loss", *KINDS])
         self.kept: list[Scored] = []
+        self.tokens = 0
 
     @property
     def elapsed(self) -> float:
         return time.perf_counter() - self.start
 
-    def add(self, step: int, scored: Scored) -> None:
+    def add(self, step: int, length: int, scored: Scored) -> None:
+        self.tokens += self.settings.batch(length) * length
         self.kept.append(Scored(scored.loss.detach(), scored.right, scored.count))
-        if (step + 1) % self.every == 0 or step == 0:
-            self.write(step)
+        if step % self.every == 0 or step == 1:
+            self.write(step, length)
 
-    def write(self, step: int) -> None:
+    def write(self, step: int, length: int) -> None:
         loss = torch.stack([item.loss for item in self.kept]).mean()
         right = torch.stack([item.right for item in self.kept]).sum(0)
         count = torch.stack([item.count for item in self.kept]).sum(0)
         shares = [f"{share:.4f}" for share in (right / count).tolist()]
-        tokens = (step + 1) * self.settings.batch * self.settings.length
-        line = [step + 1, tokens, f"{self.elapsed:.1f}", f"{float(loss):.4f}", *shares]
+        line = [step, length, self.tokens, f"{self.elapsed:.1f}", f"{float(loss):.4f}", *shares]
         self.table.writerow(line)
         self.file.flush()
         print(self.settings.kind, *line, flush=True)
@@ -218,21 +241,26 @@ def main() -> None:
     parser.add_argument("kind", choices=sorted(CONTEXT))
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--tokens", type=int, default=131072, help="in a batch")
-    parser.add_argument("--length", type=int, help="of a row; by default the model's context")
+    parser.add_argument("--length", type=int, help="of all rows; by default it grows on the way")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=math.inf, help="end the schedule earlier")
+    parser.add_argument("--start", type=Path, help="folder of a model to go on with")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256, help="a multiple of 64")
     parser.add_argument("--out", type=Path, help="by default the package's weights")
     given = parser.parse_args()
-    length = given.length or CONTEXT[given.kind]
+    stages = ((given.length, 1.0),) if given.length else STAGES[given.kind]
     settings = Settings(
-        given.kind, given.steps, max(1, given.tokens // length), length, given.rate, given.seed,
-        given.workers, given.seconds,
+        given.kind, given.steps, given.tokens, stages, given.rate, given.seed, given.workers,
+        given.seconds,
     )  # fmt: skip
-    train(settings, given.out or FOLDER / given.kind, given.layers, given.width)
+    if given.start:
+        model = load_model(given.start)
+    else:
+        model = new_model(given.kind, given.seed, layers=given.layers, width=given.width)
+    train(settings, model, given.out or FOLDER / given.kind)
 
 
 if __name__ == "__main__":
