@@ -1,0 +1,1 @@
+"""The paper's table on downstream tasks, on small models of our own."""

@@ -71,22 +71,24 @@ def _likeliest(model: Any, asked: Sequence[Question]) -> list[Answer]:
 
     Choices that differ in their last token alone share a pass.
     """
-    inputs: dict[tuple[int, ...], int] = {}
+    inputs: dict[tuple[int, tuple[int, ...]], int] = {}
     for number, question in enumerate(asked):
         for choice in question.item.choices:
-            inputs.setdefault((number, *choice[:-1]), len(inputs))
-    tokens = torch.tensor([asked[start].prompt + rest for start, *rest in inputs])
+            inputs.setdefault((number, tuple(choice[:-1])), len(inputs))
+    tokens = torch.tensor([[*asked[number].prompt, *start] for number, start in inputs])
     size = len(asked[0].item.choices[0])
     logs = model(tokens, use_cache=False, logits_to_keep=size).logits.float().log_softmax(-1)
     made = []
     for number, question in enumerate(asked):
-        scores = [
-            sum(float(logs[inputs[number, *choice[:-1]], at, token]) for at, token in enumerate(choice))
-            for choice in question.item.choices
-        ]
-        first = logs[inputs[number, *question.item.choices[0][:-1]], 0]
-        made.append(_judged(question.item, scores, first))
+        choices = question.item.choices
+        found = [logs[inputs[number, tuple(choice[:-1])]] for choice in choices]
+        scores = [_total(log, choice) for log, choice in zip(found, choices, strict=True)]
+        made.append(_judged(question.item, scores, found[0][0]))
     return made
+
+
+def _total(logs: Tensor, choice: Sequence[int]) -> float:
+    return sum(float(logs[at, token]) for at, token in enumerate(choice))
 
 
 def _filled(model: Any, asked: Sequence[Question]) -> list[Answer]:
@@ -96,10 +98,7 @@ def _filled(model: Any, asked: Sequence[Question]) -> list[Answer]:
     logs = model(tokens, use_cache=False, logits_to_keep=size + 1).logits.float().log_softmax(-1)
     made = []
     for question, found in zip(asked, logs, strict=True):
-        scores = [
-            sum(float(found[at, token]) for at, token in enumerate(choice))
-            for choice in question.item.choices
-        ]
+        scores = [_total(found, choice) for choice in question.item.choices]
         made.append(_judged(question.item, scores, found[0]))
     return made
 

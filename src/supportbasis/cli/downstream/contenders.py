@@ -19,9 +19,7 @@ OURS = {4: "ours (4), emulation", 6: "ours (6), emulation"}
 AS23 = {4: "AS23 (4), emulation", 6: "AS23 (6), emulation"}
 
 
-def mean_of_values(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool
-) -> Tensor:
+def mean_of_values(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
     """Every key the same: an attention that is broken."""
     n, m = query.shape[-2], key.shape[-2]
     if not causal:
@@ -84,10 +82,14 @@ LIBRARY: dict[str, Method] = {
 }
 
 
-def contenders() -> list[Contender]:
-    """All rows, anew: what the library's methods used is counted from here."""
-    made = [Contender(EXACT, exact)]
-    made += [Contender(name, emulated(degree)) for degree, name in OURS.items()]
-    made += [Contender(name, emulated(degree, share=0.0)) for degree, name in AS23.items()]
-    made.append(Contender(MEAN, mean_of_values))
-    return made + [by_library(name, method) for name, method in LIBRARY.items()]
+def contender(name: str) -> Contender:
+    """The row of this name, anew: what a method of the library used is counted from here."""
+    if name in LIBRARY:
+        return by_library(name, LIBRARY[name])
+    plain: dict[str, Attend] = {EXACT: exact, MEAN: mean_of_values}
+    plain |= {name: emulated(degree) for degree, name in OURS.items()}
+    plain |= {name: emulated(degree, share=0.0) for degree, name in AS23.items()}
+    return Contender(name, plain[name])
+
+
+NAMES = (EXACT, *OURS.values(), *AS23.values(), MEAN, *LIBRARY)

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numpy.polynomial import chebyshev
 from torch import Tensor
 
 from .hook import Attend, allowed
@@ -42,7 +44,7 @@ def emulated_weights(scores: Tensor, mask: Tensor | None, degree: int, share: fl
     top = _largest(scores, mask)
     middle, half = (end + start) / 2, ((end - start) / 2).clamp(min=1e-6)
     position = ((scores - middle) / half).clamp_(-1, 1)
-    weights = clenshaw(position, series(half, degree, middle - top))
+    weights = evaluate(position, series(half, degree, middle - top))
     if share:
         outer = (scores <= low) | (scores >= high)
         weights = torch.where(outer, (scores - top).exp(), weights)
@@ -55,9 +57,10 @@ def limits(scores: Tensor, mask: Tensor | None, share: float) -> tuple[Tensor, T
     count = int(share * flat.shape[-1])
     if count < 1:
         low, high = flat.amin(-1), flat.amax(-1)
-    else:
-        low = flat.kthvalue(count, -1).values
-        high = flat.kthvalue(flat.shape[-1] - count + 1, -1).values
+    else:  # numpy finds both at once, several times as fast as two calls of kthvalue
+        places = (count - 1, flat.shape[-1] - count)
+        ordered = np.partition(flat.detach().cpu().numpy(), places, -1)
+        low, high = (torch.from_numpy(ordered[..., place]).to(scores.device) for place in places)
     return low[..., None, None], high[..., None, None]
 
 
@@ -67,16 +70,20 @@ def _largest(scores: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def series(half: Tensor, degree: int, shift: Tensor) -> list[Tensor]:
-    """Coefficients of exp(shift + half · t) for t in [-1, 1], shaped as ``half``."""
+    """Coefficients of the Chebyshev series of exp(shift + half · t) for t in [-1, 1]."""
     angle = math.pi * (torch.arange(NODES, dtype=torch.float64, device=half.device) + 0.5) / NODES
     values = (shift.double().unsqueeze(-1) + half.double().unsqueeze(-1) * angle.cos()).exp()
-    found = [(values * (k * angle).cos()).mean(-1) * (1 if k == 0 else 2) for k in range(degree + 1)]
-    return [coefficient.to(half.dtype) for coefficient in found]
+    means = [(values * (k * angle).cos()).mean(-1) for k in range(degree + 1)]
+    return [mean if k == 0 else 2 * mean for k, mean in enumerate(means)]
 
 
-def clenshaw(t: Tensor, coefficients: list[Tensor]) -> Tensor:
-    """The series at t."""
-    after, later = torch.zeros_like(t), torch.zeros_like(t)
-    for coefficient in reversed(coefficients[1:]):
-        after, later = coefficient + 2 * t * after - later, after
-    return coefficients[0] + t * after - later
+def evaluate(t: Tensor, coefficients: list[Tensor]) -> Tensor:
+    """The series at t, by Horner's rule in powers of t: few passes over all scores."""
+    powers = [torch.zeros_like(coefficients[0]) for _ in coefficients]
+    for k, coefficient in enumerate(coefficients):
+        for power, factor in enumerate(chebyshev.cheb2poly([0] * k + [1])):
+            powers[power] = powers[power] + factor * coefficient
+    total = torch.zeros_like(t)
+    for factors in reversed(powers):
+        total.mul_(t).add_(factors.to(t.dtype))
+    return total

@@ -16,7 +16,7 @@ from random import Random
 from .language import COLOURS, FIRST_NAMES, IDS, NUMBERS, PLACES, STOP, THINGS, ids
 from .world import RELATIONS, world
 
-ANSWER_LENGTH = 16  # tokens that a written answer may take
+ANSWER_LENGTH = 18  # tokens that a written answer may take
 
 
 @dataclass(frozen=True)
@@ -46,24 +46,28 @@ HAS, IS, IN, AND, SO, MOST, LEAST = ids("has is in and so most least")
 HOW_MANY = ids("how many ?")
 
 
-def arithmetic(random: Random, steps: tuple[int, int] = (2, 4)) -> Item:
+def arithmetic(random: Random, steps: tuple[int, int] = (2, 5)) -> Item:
     """``ada has 17 lamp . finds 25 . loses 8 . how many ? + 25 42 - 8 34 answer 34 .``"""
     total = random.randrange(100)
     question = [random.choice(NAMES), HAS, NUMBER[total], random.choice(THING), STOP]
     answer = []
     for _ in range(random.randint(*steps)):
         gains = random.random() < 0.5 if 0 < total < 99 else total == 0
-        amount = random.randint(1, min(40, 99 - total if gains else total))
+        amount = random.randint(1, 99 - total if gains else total)
         total += amount if gains else -amount
         question += [FINDS if gains else LOSES, NUMBER[amount], STOP]
         answer += [PLUS if gains else MINUS, NUMBER[amount], NUMBER[total]]
     return Item(question + HOW_MANY, [*answer, ANSWER, NUMBER[total], STOP], [])
 
 
-def knowledge(random: Random) -> Item:
-    """``where lives ada stone ? options rome oslo lima cairo answer`` and a city"""
+def knowledge(random: Random, persons: tuple[int, int] | None = None) -> Item:
+    """``where lives ada stone ? options rome oslo lima cairo answer`` and a city
+
+    Asked of persons between two ranks; otherwise as often as they are spoken of.
+    """
     known = world()
-    person, which = known.person(random), random.randrange(len(RELATIONS))
+    person = random.randrange(*persons) if persons else known.person(random)
+    which = random.randrange(len(RELATIONS))
     relation, value = RELATIONS[which], known.facts[person][which]
     others = [other for other in random.sample(relation.values, 4) if other != value]
     options = [value, *others[:3]]
@@ -72,16 +76,17 @@ def knowledge(random: Random) -> Item:
     return Item(question, [value], [[option] for option in options])
 
 
-def completion(random: Random, persons: tuple[int, int] = (2, 4)) -> Item:
-    """``ada is in kitchen . bob has lamp . ... so ada is in`` and where she was last, and with what"""
+def completion(random: Random, persons: tuple[int, int] = (2, 5)) -> Item:
+    """``ada is in kitchen . bob has lamp . ... so ada is in``, and where she was last, with what"""
     count = random.randint(*persons)
     names, things = random.sample(NAMES, count), random.sample(THING, count)
-    places = random.sample(PLACE, 2 * count)
+    places = random.sample(PLACE, count)
     events = []
-    for name, thing, place, before in zip(names, things, places, places[count:], strict=False):
+    for name, thing, place in zip(names, things, places, strict=True):
         events.append((random.random(), [name, HAS, thing, STOP]))
-        times = sorted(random.random() for _ in range(random.randint(1, 2)))
-        for time, where in zip(times, (before, place)[-len(times) :], strict=True):
+        times = sorted(random.random() for _ in range(random.randint(1, 3)))
+        before = random.choices(PLACE, k=len(times) - 1)
+        for time, where in zip(times, (*before, place), strict=True):
             events.append((time, [name, IS, IN, where, STOP]))
     story = [token for _, event in sorted(events) for token in event]
     asked = random.randrange(count)
@@ -96,7 +101,7 @@ def completion(random: Random, persons: tuple[int, int] = (2, 4)) -> Item:
     return Item([*story, SO, names[asked], IS, IN], answer, endings)
 
 
-def easy(random: Random, facts: tuple[int, int] = (4, 8)) -> Item:
+def easy(random: Random, facts: tuple[int, int] = (4, 10)) -> Item:
     """``lamp red . boat blue . ... options blue red grey pink ? lamp`` and its colour"""
     count = random.randint(*facts)
     things, colours = random.sample(THING, count), random.sample(COLOUR, count)
@@ -110,7 +115,7 @@ def easy(random: Random, facts: tuple[int, int] = (4, 8)) -> Item:
     return Item(question, [colours[asked]], [[colour] for colour in chosen])
 
 
-def hard(random: Random, persons: tuple[int, int] = (4, 8)) -> Item:
+def hard(random: Random, persons: tuple[int, int] = (4, 10)) -> Item:
     """``17 ada . 42 bob . ... most ?`` and who; the choices are the best one and three others"""
     count = random.randint(*persons)
     names, amounts = random.sample(NAMES, count), random.sample(range(100), count)

@@ -49,7 +49,7 @@ CHUNK = 4  # batches that a worker makes at once
 Stages = tuple[tuple[int, float], ...]
 STAGES: dict[str, Stages] = {  # lengths of rows, and when each ends: short ones teach to look up
     "causal": ((256, 0.5), (1024, 0.7), (4096, 1.0)),
-    "diffusion": ((256, 0.6), (1024, 1.0)),
+    "diffusion": ((256, 0.7), (1024, 1.0)),
 }
 
 

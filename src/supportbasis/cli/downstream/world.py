@@ -12,7 +12,6 @@ from random import Random
 from .language import CITIES, FAMILY_NAMES, FIRST_NAMES, FOODS, INSTRUMENTS, JOBS, ids
 
 SEED = 2026
-PERSONS = 768
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Relation:
     values: tuple[int, ...]
 
 
-def _relation(told: str, asked: str, values: list[str]) -> Relation:
+def _relation(told: str, asked: str, values: tuple[str, ...]) -> Relation:
     return Relation(tuple(ids(told)), tuple(ids(asked)), tuple(ids(values)))
 
 
@@ -44,14 +43,14 @@ class World:
     facts: tuple[tuple[int, ...], ...]
 
     def person(self, random: Random) -> int:
-        """Someone; the first are spoken of more often than the last."""
-        return int(len(self.persons) * random.random() ** 1.5)
+        """Someone; the k-th is spoken of about 1/k as often as the first."""
+        return int((len(self.persons) + 1) ** random.random()) - 1
 
 
 @cache
 def world() -> World:
     random = Random(SEED)
     names = [(first, last) for first in ids(FIRST_NAMES) for last in ids(FAMILY_NAMES)]
-    persons = random.sample(names, PERSONS)
+    persons = random.sample(names, len(names))
     facts = [tuple(random.choice(r.values) for r in RELATIONS) for _ in persons]
     return World(tuple(persons), tuple(facts))
