@@ -22,7 +22,7 @@ from .items import ANSWER, ANSWER_LENGTH, MINUS, NUMBER, PLUS, TASKS, Item
 from .language import END, MASK, STOP
 from .sampler import Sampling, sample
 
-WRITING = Sampling(length=ANSWER_LENGTH, steps=8, block=ANSWER_LENGTH)
+WRITING = Sampling(length=ANSWER_LENGTH, steps=9, block=ANSWER_LENGTH)
 SIGNS, NUMBERS = frozenset((PLUS, MINUS)), frozenset(NUMBER)
 
 

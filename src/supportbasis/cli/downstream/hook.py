@@ -7,6 +7,7 @@ the last of its keys, and any other model sees everything.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ...errors import InputError
 
 NAME = "supportbasis_judged"
 
@@ -46,6 +50,10 @@ def is_causal(model: Any) -> bool:
 @contextmanager
 def attending(model: Any, attend: Attend) -> Iterator[None]:
     """Within it, every layer of the model attends by this function."""
+    if not model._can_set_attn_implementation():
+        with _Replaced(attend):
+            yield
+        return
     before = model.config._attn_implementation
     use(model, attend)
     try:
@@ -78,3 +86,42 @@ def use(model: Any, attend: Attend) -> None:
 
 def _no_mask(*_: Any, **__: Any) -> None:
     return None
+
+
+class _Replaced(TorchFunctionMode):
+    """For models with attention code of their own: replaces PyTorch's attention, which it calls."""
+
+    def __init__(self, attend: Attend):
+        super().__init__()
+        self.attend = attend
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        options = options or {}
+        if function is not F.scaled_dot_product_attention:
+            return function(*arguments, **options)
+        query, key, value, mask, causal, scale = _inputs(*arguments, **options)
+        if mask is not None:
+            raise InputError(
+                "--model: this model masks its attention by hand, which is not supported; expected "
+                "one that attends through transformers' interface or without a mask"
+            )
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        return self.attend(query, key, value, scale, causal)
+
+
+def _inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, float | None]:
+    shared = query.shape[-3] // key.shape[-3]
+    if enable_gqa and shared > 1:
+        key, value = (x.repeat_interleave(shared, -3) for x in (key, value))
+    return query, key, value, attn_mask, is_causal, scale

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import InputError
 from ..distribution.texts import own_text
+from ..folders import models_from_environment
 from .contenders import contender
 from .hook import attending
 from .rows import StoryRow
@@ -24,6 +26,19 @@ MODEL = "stories260K"
 START = "Once upon a time"
 TOKENS = 384  # of the story, and of a window of the text
 WINDOWS = 4
+
+
+def stories_folder(folder: Path | None) -> Path | None:
+    """Where the model is, in the user's folder or that of the environment; None: nowhere."""
+    named = folder or models_from_environment()
+    if named is None:
+        return None
+    if not named.is_dir():
+        raise InputError(f"--models: there is no folder {named}")
+    found = named / MODEL
+    if folder is not None and not found.is_dir():
+        raise InputError(f"--models: there is no folder {MODEL} in {named}")
+    return found if found.is_dir() else None
 
 
 @dataclass(frozen=True, eq=False)

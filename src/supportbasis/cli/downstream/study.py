@@ -20,6 +20,7 @@ from ..progress import Steps
 from ..records import Records, Row
 from . import findings, pictures, stories, tables
 from .contenders import NAMES
+from .harness import BenchmarkRow, Harness, Wish
 from .items import TASKS
 from .measure import Subject, measure_layers, measure_recall, measure_task, measure_text
 from .models import FOLDER
@@ -137,6 +138,32 @@ def run_downstream(
             "command without --redraw"
         )
     publish(out, TITLE, LEAD, _chapters(made, plan.names, out), machine, console)
+
+
+def run_benchmarks(wish: Wish, out: Path, console: Console, *, redraw: bool = False) -> None:
+    """The paper's benchmarks on a user's model; rows that the folder has are kept."""
+    machine = Machine.here()
+    rows, plan = Records(out / "benchmarks.csv", BenchmarkRow, machine), Plan()
+    harness = None if redraw else Harness(wish)
+    for task, name in product(wish.tasks, NAMES):
+        unit = f"{wish.name}, {name}, {task}, {wish.limit or 'all'}"
+        plan.add(rows, unit, _whole(_benchmark, harness, unit, name, task))
+    if not redraw:
+        plan.run(console)
+    found = rows.of(plan.names)
+    if not found:
+        raise InputError(f"--redraw: {rows.path} holds no such rows; run without --redraw")
+    grid = tables.benchmark_table(found)
+    text = "Accuracy in percent, as lm-eval counts it; “±” is its standard error."
+    chapter = Chapter(f"{wish.label} on benchmarks", text, [], [grid], [grid])
+    publish(out, f"{TITLE}: {wish.label}", LEAD, [chapter], machine, console)
+
+
+def _benchmark(
+    harness: Harness | None, unit: str, method: str, task: str
+) -> Sequence[BenchmarkRow]:
+    assert harness is not None
+    return harness.run(unit, method, task)
 
 
 def _plan_model(plan: Plan, made: Tables, subject: Subject, extent: Extent) -> None:

@@ -7,8 +7,12 @@ from collections.abc import Mapping, Sequence
 from ..report import Grid, small
 from .contenders import EXACT
 from .findings import Judged
+from .harness import BENCHMARKS as LABELLED
+from .harness import BenchmarkRow
 from .paper import BENCHMARKS, PAPER, paper_average
 from .rows import LayerRow, RecallRow, StoryRow, TextRow
+
+LABELS = dict(zip(LABELLED, BENCHMARKS, strict=True))  # lm-eval's names, and our tasks
 
 
 def _share(value: float | None) -> str:
@@ -117,3 +121,26 @@ def story_table(rows: Sequence[StoryRow]) -> Grid:
     ]
     headings = ["method", "perplexity", "same likeliest token", "tokens until the stories part"]
     return Grid("stories260K", headings, lines)
+
+
+def benchmark_table(rows: Sequence[BenchmarkRow]) -> Grid:
+    """A user's model: accuracy in percent, with the share of answers that could not be parsed."""
+    tasks = list(dict.fromkeys(row.task for row in rows))
+    lines = []
+    for name in dict.fromkeys(row.method for row in rows):
+        mine = {row.task: row for row in rows if row.method == name}
+        lines.append([name, *(_benchmark(mine.get(task)) for task in tasks)])
+        paper = {label: PAPER.get(name, {}).get(ours) for label, ours in LABELS.items()}
+        if any(paper.get(task) is not None for task in tasks):
+            numbers = (paper.get(task) for task in tasks)
+            cells = ["—" if number is None else f"{number:.2f}" for number in numbers]
+            lines.append([f"{name}, LLaDA-8B (paper)", *cells])
+    return Grid("Accuracy in percent", ["method", *tasks], lines)
+
+
+def _benchmark(row: BenchmarkRow | None) -> str:
+    if row is None:
+        return "—"
+    error = "" if row.error is None else f" ± {100 * row.error:.1f}"
+    lost = f" ({100 * row.unparsable:.0f} % unparsable)" if row.unparsable else ""
+    return f"{100 * row.accuracy:.2f}{error}{lost}"

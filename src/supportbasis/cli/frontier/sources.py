@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import InputError
+from ..folders import VARIABLE, models_from_environment
 from . import encoder, stories
 from .heads import MAKERS, SYNTHETIC, Capture, Source, spread, synthetic
-
-VARIABLE = "SUPPORTBASIS_MODELS"
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class Models:
     @staticmethod
     def find(folder: Path | None) -> Models:
         """The models in the folder, or in that of the environment variable."""
-        named = folder or _from_environment()
+        named = folder or models_from_environment()
         if named is None:
             note = (
                 f"No trained models: neither --models nor {VARIABLE} names a folder with tsp50/ "
@@ -122,8 +120,3 @@ def sources(models: Models, extent: Extent, seed: int) -> list[Source]:
 def synthetic_source(n: int, seed: int, heads: int | None) -> Source:
     names = tuple(MAKERS)[:heads]
     return Source(SYNTHETIC, n, len(names), lambda: synthetic(n, seed, names))
-
-
-def _from_environment() -> Path | None:
-    value = os.environ.get(VARIABLE)
-    return Path(value) if value else None
