@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .documents import prompt
 from .hook import is_causal
-from .items import ANSWER, ANSWER_LENGTH, MINUS, NUMBER, PLUS, TASKS, Item
+from .items import ANSWER, ANSWER_LENGTH, JUDGED, MINUS, NUMBER, PLUS, Item
 from .language import END, MASK, STOP
 from .sampler import Sampling, sample
 
@@ -34,12 +34,12 @@ class Question:
     item: Item
 
 
-def questions(task: str, count: int, length: int, seed: int) -> list[Question]:
+def questions(task: str, count: int, length: int, seed: int, kind: str) -> list[Question]:
     """The same for the same seed, whatever the count: a shorter set is a part of a longer one."""
     made = []
     for number in range(count):
         random = Random(f"question {task} {seed} {number}")
-        item = TASKS[task](random)
+        item = JUDGED[kind][task](random)
         made.append(Question(prompt(random, task, item, length), item))
     return made
 
@@ -132,7 +132,7 @@ def _written(model: Any, asked: Sequence[Question]) -> list[Answer]:
 
 def parse(text: Sequence[int]) -> int | None:
     """The number a written sum ends in; None where it does not have the form that was shown."""
-    return text[-2] if _form(text) == "whole" else None
+    return text[text.index(ANSWER) + 1] if _form(text) == "whole" else None
 
 
 def _form(text: Sequence[int]) -> str:

@@ -26,10 +26,11 @@ def emulated(degree: int, share: float = SHARE) -> Attend:
     """Attention by this series; ``share`` 0 is AS23."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
-        scores = (query @ key.transpose(-1, -2)).mul_(scale)
-        mask = allowed(*scores.shape[-2:]) if causal else None
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        scores = (query.to(dtype) @ key.to(dtype).transpose(-1, -2)).mul_(scale)
+        mask = allowed(query.shape[-2], key.shape[-2], query.device) if causal else None
         weights = emulated_weights(scores, mask, degree, share)
-        return (weights @ value) / weights.sum(-1, keepdim=True)
+        return ((weights @ value.to(dtype)) / weights.sum(-1, keepdim=True)).to(query.dtype)
 
     return attend
 

@@ -77,7 +77,7 @@ class Harness:
         try:
             config = AutoConfig.from_pretrained(name, **options)
             tokenizer = AutoTokenizer.from_pretrained(name, **options)
-            kind = AutoModel if is_diffusion(config) else AutoModelForCausalLM
+            kind = AutoModel if is_llada(config) else AutoModelForCausalLM
             model = kind.from_pretrained(name, dtype="auto", **options).eval()
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise InputError(why(name, access, error)) from None
@@ -106,10 +106,14 @@ class Harness:
         return [benchmark_row(unit, self.wish.label, method, task, found)]
 
 
+def is_llada(config: Any) -> bool:
+    """With code of its own, under which `AutoModel` has the words at its end."""
+    return str(getattr(config, "model_type", "")).lower().startswith("llada")
+
+
 def is_diffusion(config: Any) -> bool:
     """LLaDA, or a model that says that it is not causal."""
-    named = str(getattr(config, "model_type", "")).lower().startswith("llada")
-    return named or not getattr(config, "is_causal", True)
+    return is_llada(config) or not getattr(config, "is_causal", True)
 
 
 def benchmark_row(

@@ -35,12 +35,13 @@ def exact(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool)
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=causal and n == m, scale=scale
         )
-    return F.scaled_dot_product_attention(query, key, value, allowed(n, m), scale=scale)
+    mask = allowed(n, m, query.device)
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
 
 
-def allowed(n: int, m: int) -> Tensor:
+def allowed(n: int, m: int, device: torch.device) -> Tensor:
     """Which keys the last n of m tokens may look at, [n, m]."""
-    return torch.ones(n, m, dtype=torch.bool).tril(m - n)
+    return torch.ones(n, m, dtype=torch.bool, device=device).tril(m - n)
 
 
 def is_causal(model: Any) -> bool:

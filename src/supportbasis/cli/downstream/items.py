@@ -138,3 +138,8 @@ TASKS: dict[str, Maker] = {
     "easy": easy,
     "hard": hard,
 }
+
+JUDGED: dict[str, dict[str, Maker]] = {  # what each model is asked: hard enough not to be perfect
+    "causal": TASKS,
+    "diffusion": TASKS,
+}

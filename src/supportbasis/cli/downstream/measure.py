@@ -63,7 +63,7 @@ def measure_task(
     tick: Tick,
 ) -> list[TaskRow]:
     """All answers of a method to the items of a task."""
-    asked, found = questions(task, count, length, SEED), []
+    asked, found = questions(task, count, length, SEED, subject.name), []
     method = contender(name)
     start = time.perf_counter()
     with attending(subject.model, method.attend):
@@ -111,7 +111,9 @@ def measure_layers(
 ) -> list[LayerRow]:
     """Hidden states on prompts of all tasks."""
     asked = [
-        question.prompt for task in TASKS for question in questions(task, prompts, length, SEED)
+        question.prompt
+        for task in TASKS
+        for question in questions(task, prompts, length, SEED, subject.name)
     ]
     tokens = torch.tensor(asked)
     truth = hidden_states(subject.model, tokens, contender(EXACT).attend)

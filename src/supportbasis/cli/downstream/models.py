@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .language import BOS, END, PAD, WORDS
+from .language import BOS, END, MASK, PAD, WORDS
 
 FOLDER = Path(__file__).parent / "weights"
 CONTEXT = {"causal": 4096, "diffusion": 1024}
@@ -24,7 +24,8 @@ def new_model(kind: str, seed: int, *, layers: int = 6, width: int = 256) -> Any
         num_hidden_layers=layers, num_attention_heads=width // 64,
         num_key_value_heads=width // 64, max_position_embeddings=CONTEXT[kind],
         tie_word_embeddings=True, is_causal=kind == "causal", use_cache=False,
-        bos_token_id=BOS, eos_token_id=END, pad_token_id=PAD, architectures=["LlamaForCausalLM"],
+        bos_token_id=BOS, eos_token_id=END, pad_token_id=PAD, mask_token_id=MASK,
+        architectures=["LlamaForCausalLM"],
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -120,13 +120,12 @@ def run_downstream(
     console: Console,
     *,
     redraw: bool = False,
-    weights: Path = FOLDER,
 ) -> None:
     """Fill in the rows that the folder lacks; then the report."""
     machine = Machine.here()
     made, plan = Tables.of(out, machine), Plan()
     for kind, extent in extents.items():
-        _plan_model(plan, made, Subject.of(kind, weights / kind), extent)
+        _plan_model(plan, made, Subject.of(kind, FOLDER / kind), extent)
     if story_folder is not None:
         _plan_stories(plan, made, story_folder)
     if not redraw:
