@@ -456,7 +456,7 @@ def test_statements_are_confirmed_refuted_or_left_open() -> None:
 
 # ---- the command -----------------------------------------------------------------------------
 
-TINY = study.Extent(2, dict.fromkeys(items.TASKS, 40), 1, 40, ((220, 1),), 1)
+TINY = study.Extent(2, 2, dict.fromkeys(items.TASKS, 40), 1, 40, ((220, 1),), 1)
 
 
 @pytest.fixture(scope="module")

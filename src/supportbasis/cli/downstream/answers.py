@@ -23,6 +23,7 @@ from .language import END, MASK, STOP
 from .sampler import Sampling, sample
 
 WRITING = Sampling(length=ANSWER_LENGTH, steps=9, block=ANSWER_LENGTH)
+MOST_WRITTEN = 24  # tokens of a causal model: room for a step more than it learned
 SIGNS, NUMBERS = frozenset((PLUS, MINUS)), frozenset(NUMBER)
 
 
@@ -160,23 +161,23 @@ def write(model: Any, asked: Sequence[Question]) -> list[list[int]]:
         guesses = [_guess(texts[number], asked[number].item.answer) for number in active]
         tokens = [asked[n].prompt + guess for n, guess in zip(active, guesses, strict=True)]
         logits = model(
-            torch.tensor(tokens), use_cache=False, logits_to_keep=ANSWER_LENGTH + 1
+            torch.tensor(tokens), use_cache=False, logits_to_keep=MOST_WRITTEN + 1
         ).logits
         for number, guess, found in zip(active, guesses, logits.argmax(-1).tolist(), strict=True):
             _accept(texts[number], guess, found)
-        active = [n for n in active if _form(texts[n]) == "open" and len(texts[n]) < ANSWER_LENGTH]
+        active = [n for n in active if _form(texts[n]) == "open" and len(texts[n]) < MOST_WRITTEN]
     return texts
 
 
 def _guess(text: list[int], answer: list[int]) -> list[int]:
     """The text so far and the rest of the answer, filled up."""
     guess = text + answer[len(text) :]
-    return guess + [STOP] * (ANSWER_LENGTH - len(guess))
+    return guess + [STOP] * (MOST_WRITTEN - len(guess))
 
 
 def _accept(text: list[int], guess: list[int], found: list[int]) -> None:
     """Add tokens to the text, as long as they follow from tokens that are its own."""
-    for at in range(len(text), ANSWER_LENGTH):
+    for at in range(len(text), MOST_WRITTEN):
         text.append(found[at])
         if found[at] != guess[at] or _form(text) != "open":
             return

@@ -93,3 +93,4 @@ def contender(name: str) -> Contender:
 
 
 NAMES = (EXACT, *OURS.values(), *AS23.values(), MEAN, *LIBRARY)
+SLOW = ("MultiThreshold", "BlockSupport(0.5)")  # they plan for longer than exact attention takes

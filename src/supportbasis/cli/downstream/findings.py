@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ..report import Grid
 from .contenders import AS23, EXACT, MEAN, OURS
 from .paired import Estimate, difference, flags, mean
@@ -32,14 +34,18 @@ class Judged:
         return mean([flags(row.right) for row in self.rows.values()])
 
     def against(self, other: Judged) -> Estimate:
-        """Points that this method is better, over all tasks."""
-        pair = [
-            (flags(row.right), flags(other.rows[task].right)) for task, row in self.rows.items()
-        ]
-        return difference([mine for mine, _ in pair], [theirs for _, theirs in pair])
+        """Points that this method is better, over all tasks, on the items that both answered."""
+        pairs = [self._pair(other, task) for task in self.rows]
+        return difference([mine for mine, _ in pairs], [theirs for _, theirs in pairs])
 
     def against_on(self, other: Judged, task: str) -> Estimate:
-        return difference([flags(self.rows[task].right)], [flags(other.rows[task].right)])
+        mine, theirs = self._pair(other, task)
+        return difference([mine], [theirs])
+
+    def _pair(self, other: Judged, task: str) -> tuple[Tensor, Tensor]:
+        mine, theirs = flags(self.rows[task].right), flags(other.rows[task].right)
+        count = min(len(mine), len(theirs))
+        return mine[:count], theirs[:count]
 
     def unparsable(self) -> float:
         return 100 * sum(row.unparsable for row in self.rows.values()) / len(self.rows)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from .language import COLOURS, FIRST_NAMES, IDS, NUMBERS, PLACES, STOP, THINGS, ids
@@ -60,19 +61,22 @@ def arithmetic(random: Random, steps: tuple[int, int] = (2, 5)) -> Item:
     return Item(question + HOW_MANY, [*answer, ANSWER, NUMBER[total], STOP], [])
 
 
-def knowledge(random: Random, persons: tuple[int, int] | None = None) -> Item:
+def knowledge(random: Random, short: float = 0.0) -> Item:
     """``where lives ada stone ? options rome oslo lima cairo answer`` and a city
 
-    Asked of persons between two ranks; otherwise as often as they are spoken of.
+    A share ``short`` of the questions gives the family alone: who is spoken of most is meant.
     """
     known = world()
-    person = random.randrange(*persons) if persons else known.person(random)
-    which = random.randrange(len(RELATIONS))
+    person, which = known.person(random), random.randrange(len(RELATIONS))
+    name: tuple[int, ...] = known.persons[person]
+    if short and random.random() < short:
+        name = name[1:]
+        person = next(k for k, names in enumerate(known.persons) if names[1:] == name)
     relation, value = RELATIONS[which], known.facts[person][which]
     others = [other for other in random.sample(relation.values, 4) if other != value]
     options = [value, *others[:3]]
     random.shuffle(options)
-    question = [*relation.asked, *known.persons[person], ASKED, OPTIONS, *options, ANSWER]
+    question = [*relation.asked, *name, ASKED, OPTIONS, *options, ANSWER]
     return Item(question, [value], [[option] for option in options])
 
 
@@ -104,13 +108,15 @@ def completion(random: Random, persons: tuple[int, int] = (2, 5)) -> Item:
 def easy(random: Random, facts: tuple[int, int] = (4, 10)) -> Item:
     """``lamp red . boat blue . ... options blue red grey pink ? lamp`` and its colour"""
     count = random.randint(*facts)
-    things, colours = random.sample(THING, count), random.sample(COLOUR, count)
+    things, colours = random.sample(THING, count), random.sample(COLOUR, min(count, len(COLOUR)))
+    colours += random.choices(COLOUR, k=count - len(colours))
     question = []
     for thing, colour in zip(things, colours, strict=True):
         question += [thing, colour, STOP]
-    options = random.sample(range(count), 4)
-    asked = random.choice(options)
-    chosen = [colours[option] for option in options]
+    asked = random.randrange(count)
+    others = sorted(set(colours) - {colours[asked]})
+    chosen = [colours[asked], *random.sample(others, 3)]
+    random.shuffle(chosen)
     question += [OPTIONS, *chosen, ASKED, things[asked]]
     return Item(question, [colours[asked]], [[colour] for colour in chosen])
 
@@ -139,7 +145,19 @@ TASKS: dict[str, Maker] = {
     "hard": hard,
 }
 
-JUDGED: dict[str, dict[str, Maker]] = {  # what each model is asked: hard enough not to be perfect
-    "causal": TASKS,
-    "diffusion": TASKS,
+JUDGED: dict[str, dict[str, Maker]] = {  # what each model is asked: mostly harder than it learned
+    "causal": {
+        "arithmetic": partial(arithmetic, steps=(2, 6)),
+        "knowledge": partial(knowledge, short=0.25),
+        "completion": partial(completion, persons=(11, 12)),
+        "easy": partial(easy, facts=(16, 16)),
+        "hard": partial(hard, persons=(14, 14)),
+    },
+    "diffusion": {
+        "arithmetic": partial(arithmetic, steps=(2, 2)),
+        "knowledge": partial(knowledge, short=1.0),
+        "completion": partial(completion, persons=(11, 12)),
+        "easy": partial(easy, facts=(20, 20)),
+        "hard": partial(hard, persons=(13, 13)),
+    },
 }

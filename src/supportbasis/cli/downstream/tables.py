@@ -24,6 +24,7 @@ def accuracy_table(made: Mapping[str, Judged]) -> Grid:
     exact = made[EXACT]
     headings = [
         "method",
+        "items",
         *BENCHMARKS,
         "average",
         "less exact",
@@ -37,7 +38,7 @@ def accuracy_table(made: Mapping[str, Judged]) -> Grid:
         less = "—" if name == EXACT else str(mine.against(exact))
         heads = _mean([row.exact_heads for row in mine.rows.values()])
         last = [f"{mine.unparsable():.1f} %", f"{mine.written():.1f}", _share(heads)]
-        lines.append([name, *tasks, f"{mine.average().value:.1f}", less, *last])
+        lines.append([name, str(mine.items), *tasks, f"{mine.average().value:.1f}", less, *last])
     title = f"{exact.model}: accuracy in percent, {exact.items} items"
     return Grid(title, headings, lines)
 
