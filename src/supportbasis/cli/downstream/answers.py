@@ -170,9 +170,10 @@ def write(model: Any, asked: Sequence[Question]) -> list[list[int]]:
 
 
 def _guess(text: list[int], answer: list[int]) -> list[int]:
-    """The text so far and the rest of the answer, filled up."""
-    guess = text + answer[len(text) :]
-    return guess + [STOP] * (MOST_WRITTEN - len(guess))
+    """The text so far and the rest of the answer, or of a sum that ends here; filled up."""
+    ends = len(text) > 1 and text[-1] == ANSWER
+    rest = [text[-2], STOP] if ends else answer[len(text) :]
+    return [*text, *rest, *[STOP] * (MOST_WRITTEN - len(text) - len(rest))]
 
 
 def _accept(text: list[int], guess: list[int], found: list[int]) -> None:

@@ -93,4 +93,3 @@ def contender(name: str) -> Contender:
 
 
 NAMES = (EXACT, *OURS.values(), *AS23.values(), MEAN, *LIBRARY)
-SLOW = ("MultiThreshold", "BlockSupport(0.5)")  # they plan for longer than exact attention takes
