@@ -173,12 +173,11 @@ def _benchmark(
 
 
 def _plan_model(plan: Plan, made: Tables, subject: Subject, extent: Extent) -> None:
-    for task, length in extent.lengths.items():
-        for name in NAMES:
-            count = extent.items_for(name)
-            unit = subject.unit(name, task, count, length)
-            asked = (task, count, length, BATCH)
-            plan.add(made.tasks, unit, partial(measure_task, subject, unit, name, *asked))
+    for name, (task, length) in product(NAMES, extent.lengths.items()):
+        count = extent.items_for(name)
+        unit = subject.unit(name, task, count, length)
+        asked = (task, count, length, BATCH)
+        plan.add(made.tasks, unit, partial(measure_task, subject, unit, name, *asked))
     length = extent.lengths["easy"]
     for name in NAMES:
         unit = subject.unit(name, "layers", extent.prompts, length)
