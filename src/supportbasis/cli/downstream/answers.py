@@ -153,12 +153,12 @@ def write(model: Any, asked: Sequence[Question]) -> list[list[int]]:
     """What a causal model writes, always taking the likeliest token, until its form is broken.
 
     A guess of what follows is read in the same pass, and what comes out is kept as far as the
-    guess was right. The guess is the true answer: it only saves passes.
+    guess was right. The guess adds up from where the text is: it only saves passes.
     """
     texts: list[list[int]] = [[] for _ in asked]
     active = list(range(len(asked)))
     while active:
-        guesses = [_guess(texts[number], asked[number].item.answer) for number in active]
+        guesses = [_guess(texts[number], asked[number].item) for number in active]
         tokens = [asked[n].prompt + guess for n, guess in zip(active, guesses, strict=True)]
         logits = model(
             torch.tensor(tokens), use_cache=False, logits_to_keep=MOST_WRITTEN + 1
@@ -169,11 +169,22 @@ def write(model: Any, asked: Sequence[Question]) -> list[list[int]]:
     return texts
 
 
-def _guess(text: list[int], answer: list[int]) -> list[int]:
-    """The text so far and the rest of the answer, or of a sum that ends here; filled up."""
-    ends = len(text) > 1 and text[-1] == ANSWER
-    rest = [text[-2], STOP] if ends else answer[len(text) :]
-    return [*text, *rest, *[STOP] * (MOST_WRITTEN - len(text) - len(rest))]
+def _guess(text: list[int], item: Item) -> list[int]:
+    """The text so far, and the steps of the item that follow its last one; filled up."""
+    steps = [item.answer[at : at + 2] for at in range(0, len(item.answer) - 3, 3)]
+    whole = len(text) - len(text) % 3
+    begun, last = text[whole:], text[whole - 3 : whole - 1] if whole else []
+    done = steps.index(last) + 1 if last in steps else whole // 3
+    if begun in steps:
+        done = steps.index(begun)
+    total = (text[whole - 1] if whole else item.question[2]) - NUMBER[0]
+    rest: list[int] = []
+    for sign, amount in [] if begun == [ANSWER] else steps[done:]:
+        change = amount - NUMBER[0]
+        total = min(99, max(0, total + (change if sign == PLUS else -change)))
+        rest += [sign, amount, NUMBER[total]]
+    rest = [*rest, ANSWER, NUMBER[total], STOP][len(begun) :]
+    return [*text, *rest, *[STOP] * MOST_WRITTEN][:MOST_WRITTEN]
 
 
 def _accept(text: list[int], guess: list[int], found: list[int]) -> None:
