@@ -428,7 +428,7 @@ def judged(method: str, accuracy: float, count: int = 400) -> findings.Judged:
     right = "1" * round(accuracy * count) + "0" * (count - round(accuracy * count))
     rows = {
         task: findings.TaskRow(
-            "u", "m", method, task, count, 9, right, "1" * count, right, 0, None, None
+            "u", "m", method, task, 0, count, 9, right, "1" * count, right, 0, None, None
         )
         for task in items.TASKS
     }

@@ -35,10 +35,12 @@ class Question:
     item: Item
 
 
-def questions(task: str, count: int, length: int, seed: int, kind: str) -> list[Question]:
-    """The same for the same seed, whatever the count: a shorter set is a part of a longer one."""
+def questions(
+    task: str, count: int, length: int, seed: int, kind: str, first: int = 0
+) -> list[Question]:
+    """Some from ``first`` on. Each depends on the seed and its number alone."""
     made = []
-    for number in range(count):
+    for number in range(first, first + count):
         random = Random(f"question {task} {seed} {number}")
         item = JUDGED[kind][task](random)
         made.append(Question(prompt(random, task, item, length), item))

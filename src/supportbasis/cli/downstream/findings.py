@@ -11,7 +11,7 @@ from ..report import Grid
 from .contenders import AS23, EXACT, MEAN, OURS
 from .paired import Estimate, difference, flags, mean
 from .paper import BENCHMARKS, CHANCE, paper_average
-from .rows import TaskRow
+from .rows import TaskRow, joined
 
 WITHIN = {OURS[6]: 1.0, OURS[4]: 3.0}  # points that the paper's method may lose
 NEAR_CHANCE = 5.0  # points above chance up to which a method counts as guessing
@@ -58,10 +58,13 @@ class Judged:
 
 def judged(rows: Sequence[TaskRow]) -> dict[str, dict[str, Judged]]:
     """By model and method; only what answered all tasks."""
-    found: dict[str, dict[str, Judged]] = {}
+    parts: dict[tuple[str, str, str], list[TaskRow]] = {}
     for row in rows:
-        methods = found.setdefault(row.model, {})
-        methods.setdefault(row.method, Judged(row.model, row.method, {})).rows[row.task] = row
+        parts.setdefault((row.model, row.method, row.task), []).append(row)
+    found: dict[str, dict[str, Judged]] = {}
+    for (model, method, task), mine in parts.items():
+        methods = found.setdefault(model, {})
+        methods.setdefault(method, Judged(model, method, {})).rows[task] = joined(mine)
     return {
         model: {name: made for name, made in methods.items() if len(made.rows) == len(BENCHMARKS)}
         for model, methods in found.items()

@@ -57,23 +57,24 @@ def measure_task(
     unit: str,
     name: str,
     task: str,
+    first: int,
     count: int,
     length: int,
     batch: int,
     tick: Tick,
 ) -> list[TaskRow]:
-    """All answers of a method to the items of a task."""
-    asked, found = questions(task, count, length, SEED, subject.name), []
+    """Answers of a method to some items of a task."""
+    asked, found = questions(task, count, length, SEED, subject.name, first), []
     method = contender(name)
     start = time.perf_counter()
     with attending(subject.model, method.attend):
-        for first in range(0, count, batch):
-            found += answers(subject.model, asked[first : first + batch])
+        for start in range(0, count, batch):
+            found += answers(subject.model, asked[start : start + batch])
             tick(len(found) / count)
     seconds = time.perf_counter() - start
     used = (method.used.exact_share, method.used.mean_cost)
     made = task_answers(found)
-    return [TaskRow(unit, subject.name, name, task, count, length, *made, seconds, *used)]
+    return [TaskRow(unit, subject.name, name, task, first, count, length, *made, seconds, *used)]
 
 
 def measure_text(

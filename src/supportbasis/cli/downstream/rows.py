@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..records import Row
 from .answers import Answer
@@ -16,6 +16,7 @@ class TaskRow(Row):
     model: str
     method: str
     task: str
+    first: int  # number of the first item
     items: int
     length: int  # tokens of a prompt
     right: str
@@ -32,6 +33,24 @@ class TaskRow(Row):
     @property
     def unparsable(self) -> float:
         return self.parsed.count("0") / self.items
+
+
+def joined(rows: Sequence[TaskRow]) -> TaskRow:
+    """One row of the parts of a task, as far as they follow one another from the first item on."""
+    ranked = sorted(rows, key=lambda row: row.first)
+    whole = ranked[0]
+    for row in ranked[1:]:
+        if row.first != whole.first + whole.items:
+            break
+        whole = replace(
+            whole,
+            items=whole.items + row.items,
+            right=whole.right + row.right,
+            parsed=whole.parsed + row.parsed,
+            written=whole.written + row.written,
+            seconds=whole.seconds + row.seconds,
+        )
+    return whole
 
 
 def digits(flags: Sequence[bool]) -> str:

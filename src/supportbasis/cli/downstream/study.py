@@ -41,6 +41,7 @@ LEAD = (
     "models learned from, so that exact attention is not always right; they and the weights were "
     "fixed before methods were compared."
 )
+PART = 50  # items after which rows are written; all methods come before the next part
 BATCH = 4  # larger ones take no less time, and the scores of emulations more memory
 
 
@@ -173,11 +174,13 @@ def _benchmark(
 
 
 def _plan_model(plan: Plan, made: Tables, subject: Subject, extent: Extent) -> None:
-    for name, (task, length) in product(NAMES, extent.lengths.items()):
-        count = extent.items_for(name)
-        unit = subject.unit(name, task, count, length)
-        asked = (task, count, length, BATCH)
-        plan.add(made.tasks, unit, partial(measure_task, subject, unit, name, *asked))
+    starts = range(0, extent.items, PART)
+    for first, name, (task, length) in product(starts, NAMES, extent.lengths.items()):
+        count = min(PART, extent.items_for(name) - first)
+        if count > 0:
+            unit = subject.unit(name, task, first, count, length)
+            asked = (task, first, count, length, BATCH)
+            plan.add(made.tasks, unit, partial(measure_task, subject, unit, name, *asked))
     length = extent.lengths["easy"]
     for name in NAMES:
         unit = subject.unit(name, "layers", extent.prompts, length)
