@@ -306,3 +306,17 @@ def test_values_that_overflow_a_sum_are_refused():
     huge = q * 1e30
     with pytest.raises(sb.InputError, match="overflows"):
         sb.attention(huge, huge, v, scale=1.0, method=sb.Exact())
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_exact_plan_that_is_reused_names_bad_entries(name, bad, is_causal, dtype):
+    tensors = dict(zip(("query", "key", "value"), qkv(2, d=8, dtype=dtype), strict=True))
+    plan = sb.plan(**tensors, is_causal=is_causal, method=sb.Exact())
+    for at in ((0, 0, 0), (1, 32, 7), (1, 17, 3)):
+        spoilt = {key: x.clone() for key, x in tensors.items()}
+        spoilt[name][at] = bad
+        with pytest.raises(sb.InputError, match=f"{name} has 1 non-finite"):
+            sb.attention(**spoilt, is_causal=is_causal, plan=plan)

@@ -526,3 +526,9 @@ def test_a_head_has_one_frame():
     head = head_of(*clustered(n=512))
     assert own_frame(head) is own_frame(head)
     assert framed(head, own_frame(head)) is framed(head, own_frame(head))
+
+
+def test_a_budget_of_all_keys_buys_them():
+    q, k, v = clustered(n=512)
+    (plan,) = sb.plan(q, k, v, method=sb.BlockSupport(1.0)).heads
+    assert plan.kind == "exact" and "buys all keys" in plan.reason

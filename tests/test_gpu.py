@@ -34,6 +34,23 @@ def test_cuda_equals_cpu(method, masked, causal):
     torch.testing.assert_close(on_cuda.lse.cpu(), on_cpu.lse, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_cuda_gradients_equal_cpu(method):
+    bias = torch.randn(2, 4, 1, 63, generator=torch.Generator().manual_seed(0)).double()
+    tokens = [*qkv(2, 4, n=70, m=63, key_heads=2, dv=3), bias]
+    plan = sb.plan(*tokens[:3], bias, is_causal=True, enable_gqa=True, method=METHODS[method])
+    made = {}
+    for device in ("cpu", "cuda"):
+        leaves = [x.to(device).requires_grad_() for x in tokens]
+        result = sb.attention(
+            *leaves[:3], leaves[3], is_causal=True, enable_gqa=True, plan=plan, return_result=True
+        )
+        loss = result.output.square().sum() + result.lse.clamp(min=-30).sum()
+        made[device] = torch.autograd.grad(loss, leaves)
+    for mine, theirs in zip(made["cuda"], made["cpu"], strict=True):
+        torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-7, atol=1e-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("method", [sb.Exact(), sb.SingleThreshold(0.3, 2), sb.Auto(1e-2)], ids=str)
 def test_cuda_stays_within_its_bound(method, dtype):

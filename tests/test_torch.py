@@ -49,7 +49,7 @@ def test_operators_pass_opcheck(method, causal, bias):
     q, k, v = tensors(dv=3)
     weight = torch.zeros(1, 2, 12, dtype=torch.float64, requires_grad=True) if bias else None
     plan = sb.plan(q, k, v, is_causal=causal, method=method)
-    settings = (plan.handle, 0.5, causal)
+    settings = (plan.handle, "auto", 0.5, causal)
     ops = torch.ops.supportbasis
     torch.library.opcheck(ops.attention, (q, k, v, weight, None, *settings))
     plain = [None if x is None else x.detach() for x in (q, k, v, weight)]

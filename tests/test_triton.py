@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from supportbasis.errors import InputError, SupportBasisError
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CUDA = torch.cuda.is_available()
-NUMPY = tuple(int(x) for x in importlib.metadata.version("numpy").split(".")[:2])
 if not CUDA:  # read when a kernel is decorated
     os.environ["TRITON_INTERPRET"] = "1"
 DEVICE = "cuda" if CUDA else "cpu"
@@ -26,10 +25,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 from supportbasis.kernels import blocklist, polynomial  # noqa: E402
 from supportbasis.kernels.language import require  # noqa: E402
 
-needs_triton = pytest.mark.skipif(
-    not HAS_TRITON or (not CUDA and NUMPY >= (2, 5)),
-    reason="needs Triton, whose interpreter needs NumPy below 2.5",
-)
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 on_device = [
     pytest.mark.gpu,
     pytest.mark.skipif(not CUDA, reason="no CUDA device"),
@@ -48,7 +44,9 @@ def dense_weights(q, k, coefficients, scale, log_weight=None, lengths=None, caus
     """w_j p(scale <q_i, k_j>) of every pair in float64."""
     group = q.shape[1] // k.shape[1]
     z = q.double() @ k.double().repeat_interleave(group, 1).transpose(-1, -2) * scale
-    weight = sum(c * z**power for power, c in enumerate(coefficients))
+    table = torch.tensor(coefficients, dtype=torch.float64, device=z.device)
+    table = table.expand(q.shape[1], table.shape[-1])
+    weight = sum(table[:, power, None, None] * z**power for power in range(table.shape[-1]))
     if log_weight is not None:
         factor = log_weight.double().expand(k.shape[:3]).exp()
         weight = weight * factor.repeat_interleave(group, 1).unsqueeze(2)
@@ -83,15 +81,32 @@ def relative(result: Tensor, reference: Tensor) -> float:
     return float((result - reference).norm() / reference.norm())
 
 
+def polynomials(
+    q, k, coefficients, scale, *, log_weight=None, lengths=None, causal=False, **how
+) -> polynomial.Polynomials:
+    """The same for the kernels; coefficients of one head, or [heads, ...] of all."""
+    heads, degree = q.shape[0] * q.shape[1], torch.tensor(coefficients).shape[-1] - 1
+    table = torch.zeros(heads, 3, device=DEVICE)
+    powers = torch.arange(degree + 1)
+    given = torch.tensor(coefficients).expand(q.shape[1], degree + 1) * scale**powers
+    table[:, : degree + 1] = given.repeat(q.shape[0], 1).to(DEVICE)
+    unit, weight = torch.zeros(heads, device=DEVICE), None
+    if lengths is not None:
+        log_weight = torch.zeros(k.shape[:3], device=DEVICE) if log_weight is None else log_weight
+        past = torch.arange(k.shape[2], device=DEVICE) >= lengths.view(-1, 1, 1)
+        log_weight = log_weight.masked_fill(past, -math.inf)
+    if log_weight is not None:
+        weight, shift = polynomial.key_weights(log_weight)
+        unit = shift.repeat_interleave(q.shape[1] // k.shape[1], 1).flatten()
+    return polynomial.Polynomials(table, unit, degree, weight, causal, **how)
+
+
 def sums(q, k, v, coefficients, scale, **call) -> tuple[Tensor, Tensor]:
     """Numerators and denominators of the kernels in units of 1."""
-    num, den, shift = polynomial.polynomial_sums(
-        q, k, v, coefficients, scale=scale, divide=False, precision="ieee", **call
-    )
-    if shift is not None:
-        unit = shift.exp().repeat_interleave(q.shape[1] // k.shape[1], 1).unsqueeze(-1)
-        num, den = num * unit.unsqueeze(-1), den * unit
-    return num, den
+    given = polynomials(q, k, coefficients, scale, precision="ieee", **call)
+    num, den = polynomial.polynomial_sums(q, k, v, given)
+    unit = given.unit.exp().view(*q.shape[:2], 1)
+    return num * unit.unsqueeze(-1), den * unit
 
 
 # heads, key heads, batch, n, m, d, dv, degree, causal, weighted
@@ -110,7 +125,7 @@ SMALL = {
 def test_sums_equal_dense_sums(case):
     heads, key_heads, batch, n, m, d, dv, degree, causal, weighted = SMALL[case]
     (q, k, v), call = inputs(heads, key_heads, batch=batch, n=n, m=m, d=d, dv=dv, weighted=weighted)
-    coefficients = (1.1, 0.9, -0.6)[: degree + 1]
+    coefficients = [(1.1, 0.9, -0.6)[: degree + 1], (0.9, 1.2, 0.3)[: degree + 1]][:heads]
     num, den = sums(q, k, v, coefficients, 0.3, causal=causal, chunk=64, **call)
     expected_num, expected_den = dense_sums(q, k, v, coefficients, 0.3, causal=causal, **call)
     assert relative(num, expected_num) < 64 * UNIT[torch.float32]
@@ -122,21 +137,35 @@ def test_sums_equal_dense_sums(case):
 def test_gradients_equal_those_of_dense_sums(case):
     heads, key_heads, batch, n, m, d, dv, _, causal, weighted = SMALL[case]
     (q, k, v), call = inputs(heads, key_heads, batch=batch, n=n, m=m, d=d, dv=dv, weighted=weighted)
-    tokens = [x.requires_grad_() for x in (q, k, v)]
-    num, den = dense_sums(q, k, v, TAYLOR, 0.3, causal=causal, **call)  # z^2/2 + z + 1 > 0.4
-    expected = num / den.unsqueeze(-1)
-    output, lse = polynomial.polynomial_attention(
-        q, k, v, TAYLOR, scale=0.3, causal=causal, chunk=64, precision="ieee", **call
+    coefficients = [TAYLOR, (1.1, 0.8, 0.4)][:heads]  # z^2/2 + z + 1 > 0.4
+    made, wanted = gradients(
+        q, k, v, coefficients, 0.3, causal=causal, chunk=64, precision="ieee", **call
     )
-    generator = torch.Generator().manual_seed(2)
-    grad = torch.randn(output.shape, generator=generator).to(DEVICE)
-    grad_lse = torch.randn(lse.shape, generator=generator).to(DEVICE)
-    made = torch.autograd.grad((output, lse), tokens, (grad, grad_lse))
-    wanted = torch.autograd.grad((expected * grad).sum() + (den.log() * grad_lse).sum(), tokens)
-    assert relative(output, expected) < 64 * UNIT[torch.float32]
-    torch.testing.assert_close(lse.double(), den.log(), rtol=0, atol=1e-5)
     for mine, theirs in zip(made, wanted, strict=True):
-        assert relative(mine, theirs.double()) < 128 * UNIT[torch.float32]
+        assert relative(mine, theirs) < 128 * UNIT[torch.float32]
+
+
+def gradients(q, k, v, coefficients, scale, *, chunk=256, precision="tf32x3", **call):
+    """Output and gradients of query, key, value and log-weights: of the kernels, in float64."""
+    log_weight = call.pop("log_weight", torch.zeros(k.shape[:3], device=DEVICE)).double()
+    inputs = [x.double().requires_grad_() for x in (q, k, v, log_weight)]
+    num, den = dense_sums(*inputs[:3], coefficients, scale, log_weight=inputs[3], **call)
+    expected = num / den.unsqueeze(-1)
+    given = polynomials(
+        q, k, coefficients, scale,
+        log_weight=log_weight, chunk=chunk, precision=precision, **call,
+    )  # fmt: skip
+    output, lse = polynomial.polynomial_attention(q, k, v, given)
+    assert (lse.double() - den.log()).abs().max() < (1e-5 if q.dtype == torch.float32 else 0.02)
+    generator = torch.Generator().manual_seed(2)
+    grad = torch.randn(output.shape, generator=generator).to(DEVICE, q.dtype)
+    grad_lse = torch.randn(lse.shape, generator=generator).to(DEVICE)
+    made = polynomial.polynomial_gradients(
+        grad, grad_lse, q, k, v, given, output, lse, for_weights=True
+    )
+    loss = (expected * grad).sum() + (den.log() * grad_lse).sum()
+    wanted = torch.autograd.grad(loss, inputs)
+    return (output, *made), (expected.detach(), *(x.nan_to_num(0.0) for x in wanted))
 
 
 @needs_triton
@@ -151,11 +180,13 @@ def test_keys_without_weight_may_hold_anything():
         sums(q, k, v, TAYLOR, 0.3, log_weight=log_weight), expected, strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-    tokens = [x.requires_grad_() for x in (q, k, v)]
-    output, _ = polynomial.polynomial_attention(*tokens, TAYLOR, scale=0.3, log_weight=log_weight)
-    for grad in torch.autograd.grad(output.sum(), tokens):
-        assert grad.isfinite().all()
-    assert (grad[:, :, 60:] == 0).all()
+    given = polynomials(q, k, TAYLOR, 0.3, log_weight=log_weight)
+    output, lse = polynomial.polynomial_attention(q, k, v, given)
+    made = polynomial.polynomial_gradients(
+        torch.ones_like(output), None, q, k, v, given, output, lse, for_weights=True
+    )
+    assert all(grad.isfinite().all() for grad in made)
+    assert all((grad[:, :, 60:] == 0).all() for grad in made[1:])
 
 
 @needs_triton
@@ -224,18 +255,19 @@ def test_block_lists_equal_dense_attention(weighted):
 @needs_triton
 def test_bad_arguments_are_named():
     (q, k, v), _ = inputs(1, n=20, d=16)
-    with pytest.raises(InputError, match="coefficients: got 4"):
-        polynomial.polynomial_sums(q, k, v, (1.0, 1.0, 0.5, 0.1))
+    taylor = polynomials(q, k, TAYLOR, 0.3)
+    with pytest.raises(InputError, match="degree: got 3"):
+        polynomial.polynomial_sums(q, k, v, replace(taylor, degree=3))
     with pytest.raises(InputError, match=r"query: got torch\.float64"):
-        polynomial.polynomial_sums(q.double(), k.double(), v.double(), TAYLOR)
+        polynomial.polynomial_sums(q.double(), k.double(), v.double(), taylor)
     with pytest.raises(InputError, match="chunk: got 100"):
-        polynomial.polynomial_sums(q, k, v, TAYLOR, causal=True, chunk=100)
+        polynomial.polynomial_sums(q, k, v, replace(taylor, causal=True, chunk=100))
     with pytest.raises(InputError, match=r"value: got \(1, 1, 10, 16\) with key"):
-        polynomial.polynomial_sums(q, k, v[:, :, :10], TAYLOR)
+        polynomial.polynomial_sums(q, k, v[:, :, :10], taylor)
     with pytest.raises(InputError, match=r"key: got shape \(1, 1, 0, 16\)"):
-        polynomial.polynomial_attention(q, k[:, :, :0], v[:, :, :0], TAYLOR)
+        polynomial.polynomial_attention(q, k[:, :, :0], v[:, :, :0], taylor)
     with pytest.raises(InputError, match="key: got 2 heads, expected a divisor of 1"):
-        polynomial.polynomial_sums(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), TAYLOR)
+        polynomial.polynomial_sums(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), taylor)
     offsets = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     with pytest.raises(InputError, match="offsets: got 3"):
         blocklist.block_list_attention(q, k, v, offsets, offsets)
@@ -286,11 +318,12 @@ class TestOnDevice:
         (q, k, v), _ = inputs(4, 2, n=1000, m=1500, d=d, dv=dv, dtype=dtype)
         scale = 1 / d
         num, den = dense_sums(q, k, v, TAYLOR, scale)
-        mine, mine_den, _ = polynomial.polynomial_sums(q, k, v, TAYLOR, scale=scale, divide=False)
+        given = polynomials(q, k, TAYLOR, scale)
+        mine, mine_den = polynomial.polynomial_sums(q, k, v, given)
         plain, _ = self.plain(q, k, v, scale, torch.bfloat16)
         assert relative(mine, num) <= 1.5 * relative(plain, num)
         assert relative(mine_den, den) < (1e-5 if dtype == torch.bfloat16 else 1e-4)  # rounded
-        output, _, _ = polynomial.polynomial_sums(q, k, v, TAYLOR, scale=scale)
+        output, _ = polynomial.polynomial_attention(q, k, v, given)
         limit = 1.5 * relative(plain / den.unsqueeze(-1), num / den.unsqueeze(-1)) + UNIT[dtype]
         assert relative(output, num / den.unsqueeze(-1)) <= limit
 
@@ -300,37 +333,27 @@ class TestOnDevice:
         (q, k, v), _ = inputs(4, 2, n=700, m=900, d=d, dv=dv, dtype=torch.bfloat16)
         call = {"causal": causal, "chunk": 256} if causal else {}
         num, den = dense_sums(q, k, v, (3.0, 1.0), d**-0.5, causal=causal)
-        mine, mine_den, _ = polynomial.polynomial_sums(
-            q, k, v, (3.0, 1.0), scale=d**-0.5, divide=False, **call
-        )
+        given = polynomials(q, k, (3.0, 1.0), d**-0.5, **call)
+        mine, mine_den = polynomial.polynomial_sums(q, k, v, given)
         assert relative(mine, num) < 2 * UNIT[torch.bfloat16]
         assert relative(mine_den, den) < 1e-4
 
-    @pytest.mark.parametrize("causal", [False, True])
-    @pytest.mark.parametrize("weighted", [False, True])
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-    @pytest.mark.parametrize(("d", "dv"), [(24, 40), (64, 64), (128, 128), (256, 128)])
+    @pytest.mark.parametrize(("weighted", "causal"), [(True, False), (False, True), (True, True)])
+    @pytest.mark.parametrize(
+        ("dtype", "d", "dv"),
+        [(torch.bfloat16, 24, 40), (torch.bfloat16, 64, 64), (torch.bfloat16, 128, 128),
+         (torch.bfloat16, 256, 128), (torch.float16, 24, 40), (torch.float16, 128, 128),
+         (torch.float32, 24, 40), (torch.float32, 64, 64)],
+    )  # fmt: skip
     def test_attention_and_gradients(self, d, dv, dtype, weighted, causal):
         (q, k, v), call = inputs(
             4, 2, batch=2, n=700, m=900, d=d, dv=dv, dtype=dtype, weighted=weighted
         )
-        tokens = [x.requires_grad_() for x in (q, k, v)]
-        scale = 0.7 / d**0.5
-        output, lse = polynomial.polynomial_attention(
-            q, k, v, TAYLOR, scale=scale, causal=causal, chunk=256, **call
-        )
-        num, den = dense_sums(q, k, v, TAYLOR, scale, causal=causal, **call)
-        expected = num / den.unsqueeze(-1)
-        unit = 2.0**-9 if dtype == torch.float16 else UNIT[dtype]
-        assert relative(output, expected) < (2 if dtype != torch.float32 else 16) * unit
-        rounded = 2.0**-7 if dtype == torch.float16 else 1e-4  # tokens become bfloat16, |z| < 4
-        torch.testing.assert_close(lse.double(), den.log(), rtol=0, atol=rounded)
-        grad = torch.randn_like(output)
-        grad_lse = torch.randn_like(lse)
-        made = torch.autograd.grad((output, lse), tokens, (grad, grad_lse))
-        wanted = torch.autograd.grad((expected * grad).sum() + (den.log() * grad_lse).sum(), tokens)
-        for mine, theirs in zip(made, wanted, strict=True):
-            assert relative(mine, theirs.double()) < (4 if dtype != torch.float32 else 32) * unit
+        made, wanted = gradients(q, k, v, TAYLOR, 0.7 / d**0.5, causal=causal, **call)
+        unit = 2.0**-9 if dtype == torch.float16 else UNIT[dtype]  # tokens become bfloat16
+        limits = [2, 4, 4, 4, 4] if dtype != torch.float32 else [16, 32, 32, 32, 32]
+        for mine, theirs, limit in zip(made, wanted, limits, strict=True):
+            assert relative(mine, theirs) < limit * unit
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     @pytest.mark.parametrize(
@@ -363,7 +386,7 @@ class TestOnDevice:
             return x.normal_(generator=generator).mul_(0.3).transpose(1, 2)
 
         q, k, v = normal(), normal(), normal()
-        output, _, _ = polynomial.polynomial_sums(q, k, v, TAYLOR)
+        output, _ = polynomial.polynomial_attention(q, k, v, polynomials(q, k, TAYLOR, d**-0.5))
         rows = torch.tensor([0, 1234, n - 1], device="cuda")
         for head in (0, heads - 1):
             part = [x[:, head : head + 1] for x in (q[:, :, rows], k, v)]
@@ -375,8 +398,10 @@ class TestOnDevice:
     def test_captured_in_a_graph(self, causal):
         (q, k, v), call = inputs(2, n=512, d=64, dtype=torch.bfloat16, weighted=True)
 
+        given = polynomials(q, k, TAYLOR, 0.3, causal=causal, **call)
+
         def run() -> Tensor:
-            return polynomial.polynomial_sums(q, k, v, TAYLOR, causal=causal, **call)[0]
+            return polynomial.polynomial_attention(q, k, v, given)[0]
 
         run()
         graph = torch.cuda.CUDAGraph()
@@ -388,7 +413,8 @@ class TestOnDevice:
 
     def test_runs_are_equal_bit_by_bit(self):
         (q, k, v), _ = inputs(2, n=3000, d=64, dtype=torch.bfloat16)
-        first = polynomial.polynomial_sums(q, k, v, TAYLOR)[0]
+        given = polynomials(q, k, TAYLOR, 0.3)
+        first = polynomial.polynomial_sums(q, k, v, given)[0]
         assert all(
-            torch.equal(first, polynomial.polynomial_sums(q, k, v, TAYLOR)[0]) for _ in range(5)
+            torch.equal(first, polynomial.polynomial_sums(q, k, v, given)[0]) for _ in range(5)
         )

@@ -12,6 +12,8 @@ from torch import Tensor
 from . import autograd, sdpa
 from .certificate import certify
 from .checks import is_watched
+from .device.dispatch import batches, check_implementation, said
+from .device.judge import judged
 from .errors import InputError
 from .execute import Outcome, execute
 from .inputs import attention_problem, kernel_problem, with_weights
@@ -35,6 +37,7 @@ def attention(
     method: Method | None = None,
     plan: Plan | None = None,
     return_result: bool = False,
+    implementation: str = "auto",
 ) -> Tensor | Result:
     """Softmax attention in the form of ``torch.nn.functional.scaled_dot_product_attention``.
 
@@ -44,6 +47,12 @@ def attention(
     other mask, and dropout, runs exactly. ``method=None`` means ``Auto()``; a ``plan`` from
     `sb.plan` is reused as it is. ``return_result=True`` returns a `Result` with lse, plan and
     certificate.
+
+    ``implementation="auto"`` runs Triton kernels on CUDA tensors where a head has kernels, and
+    PyTorch operations elsewhere; "eager" sums without kernels; "triton" raises where they cannot
+    run, and says why. A result says what ran. Where kernels run, a call with a plan looks at no
+    entries, neither of inputs nor of sums: it waits for nothing and can be captured in a CUDA
+    graph. Lists are the exception: how long they are has to be known.
 
     Gradients flow through the output and the lse of a result to query, key, value and a key bias,
     in the time and memory order of the call itself. They are those of the function that ran, with
@@ -58,16 +67,18 @@ def attention(
     if torch.compiler.is_compiling() and not _fits_graph(attn_mask, dropout_p, plan, return_result):
         return torch.compiler.disable(attention)(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-            method=method, plan=plan, return_result=return_result,
+            method=method, plan=plan, return_result=return_result, implementation=implementation,
         )  # fmt: skip
+    implementation = check_implementation(implementation)
     query, key, value = _autocast(query, key, value)
+    checked = plan is None
     problem = attention_problem(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=plan is None
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=checked
     )
     plan = _the_plan(problem, method, plan)
-    outcome, plan = _run(problem, plan, need_lse=return_result)
+    outcome = _run(problem, plan, return_result, implementation, checked=checked)
     if return_result:
-        return _result(problem, plan, outcome)
+        return _result(problem, plan, outcome, implementation)
     return problem.restore(outcome.output)
 
 
@@ -113,7 +124,7 @@ def kernel_sum(
     """
     problem = kernel_problem(query, key, value, scale)
     plan = _the_plan(problem, method, None)
-    outcome, plan = _run(problem, plan, need_lse=return_result)
+    outcome = _run(problem, plan, return_result)
     if return_result:
         return _result(problem, plan, outcome)
     return _in_linear_units(problem, outcome, query.dtype)
@@ -139,14 +150,15 @@ def gaussian_kde(
     """
     problem, log_norm = _density_problem(points, data, bandwidth, weights)
     plan = _the_plan(problem, method, None)
-    outcome, plan = _run(problem, plan, need_lse=return_result)
+    outcome = _run(problem, plan, return_result)
     result = _result(problem, plan, outcome) if return_result else None
     outcome.log_scale = outcome.log_scale - log_norm.reshape(outcome.log_scale.shape)
     density = _in_linear_units(problem, outcome, points.dtype).squeeze(-1)
     if result is None:
         return density
     lse = result.lse - log_norm.unsqueeze(-1)
-    return Result(density, lse, torch.zeros_like(result.log_scale), plan, result.certificate)
+    unit = torch.zeros_like(result.log_scale)
+    return Result(density, lse, unit, plan, result.certificate, result.implementation)
 
 
 def _density_problem(
@@ -237,8 +249,7 @@ def _the_plan(problem: Problem, method: Method | None, plan: Plan | None) -> Pla
     _check_power(problem, plan.method)
     if problem.needs_exact:
         return _make_plan(problem, plan.method)
-    if not autograd.is_needed(problem):  # else the operator will check
-        autograd.check(problem, plan)
+    autograd.check_plan(problem, plan)
     return plan
 
 
@@ -296,18 +307,43 @@ def _check_power(problem: Problem, method: Method) -> None:
         raise InputError(f"method is {method}, whose kernel is not Gaussian; use another method")
 
 
-def _run(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Outcome, Plan]:
-    """SDPA itself when every head is exact, the component engine otherwise."""
+def _run(
+    problem: Problem,
+    plan: Plan,
+    need_lse: bool,
+    implementation: str = "auto",
+    checked: bool = True,
+) -> Outcome:
+    """SDPA itself when every head is exact, the components otherwise.
+
+    Entries that were not ``checked`` when the plan was made are checked here.
+    """
     with torch.autocast(problem.query.device.type, enabled=False):
-        if plan.is_exact and sdpa.can_run(problem, need_lse):
+        if _is_sdpa(problem, plan, need_lse, implementation):
+            if is_watched():
+                return _run_sdpa(problem, need_lse)
+            late = not checked and sdpa.shows_bad_values(problem)
+            if not checked:
+                autograd.check_entries(problem, values=not late)
             outcome = _run_sdpa(problem, need_lse)
-        elif autograd.is_needed(problem):
-            return autograd.run(problem, plan), plan
-        else:
-            outcome = execute(problem, plan)
-        if not is_watched():
-            autograd.warn_about(problem, plan, outcome)
-    return outcome, plan
+            autograd.check_output(problem, outcome.output, checked=not late)
+            return outcome
+        if autograd.is_needed(problem):
+            return autograd.run(problem, plan, implementation)  # its operator checks
+        if not checked:
+            autograd.check_entries(problem)
+        return autograd.compute(problem, plan, implementation)
+
+
+def _is_sdpa(problem: Problem, plan: Plan, need_lse: bool, implementation: str) -> bool:
+    if not plan.is_exact or implementation == "triton" or not sdpa.can_run(problem, need_lse):
+        return False
+    if implementation == "eager" or not problem.query.is_cuda:
+        return True
+    if not need_lse and problem.key_log_weight is None:
+        return True
+    # PyTorch's CUDA kernels give no lse, and `sdpa` has to look at the entries of a bias
+    return batches(problem, plan, implementation)[0].kind is None
 
 
 def _run_sdpa(problem: Problem, need_lse: bool) -> Outcome:
@@ -324,7 +360,15 @@ def _run_sdpa(problem: Problem, need_lse: bool) -> Outcome:
     return Outcome(*pair, zero, zero, zero, sdpa.sdpa_noise(problem), empty.bool())
 
 
-def _result(problem: Problem, plan: Plan, outcome: Outcome) -> Result:
+def _result(problem: Problem, plan: Plan, outcome: Outcome, implementation: str = "auto") -> Result:
+    if _is_sdpa(problem, plan, True, implementation):
+        ran = "sdpa"
+    else:
+        found = batches(problem, plan, implementation)
+        ran = said(found)
+        if ran != "eager":
+            outcome = judged(problem, found, outcome)
+            autograd.warn_about(problem, plan, outcome)
     with torch.no_grad():
         certificate = certify(problem, plan, outcome)
     return Result(
@@ -333,6 +377,7 @@ def _result(problem: Problem, plan: Plan, outcome: Outcome) -> Result:
         problem.restore(outcome.log_scale),
         plan,
         certificate,
+        ran,
     )
 
 

@@ -9,6 +9,7 @@ does not load the compiler.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -17,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backward import backward
 from .certificate import RESCUED_SHARE
 from .checks import check_bias, check_finite, is_watched
+from .device import dispatch
 from .errors import InputError, SupportBasisError
-from .execute import Outcome, execute
+from .execute import Outcome
 from .plans import Plan
 from .problem import Problem
 
@@ -33,8 +34,8 @@ def is_needed(problem: Problem) -> bool:
     return problem.requires_grad or is_watched()
 
 
-def check(problem: Problem, plan: Plan) -> None:
-    """Whether a plan fits the inputs, whose entries must be finite."""
+def check_plan(problem: Problem, plan: Plan) -> None:
+    """Raise if a plan does not fit the inputs' shapes."""
     shape = (problem.batch, problem.heads, problem.query.shape[-1])
     made_for = (plan.batch, plan.num_heads, plan.dim)
     if shape != made_for:
@@ -52,14 +53,20 @@ def check(problem: Problem, plan: Plan) -> None:
                 f"and {problem.m}; save and load the plan (a loaded plan splits again) or make a "
                 "new one"
             )
+
+
+def check_entries(problem: Problem, *, values: bool = True) -> None:
+    """Raise if an entry is not finite; on a GPU that would wait for the device."""
     if problem.query.device.type == "cpu":
-        check_finite(query=problem.query, key=problem.key, value=problem.value)
+        check_finite(query=problem.query, key=problem.key)
+        if values:
+            check_finite(value=problem.value)
         if problem.key_log_weight is not None:
             check_bias(problem.key_log_weight)
 
 
-def run(problem: Problem, plan: Plan) -> Outcome:
-    """`execute` with gradients: of output and lse by query, key, value and key log-weights."""
+def run(problem: Problem, plan: Plan, implementation: str = "auto") -> Outcome:
+    """`compute` with gradients: of output and lse by query, key, value and key log-weights."""
     operator: Any = _attention if torch.compiler.is_compiling() else _Attention.apply
     output, lse, rescued, counts = operator(
         problem.query,
@@ -68,12 +75,25 @@ def run(problem: Problem, plan: Plan) -> Outcome:
         problem.key_log_weight,
         problem.mask,
         plan.handle,
+        implementation,
         problem.scale,
         problem.is_causal,
     )
     invalid_rows, rescued_rows, rounding = counts.unbind(0)
     zero = torch.zeros_like(rounding)
     return Outcome(output, lse, zero, invalid_rows, rescued_rows, rounding, rescued)
+
+
+def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
+    """Run every head, through kernels where they take it, and say what went wrong.
+
+    Rows of kernels are not looked at here, since that would wait for the device.
+    """
+    batches = dispatch.batches(problem, plan, implementation)
+    outcome = dispatch.run(problem, batches)
+    if any(batch.kind is None for batch in batches):
+        warn_about(problem, plan, outcome)
+    return outcome
 
 
 def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
@@ -94,13 +114,18 @@ def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
             UserWarning,
             stacklevel=4,
         )
-    _check_output(problem, outcome.output)
+    check_output(problem, outcome.output)
 
 
-def _check_output(problem: Problem, output: Tensor) -> None:
-    """Finite inputs can still overflow: in a score, or in a sum of huge values."""
-    if output.is_cuda or bool(output.detach().sum(dtype=problem.dtype).isfinite()):
+def check_output(problem: Problem, output: Tensor, *, checked: bool = True) -> None:
+    """Finite inputs can still overflow: in a score, or in a sum of huge values.
+
+    Values that were not ``checked`` are looked at if the output is not finite.
+    """
+    if output.is_cuda or math.isfinite(output.detach().sum(dtype=problem.dtype).item()):
         return
+    if not checked:
+        check_entries(problem)
     if not bool(output.isfinite().all()):
         reach = [float(x.detach().abs().max()) for x in (problem.query, problem.key, problem.value)]
         raise InputError(
@@ -111,7 +136,7 @@ def _check_output(problem: Problem, output: Tensor) -> None:
 
 
 TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? key_log_weight, Tensor? mask"
-SETTINGS = "str plan, float scale, bool is_causal"
+SETTINGS = "str plan, str implementation, float scale, bool is_causal"
 
 
 def _run_forward(
@@ -121,18 +146,19 @@ def _run_forward(
     key_log_weight: Tensor | None,
     mask: Tensor | None,
     plan: str,
+    implementation: str,
     scale: float,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output and lse, which rows were rescued, and counts [3, batch, heads]."""
     problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal)
     the_plan = Plan.known(plan)
-    check(problem, the_plan)
+    check_plan(problem, the_plan)
+    check_entries(problem)
     with torch.autocast(query.device.type, enabled=False):
-        outcome = execute(problem, the_plan)
-    warn_about(problem, the_plan, outcome)
+        outcome = compute(problem, the_plan, implementation)
     counts = torch.stack([outcome.invalid_rows, outcome.rescued_rows, outcome.rounding])
-    return outcome.output, outcome.lse, outcome.rescued, counts
+    return outcome.output, outcome.lse, outcome.rescued.contiguous(), counts
 
 
 _attention = torch.library.custom_op(
@@ -151,6 +177,7 @@ def _(
     key_log_weight: Tensor | None,
     mask: Tensor | None,
     plan: str,
+    implementation: str,
     scale: float,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -177,6 +204,7 @@ def _run_backward(
     lse: Tensor,
     rescued: Tensor,
     plan: str,
+    implementation: str,
     scale: float,
     is_causal: bool,
     for_weights: bool,
@@ -184,8 +212,9 @@ def _run_backward(
     """Gradients of query, key, value and, if asked for, of the key log-weights (else empty)."""
     problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal)
     with torch.autocast(query.device.type, enabled=False):
-        total = backward(
-            problem, Plan.known(plan), output, lse, rescued, grad, grad_lse, for_weights=for_weights
+        batches = dispatch.batches(problem, Plan.known(plan), implementation)
+        total = dispatch.gradients(
+            problem, batches, output, lse, rescued, grad, grad_lse, for_weights
         )
     weight = total.key_log_weight
     return (
@@ -218,6 +247,7 @@ def _(
     lse: Tensor,
     rescued: Tensor,
     plan: str,
+    implementation: str,
     scale: float,
     is_causal: bool,
     for_weights: bool,
@@ -243,9 +273,9 @@ def _problem(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, plan, scale, is_causal = inputs
+    *tensors, plan, implementation, scale, is_causal = inputs
     ctx.plan = Plan.known(plan)  # kept until the backward pass
-    ctx.settings = (plan, scale, is_causal)
+    ctx.settings = (plan, implementation, scale, is_causal)
     ctx.for_weights = ctx.needs_input_grad[3]
     ctx.save_for_backward(*tensors, *output[:3])
     ctx.set_materialize_grads(False)
@@ -254,14 +284,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _gradients(operator: Any, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad, grad_lse = grads[:2]
     if grad is None and grad_lse is None:
-        return (None,) * 8
+        return (None,) * 9
     *tensors, output, lse, rescued = ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(output)
     *parts, weight = operator(
         grad, grad_lse, *tensors, output, lse, rescued, *ctx.settings, ctx.for_weights
     )
-    return (*parts, weight if ctx.for_weights else None, None, None, None, None)
+    return (*parts, weight if ctx.for_weights else None, None, None, None, None, None)
 
 
 def _refuse(ctx: Any, *grads: Tensor | None) -> None:

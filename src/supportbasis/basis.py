@@ -173,6 +173,7 @@ def split_of(plan: HeadPlan, head: Head) -> tuple[Side, Side]:
     if rows is None or keys is None:
         assert plan.threshold is not None
         rows, keys = large_tokens(head, plan.threshold)
+    rows, keys = (x.to(head.query.device) for x in (rows, keys))  # the plan's may be elsewhere
     return _side(rows, head.n, None), _side(keys, head.m, head.live_keys)
 
 

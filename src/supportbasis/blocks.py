@@ -22,7 +22,7 @@ from .forest import Forest, build, joined
 from .frame import Frame, framed
 from .problem import Head
 from .selection import Blocks, Lists, Pairs, View, descend, look, select
-from .tree import assign, leading, leaf_layout, order
+from .tree import assign, leading, leaf_layout, order, positions
 
 BASE = 4  # windows of one layer that make a window of the next
 START_NODES = 64  # that a cell looks at before it opens any
@@ -87,6 +87,7 @@ class Structure:
     axes: int  # coordinates that trees split along
     levels: int  # of splits that a token goes through in all trees, as a query and as a key
     compared: int = 0  # leaders of groups that it was compared with, likewise
+    order: str = "tree"  # what "auto" came to; "auto" where queries and keys differ
 
     def select(self, price: float) -> list[Lists]:
         """The lists of all cells of each layer."""
@@ -134,33 +135,40 @@ def structure(head: Head, spectrum: Tensor, settings: BlockSettings) -> Structur
 
 def _whole(head: Head, spectrum: Tensor, settings: BlockSettings) -> Structure:
     """Every row sees every key: one tree, one layer, and blocks that are their own cells."""
-    forest, compared = _tree_of_keys(head, spectrum, settings)
+    forest, compared, how = _tree_of_keys(head, spectrum, settings)
     down = int(math.log2(START_NODES / len(forest.roots)))
     _, nodes = descend(forest, (torch.zeros_like(forest.roots), forest.roots), down)
-    placed = _placed(head.query, spectrum)
-    rows, leaders = arranged(placed, settings.block_size, PARTS, settings.order)
+    placed = placed_tokens(head.query, spectrum)
+    rows, leaders, how_rows = arranged(placed, settings.block_size, PARTS, settings.order)
     real = repeated(rows)
-    at = order(placed[real], int(math.log2(PARTS)))[0]
+    at = positions(placed[real], int(math.log2(PARTS)))
     rows, real = rows.gather(1, at), real.gather(1, at)
     layers = _fitting(forest, nodes, rows, head.query[real], spectrum)
     sizes = ((head.n, settings.block_size // PARTS), (head.m, settings.leaf_size // 2))
     levels = sum(leaf_layout(tokens, max(1, size))[0] for tokens, size in sizes)
-    compared += leaders
-    return Structure(head, forest, tuple(layers), None, leading(spectrum), levels, compared)
+    how = how if how == how_rows else "auto"
+    axes, compared = leading(spectrum), compared + leaders
+    return Structure(head, forest, tuple(layers), None, axes, levels, compared, how)
 
 
-def _tree_of_keys(head: Head, spectrum: Tensor, settings: BlockSettings) -> tuple[Forest, int]:
-    """Segments of alike keys as small trees, and joined until at most `START_NODES` are left."""
-    placed, live = _placed(head.key, spectrum), head.live_keys
+def _tree_of_keys(head: Head, spectrum: Tensor, settings: BlockSettings) -> tuple[Forest, int, str]:
+    """Segments of alike keys as small trees, and joined until at most `START_NODES` are left;
+    leaders that keys were compared with, and how keys came into segments."""
+    placed, live = placed_tokens(head.key, spectrum), head.live_keys
     leaf = settings.leaf_size
     tokens = placed if live is None else placed[live]
-    segments, compared = arranged(tokens, 4 * leaf, 8, settings.order)
+    segments, compared, how = arranged(tokens, 4 * leaf, 8, settings.order, aligned=True)
     if live is not None:
         segments = torch.where(segments >= 0, live[segments], -1)
-    above = max(0, math.ceil(math.log2(len(segments) / START_NODES)))
+    above = levels_above(len(segments))
     missing = -len(segments) % (1 << above)
     segments = torch.cat([segments, segments.new_full((missing, segments.shape[1]), -1)])
-    return build(head, placed, segments, segments.shape[1] // 4, above), compared
+    return build(head, placed, segments, segments.shape[1] // 4, above), compared, how
+
+
+def levels_above(segments: int) -> int:
+    """Levels of nodes above segments, so that at most `START_NODES` roots are left."""
+    return max(0, math.ceil(math.log2(segments / START_NODES)))
 
 
 def _fitting(
@@ -168,7 +176,7 @@ def _fitting(
 ) -> list[Layer]:
     """Blocks [blocks, size] as layers: those whose queries are close together, those that are not
     in parts, and rows that are far from what is left of their block alone."""
-    wide = _apart(query, spectrum).mean(1) > FAR
+    wide = apart(query, spectrum).mean(1) > FAR
     groups = [(rows[~wide], query[~wide])]
     groups.append((rows[wide].view(-1, rows.shape[1] // PARTS), query[wide].flatten(0, 1)))
     layers, alone, alone_query = [], [], []
@@ -176,22 +184,26 @@ def _fitting(
         if not len(part):
             continue
         tokens = tokens.reshape(*part.shape, -1)
-        apart = _apart(tokens, spectrum)
-        far = (apart > FAR) & (apart > UNUSUAL * apart.median(1, keepdim=True).values)
+        far = strangers(apart(tokens, spectrum))
         alone.append(part[far & (part >= 0)])
         alone_query.append(tokens[far & (part >= 0)])
         tokens = torch.where(far.unsqueeze(2), tokens.mean(1, keepdim=True), tokens)
         layers.append(_seeing(forest, nodes, part.masked_fill(far, -1), tokens))
-    strangers = torch.cat(alone).unsqueeze(1)
-    if len(strangers):
-        layers.append(_seeing(forest, nodes, strangers, torch.cat(alone_query).unsqueeze(1)))
+    left = torch.cat(alone).unsqueeze(1)
+    if len(left):
+        layers.append(_seeing(forest, nodes, left, torch.cat(alone_query).unsqueeze(1)))
     return layers
 
 
-def _apart(query: Tensor, spectrum: Tensor) -> Tensor:
+def apart(query: Tensor, spectrum: Tensor) -> Tensor:
     """How far queries [blocks, size] are from the mean of their block: the variance, over the
     keys, of the scores that lie between them."""
     return ((query - query.mean(1, keepdim=True)).square() * spectrum.to(query)).sum(2)
+
+
+def strangers(distance: Tensor) -> Tensor:
+    """Which queries are far from the mean of their block, given how far all are [blocks, size]."""
+    return (distance > FAR) & (distance > UNUSUAL * distance.median(1, keepdim=True).values)
 
 
 def _seeing(forest: Forest, nodes: Tensor, rows: Tensor, query: Tensor) -> Layer:
@@ -202,7 +214,7 @@ def _seeing(forest: Forest, nodes: Tensor, rows: Tensor, query: Tensor) -> Layer
     return Layer(cells, start, look(forest, cells, start), rows, query, owner)
 
 
-def _placed(tokens: Tensor, spectrum: Tensor) -> Tensor:
+def placed_tokens(tokens: Tensor, spectrum: Tensor) -> Tensor:
     """Queries or keys in the leading coordinates, in the metric of the other side."""
     metric = spectrum.to(tokens).clamp(min=0).sqrt()[: leading(spectrum)]
     return tokens[:, : len(metric)] * metric
@@ -220,14 +232,14 @@ def _causal(head: Head, spectrum: Tensor, settings: BlockSettings) -> Structure:
     widths = [1]
     while widths[-1] * BASE < count:
         widths.append(widths[-1] * BASE)
-    placed = _placed(head.key, spectrum)
+    placed = placed_tokens(head.key, spectrum)
     forests = [
         build(head, placed, _windows(keys, width * chunk), settings.leaf_size) for width in widths
     ]
     forest, first = joined(forests), [0]
     for tree in forests:
         first.append(first[-1] + len(tree.roots))
-    rows, placed = torch.where(place < head.n, place, -1), _placed(head.query, spectrum)
+    rows, placed = torch.where(place < head.n, place, -1), placed_tokens(head.query, spectrum)
     layers = [
         _layer(head, placed, _windows(rows, width * chunk), settings, forest, first, level)
         for level, width in enumerate(widths)
@@ -239,11 +251,11 @@ def _causal(head: Head, spectrum: Tensor, settings: BlockSettings) -> Structure:
     return Structure(head, forest, tuple(layers), chunks, leading(spectrum), splits)
 
 
-def _windows(positions: Tensor, width: int) -> Tensor:
+def _windows(places: Tensor, width: int) -> Tensor:
     """Positions as windows [windows, width], the last one filled up with -1."""
-    missing = -len(positions) % width
-    filler = positions.new_full((missing,), -1)
-    return torch.cat([positions, filler]).view(-1, width)
+    missing = -len(places) % width
+    filler = places.new_full((missing,), -1)
+    return torch.cat([places, filler]).view(-1, width)
 
 
 def _layer(

@@ -15,7 +15,7 @@ def check_finite(**tensors: Tensor) -> None:
     """Raise if a tensor has NaN or Inf. One reduction; the entries are searched only on failure."""
     for name, tensor in tensors.items():
         tensor = tensor.detach()
-        if bool(tensor.sum(dtype=compute_dtype(tensor.dtype)).isfinite()):
+        if math.isfinite(tensor.sum(dtype=compute_dtype(tensor.dtype)).item()):
             continue
         bad = ~tensor.isfinite()
         count = int(bad.sum())

@@ -37,7 +37,7 @@ def distortion(head: Head, plan: HeadPlan) -> Distortion:
         return _of_buckets(head, plan)
     if plan.kind in ("block", "fitted"):
         return Distortion(math.inf, math.inf, False)  # judged, not bounded
-    poly, mixed = _recertified(head, plan)
+    poly, mixed = recertified(head, plan)
     return Distortion(poly.weight_log_spread(with_exact=mixed), poly.error, poly.positive)
 
 
@@ -51,7 +51,7 @@ def _on_data(head: Head, plan: HeadPlan) -> tuple[float, bool]:
     return score_reach(head, rows.small, keys.small), keys.large is not None
 
 
-def _recertified(head: Head, plan: HeadPlan) -> tuple[CertifiedPolynomial, bool]:
+def recertified(head: Head, plan: HeadPlan) -> tuple[CertifiedPolynomial, bool]:
     """The plan's polynomial on the range of this data, which may be wider than the plan's."""
     reach, mixed = _on_data(head, plan)
     poly = plan.polynomial

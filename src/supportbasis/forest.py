@@ -26,7 +26,8 @@ from torch import Tensor
 
 from .arrangement import repeated
 from .problem import Head
-from .tree import leaf_layout, order
+from .tree import leaf_layout
+from .tree import positions as tree_positions
 
 DIRECTIONS = 8  # leading coordinates in which the covariance of keys and values is kept
 LARGEST_TILT = 1.0  # of <x, V x>: beyond, second order says nothing and the tilt is limited
@@ -114,7 +115,7 @@ def build(head: Head, placed: Tensor, positions: Tensor, leaf: int, above: int =
     segments, tokens = positions.shape
     depth, size = leaf_layout(tokens, leaf)
     assert size << depth == tokens and size % 2 == 0
-    within = order(placed[repeated(positions)], depth + 1)[0]
+    within = tree_positions(placed[repeated(positions)], depth + 1)
     position = positions.gather(1, within).view(-1, size // 2)
     sums, tables = _half_sums(head, position)
     return _assemble(sums, tables, segments >> above, depth + above)

@@ -37,7 +37,7 @@ def attention_problem(
     n, m, dim = query.shape[-2], key.shape[-2], query.shape[-1]
     if not isinstance(is_causal, bool):
         raise InputError(f"is_causal must be True or False, got {is_causal!r}")
-    weight, mask = _split_mask(attn_mask, query, (*leading, n, m))
+    weight, mask = _split_mask(attn_mask, query, (*leading, n, m), finite)
     if finite:
         check_finite(**dict(zip(names, given, strict=True)))
     scale = _check_scale(scale, dim)
@@ -138,6 +138,8 @@ def _broadcast(
 ) -> tuple[int, ...]:
     """The common shape of all but the last dims."""
     shapes = [tuple(x.shape[:-last]) for x in tensors]
+    if shapes[0] == shapes[1] == shapes[2]:
+        return shapes[0]
     try:
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError:
@@ -168,7 +170,7 @@ def _check_scale(scale: float | None, dim: int) -> float:
 
 
 def _split_mask(
-    mask: Tensor | None, query: Tensor, shape: tuple[int, ...]
+    mask: Tensor | None, query: Tensor, shape: tuple[int, ...], finite: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """A mask as key log-weights [batch, heads, m] if it is a key mask, else as it came.
 
@@ -199,14 +201,14 @@ def _split_mask(
             check_bias(mask)
             return None, mask.expand(shape).reshape(batch, heads, *shape[-2:])
         mask = mask[..., :1, :]
-    weight = _log_weight(mask, compute_dtype(query.dtype))
+    weight = _log_weight(mask, compute_dtype(query.dtype), finite or query.device.type == "cpu")
     return weight.expand(*shape[:-2], 1, shape[-1]).reshape(batch, heads, shape[-1]), None
 
 
-def _log_weight(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _log_weight(mask: Tensor, dtype: torch.dtype, check: bool) -> Tensor:
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=dtype, device=mask.device)
         return torch.where(mask, zero, -math.inf)
-    if not is_watched():  # else the operator will check
+    if check and not is_watched():  # else the operator will check
         check_bias(mask)
     return mask.to(dtype)

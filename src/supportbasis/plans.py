@@ -144,10 +144,12 @@ class Plan:
     dim: int
     heads: tuple[HeadPlan, ...]
     handle: str = field(init=False)  # the plan's name where only strings can go
+    memory: dict[object, object] = field(init=False, repr=False)  # of a device: see `device`
     is_exact: bool = field(init=False)  # every head of it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", f"plan {next(_numbers)}")
+        object.__setattr__(self, "memory", {})
         object.__setattr__(self, "is_exact", all(head.kind == "exact" for head in self.heads))
         _plans[self.handle] = self
 

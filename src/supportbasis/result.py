@@ -16,7 +16,8 @@ class Result:
 
     ``output`` is what the plain call returns, ``lse`` the natural log of each row's sum of
     weights. A kernel sum is ``output * exp(log_scale)``: a number for each (batch, head) in the
-    caller's leading dims, 0 for attention.
+    caller's leading dims, 0 for attention. ``implementation`` says what ran: "sdpa" (PyTorch's own
+    attention, for exact plans), "eager", "triton", or how many heads each of the two took.
     """
 
     output: Tensor
@@ -24,7 +25,11 @@ class Result:
     log_scale: Tensor
     plan: Plan
     certificate: Certificate
+    implementation: str = "eager"
 
     def __repr__(self) -> str:
         shape = list(self.output.shape)
-        return f"Result: output {shape}\n{self.certificate}\n{self.plan}"
+        return (
+            f"Result: output {shape}, computed by {self.implementation}\n{self.certificate}\n"
+            f"{self.plan}"
+        )

@@ -35,6 +35,15 @@ def _is_fused(problem: Problem) -> bool:
     return problem.query.device.type == "cpu" and same_dim and problem.dropout_p == 0
 
 
+def shows_bad_values(problem: Problem) -> bool:
+    """Whether a NaN or Inf of a value always reaches the output, since every key is seen.
+
+    One of a query or key may not: a score of -inf has weight zero.
+    """
+    unmasked = problem.key_log_weight is None and problem.mask is None and not problem.dropout_p
+    return unmasked and (not problem.is_causal or problem.n >= problem.m)
+
+
 def sdpa(problem: Problem) -> Tensor:
     """Output [batch, heads, n, dv] in the input dtype; differentiable."""
     query, key, value, mask = _operands(problem)

@@ -52,6 +52,28 @@ class Lists:
 
 
 @dataclass(frozen=True, eq=False)
+class Column:
+    """Items of all lists, and where the list of each block begins."""
+
+    item: Tensor
+    first: Tensor  # [blocks]
+    count: Tensor  # [blocks]
+
+    @staticmethod
+    def of(pairs: Pairs, blocks: int) -> Column:
+        block, item = pairs
+        edges = torch.searchsorted(block, torch.arange(blocks + 1, device=block.device))
+        return Column(item, edges[:-1], edges.diff())
+
+    def of_members(self, members: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Items of some blocks: the item, which member it belongs to, its place in the list."""
+        count = self.count[members]
+        owner = torch.arange(len(members), device=members.device).repeat_interleave(count)
+        place = torch.arange(len(owner), device=members.device) - (count.cumsum(0) - count)[owner]
+        return self.item[self.first[members][owner] + place], owner, place
+
+
+@dataclass(frozen=True, eq=False)
 class View:
     """What a block believes before it has looked closely: total mass, output, size of it."""
 

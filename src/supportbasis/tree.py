@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 ITERATIONS = 6  # of the power method; the axis need not be exact
+AXIS_TOKENS = 512  # of a node, evenly spaced, from which its axis is estimated
 EXPLAINED = 0.99  # of the variance of the scores: directions beyond are not looked at
 
 
@@ -49,14 +52,29 @@ def order(x: Tensor, depth: int) -> tuple[Tensor, list[Split]]:
     for level in range(depth):
         nodes = (position + offset).reshape(segments << level, tokens >> level)
         part = flat[nodes]
-        middle = part.mean(1, keepdim=True)
-        axis = _axis(part - middle)
+        axis = _axis(part[:, :: max(1, part.shape[1] // AXIS_TOKENS)])
         along = (part @ axis).squeeze(2)
         along, index = along.sort(dim=1, stable=True)
         half = along.shape[1] // 2
         splits.append(Split(axis, (along[:, half - 1] + along[:, half]) / 2))
         position = position.reshape(nodes.shape).gather(1, index).reshape(segments, tokens)
     return position, splits
+
+
+@torch.no_grad()
+def positions(x: Tensor, depth: int) -> Tensor:
+    """The positions of `order` alone, which on a CUDA device are found by kernels where Triton is
+    installed: whoever sums over the blocks, and goes back through them, finds the same ones."""
+    if x.is_cuda and x.dtype == torch.float32 and _has_triton() and x.shape[2] <= 256:
+        from .kernels import ordering
+
+        return ordering.order(x, depth)
+    return order(x, depth)[0]
+
+
+@lru_cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 @torch.no_grad()
@@ -72,28 +90,31 @@ def assign(x: Tensor, splits: Sequence[Split]) -> Tensor:
     return leaf
 
 
-def _signs(like: Tensor) -> Tensor:
+@lru_cache(maxsize=64)
+def _signs(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    bits = torch.randint(2, (dim,), generator=torch.Generator().manual_seed(0))
+    return (2 * bits - 1).to(device, dtype)
+
+
+def signs(like: Tensor) -> Tensor:
     """Fixed signs: a start of the power method that is orthogonal to no axis one would think of."""
-    bits = torch.randint(2, like.shape[2:], generator=torch.Generator().manual_seed(0))
-    return (2 * bits - 1).to(like)
+    return _signs(like.shape[2], like.dtype, like.device)
 
 
 def _axis(part: Tensor) -> Tensor:
-    """Approximate principal axes of centred tokens [nodes, tokens, dim]: [nodes, dim, 1].
-
-    Powers of the covariance, or of both its factors in turn where it would be large.
-    """
+    """Approximate principal axes of tokens [nodes, tokens, dim]: [nodes, dim, 1]."""
     tiny = torch.finfo(part.dtype).tiny
+    part = part - part.mean(1, keepdim=True)
     diagonal = part.square().sum(1)
     part = part / diagonal.sum(1).clamp(min=tiny).sqrt().view(-1, 1, 1)
-    covariance = part.transpose(1, 2) @ part if part.shape[2] <= 2 * ITERATIONS else None
-    axis = (diagonal.sqrt() * _signs(part)).unsqueeze(2) + tiny
+    covariance = part.transpose(1, 2) @ part
+    axis = diagonal.sqrt() * signs(part) + tiny
     for _ in range(ITERATIONS):
-        axis = part.transpose(1, 2) @ (part @ axis) if covariance is None else covariance @ axis
+        axis = (covariance * axis.unsqueeze(1)).sum(2)  # for many small matrices faster than bmm
         axis = axis / axis.norm(dim=1, keepdim=True).clamp(min=tiny)
-    return axis
+    return axis.unsqueeze(2)
 
 
 def split_work(axes: int) -> int:
     """Multiply-adds of one level of a tree, for each token."""
-    return axes * (min(axes, 2 * ITERATIONS) + 3)
+    return axes * (axes + 3)

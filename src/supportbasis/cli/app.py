@@ -27,9 +27,11 @@ from .efficiency import run_efficiency
 from .frontier import FULL as WHOLE_FRONTIER
 from .frontier import QUICK as QUICK_FRONTIER
 from .frontier import Models, frontier_extent, run_frontier
+from .gpu import run_gpu_bench
 from .polynomial_attention import FULL as WHOLE_STUDY
 from .polynomial_attention import QUICK as QUICK_STUDY
 from .polynomial_attention import run_study
+from .selftest import run_selftest
 from .settings import GENERATED, Setting, load_qkv
 
 DEFAULT_N = 16384
@@ -83,6 +85,20 @@ def demo(
         run_demo(settings, _writable(out), seed, _console())
 
 
+@app.command()
+def selftest(
+    device: Annotated[
+        str | None,
+        typer.Option(help="cuda, or cpu (Triton's interpreter). [default: cuda if there is one]"),
+    ] = None,
+) -> None:
+    """Compare every kernel with its float64 reference on this device; status 1 if one fails."""
+    with _friendly("selftest"):
+        passed = run_selftest(device, _console())
+    if not passed:
+        raise typer.Exit(1)
+
+
 @benchmarks.callback()
 def bench(
     context: typer.Context,
@@ -90,16 +106,31 @@ def bench(
     only: Annotated[
         str | None, typer.Option(help="Only the benchmarks whose name starts with this.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
-        "supportbasis-out/bench"
-    ),
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda: the kernels against every backend of PyTorch.")
+    ] = "cpu",
+    redraw: Annotated[
+        bool, typer.Option("--redraw", help="With cuda: only report what --out holds already.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the report. [default: supportbasis-out/bench, or bench-cuda]"),
+    ] = None,
 ) -> None:
     """Time the methods against PyTorch's exact attention, each with its error."""
     with _friendly("bench"):
-        if context.invoked_subcommand is None:
-            run_bench(QUICK if quick else FULL, only, _writable(out), _console())
-        else:
+        if context.invoked_subcommand is not None:
             _refuse_options(context)
+        elif device == "cuda":
+            folder = _writable(out or Path("supportbasis-out/bench-cuda"))
+            run_gpu_bench(only, folder, _console(), quick=quick, redraw=redraw)
+        elif device != "cpu":
+            raise InputError(f"--device: got {device!r}, expected cpu or cuda")
+        elif redraw:
+            raise InputError("--redraw is for --device cuda; leave it out")
+        else:
+            folder = _writable(out or Path("supportbasis-out/bench"))
+            run_bench(QUICK if quick else FULL, only, folder, _console())
 
 
 @benchmarks.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from dataclasses import dataclass
@@ -26,10 +27,12 @@ class Machine:
     commit: str
 
     @staticmethod
-    def here() -> Machine:
+    def here(device: str = "cpu") -> Machine:
+        """The machine of this process; the device "cuda" gets its own name."""
+        known = device == "cuda" and torch.cuda.is_available()
         return Machine(
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            device="cpu",
+            device=torch.cuda.get_device_name() if known else device,
             cpu=_cpu(),
             cores=torch.get_num_threads(),
             torch=torch.__version__,
@@ -48,11 +51,12 @@ def _cpu() -> str:
 
 
 def _commit() -> str:
-    """Of the checkout this package is imported from; empty for an installed package."""
+    """Of the checkout this package is imported from; empty for an installed package. A copy
+    without its history may say it in SUPPORTBASIS_COMMIT."""
     package = Path(supportbasis.__file__).resolve().parent
     top = _git(package, "rev-parse", "--show-toplevel")
     if not top or package != Path(top).resolve() / "src" / "supportbasis":
-        return ""
+        return os.environ.get("SUPPORTBASIS_COMMIT", "")
     return _git(package, "describe", "--always", "--dirty", "--exclude", "*")
 
 

@@ -22,7 +22,7 @@ from ..frame import Frame
 from ..partial import Partial
 from ..problem import Head
 from ..rounding import gamma, product_roundoff, sum_depth
-from ..selection import Lists, Pairs
+from ..selection import Column, Lists
 from .exact import KERNEL, SUM_BLOCK
 
 GROUP_KEYS = 2**18  # in one attention call, over all of its blocks
@@ -75,7 +75,7 @@ def block_sums(made: Structure, lists: Sequence[Lists], chunk: int) -> Partial:
             query, rows = layer.query[members], layer.rows[members]
             _add_attention(total, rows, query, key, value, bias.unsqueeze(1))
     if made.chunks is not None:
-        _add_chunks(made, chunk, total)
+        add_chunks(made, chunk, total)
     return total
 
 
@@ -84,7 +84,7 @@ def grouped(
 ) -> Iterator[tuple[Tensor, Places]]:
     """Blocks of a layer that are attended together, and where their keys are."""
     cells = len(layer.cells.mean)
-    coarse, exact = (_Column.of(pairs, cells) for pairs in (items.coarse, items.exact))
+    coarse, exact = (Column.of(pairs, cells) for pairs in (items.coarse, items.exact))
     length = (coarse.count + exact.count * forest.leaf_size)[layer.owner]
     for members in _groups(length, limit):
         yield members, Places.of(forest, coarse, exact, layer.owner[members])
@@ -123,28 +123,6 @@ def _add_attention(
     total.put_(at, total[at].add_(part))
 
 
-@dataclass(frozen=True, eq=False)
-class _Column:
-    """Items of all lists, and where the list of each block begins."""
-
-    item: Tensor
-    first: Tensor  # [blocks]
-    count: Tensor  # [blocks]
-
-    @staticmethod
-    def of(pairs: Pairs, blocks: int) -> _Column:
-        block, item = pairs
-        edges = torch.searchsorted(block, torch.arange(blocks + 1, device=block.device))
-        return _Column(item, edges[:-1], edges.diff())
-
-    def of_members(self, members: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Items of some blocks: the item, which member it belongs to, its place in the list."""
-        count = self.count[members]
-        owner = torch.arange(len(members), device=members.device).repeat_interleave(count)
-        place = torch.arange(len(owner), device=members.device) - (count.cumsum(0) - count)[owner]
-        return self.item[self.first[members][owner] + place], owner, place
-
-
 class Places(NamedTuple):
     """Which nodes and leaves the lists of some cells hold, and where in the lists they are."""
 
@@ -157,7 +135,7 @@ class Places(NamedTuple):
     leaf_at: Tensor  # [leaves * leaf size]
 
     @staticmethod
-    def of(forest: Forest, coarse: _Column, exact: _Column, cell: Tensor) -> Places:
+    def of(forest: Forest, coarse: Column, exact: Column, cell: Tensor) -> Places:
         size = forest.leaf_size
         width = int((coarse.count[cell] + exact.count[cell] * size).max())
         node, node_owner, place = coarse.of_members(cell)
@@ -201,7 +179,7 @@ class Pieces(NamedTuple):
         return key, value, bias
 
 
-def _add_chunks(made: Structure, chunk: int, total: Partial) -> None:
+def add_chunks(made: Structure, chunk: int, total: Partial) -> None:
     """Causal: the keys of each row's own chunk, exactly, none of which may lie ahead."""
     for rows, query, key, value, bias in chunked(made, chunk, GROUP_KEYS):
         _add_attention(total, rows, query, key, value, bias)

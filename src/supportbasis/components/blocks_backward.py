@@ -9,7 +9,7 @@ takes the tables back to the tokens. So memory is that of the trees and of one g
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -33,8 +33,10 @@ def add_gradients(
     cotangent: Cotangent,
     head: Head,
     rows: Tensor | None,
+    kind: Callable[[Structure, Cotangent, Tensor], Flow] | None = None,
 ) -> None:
-    """Add what flows back from the sums of the given rows of a block support."""
+    """Add what flows back from the sums of the given rows of a block support; ``kind`` says how
+    lists are walked."""
     inside = framed(head, frame)
     assert inside.key_log_weight is not None
     tokens = (inside.query, inside.key, inside.value.to(head.dtype), inside.key_log_weight)
@@ -43,9 +45,9 @@ def add_gradients(
         query, key, value, weight = leaves
         live = replace(inside, query=query, key=key, value=value, key_log_weight=weight)
         made = structure(live, frame.spectrum, settings)
-    flow = _Flow(made, _of_all_rows(cotangent, head, rows), frame.row_shift(head, None))
-    for layer, items in zip(made.layers, made.select(settings.price), strict=True):
-        flow.add_layer(layer, items)
+    cotangent = _of_all_rows(cotangent, head, rows)
+    flow = (kind or Flow)(made, cotangent, frame.row_shift(head, None))
+    flow.add_layers(settings.price)
     parts = flow.to_tokens(leaves)
     if made.chunks is not None:
         flow.add_chunks(settings.chunk, leaves, parts)
@@ -66,7 +68,7 @@ def _of_all_rows(cotangent: Cotangent, head: Head, rows: Tensor | None) -> Cotan
     return Cotangent(num, den, log_scale)
 
 
-class _Flow:
+class Flow:
     """Gradients of the tables of a structure, as they come in."""
 
     def __init__(self, made: Structure, cotangent: Cotangent, shift: Tensor):
@@ -78,6 +80,11 @@ class _Flow:
         self.tables = [*forest.nodes, *leaves]
         self.sums = [*self.nodes, *self.leaves]
         self.row_factor = torch.zeros_like(shift)
+
+    def add_layers(self, price: float) -> None:
+        """Add what flows back from the lists of all layers."""
+        for layer, items in zip(self.made.layers, self.made.select(price), strict=True):
+            self.add_layer(layer, items)
 
     def add_layer(self, layer: Layer, items: Lists) -> None:
         query, mean = torch.zeros_like(layer.query), torch.zeros_like(layer.cells.mean)

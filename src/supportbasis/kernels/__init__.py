@@ -11,6 +11,10 @@ modules can be read and imported where Triton is missing.
 `contract`         the gradient of the read-out with respect to its tokens
 `blocklist`        attention of blocks of queries over lists of granules of keys; its kernels
                    are in `blocklist_kernels`
+`ordering`         trees: the order of their tokens; kernels in `ordering_kernels`
+`summary`          nodes of trees; kernels in `summary_kernels`
+`selection`        which nodes and leaves a block lists, and its coarse keys; kernels in
+                   `selection_kernels`
 `tiles`            which tile shapes were the fastest
 `language`         Triton, where it is installed
 =================  =========================================================================

@@ -33,6 +33,7 @@ class ListTiles:
     keys: int = 64
     warps: int = 4
     stages: int = 3
+    columns: bool = False  # log-weights as entries of the keys
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ def choose_list_tiles(width: int, full_precision: bool, weighted: bool) -> ListT
     if full_precision:
         return ListTiles(16 if width > 128 else 32, 4, 1)
     if width <= 64:
-        return ListTiles(64 if weighted else 128, 4, 3)
-    return ListTiles(64, 4, 2)
+        return ListTiles(128, 4, 2 if weighted else 3)
+    return ListTiles(64, 4, 2, columns=weighted)
 
 
 def inverse_lists(
@@ -67,6 +68,24 @@ def inverse_lists(
     return torch.searchsorted(place, bounds), row[order]
 
 
+def weight_columns(
+    log_weight: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, float]:
+    """Log-weights [batch, key heads, m] as entries of keys [batch, key heads, m + 16, 16]: less
+    the largest, over the scale, in three parts that add up to them; the largest [batch, key heads,
+    1]; and a score, to base 2, that only keys without weight stay below."""
+    hidden = -6e4 if dtype == torch.float16 else -1e30
+    top = log_weight.amax(2, keepdim=True)
+    top = torch.where(top > -math.inf, top, 0.0)
+    rest = torch.nn.functional.pad(log_weight - top, (0, GRANULE), value=-math.inf)
+    rest = (rest / scale).clamp(min=hidden)
+    columns = torch.zeros(*rest.shape, 16, dtype=dtype, device=rest.device)
+    for part in range(3):
+        columns[..., part] = rest
+        rest = rest - columns[..., part]
+    return columns, top, hidden * scale * LOG2E / 2
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -77,19 +96,28 @@ class _Attention(torch.autograd.Function):
         batch, heads, n, d = query.shape
         (key_heads, m), dv = key.shape[1:3], value.shape[-1]
         blocks = cdiv(n, call.block)
-        out = torch.empty(batch, heads, n, dv, dtype=query.dtype, device=query.device)
+        out = torch.empty(batch, heads, n, dv, dtype=value.dtype, device=query.device)
         lse = torch.empty(batch, heads, n, dtype=torch.float32, device=query.device)
+        as_columns = log_weight is not None and call.tiles.columns
+        rows, columns, top, least = lse, lse, None, -math.inf
+        if as_columns:
+            assert log_weight is not None
+            columns, top, least = weight_columns(log_weight, call.scale, query.dtype)
+        elif log_weight is not None:
+            rows = log_weight * LOG2E
         kernels.forward[(blocks, batch * heads)](
-            query, key, value, lse if log_weight is None else log_weight,
+            query, key, value, rows, columns,
             offsets, indices, out, lse,
-            heads, key_heads, n, m, d, dv, blocks, call.scale * LOG2E,
+            heads, key_heads, n, m, d, dv, blocks, call.scale * LOG2E, least,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             power_of_two(d), power_of_two(dv), call.block, call.tiles.keys,
-            GRANULE, log_weight is not None,
+            GRANULE, log_weight is not None, as_columns,
             m % GRANULE == 0 and d == power_of_two(d) and dv == power_of_two(dv),
-            m * max(key.stride(2), value.stride(2)) >= 2**31, call.precision,
+            m * max(key.stride(2), value.stride(2), 16) >= 2**31, call.precision,
             num_warps=call.tiles.warps, num_stages=call.tiles.stages,
         )  # fmt: skip
+        if top is not None:
+            lse += top.repeat_interleave(heads // key_heads, 1)
         ctx.call = call
         ctx.save_for_backward(query, key, value, log_weight, offsets, indices, out, lse)
         return out, lse
@@ -135,6 +163,19 @@ class _Attention(torch.autograd.Function):
         return (*made, None, None, None)
 
 
+def _check_value(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Values may have another 16-bit dtype than tokens where nobody asks for gradients."""
+    if value.dim() != 4 or value.shape[:3] != key.shape[:3] or not 0 < value.shape[3] <= 256:
+        raise InputError(f"value: got {tuple(value.shape)} with key {tuple(key.shape)}")
+    if value.dtype == query.dtype and value.device == query.device:
+        return
+    asked = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if asked or {value.dtype, query.dtype} != {torch.bfloat16, torch.float16}:
+        raise InputError(
+            f"value: got {value.dtype} on {value.device}, expected {query.dtype} on {query.device}"
+        )
+
+
 def block_list_attention(
     query: Tensor,
     key: Tensor,
@@ -155,7 +196,8 @@ def block_list_attention(
     (entries past the last offset are never read). Offsets and indices are not looked at here:
     checking them would wait for the device.
     """
-    check_inputs(query, key, value)
+    check_inputs(query, key, key)
+    _check_value(query, key, value)
     rows = query.shape[0] * query.shape[1] * cdiv(query.shape[2], block)
     if offsets.numel() != rows + 1:
         raise InputError(f"offsets: got {offsets.numel()} entries, expected {rows + 1}")

@@ -21,14 +21,18 @@ def listed_keys(indices, at, last, m, GRANULE: tl.constexpr, BN: tl.constexpr):
 
 @jit
 def forward(
-    q, k, v, log_weight, offsets, indices, out, lse,
-    heads, key_heads, n, m, d, dv, blocks, scale,
+    q, k, v, log_weight, columns, offsets, indices, out, lse,
+    heads, key_heads, n, m, d, dv, blocks, scale, least,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
     D: tl.constexpr, E: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr,
-    GRANULE: tl.constexpr, WEIGHTED: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GRANULE: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries over its list. EVEN: no key, entry or column is past an end."""
+    """One block of queries over its list. EVEN: no key, entry or column is past an end.
+
+    Log-weights come to base 2 as a row of 16 for each granule, or (COLUMNS) as 16 more entries of
+    each key, three of which add up to its log-weight over the scale and are part of the product.
+    """
     block, bh = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     kh = h // (heads // key_heads)
@@ -39,6 +43,9 @@ def forward(
     k += b * k_b + kh * k_h
     v += b * v_b + kh * v_h
     log_weight += (b * key_heads + kh) * m
+    columns += (b * key_heads + kh) * (m + GRANULE) * 16
+    more = tl.arange(0, 16)
+    ones = tl.where((more < 3)[None, :] & (near >= 0)[:, None], 1.0, 0.0).to(q.dtype.element_ty)
     query = tl.load(
         q + near[:, None] * q_n + dims[None, :], mask=live[:, None] & (dims < d)[None, :], other=0.0
     )
@@ -68,13 +75,27 @@ def forward(
         here = place < last
         if not EVEN:
             here = here & (key < m)
-        if WEIGHTED:
-            bias = tl.load(log_weight + key, mask=here, other=float("-inf"))
-            bias = bias * 1.4426950408889634
-        else:
-            bias = tl.where(here, 0.0, float("-inf"))
         score = tl.dot(query, tl.trans(key_row), input_precision=PRECISION)
-        score = score * scale + bias[None, :]
+        if COLUMNS:  # places past the list have the granule past the keys, without weight
+            slot = tl.where(here, key, m + step % GRANULE)
+            row = tl.load(columns + slot[:, None] * 16 + more[None, :])
+            score = tl.dot(ones, tl.trans(row), score, input_precision=PRECISION)
+            score = score * scale
+        else:
+            if WEIGHTED:
+                each = at + tl.arange(0, BN // GRANULE)
+                row = tl.load(indices + each, mask=each < last, other=0)
+                if WIDE:
+                    row = row.to(tl.int64)
+                slot = row[:, None] * GRANULE + tl.arange(0, GRANULE)[None, :]
+                inside = (each < last)[:, None]
+                if not EVEN:
+                    inside = inside & (slot < m)
+                bias = tl.load(log_weight + slot, mask=inside, other=float("-inf"))
+                bias = tl.reshape(bias, (BN,))
+            else:
+                bias = tl.where(here, 0.0, float("-inf"))
+            score = score * scale + bias[None, :]
         new_top = tl.maximum(top, tl.max(score, 1))
         unit = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(score - unit[:, None])
@@ -87,7 +108,7 @@ def forward(
         total = total * shrink[:, None]
         total = tl.dot(weight.to(value.dtype), value, total, input_precision=PRECISION)
         top = new_top
-    seen = mass > 0.0
+    seen = (mass > 0.0) & (top > least)
     total = tl.where(seen[:, None], total / mass[:, None], 0.0)
     log_mass = tl.where(seen, (top + tl.log2(mass)) * 0.6931471805599453, float("-inf"))
     inside = live[:, None] & (cols < dv)[None, :]

@@ -1,24 +1,25 @@
 # mypy: ignore-errors
 """The gradient of a read-out with respect to its tokens.
 
-With T_p [b, e] = 2 c_2 sum_j w_j k_p k_b v_e the read-out's gradient in direction u is
+With T_p [b, e] = 2 sum_j w_j k_p k_b v_e the read-out's gradient in direction u is
 ``sum_p x_p T_p u``: features x_p u_e of an outer product, which need no folding, times rows of T
 that are gathered from the folded state (its diagonal is zero; squares have their own block).
 """
 
 from __future__ import annotations
 
-from .folded import entry, own_chunk, seen_pairs
+from .folded import entry, head_coefficients, own_chunk, seen_pairs
 from .language import jit, tl
 
 
 @jit
 def gradient_rows(
-    grad, output, den, grad_lse, g, h,
+    grad, output, lse, unit, excluded, grad_lse, g, h,
     heads, n, dv, grad_b, grad_h, grad_n,
-    E: tl.constexpr, BM: tl.constexpr, LSE: tl.constexpr,
+    E: tl.constexpr, BM: tl.constexpr, LSE: tl.constexpr, EXCLUDED: tl.constexpr,
 ):  # fmt: skip
-    """From the output's gradient to that of numerator, g, and denominator, h."""
+    """From the output's gradient to that of numerator, g, and denominator, h, in units of the
+    head; zero for rows that have no weight or are ``excluded``."""
     bh, start = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * BM
     near, cols = tl.arange(0, BM), tl.arange(0, E)
     live = start + near < n
@@ -28,8 +29,11 @@ def gradient_rows(
     slope = tl.load(grad + near[:, None] * grad_n + cols[None, :], mask=inside, other=0.0)
     slope = slope.to(tl.float32)
     value = tl.load(output + at, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(den + bh * n + start + near, mask=live, other=0.0)
-    inverse = tl.where(weight > 0.0, 1.0 / weight, 0.0)
+    size = tl.load(lse + bh * n + start + near, mask=live, other=float("-inf"))
+    if EXCLUDED:
+        out = tl.load(excluded + bh * n + start + near, mask=live, other=1)
+        size = tl.where(out != 0, float("-inf"), size)
+    inverse = tl.where(size > float("-inf"), tl.exp(tl.load(unit + bh) - size), 0.0)
     change = -tl.sum(slope * value, 1)
     if LSE:
         change += tl.load(grad_lse + bh * n + start + near, mask=live, other=0.0)
@@ -63,19 +67,19 @@ def _rows_of_pair(state, p, to, cols, pairs, d, D: tl.constexpr, E: tl.constexpr
 
 @jit
 def contract(
-    x, words, u, h, state, vectors, matrix, y, v, w, row_weight, out,
+    x, words, u, h, state, vectors, matrix, y, v, w, row_weight, coefficients, out,
     heads, n, padded, d, dv, pairs, blocks, chunk, ratio,
-    other_heads, m, members, c1, c2,
+    other_heads, m, members,
     x_b, x_h, x_n, u_b, u_h, u_n, y_b, y_h, y_n, v_b, v_h, v_n,
     D: tl.constexpr, DB: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    DEGREE: tl.constexpr, ORDER: tl.constexpr, SLOPE_OF_ROW: tl.constexpr,
+    DEGREE: tl.constexpr, ORDER: tl.constexpr, QUERIES: tl.constexpr,
     WEIGHTED: tl.constexpr, ROW_WEIGHTED: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of every token of ``x``, whose direction is ``u`` and the normaliser's ``h``.
 
-    ``h`` belongs to the rows (SLOPE_OF_ROW: x are queries) or is in the moments already and
-    belongs to the other side (x are keys). ``c1``, ``c2`` are coefficients in <x, y>.
+    ``h`` and the ``coefficients`` in <x, y> belong to the rows (x are QUERIES), or to the other
+    side, and are in the moments already (x are keys).
     """
     block, bh = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     to = tl.program_id(1) * DB + tl.arange(0, DB)
@@ -100,17 +104,18 @@ def contract(
     state += place * (blocks * D * E)
     vectors += place * (dv + d + 1)
     matrix += place * (2 * D * D)
-    if SLOPE_OF_ROW:
+    _, c1, c2 = head_coefficients(coefficients, bh, QUERIES)
+    if QUERIES:
         slope = tl.load(h + bh * n + start + near, mask=live, other=0.0)
     else:
         slope = tl.full((BM,), 1.0, dtype=tl.float32)
 
-    # [E, DB] tiles of the state, read along e
-    linear = tl.load(state + (blocks - 1) * (D * E) + to[None, :] * E + cols[:, None])
-    total = tl.dot(direction, linear, input_precision=PRECISION)
-    first = tl.load(vectors + dv + to, mask=to < d, other=0.0)
-    total += slope[:, None] * first[None, :]
+    total = tl.zeros((BM, DB), dtype=tl.float32)
     if DEGREE == 2:
+        for p in range(d):
+            gathered = _rows_of_pair(state, p, to, cols, pairs, d, D, E)
+            f = times(direction, entry(words, p, padded, near, PACKED), PACKED)
+            total = tl.dot(f, gathered, total, input_precision=PRECISION)
         part = tl.dot(
             direction, tl.load(state + pairs * (D * E) + to[None, :] * E + cols[:, None]),
             input_precision=PRECISION,
@@ -123,11 +128,12 @@ def contract(
         columns = matrix + dims[:, None] * D + to[None, :]
         part = tl.dot(tokens, tl.load(columns), input_precision=PRECISION)
         part = tl.dot(tokens, tl.load(columns + D * D), part, input_precision=PRECISION)
-        total += 2.0 * slope[:, None] * part
-        for p in range(d):
-            gathered = _rows_of_pair(state, p, to, cols, pairs, d, D, E)
-            f = times(direction, entry(words, p, padded, near, PACKED), PACKED)
-            total = tl.dot(f, gathered, total, input_precision=PRECISION)
+        total = c2 * (total + 2.0 * slope[:, None] * part)
+    # [E, DB] tiles of the state, read along e
+    linear = tl.load(state + (blocks - 1) * (D * E) + to[None, :] * E + cols[:, None])
+    first = tl.load(vectors + dv + to, mask=to < d, other=0.0)
+    part = tl.dot(direction, linear, input_precision=PRECISION)
+    total += c1 * (part + slope[:, None] * first[None, :])
 
     if ORDER != 0:
         low, steps = own_chunk(start, own, chunk, m, BM, BN, ORDER)
@@ -150,11 +156,12 @@ def contract(
             ).to(OPERAND)  # fmt: skip
             z = tl.dot(tokens, tl.trans(ty), input_precision=PRECISION)
             change = tl.dot(direction, tl.trans(tv), input_precision=PRECISION)
-            if SLOPE_OF_ROW:
-                change += slope[:, None]
+            if QUERIES:
+                change = (change + slope[:, None]) * (c1 + 2.0 * c2 * z)
             else:
+                _, a1, a2 = head_coefficients(coefficients, other, True)
                 change += tl.load(h + other * m + index, mask=here, other=0.0)[None, :]
-            change = change * (c1 + 2.0 * c2 * z)
+                change = change * (a1 + 2.0 * a2 * z)
             if WEIGHTED:
                 change = change * weight[None, :]
             change = tl.where(seen_pairs(start + near, index, here, ORDER), change, 0.0)

@@ -114,14 +114,16 @@ def square_state(
 
 @jit
 def finish_state(
-    part, state,
-    splits, states, group, pairs, blocks, d, dv, c1, c2,
+    part, state, coefficients,
+    splits, states, group, pairs, blocks, d, dv,
     D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, ORDER: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the splits, weighted and rounded to operands, padded with zeros to [D, E].
+    """Sums of the splits, pairs counted twice, rounded to operands, padded with zeros to [D, E].
 
     ORDER 0: one sum of all splits. ORDER 1: for each split the sum of those before it; -1: of
-    those after it. ``group`` heads of the tokens are added up for one head of the state.
+    those after it. ``group`` heads of the tokens are added up for one head of the state, each
+    with its own coefficients if the tokens are QUERIES.
     """
     block, bh = tl.program_id(0) % blocks, tl.program_id(1).to(tl.int64)
     rows = (tl.program_id(0) // blocks) * ROWS + tl.arange(0, ROWS)
@@ -129,9 +131,9 @@ def finish_state(
     inside = (rows < d)[:, None] & (cols < dv)[None, :]
     total_heads = tl.num_programs(1).to(tl.int64)
     twice = (rows != block) & ((rows > block) | (2 * block != d - 1))
-    factor = tl.where(twice, 2 * c2, 0.0)
-    factor = tl.where(block == pairs, c2, factor)
-    factor = tl.where(block == blocks - 1, c1, factor)[:, None]
+    factor = tl.where(twice, 2.0, 0.0)
+    factor = tl.where(block >= pairs, 1.0, factor)[:, None]
+    power = tl.where(block == blocks - 1, 1, 2)
     source = part + tl.cast(block, tl.int64) * d * dv + rows[:, None] * dv + cols[None, :]
     target = state + block * D * E + rows[:, None] * E + cols[None, :]
     total = tl.zeros((ROWS, E), dtype=tl.float32)
@@ -145,10 +147,24 @@ def finish_state(
         if split < splits:
             for member in range(group):
                 place = ((split * total_heads + bh) * group + member) * blocks
-                total += tl.load(source + place * d * dv, mask=inside, other=0.0)
+                more = tl.load(source + place * d * dv, mask=inside, other=0.0)
+                if QUERIES:
+                    more *= tl.load(coefficients + (bh * group + member) * 3 + power)
+                total += more
     if ORDER == 0:
         place = bh * (blocks * D * E)
         tl.store(target + place, (total * factor).to(state.dtype.element_ty))
+
+
+@jit
+def head_coefficients(coefficients, head, KNOWN: tl.constexpr):
+    """The polynomial of a head of the queries; ones where the state has it already."""
+    c0, c1, c2 = 1.0, 1.0, 1.0
+    if KNOWN:
+        c0 = tl.load(coefficients + head * 3)
+        c1 = tl.load(coefficients + head * 3 + 1)
+        c2 = tl.load(coefficients + head * 3 + 2)
+    return c0, c1, c2
 
 
 @jit
@@ -173,13 +189,14 @@ def seen_pairs(row, index, here, ORDER: tl.constexpr):
 
 @jit
 def normaliser(
-    x, rows, tokens, vectors, matrix, n, d, dv, x_n,
+    x, rows, tokens, vectors, matrix, n, d, dv, x_n, c0, c1, c2,
     D: tl.constexpr, CB: tl.constexpr, DEGREE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Denominator of each row from the moments: s0 + s1 x + x' M x, with M in two operands."""
+    """Denominator of each row from the moments: c0 s + c1 s' x + c2 x' M x, M in two operands."""
     dims = tl.arange(0, D)
     first = tl.load(vectors + dv + dims, mask=dims < d, other=0.0)
-    den = tl.sum(tokens.to(tl.float32) * first[None, :], 1) + tl.load(vectors + dv + d)
+    den = c1 * tl.sum(tokens.to(tl.float32) * first[None, :], 1)
+    den += c0 * tl.load(vectors + dv + d)
     if DEGREE == 2:
         for start in tl.static_range(0, D, CB):
             cols = start + tl.arange(0, CB)
@@ -190,28 +207,29 @@ def normaliser(
                 x + rows[:, None] * x_n + cols[None, :],
                 mask=(rows < n)[:, None] & (cols < d)[None, :], other=0.0,
             )  # fmt: skip
-            den += tl.sum(mapped * again.to(tl.float32), 1)
+            den += c2 * tl.sum(mapped * again.to(tl.float32), 1)
     return den
 
 
 @jit
 def read_out(
-    x, words, state, vectors, matrix, masks, y, u, w, row_weight, out, den,
+    x, words, state, vectors, matrix, masks, y, u, w, row_weight, coefficients, unit, out, den,
     heads, n, padded, d, dv, pairs, blocks, chunk, ratio,
-    other_heads, m, members, c0, c1, c2,
+    other_heads, m, members,
     x_b, x_h, x_n, y_b, y_h, y_n, u_b, u_h, u_n,
     D: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CB: tl.constexpr, U: tl.constexpr, DEGREE: tl.constexpr, ORDER: tl.constexpr,
-    NORMALISER: tl.constexpr, DIVIDE: tl.constexpr,
+    QUERIES: tl.constexpr, NORMALISER: tl.constexpr, DIVIDE: tl.constexpr,
     WEIGHTED: tl.constexpr, ROW_WEIGHTED: tl.constexpr,
     PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sums of every row of ``x``: features times state, and with ORDER != 0 the row's own chunk of
-    (y, u) by the polynomial itself. One epilogue divides (DIVIDE) or writes the sums.
+    (y, u) by the polynomial itself. One epilogue divides (DIVIDE; ``den`` gets its logarithm plus
+    the head's ``unit``) or writes the sums.
 
     A head of ``x`` reads the state of head // ratio; the tokens of its chunk come from
-    ``members`` heads of ``y``. ``words`` are as in `entry`. ``c0``, ``c1``
-    and ``c2`` are coefficients in <x, y>.
+    ``members`` heads of ``y``. ``words`` are as in `entry`. ``coefficients`` in <x, y> are those
+    of each head of the queries: of ``x`` (QUERIES) or of ``y``, whose state has them already.
     """
     block, bh = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     cols = tl.program_id(1) * EB + tl.arange(0, EB)
@@ -232,6 +250,7 @@ def read_out(
     vectors += place * (dv + d + 1)
     matrix += place * (2 * D * D)
     tile = dims[:, None] * E + cols[None, :]
+    c0, c1, c2 = head_coefficients(coefficients, bh, QUERIES)
 
     total = tl.zeros((BM, EB), dtype=tl.float32)
     if DEGREE == 2:
@@ -249,14 +268,20 @@ def read_out(
                 total = tl.dot(f, block_state, total, input_precision=PRECISION)
         squares = tl.load(state + pairs * (D * E) + tile)
         total = tl.dot(tokens * tokens, squares, total, input_precision=PRECISION)
+        if QUERIES:
+            total *= c2
     linear = tl.load(state + (blocks - 1) * (D * E) + tile)
-    total = tl.dot(tokens, linear, total, input_precision=PRECISION)
-    total += tl.load(vectors + cols, mask=cols < dv, other=0.0)[None, :]
+    if QUERIES:
+        total += c1 * tl.dot(tokens, linear, input_precision=PRECISION)
+    else:
+        total = tl.dot(tokens, linear, total, input_precision=PRECISION)
+    total += c0 * tl.load(vectors + cols, mask=cols < dv, other=0.0)[None, :]
     weight_sum = tl.zeros((BM,), dtype=tl.float32)
     if NORMALISER:
         weight_sum = normaliser(
-            x, near, tokens, vectors, matrix, n - start, d, dv, x_n, D, CB, DEGREE, PRECISION
-        )
+            x, near, tokens, vectors, matrix, n - start, d, dv, x_n, c0, c1, c2,
+            D, CB, DEGREE, PRECISION,
+        )  # fmt: skip
 
     if ORDER != 0:
         low, steps = own_chunk(start, own, chunk, m, BM, BN, ORDER)
@@ -274,7 +299,11 @@ def read_out(
                 mask=here[:, None] & (dims < d)[None, :], other=0.0,
             ).to(OPERAND)  # fmt: skip
             z = tl.dot(tokens, tl.trans(ty), input_precision=PRECISION)
-            z = c0 + z * (c1 + c2 * z)
+            if QUERIES:
+                z = c0 + z * (c1 + c2 * z)
+            else:
+                a0, a1, a2 = head_coefficients(coefficients, other, True)
+                z = a0 + z * (a1 + a2 * z)
             if WEIGHTED:
                 z = z * weight[None, :]
             z = tl.where(seen_pairs(start + near, index, here, ORDER), z, 0.0)
@@ -283,6 +312,8 @@ def read_out(
                 mask=here[:, None] & (cols < dv)[None, :], other=0.0,
             ).to(OPERAND)  # fmt: skip
             total = tl.dot(z.to(OPERAND), tu, total, input_precision=PRECISION)
+            if not QUERIES and NORMALISER:  # the queries' slopes weigh the denominator alone
+                z *= tl.load(w + other * m + index, mask=here, other=0.0)[None, :]
             weight_sum += tl.sum(z, 1)
 
     if DIVIDE:
@@ -292,5 +323,8 @@ def read_out(
     inside = (start + near < n)[:, None] & (cols < dv)[None, :]
     target = out + bh * n * dv + start * dv + near[:, None] * dv + cols[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=inside)
+    if DIVIDE:
+        weight_sum = tl.where(weight_sum > 0.0, tl.log(weight_sum), float("-inf"))
+        weight_sum += tl.load(unit + bh)
     if NORMALISER:
         tl.store(den + bh * n + start + near, weight_sum, mask=live & (tl.program_id(1) == 0))

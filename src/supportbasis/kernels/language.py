@@ -30,6 +30,23 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def _repair_interpreter() -> None:
+    """Triton 3.6 takes loop bounds from arrays of one entry by ``int``; NumPy 2.4 refuses that."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+if triton is not None and interpreted():
+    _repair_interpreter()
+
+
 def require() -> None:
     if triton is None:
         raise SupportBasisError(

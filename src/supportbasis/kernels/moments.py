@@ -167,38 +167,41 @@ def weight_moments(
 
 @jit
 def finish_moments(
-    flat, vectors, matrix,
-    splits, states, group, d, dv, flat_size, flat_at, c0, c1, c2,
-    D: tl.constexpr, LENGTH: tl.constexpr, ORDER: tl.constexpr,
+    flat, vectors, matrix, coefficients,
+    splits, states, group, d, dv, flat_size, flat_at,
+    D: tl.constexpr, LENGTH: tl.constexpr, ORDER: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the splits with the polynomial's coefficients: all of them (ORDER 0), those before
-    (1) or those after (-1) each split. ``matrix`` is written as rounded and rest."""
+    """Sums of the splits: all of them (ORDER 0), those before (1) or those after (-1) each split,
+    with the coefficients of their heads if they are QUERIES. ``matrix`` is written as rounded
+    and rest."""
     row, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     total_heads = tl.num_programs(1).to(tl.int64)
     at = tl.arange(0, LENGTH)
     if row < D:
         inside = (at < d) & (row < d)
         source = flat + row * d + at
-        factor = tl.where(at < d, c2, c2)
+        power = tl.where(inside, 2, 0)
     else:
         inside = at < dv + d + 1
         source = flat + flat_at + at
-        factor = tl.where((at >= dv) & (at < dv + d), c1, c0)
+        power = tl.where((at >= dv) & (at < dv + d), 1, 0)
     steps = tl.maximum(splits, states) if ORDER != 0 else splits
     total = tl.zeros((LENGTH,), dtype=tl.float32)
     for step in range(steps):
         split = tl.cast(steps - 1 - step if ORDER < 0 else step, tl.int64)
         if ORDER != 0:  # noqa: SIM102 - known when compiled
             if split < states:
-                _store_moments(
-                    vectors, matrix, split * total_heads + bh, row, total * factor, at, d, dv, D
-                )
+                _store_moments(vectors, matrix, split * total_heads + bh, row, total, at, d, dv, D)
         if split < splits:
             for member in range(group):
-                offset = ((split * total_heads + bh) * group + member) * flat_size
-                total += tl.load(source + offset, mask=inside, other=0.0)
+                head = bh * group + member
+                offset = (split * total_heads * group + head) * flat_size
+                more = tl.load(source + offset, mask=inside, other=0.0)
+                if QUERIES:
+                    more *= tl.load(coefficients + head * 3 + power)
+                total += more
     if ORDER == 0:
-        _store_moments(vectors, matrix, bh, row, total * factor, at, d, dv, D)
+        _store_moments(vectors, matrix, bh, row, total, at, d, dv, D)
 
 
 @jit

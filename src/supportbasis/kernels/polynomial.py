@@ -1,11 +1,12 @@
 """Sums of a polynomial of the scores, p(z) = c_0 + c_1 z + c_2 z^2, on the device.
 
-``num_i = sum_j w_j p(scale <q_i, k_j>) v_j`` and ``den_i = sum_j w_j p(scale <q_i, k_j>)``, in
-time linear in both lengths. Keys are summed in splits (`moments`, `folded.square_state`), the
-splits are added up with the coefficients (`finish_state`), and every query reads the sum
-(`read_out`). Causal sums take a split for every chunk, give each chunk the sum of those before it,
-and evaluate p inside the chunk. The gradient is made of the same parts (`contract`): sums over
-queries, with g = d num as values and h = d den as weights, are what keys and values read.
+``num_i = sum_j w_j p(<q_i, k_j>) v_j`` and ``den_i = sum_j w_j p(<q_i, k_j>)``, in time linear in
+both lengths; every head of the queries has a polynomial of its own. Keys are summed in splits
+(`moments`, `folded.square_state`), the splits are added up (`finish_state`), and every query reads
+the sum with its coefficients (`read_out`). Causal sums take a split for every chunk, give each
+chunk the sum of those before it, and evaluate p inside the chunk. The gradient is made of the same
+parts (`contract`): sums over queries, with g = d num as values and h = d den as weights, are what
+keys and values read.
 
 Products of bfloat16 and float16 inputs have bfloat16 operands and are added in float32; those of
 float32 inputs are three TF32 products in place of one ("tf32x3"), one ("tf32"), or float32
@@ -15,7 +16,6 @@ float32 inputs are three TF32 products in place of one ("tf32x3"), one ("tf32"),
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -35,11 +35,25 @@ PAD = 128  # transposed tokens are padded to a multiple of this
 PROGRAMS = 2048  # of the state kernel, at least, by cutting the keys into splits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Polynomials:
+    """The polynomial of every head of the queries, the weight of every key, and how to sum."""
+
+    coefficients: Tensor  # [batch * heads, 3] in <q, k>, divided by exp(unit)
+    unit: Tensor  # [batch * heads]
+    degree: int
+    weight: Tensor | None = None  # [batch, key heads, m]; 0: the key is not there
+    causal: bool = False
+    chunk: int = CHUNK
+    precision: str = "tf32x3"  # of float32 products
+    tiles: Tiles | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Setting:
     """What the kernels of one call share."""
 
-    coefficients: tuple[float, float, float]  # in <q, k>
+    coefficients: Tensor
     degree: int
     dim: int
     value_dim: int
@@ -112,32 +126,21 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise InputError(f"key: got {key.shape[1]} heads, expected a divisor of {query.shape[1]}")
 
 
-def setting_of(
-    query: Tensor,
-    value: Tensor,
-    coefficients: Sequence[float],
-    scale: float,
-    *,
-    causal: bool = False,
-    chunk: int = CHUNK,
-    precision: str = "tf32x3",
-    tiles: Tiles | None = None,
-) -> Setting:
-    """The shared setting of a call; coefficients are turned from z into <q, k>."""
-    degree = len(coefficients) - 1
+def setting_of(query: Tensor, value: Tensor, polynomials: Polynomials) -> Setting:
+    """The shared setting of a call."""
+    degree, chunk, causal = polynomials.degree, polynomials.chunk, polynomials.causal
     if degree not in (1, 2):
-        raise InputError(f"coefficients: got {len(coefficients)}, expected 2 or 3 (degree 1 or 2)")
+        raise InputError(f"degree: got {degree}, expected 1 or 2")
     full = query.dtype == torch.float32 or interpreted()
     dim, value_dim = query.shape[-1], value.shape[-1]
-    padded = (*coefficients, 0.0) if degree == 1 else tuple(coefficients)
-    tiles = tiles or choose_tiles(dim, value_dim, full, causal)
+    tiles = polynomials.tiles or choose_tiles(dim, value_dim, full, causal)
     if chunk % max(tiles.read.rows, tiles.contract.rows, tiles.state.tokens, 64):
         raise InputError(f"chunk: got {chunk}, expected a multiple of the kernels' rows")
     return Setting(
-        (padded[0], padded[1] * scale, padded[2] * scale**2),
+        polynomials.coefficients,
         degree, dim, value_dim,
         torch.float32 if full else torch.bfloat16,
-        precision if full else None,
+        polynomials.precision if full else None,
         tiles, causal, chunk,
     )  # fmt: skip
 
@@ -217,7 +220,13 @@ def prepared(
 
 
 def sums_over(
-    side: Side, setting: Setting, *, order: int = 0, states: int = 1, group: int = 1
+    side: Side,
+    setting: Setting,
+    *,
+    order: int = 0,
+    states: int = 1,
+    group: int = 1,
+    queries: bool = False,
 ) -> State:
     """Sums over the tokens of ``side``, over ``group`` heads together.
 
@@ -270,17 +279,16 @@ def sums_over(
             width, shape.rows, shape.columns, shape.tokens, shape.pairs, setting.packed,
             **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
-    return finish(part, flat, splits, states, group, flat_size, flat_at, order, setting)
+    return finish(part, flat, splits, states, group, flat_size, flat_at, order, queries, setting)
 
 
 def finish(
     part: Tensor, flat: Tensor, splits: int, states: int, group: int,
-    flat_size: int, flat_at: int, order: int, setting: Setting,
+    flat_size: int, flat_at: int, order: int, queries: bool, setting: Setting,
 ) -> State:  # fmt: skip
-    """Add up the splits and apply the coefficients."""
+    """Add up the splits, those of queries with their coefficients."""
     d, dv, width, value_width = setting.dim, setting.value_dim, setting.width, setting.value_width
     heads = part.shape[1] // group
-    c0, c1, c2 = setting.coefficients
     new = part.new_empty
     features = new(states, heads, setting.blocks, width, value_width, dtype=setting.dtype)
     vectors = new(states, heads, dv + d + 1)
@@ -288,13 +296,14 @@ def finish(
     matrix = new(states, heads, 2, size, size, dtype=setting.dtype)
     rows = min(width, 16)
     folded.finish_state[(setting.blocks * width // rows, heads)](
-        part, features, splits, states, group, setting.pairs, setting.blocks, d, dv, c1, c2,
-        width, value_width, rows, order,
+        part, features, setting.coefficients,
+        splits, states, group, setting.pairs, setting.blocks, d, dv,
+        width, value_width, rows, order, queries,
     )  # fmt: skip
     moments.finish_moments[(size + 1, heads)](
-        flat, vectors, matrix if size else vectors,
-        splits, states, group, d, dv, flat_size, flat_at, c0, c1, c2,
-        size, power_of_two(max(dv + d + 1, width)), order,
+        flat, vectors, matrix if size else vectors, setting.coefficients,
+        splits, states, group, d, dv, flat_size, flat_at,
+        size, power_of_two(max(dv + d + 1, width)), order, queries,
     )  # fmt: skip
     return State(features, vectors, matrix if size else vectors)
 
@@ -306,28 +315,33 @@ def read(
     setting: Setting,
     *,
     order: int = 0,
-    normaliser: bool = True,
-    divide: bool = True,
+    queries: bool = True,
+    slope: Tensor | None = None,
+    unit: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Sums of every row of ``rows`` (their weight multiplies them), and their denominators."""
+    """Sums of every row of ``rows`` (their weight multiplies them), and their denominators; with
+    a ``unit`` their quotients, and the logarithms of the denominators. Keys that read ``queries``
+    have no denominators but the sums of a ``slope`` of each query."""
     x, y, u = rows.tokens, other.tokens, other.values
     batch, heads, n, d = x.shape
     dv, shape = setting.value_dim, setting.tiles.read
     ratio, members = cdiv(heads, other.heads), cdiv(other.heads, heads)
     out = torch.empty(batch, heads, n, dv, dtype=dtype, device=x.device)
     den = torch.empty(batch, heads, n, dtype=torch.float32, device=x.device)
-    weight = den if other.weight is None else other.weight
+    weight = den if slope is None else slope
+    weight = weight if other.weight is None else other.weight
     row_weight = den if rows.weight is None else rows.weight
     folded.read_out[(cdiv(n, shape.rows), cdiv(setting.value_width, shape.columns), batch * heads)](
         x, x if rows.words is None else rows.words, *state.tensors,
-        fold_masks(d, x.device), y, u, weight, row_weight, out, den,
+        fold_masks(d, x.device), y, u, weight, row_weight,
+        setting.coefficients, den if unit is None else unit, out, den,
         heads, n, rows.padded, d, dv, setting.pairs, setting.blocks, setting.chunk, ratio,
-        other.heads, y.shape[2], members, *setting.coefficients,
+        other.heads, y.shape[2], members,
         *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
         setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
         min(setting.width, 64), shape.unroll if setting.pairs % shape.unroll == 0 else 1,
-        setting.degree, order, normaliser, divide,
+        setting.degree, order, queries, queries or slope is not None, unit is not None,
         other.weight is not None, rows.weight is not None, setting.packed,
         **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
@@ -342,7 +356,7 @@ def token_gradient(
     setting: Setting,
     *,
     order: int = 0,
-    slope_of_row: bool,
+    queries: bool,
     dtype: torch.dtype,
 ) -> Tensor:
     """Gradient of the tokens of ``rows``, whose values are the directions (see `contract`)."""
@@ -355,184 +369,141 @@ def token_gradient(
     row_weight = slope if rows.weight is None else rows.weight
     gradient.contract[(cdiv(n, shape.rows), cdiv(setting.width, shape.columns), batch * heads)](
         x, x if rows.words is None else rows.words, u, slope, *state.tensors,
-        y, v, weight, row_weight, out,
+        y, v, weight, row_weight, setting.coefficients, out,
         heads, n, rows.padded, d, setting.value_dim, setting.pairs, setting.blocks,
         setting.chunk, ratio,
-        other.heads, y.shape[2], members, *setting.coefficients[1:],
+        other.heads, y.shape[2], members,
         *x.stride()[:3], *u.stride()[:3], *y.stride()[:3], *v.stride()[:3],
         setting.width, shape.columns, setting.value_width, shape.rows, shape.tokens,
-        setting.degree, order, slope_of_row, other.weight is not None, rows.weight is not None,
+        setting.degree, order, queries, other.weight is not None, rows.weight is not None,
         setting.packed, **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return out
 
 
-def key_weights(
-    key: Tensor, log_weight: Tensor | None, lengths: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """exp(log-weight - shift) and the shift of each head, its largest log-weight; None: all one.
-
-    Keys at or past their batch's length have weight zero.
-    """
-    if log_weight is None and lengths is None:
-        return None, None
-    batch, heads, m = key.shape[:3]
-    if log_weight is None:
-        log_weight = torch.zeros((), dtype=torch.float32, device=key.device)
-    log_weight = log_weight.float().expand(batch, heads, m)
-    if lengths is not None:
-        past = torch.arange(m, device=key.device) >= lengths.view(batch, 1, 1)
-        log_weight = log_weight.masked_fill(past, -math.inf)
+def key_weights(log_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(log-weight - shift) [batch, heads, m] and the shift of each head, its largest."""
+    log_weight = log_weight.float()
     shift = log_weight.amax(-1)
     shift = torch.where(shift > -math.inf, shift, 0.0)
     return (log_weight - shift.unsqueeze(-1)).exp().contiguous(), shift
 
 
-def filled_up(x: Tensor, causal: bool) -> Tensor:
-    """Rows of 16-bit tokens filled up with zeros to a power of two for causal sums.
+def operands(x: Tensor, causal: bool) -> Tensor:
+    """Rows of 16-bit tokens as the kernels take them: in bfloat16, since that is what products
+    have, and for causal sums filled up with zeros to a power of two.
 
     Compiled by Triton 3.6 for Hopper, the loop over a chunk was wrong where neither keys nor values
-    have a multiple of 16 entries (docs/gpu-notes.md, "Traps").
+    have a multiple of 16 entries, and where float16 tokens of 24 were to be rounded inside it
+    (docs/gpu-notes.md, "Traps").
     """
     width = power_of_two(x.shape[-1])
+    if x.dtype == torch.float16 and not interpreted():
+        x = x.bfloat16()
     if not causal or x.dtype == torch.float32 or width == x.shape[-1]:
         return x
     return F.pad(x, (0, width - x.shape[-1]))
 
 
 def polynomial_sums(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    coefficients: Sequence[float],
-    *,
-    scale: float | None = None,
-    log_weight: Tensor | None = None,
-    lengths: Tensor | None = None,
-    causal: bool = False,
-    divide: bool = True,
-    chunk: int = CHUNK,
-    precision: str = "tf32x3",
-    tiles: Tiles | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Output (or numerators, in float32), denominators, and the logarithm of their unit.
+    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials
+) -> tuple[Tensor, Tensor]:
+    """Numerators and denominators in float32, in units of exp(unit).
 
     query [batch, heads, n, d], key and value [batch, key heads, m, ...] with heads a multiple of
-    key heads; log_weight broadcasts to [batch, key heads, m], lengths is [batch]. The unit is
-    None (1) or belongs to a key head, [batch, key heads].
+    key heads.
     """
+    return _forward(query, key, value, polynomials, None)
+
+
+def polynomial_attention(
+    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials
+) -> tuple[Tensor, Tensor]:
+    """Output in the dtype of the query and lse; rows whose denominator is not positive get zeros
+    and -inf."""
+    return _forward(query, key, value, polynomials, polynomials.unit)
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials, unit: Tensor | None
+) -> tuple[Tensor, Tensor]:
     check_inputs(query, key, value)
-    scale, columns = query.shape[-1] ** -0.5 if scale is None else scale, value.shape[-1]
-    query, key, value = (filled_up(x, causal) for x in (query, key, value))
-    setting = setting_of(
-        query, value, coefficients, scale,
-        causal=causal, chunk=chunk, precision=precision, tiles=tiles,
-    )  # fmt: skip
-    weight, shift = key_weights(key, log_weight, lengths)
-    out, den, _ = forward(query, key, value, weight, setting, divide=divide)
-    return out[..., :columns], den, shift
-
-
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, setting: Setting,
-    *, divide: bool = True,
-) -> tuple[Tensor, Tensor, State]:  # fmt: skip
-    """Output (or numerators), denominators, and the sums over keys."""
-    keys = prepared(key, value, weight, setting, summed=True, apply=weight is not None)
+    columns, causal = value.shape[-1], polynomials.causal
+    dtype = torch.float32 if unit is None else query.dtype
+    query, key, value = (operands(x, causal) for x in (query, key, value))
+    setting = setting_of(query, value, polynomials)
+    keys, state = _key_sums(query, key, value, polynomials.weight, setting)
     queries = prepared(query, value, None, setting, read=True)
+    out, den = read(queries, state, keys, setting, order=int(causal), unit=unit, dtype=dtype)
+    return out[..., :columns], den
+
+
+def _key_sums(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, setting: Setting,
+    *, read: bool = False,
+) -> tuple[Side, State]:  # fmt: skip
+    """The side of the keys, and its sums."""
+    keys = prepared(key, value, weight, setting, summed=True, read=read, apply=weight is not None)
     order = int(setting.causal)
     states = cdiv(query.shape[2], setting.chunk) if order else 1
-    state = sums_over(keys, setting, order=order, states=states)
-    dtype = query.dtype if divide else torch.float32
-    out, den = read(queries, state, keys, setting, order=order, divide=divide, dtype=dtype)
-    return out, den, state
+    return keys, sums_over(keys, setting, order=order, states=states)
 
 
-def polynomial_gradient(
+def polynomial_gradients(
     grad: Tensor,
     grad_lse: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    weight: Tensor | None,
+    polynomials: Polynomials,
     output: Tensor,
-    den: Tensor,
-    state: State,
-    setting: Setting,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value from that of the output (and of its lse)."""
-    batch, heads, n = den.shape
-    grad = rows_of(grad)
-    g = torch.empty(batch, heads, n, setting.value_dim, dtype=setting.dtype, device=grad.device)
-    h = torch.empty_like(den)
-    gradient.gradient_rows[(cdiv(n, 64), batch * heads)](
-        grad, output, den, h if grad_lse is None else grad_lse.contiguous(), g, h,
-        heads, n, setting.value_dim, *grad.stride()[:3],
-        setting.value_width, 64, grad_lse is not None,
-    )  # fmt: skip
-    order, group = int(setting.causal), heads // key.shape[1]
-    queries = prepared(query, g, h, setting, summed=True, read=True)
-    keys = prepared(key, value, weight, setting, read=True, apply=weight is not None)
-    grad_query = token_gradient(
-        replace(queries, weight=None), h, state, keys, setting,
-        order=order, slope_of_row=True, dtype=query.dtype,
-    )  # fmt: skip
-    states = cdiv(key.shape[2], setting.chunk) if order else 1
-    back = sums_over(queries, setting, order=-order, states=states, group=group)
-    queries = replace(queries, weight=None)
-    grad_key = token_gradient(
-        keys, h, back, queries, setting, order=-order, slope_of_row=False, dtype=key.dtype
-    )
-    grad_value, _ = read(
-        keys, back, queries, setting,
-        order=-order, normaliser=False, divide=False, dtype=value.dtype,
-    )  # fmt: skip
-    return grad_query, grad_key, grad_value
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, setting: Setting
-    ) -> tuple[Tensor, Tensor]:
-        out, den, state = forward(query, key, value, weight, setting)
-        ctx.setting = setting
-        ctx.save_for_backward(query, key, value, weight, out, den, *state.tensors)
-        return out, den.log()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, weight, out, den, *state = ctx.saved_tensors
-        made = polynomial_gradient(
-            grads[0], grads[1], query, key, value, weight, out, den, State(*state), ctx.setting
-        )
-        return (*made, None, None)
-
-
-def polynomial_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    coefficients: Sequence[float],
+    lse: Tensor,
     *,
-    scale: float | None = None,
-    log_weight: Tensor | None = None,
-    lengths: Tensor | None = None,
-    causal: bool = False,
-    chunk: int = CHUNK,
-    precision: str = "tf32x3",
-    tiles: Tiles | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Output and lse with gradients to query, key and value; arguments as in `polynomial_sums`."""
+    excluded: Tensor | None = None,
+    for_weights: bool = False,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and, if asked for, of the logarithm of the weights.
+
+    ``lse`` belongs to the whole row, so other components may have been added to the sums; rows
+    that are ``excluded`` [batch, heads, n] had none of them.
+    """
     check_inputs(query, key, value)
-    scale, columns = query.shape[-1] ** -0.5 if scale is None else scale, value.shape[-1]
-    query, key, value = (filled_up(x, causal) for x in (query, key, value))
-    setting = setting_of(
-        query, value, coefficients, scale,
-        causal=causal, chunk=chunk, precision=precision, tiles=tiles,
+    dim, columns, causal = query.shape[-1], value.shape[-1], polynomials.causal
+    dtype = dtype or query.dtype
+    query, key, value, grad, output = (
+        operands(x, causal) for x in (query, key, value, grad.to(query.dtype), output)
+    )
+    setting = setting_of(query, value, polynomials)
+    batch, heads, n = lse.shape
+    grad, output = rows_of(grad), output.contiguous()
+    g = torch.empty(batch, heads, n, setting.value_dim, dtype=setting.dtype, device=grad.device)
+    h = torch.empty_like(lse)
+    gradient.gradient_rows[(cdiv(n, 64), batch * heads)](
+        grad, output, lse, polynomials.unit, h if excluded is None else excluded,
+        h if grad_lse is None else grad_lse.contiguous(), g, h,
+        heads, n, setting.value_dim, *grad.stride()[:3],
+        setting.value_width, 64, grad_lse is not None, excluded is not None,
     )  # fmt: skip
-    weight, shift = key_weights(key, log_weight, lengths)
-    out, lse = _Attention.apply(query, key, value, weight, setting)  # type: ignore[no-untyped-call]
-    if shift is not None:
-        lse = lse + shift.repeat_interleave(query.shape[1] // key.shape[1], 1).unsqueeze(-1)
-    return out[..., :columns], lse
+    order, group, weight = int(causal), heads // key.shape[1], polynomials.weight
+    keys, state = _key_sums(query, key, value, weight, setting, read=True)
+    queries = prepared(query, g, h, setting, summed=True, read=True)
+    states = cdiv(key.shape[2], setting.chunk) if order else 1
+    back = sums_over(queries, setting, order=-order, states=states, group=group, queries=True)
+    queries = replace(queries, weight=None)
+    grad_query = token_gradient(
+        queries, h, state, keys, setting, order=order, queries=True, dtype=dtype
+    )
+    grad_key = token_gradient(
+        keys, h, back, queries, setting, order=-order, queries=False, dtype=dtype
+    )
+    grad_value, slope = read(
+        keys, back, queries, setting,
+        order=-order, queries=False, slope=h if for_weights else None,
+        dtype=torch.float32 if for_weights else dtype,
+    )  # fmt: skip
+    made = (grad_query[..., :dim], grad_key[..., :dim], grad_value[..., :columns].to(dtype))
+    if not for_weights:
+        return (*made, None)
+    slope = (grad_value * value).sum(-1) + (slope if weight is None else weight * slope)
+    return (*made, slope if weight is None else torch.where(weight > 0, slope, 0.0))

@@ -25,7 +25,8 @@ from .single_threshold import threshold_plan
 
 PLANNING_SECONDS = 0.02  # what a search costs; exact attention below that is left alone
 SHARES = (0.0, 0.001, 0.004, 0.015, 0.05)  # of tokens that a candidate threshold makes large
-BLOCK_SIZE = 64
+BLOCK_SIZES = (64, 512)  # rows that share a list; large blocks gather less, and select for more
+FAST = 4.0  # predicted speed of lists for small blocks, above which large ones are not tried
 WORTHWHILE = 1.1  # predicted speed against exact attention, below which nothing is gained
 MARGIN = 0.8  # of the tolerance that an estimate may use up before it is verified
 
@@ -79,15 +80,17 @@ class Auto(Method):
 
     def _blocks(self, first: _Search, speedup: float) -> HeadPlan | None:
         """Lists of exact and coarse keys within the tolerance, where they can be faster."""
-        head = first.head
-        if head.is_density:
-            return None
-        if BlockSearch.highest_speedup(head, BLOCK_SIZE) <= speedup:
-            return None
-        search = BlockSearch.of(head, BLOCK_SIZE, self.seed)
-        if isinstance(search, str) or search.plan(1.0).speedup <= speedup:
-            return None
-        return search.within(self.tolerance, self.seed, speedup)
+        best, head = None, first.head
+        for size in BLOCK_SIZES if not head.is_density else ():
+            if speedup > FAST or BlockSearch.highest_speedup(head, size) <= speedup:
+                continue
+            search = BlockSearch.of(head, size, self.seed)
+            if isinstance(search, str) or search.plan(1.0).speedup <= speedup:
+                continue
+            plan = search.within(self.tolerance, self.seed, speedup)
+            if plan is not None:
+                best, speedup = plan, plan.speedup
+        return best
 
 
 class _Search:

@@ -84,6 +84,8 @@ class BlockSupport(Method):
         object.__setattr__(self, "seed", check_seed(self.seed))
 
     def plan_head(self, head: Head) -> HeadPlan:
+        if self.tail == "auto" and self.budget is not None and self.budget >= 1:
+            return exact_plan(head, f"a budget of {self.budget:g} buys all keys")
         found, failures = [], []
         for search in self._searches(head):
             if isinstance(search, str):
@@ -152,6 +154,11 @@ class BlockSearch:
             blocks=settings, frame=frame, exact_rows=prefix_of(head) or 0,
         )  # fmt: skip
         made = remembered(head, frame, settings)
+        if not head.is_causal and order == "auto" and made.order != order:
+            # what was found is a part of the plan: whoever runs it need not look again
+            settings = replace(settings, order=made.order)
+            head.memory[frame, replace(settings, price=0.0)] = made
+            base = replace(base, blocks=settings)
         return BlockSearch(head, base, made, made.sample(SAMPLED_BLOCKS, seed))
 
     def plan(self, price: float) -> HeadPlan:

@@ -1,0 +1,77 @@
+"""Works of lists: heads on a curved surface, and those of tsp50 where the trained model is at hand.
+
+Independent Gaussian tokens have no short lists, whatever the method; heads as models have them do,
+because their tokens lie close to something of few dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...methods import Auto, BlockSupport
+from ..frontier import encoder
+from ..frontier.sources import VARIABLE
+from .works import LONG, Inputs, Work
+
+DIMENSIONS, SPREAD = 3, 2.0  # of the surface; of the scores
+TOLERANCE = 0.03
+
+
+def curved(heads: int, n: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys as cosines of points of a cube, values as functions of the keys; scores have
+    variance `SPREAD`."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", generator=generator)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, device="cuda", generator=generator)
+
+    slope, phase = 2 * normal(heads, DIMENSIONS, d), 2 * math.pi * uniform(heads, 1, d)
+    query, key = (torch.cos(uniform(heads, n, DIMENSIONS) @ slope + phase) for _ in range(2))
+    score = query[:, :512] @ key[:, :1024].transpose(1, 2) / math.sqrt(d)
+    factor = (SPREAD / score.std()).sqrt()
+    query, key = query * factor, key * factor
+    value = torch.tanh(key @ normal(heads, d, d) / math.sqrt(d))
+    query, key, value = (x.bfloat16().unsqueeze(0) for x in (query, key, value))
+    return query, key, value
+
+
+def list_works() -> list[Work]:
+    """Lists by budget, and the layers of tsp50 if the environment names a folder with it."""
+    lists = BlockSupport(0.05, tail="coarse")
+    return [Work("lists, budget 0.05, curved", lists, curved, LONG, 64, limit=2e-2), *_trained()]
+
+
+def _trained() -> list[Work]:
+    named = os.environ.get(VARIABLE)
+    folder = Path(named, encoder.MODEL) if named else None
+    if folder is None or not folder.is_dir():
+        return []
+    return [
+        Work(f"Auto, tsp50 layer {layer}", Auto(TOLERANCE), _layer_of(folder, layer), LONG, 16,
+             heads=encoder.HEADS, limit=TOLERANCE)
+        for layer in range(encoder.LAYERS)
+    ]  # fmt: skip
+
+
+def _layer_of(folder: Path, layer: int) -> Inputs:
+    def make(heads: int, n: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
+        weights = encoder.Encoder.load(folder).weights
+        model = encoder.Encoder({name: x.cuda() for name, x in weights.items()})
+        first = encoder.HEADS * layer
+        points = encoder.random_points(n, 0).cuda()
+        found = list(model.captures(points, frozenset(range(first, first + heads))))
+        sides = (
+            [getattr(capture, name) for capture in found] for name in ("query", "key", "value")
+        )
+        query, key, value = (torch.stack(side).bfloat16().unsqueeze(0) for side in sides)
+        return query, key, value
+
+    return make

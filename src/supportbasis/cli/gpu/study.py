@@ -1,0 +1,138 @@
+"""``supportbasis bench --device cuda``: measure what is missing, write, print."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from ...errors import InputError
+from ..chapters import Chapter, publish
+from ..machine import Machine
+from ..progress import Steps
+from ..records import Records
+from ..report import Grid
+from .lists import list_works
+from .measure import SAMPLED_ROWS, Bench
+from .pictures import draw_lengths
+from .rows import GpuRow
+from .works import CROSSOVER, WORKS, Work, sweep
+
+TITLE = "supportbasis bench --device cuda"
+LEAD = (
+    "Attention with a plan given, bfloat16, batch 1, against the fastest of PyTorch's backends in "
+    "the same run. Times are medians of calls, by events on the device. Q and K from N(0, 0.1²) "
+    "(the paper's setting) unless a work says otherwise, V from N(0, 1), scale 1/√d."
+)
+TABLE = (
+    f"Errors are relative (Frobenius), against float64 over all keys, of {SAMPLED_ROWS} rows of "
+    "each head; red: beyond the limit of the work, so its speed does not count. “rate” is the "
+    "plan's multiply-adds over the time, as a share of a large matrix product's rate in the same "
+    "run. “first” is the first call, compilation included."
+)
+QUICK = 8192
+LENGTHS = (2048, 8192, 32768, 131072)
+
+
+def run_gpu_bench(
+    only: str | None, out: Path, console: Console, *, quick: bool = False, redraw: bool = False
+) -> None:
+    """Measure the works that the folder lacks; then table, picture and report."""
+    machine = Machine.here("cpu" if redraw else "cuda")
+    records = Records(out / "gpu.csv", GpuRow, machine)
+    works = [*WORKS, *list_works(), *CROSSOVER, *sweep(LENGTHS)]
+    if quick:
+        works = [work for work in works if work.n <= QUICK]
+    chosen = [work for work in works if only is None or work.unit.startswith(only)]
+    if not chosen:
+        names = ", ".join(dict.fromkeys(work.name for work in works))
+        raise InputError(f"--only: no work starts with {only!r}; there are {names}")
+    missing = [work for work in chosen if not records.has(work.unit)]
+    if redraw and len(missing) == len(chosen):
+        raise InputError(f"--redraw: nothing of this is in {records.path}; measure it first")
+    if not redraw:
+        _measure(missing, records, console)
+    rows = records.of([work.unit for work in chosen])
+    publish(out, TITLE, LEAD, _chapters(rows, out), machine, console)
+
+
+def _measure(missing: Sequence[Work], records: Records[GpuRow], console: Console) -> None:
+    if not torch.cuda.is_available():
+        raise InputError("--device cuda: PyTorch sees no CUDA device here")
+    if not missing:
+        return
+    bench = Bench()
+    with Steps(console, len(missing)) as steps:
+        for work in missing:
+            with steps.step(work.unit):
+                try:
+                    records.add([bench.row(work)])
+                except RuntimeError as error:  # out of memory, say; the other works go on
+                    console.print(f"{work.unit} failed: {str(error).splitlines()[0]}")
+            torch.cuda.empty_cache()
+
+
+def _chapters(rows: Sequence[GpuRow], out: Path) -> list[Chapter]:
+    chapters = []
+    single = [row for row in rows if not row.work.startswith(("sweep", "crossover"))]
+    if single:
+        grid = table(single)
+        chapters.append(Chapter("Works", TABLE, [], [grid], [grid]))
+    crossing = [row for row in rows if row.work.startswith("crossover")]
+    if crossing:
+        grid = table(crossing)
+        said = [f"Degree 2, 16 heads, d=64, both as graph replays: {crossover(crossing)}."]
+        chapters.append(Chapter("Where degree 2 starts to pay", "", said, [grid], [grid]))
+    swept = [row for row in rows if row.work.startswith("sweep")]
+    if swept:
+        path = out / "lengths.png"
+        draw_lengths(swept, path)
+        caption = "Time of a call with 8 heads against the number of tokens."
+        chapters.append(
+            Chapter("Time against length", "", [], [table(swept)], [], [(path, caption)])
+        )
+    return chapters
+
+
+def table(rows: Sequence[GpuRow]) -> Grid:
+    """One line for each row."""
+    headings = ("work", "heads, n, d", "ms", "flash", "cuDNN", "efficient", "ratio", "rate",
+                "error", "first")  # fmt: skip
+    lost = frozenset(i for i, row in enumerate(rows) if not row.counts)
+    return Grid("", headings, [_line(row) for row in rows], lost)
+
+
+def _line(row: GpuRow) -> list[str]:
+    name = row.work + (", causal" if row.causal else "")
+    name += ", forward+backward" if row.backward else ""
+    name += f" ({row.note})" if row.note else ""
+    name += "" if row.implementation == "triton" else f" [{row.implementation}]"
+    backends = [_ms(x) for x in (row.flash_ms, row.cudnn_ms, row.efficient_ms)]
+    rate = "–" if row.rate is None else f"{100 * row.rate:.0f} %"
+    place = f"{row.heads}, {row.n}, {row.d}"
+    ratio = f"{row.ratio:.3g}×"
+    return [name, place, _ms(row.ms), *backends, ratio, rate, f"{row.error:.1e}",
+            f"{row.first_call_s:.1f} s"]  # fmt: skip
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
+
+
+def crossover(rows: Sequence[GpuRow]) -> str:
+    """From which length on the first of the two is faster, on a log-log scale."""
+    ordered = sorted(rows, key=lambda row: row.n)
+    if all(row.ratio >= 1 for row in ordered):
+        return f"faster from n≤{ordered[0].n}"
+    if ordered[-1].ratio < 1:
+        return f"not faster up to n={ordered[-1].n}"
+    found = math.nan
+    for before, after in pairwise(ordered):
+        if before.ratio < 1 <= after.ratio:
+            low, high = math.log(before.ratio), math.log(after.ratio)
+            found = before.n * (after.n / before.n) ** (-low / (high - low))
+    return f"faster from n≈{found:.0f}"

@@ -1,0 +1,198 @@
+"""``supportbasis selftest``: every kernel against its float64 twin on this device, in words.
+
+Outputs are compared with the whole weight matrix in float64 (`reference`), gradients with those of
+the component engine in float64. On a CPU the same kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from .. import reference
+from ..api import attention, plan
+from ..errors import InputError
+from ..inputs import attention_problem
+from ..methods import Exact, Method, Polynomial, SingleThreshold
+from ..plans import Plan
+
+UNITS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-9}
+Tokens = tuple[Tensor, Tensor, Tensor]
+OUTPUT, GRADIENT = 2.0, 8.0  # errors that are allowed, in units of the dtype
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method on random tokens, a few of them large."""
+
+    name: str
+    method: Method
+    dtype: torch.dtype
+    causal: bool = False
+    bias: bool = False
+    d: int = 64
+    dv: int = 64
+    key_heads: int = 2
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        flags = ", causal" * self.causal + ", key biases" * self.bias
+        flags += ", grouped heads" * (self.key_heads == 1)
+        return f"{self.name}, {kind}, d={self.d}, values of {self.dv}{flags}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Relative errors of one case, or what went wrong."""
+
+    case: Case
+    output: float
+    gradient: float
+    problem: str = ""
+
+    @property
+    def passed(self) -> bool:
+        unit = UNITS[self.case.dtype]
+        return self.output <= OUTPUT * unit and self.gradient <= GRADIENT * unit
+
+
+SINGLE, DEGREE2, DEGREE1 = SingleThreshold(1.2, 2), Polynomial(2, 1.0), SingleThreshold(1.2, 1)
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+ON_DEVICE = [
+    Case("single threshold, degree 2", SINGLE, BRAIN),
+    Case("single threshold, degree 2", SINGLE, BRAIN, causal=True, bias=True, key_heads=1),
+    Case("single threshold, degree 2", SINGLE, HALF, causal=True, d=24, dv=40),
+    Case("single threshold, degree 1", DEGREE1, BRAIN, causal=True),
+    Case("polynomial, degree 2", DEGREE2, BRAIN, causal=True, d=128, dv=128),
+    Case("polynomial, degree 2", DEGREE2, FULL, causal=True),
+    Case("exact", Exact(), BRAIN, causal=True, bias=True),
+]
+IN_INTERPRETER = [
+    Case("single threshold, degree 2", SINGLE, FULL, bias=True, d=16, dv=18),
+    Case("single threshold, degree 2", SINGLE, HALF, causal=True, d=16, dv=16, key_heads=1),
+    Case("polynomial, degree 1", Polynomial(1, 0.9), FULL, causal=True, d=17, dv=16),
+    Case("exact", Exact(), FULL, causal=True, bias=True, d=16, dv=16),
+]
+
+
+def run_selftest(device: str | None, console: Console) -> bool:
+    """Print a line for each case and a verdict; whether all passed."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _prepare(device)
+    start, made = time.perf_counter(), []
+    for verdict in _judged(ON_DEVICE if device == "cuda" else IN_INTERPRETER, device):
+        made.append(verdict)
+        console.print(_line(verdict))
+    failed = [verdict for verdict in made if not verdict.passed]
+    seconds = time.perf_counter() - start
+    where = torch.cuda.get_device_name() if device == "cuda" else "the CPU, by interpretation"
+    if failed:
+        console.print(f"FAIL: {len(failed)} of {len(made)} cases are wrong on {where}.")
+    else:
+        console.print(f"PASS: all {len(made)} cases are right on {where} ({seconds:.0f} s).")
+    return not failed
+
+
+def _prepare(device: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"--device: got {device!r}, expected cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: PyTorch sees no CUDA device here")
+    if device == "cpu":  # read when kernels are decorated
+        loaded = "supportbasis.kernels.language" in sys.modules
+        if loaded and os.environ.get("TRITON_INTERPRET") != "1":
+            raise InputError("--device cpu: kernels are compiled in this process already")
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _judged(cases: Sequence[Case], device: str) -> Iterator[Verdict]:
+    """On a GPU nearly all of the time is compilation, which processes share."""
+    if device == "cpu":
+        yield from (judge(case, device) for case in cases)
+        return
+    workers = max(1, min(len(cases), (os.cpu_count() or 2) // 2))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(judge, cases, [device] * len(cases))
+
+
+def judge(case: Case, device: str) -> Verdict:
+    """Errors of output and gradients."""
+    try:
+        pairs = list(_compared(case, device))
+    except RuntimeError as error:  # a kernel that does not compile or does not run
+        first = str(error).strip().splitlines()[0]
+        return Verdict(case, float("inf"), float("inf"), f"{type(error).__name__}: {first}")
+    errors = [float((mine.double() - theirs).norm() / theirs.norm()) for mine, theirs in pairs]
+    return Verdict(case, errors[0], max(errors[1:]))
+
+
+def _compared(case: Case, device: str) -> Iterator[tuple[Tensor, Tensor]]:
+    leaves, bias = _tokens(case, device)
+    made = plan(*leaves, bias, 0.0, case.causal, None, True, method=case.method)
+    grad = _normal(torch.Generator().manual_seed(1), 1, 2, leaves[0].shape[2], case.dv)
+    grad = grad.to(device, case.dtype)
+    problem = attention_problem(*leaves, bias, 0.0, case.causal, None, True)
+    expected = reference.execute(problem, made)[0]
+    mine = _run(case, "triton", case.dtype, made, leaves, bias, grad)
+    theirs = _run(case, "eager", torch.float64, made, leaves, bias, grad)
+    yield mine[0], expected
+    yield from zip(mine[1:], theirs[1:], strict=True)
+
+
+def _run(
+    case: Case,
+    implementation: str,
+    dtype: torch.dtype,
+    made: Plan,
+    leaves: Tokens,
+    bias: Tensor | None,
+    grad: Tensor,
+) -> list[Tensor]:
+    """Output, and gradients of query, key, value and a bias."""
+    query, key, value = (x.to(dtype).requires_grad_() for x in leaves)
+    mask = None if bias is None else bias.to(torch.promote_types(dtype, torch.float32))
+    tracked = [query, key, value, *([] if mask is None else [mask.requires_grad_()])]
+    output = attention(
+        query, key, value, mask, 0.0, case.causal, None, True,
+        plan=made, implementation=implementation,
+    )  # fmt: skip
+    assert isinstance(output, Tensor)
+    return [output.detach(), *torch.autograd.grad(output, tracked, grad.to(dtype))]
+
+
+def _tokens(case: Case, device: str) -> tuple[Tokens, Tensor | None]:
+    """Scores of standard deviation 0.25, and some tokens four times as large."""
+    generator = torch.Generator().manual_seed(0)
+    n, m = (60, 50) if device == "cpu" else (700, 1500)
+    size = (1 / case.d) ** 0.25
+    q = size * _normal(generator, 1, 2, n, case.d)
+    k = size * _normal(generator, 1, case.key_heads, m, case.d)
+    v = _normal(generator, 1, case.key_heads, m, case.dv)
+    q[:, :, 3::17] *= 4
+    k[:, :, 5::19] *= 4
+    bias = _normal(generator, 1, 2, 1, m).to(device) if case.bias else None
+    query, key, value = (x.to(device, case.dtype) for x in (q, k, v))
+    return (query, key, value), bias
+
+
+def _normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def _line(verdict: Verdict) -> str:
+    word = "pass" if verdict.passed else "FAIL"
+    unit = UNITS[verdict.case.dtype]
+    said = verdict.problem or (
+        f"output {verdict.output:.1e} (at most {OUTPUT * unit:.1e}), gradients "
+        f"{verdict.gradient:.1e} (at most {GRADIENT * unit:.1e})"
+    )
+    return f"{word}  {verdict.case}: {said}"

@@ -1,0 +1,14 @@
+"""The second evaluator: the components of all heads at once, through kernels of a CUDA device.
+
+=============  ==============================================================================
+`dispatch`     which heads run through which kernels, and the way there and back
+`threshold`    polynomials and single thresholds (a head without large tokens is a polynomial)
+`exact`        exact heads
+`lists`        lists of exact and coarse keys; `lists_backward`: their gradients
+`fitted`       fitted polynomials, by PyTorch's products
+`framed`       heads in their frames, for these two
+=============  ==============================================================================
+
+`dispatch` is the only module that others import. Those with kernels are imported by it when a call
+needs them, and Triton with them.
+"""

@@ -1,0 +1,60 @@
+"""Trees on a device: the order of `supportbasis.tree.order`, without waiting for it.
+
+Nodes that fit into one program are split by it whole: tokens are read once, the axis is found and
+projections are compared where they are. Larger nodes take their axis from a sample of their
+tokens, evenly spaced along the axis before. One integer holds the node of a token and where it lies
+along the axis, and PyTorch sorts the integers of all nodes at once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..tree import ITERATIONS, signs
+from . import ordering_kernels as kernels
+from .language import cdiv, power_of_two
+
+ENTRIES = 16384  # of tokens that one program holds
+MOST = 1024  # tokens that one program puts in order
+COUNTED = 16  # tokens that the others are compared with at a time
+TILE = 128  # tokens that one program projects
+FINEST = 22  # logarithm of the steps from the middle of a node to its end
+
+
+def order(x: Tensor, depth: int) -> Tensor:
+    """Positions of the tokens ``x`` [segments, tokens, dim] in the order of the tree's leaves."""
+    segments, tokens, dim = x.shape
+    x = x.float().contiguous()
+    sign, width = signs(x).contiguous(), power_of_two(dim, 1)
+    most = min(MOST, ENTRIES // width)
+    position = torch.arange(tokens, device=x.device, dtype=torch.int32)
+    position = position.expand(segments, tokens).contiguous()
+    for level in range(depth):
+        size, nodes = tokens >> level, segments << level
+        shape = (size, tokens, tokens, dim)
+        if size <= most:
+            ordered, held = torch.empty_like(position), power_of_two(size, 2)
+            kernels.split[(nodes,)](
+                x, position, sign, torch.empty_like(position), ordered, *shape, width, held,
+                min(held, COUNTED), ITERATIONS, num_warps=_warps(held * width),
+            )  # fmt: skip
+            position = ordered
+            continue
+        axis, middle, unit = x.new_empty(nodes, dim), x.new_empty(nodes), x.new_empty(nodes)
+        kernels.axes[(nodes,)](
+            x, position, sign, axis, middle, unit, *shape[:3], most, dim, width, most, ITERATIONS,
+            num_warps=_warps(most * width),
+        )  # fmt: skip
+        ranked = torch.empty_like(position)
+        steps = 1 << min(FINEST, 30 - nodes.bit_length())
+        kernels.project[(cdiv(size, TILE), nodes)](
+            x, position, axis, middle, unit, ranked, *shape, steps, width, TILE
+        )
+        index = ranked.flatten().sort(stable=True).indices
+        position = position.flatten()[index].view(segments, tokens)
+    return position.long()
+
+
+def _warps(entries: int) -> int:
+    return min(8, max(1, entries // 1024))

@@ -1,0 +1,307 @@
+"""Lists on a device against PyTorch's way through the same trees: in Triton's interpreter, or on
+the device where there is one."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+
+import pytest
+import torch
+
+import supportbasis as sb
+from cases import dense_attention, qkv
+from supportbasis import forest as forests
+from supportbasis.inputs import attention_problem
+from supportbasis.methods.block_support import BlockSearch
+from supportbasis.selection import Column, select
+from supportbasis.tree import order
+from test_blocks import clustered, head_of
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+CUDA = torch.cuda.is_available()
+if not CUDA:  # read when a kernel is decorated
+    os.environ["TRITON_INTERPRET"] = "1"
+DEVICE = "cuda" if CUDA else "cpu"
+
+from supportbasis.device import fitted, lists  # noqa: E402
+from supportbasis.kernels import ordering, selection, summary  # noqa: E402
+
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+def smooth(heads, n, d=6, seed=0, dtype=torch.float32):
+    """Queries and keys on a curved surface, values that follow the keys: trees without clusters."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    slope, phase = 2 * normal(heads, 3, d), 6 * torch.rand(heads, 1, d, generator=generator)
+    q, k = (
+        2 * torch.cos(torch.rand(heads, n, 3, generator=generator) @ slope + phase)
+        for _ in range(2)
+    )
+    v = torch.tanh(k @ normal(heads, d, d))
+    return tuple(x.to(DEVICE, dtype)[None] for x in (q, k, v))
+
+
+def relative(given, wanted):
+    return float((given.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+# ---- orders -----------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize(("segments", "tokens", "dim", "depth"), [(2, 64, 5, 3), (1, 80, 20, 4)])
+def test_nodes_that_a_program_holds_are_split_as_by_pytorch(segments, tokens, dim, depth):
+    x = torch.randn(segments, tokens, dim, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    given, wanted = ordering.order(x, depth), order(x, depth)[0]
+    assert torch.equal(given.sort(1).values, wanted.sort(1).values)
+    if not CUDA:  # rounding decides about ties of a device
+        assert torch.equal(given, wanted)
+
+
+@needs_triton
+def test_larger_nodes_are_split_along_sampled_axes(monkeypatch):
+    monkeypatch.setattr(ordering, "MOST", 32)
+    x = torch.randn(2, 192, 3, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    x = x * torch.tensor([3.0, 1.0, 0.1], device=DEVICE)
+
+    def spread(position):
+        leaves = x.gather(1, position.unsqueeze(2).expand(-1, -1, 3)).view(2, -1, 6, 3)
+        return float(leaves.var(2).sum(-1).mean())
+
+    given, wanted = ordering.order(x, 5), order(x, 5)[0]
+    assert torch.equal(given.sort(1).values, wanted.sort(1).values)
+    assert spread(given) <= 1.1 * spread(wanted)
+
+
+@needs_triton
+def test_equal_tokens_keep_their_order():
+    x = torch.zeros(1, 16, 2, device=DEVICE)
+    assert torch.equal(ordering.order(x, 2)[0].cpu(), torch.arange(16))
+
+
+# ---- nodes ------------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize(("n", "d", "length"), [(256, 5, 64), (150, 12, 40)])
+def test_nodes_equal_those_of_pytorch(n, d, length):
+    q, k, v = (x.to(DEVICE) for x in clustered(n=n, d=d))
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(n, generator=generator)
+    weight[::7] = -math.inf
+    head = head_of(q, k, v, weight.to(DEVICE))
+    position = torch.full((4 * length,), -1)
+    position[:n] = torch.randperm(n, generator=generator)
+    position = position.view(4, length).to(DEVICE)
+    position[-1] = -1
+    twin = attention_problem(
+        q.double(), k.double(), v.double(), weight.double().to(DEVICE), 0.0, False, None, False
+    ).head(0, 0)
+    halves = forests._half_sums(twin, position.view(-1, length // 8))
+    wanted = forests._assemble(*halves, 2, 3)
+    given = summary.summarised(head, position.view(-1, length // 4), 2, 3, torch.float32, math.inf)
+    for name in forests.Forest.__dataclass_fields__:
+        mine, theirs = getattr(given, name), getattr(wanted, name)
+        if name in ("leaf_key", "leaf_value"):  # empty places hold anything without weight
+            real = (position.view(-1, length // 4) >= 0).unsqueeze(2)
+            mine, theirs = mine * real, theirs * real
+        if not mine.is_floating_point():
+            assert torch.equal(mine, theirs), name
+            continue
+        finite = theirs.isfinite()
+        assert torch.equal(mine.isfinite(), finite), name
+        size = theirs[finite].abs().max()
+        assert (mine[finite] - theirs[finite]).abs().max() <= 4e-6 * size, name
+
+
+# ---- selection --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def search():
+    q, k, v = (x.to(DEVICE) for x in clustered(n=512))
+    return BlockSearch.of(head_of(q, k, v), 64, 0)
+
+
+@needs_triton
+@pytest.mark.parametrize("price", [1e-3, 1e-6])
+def test_lists_equal_those_of_pytorch(search, price):
+    made = search.whole
+    for layer in made.layers[:1]:
+        cells = len(layer.cells.mean)
+        start = Column.of(layer.start, cells)
+        view = selection.look(made.forest, layer.cells, start)
+        for name in ("log_mass", "key", "output", "size"):
+            mine, theirs = getattr(view, name), getattr(layer.view, name)
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        wanted = select(made.forest, layer.cells, layer.view, layer.start, price)
+        prices = torch.full((cells,), price, device=DEVICE)
+        given = selection.select(made.forest, layer.cells, layer.view, start, prices, 128)
+        members = torch.arange(cells, device=DEVICE)
+        for mine, pairs in zip(given, (wanted.coarse, wanted.exact), strict=True):
+            theirs = Column.of(pairs, cells)
+            assert torch.equal(mine.count.long(), theirs.count)
+            assert torch.equal(mine.of_members(members)[0].long(), theirs.of_members(members)[0])
+
+
+@needs_triton
+def test_a_full_list_leaves_the_rest_coarse(search):
+    """Every key is still seen once: exactly, or through a node above it."""
+    forest, layer = search.whole.forest, search.whole.layers[0]
+    cells = len(layer.cells.mean)
+    start = Column.of(layer.start, cells)
+    longest = int(start.count.max()) + 3
+    prices = torch.zeros(cells, device=DEVICE)
+    coarse, exact = selection.select(forest, layer.cells, layer.view, start, prices, longest)
+    assert int((coarse.count + exact.count).max()) <= longest
+    leaves = torch.zeros(len(forest.key), dtype=torch.long)
+    for node in reversed(range(len(forest.key))):
+        child = int(forest.child[node])
+        leaves[node] = 1 if child < 0 else leaves[child] + leaves[child + 1]
+    everyone = torch.arange(cells, device=DEVICE)
+    node, owner, _ = (x.cpu() for x in coarse.of_members(everyone))
+    seen = exact.count.cpu().long().index_add_(0, owner, leaves[node.long()])
+    assert (seen == len(forest.leaf_key)).all()
+
+
+@needs_triton
+def test_coarse_keys_equal_tilted_ones(search):
+    forest, layer = search.whole.forest, search.whole.layers[0]
+    cells, d, dv = len(layer.cells.mean), forest.key.shape[1], forest.value.shape[1]
+    coarse = Column.of(layer.start, cells)
+    granules = -(-coarse.count // 16)
+    base = granules.cumsum(0) - granules
+    table = tuple(
+        torch.full((int(granules.sum()), 16, *shape), math.nan, device=DEVICE)
+        for shape in ((d,), (dv,), ())
+    )
+    mean = 3 * layer.cells.mean  # some tilts are limited
+    selection.write_tilted(forest, mean, coarse, base, table, math.inf)
+    node, owner, place = coarse.of_members(torch.arange(cells, device=DEVICE))
+    twin = forests.Nodes(*(field[node].double() for field in forest.nodes))
+    wanted = forests.tilted(twin, mean[owner].double())
+    at = base[owner] * 16 + place
+    for mine, theirs in zip(table, wanted, strict=True):
+        assert relative(mine.flatten(0, 1)[at], theirs) < 1e-6
+    rest = torch.ones(len(table[2]) * 16, dtype=torch.bool, device=DEVICE)
+    rest[at] = False
+    assert (table[2].flatten()[rest] == -math.inf).all()
+    assert all(x.isfinite().all() for x in table[:2])
+
+
+# ---- heads ------------------------------------------------------------------------------------
+
+CASES = {
+    "two heads": {"heads": 2, "n": 256},
+    "ragged": {"heads": 2, "n": 230},
+    "float16": {"heads": 1, "n": 256, "dtype": torch.float16},
+    "masked": {"heads": 1, "n": 230, "masked": True},
+    "causal": {"heads": 1, "n": 256, "causal": True},
+}
+
+
+def block_case(heads, n, dtype=torch.float32, masked=False, causal=False):
+    q, k, v = smooth(heads, n, dtype=dtype)
+    bias = None
+    if masked:
+        bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
+        bias[::5] = -math.inf
+        bias = bias.to(DEVICE)
+    method = sb.BlockSupport(0.8, tail="coarse", block_size=32)
+    plan = sb.plan(q, k, v, bias, is_causal=causal, method=method)
+    assert all(head.kind == "block" for head in plan.heads)
+    problem = attention_problem(q, k, v, bias, 0.0, causal, None, False)
+    return (q, k, v, bias), problem, plan
+
+
+@needs_triton
+@pytest.mark.parametrize("name", CASES)
+def test_heads_equal_those_of_pytorch(name):
+    case = CASES[name]
+    (q, k, v, bias), problem, plan = block_case(**case)
+    causal, half = case.get("causal", False), case.get("dtype") == torch.float16
+    wanted = sb.attention(q, k, v, bias, is_causal=causal, plan=plan, return_result=True)
+    output, lse = lists.forward(problem, plan)
+    assert output.dtype == q.dtype and lse.dtype == torch.float32
+    exact = dense_attention(q, k, v, bias, is_causal=causal)[0]
+    assert relative(output, exact) <= 1.2 * relative(wanted.output, exact) < 0.2
+    if name == "ragged":  # tokens are repeated to fill trees: rounding decides which copy is where
+        return
+    assert relative(output, wanted.output) < (1e-3 if half else 2e-6)
+    torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=1e-2 if half else 2e-5)
+
+
+@needs_triton
+def test_long_blocks_are_several_programs(monkeypatch):
+    (q, k, v, _), problem, plan = block_case(heads=1, n=256)
+    wanted = sb.attention(q, k, v, plan=plan)
+    monkeypatch.setattr(lists, "WIDEST_BLOCK", 16)
+    assert relative(lists.forward(problem, plan)[0], wanted) < 2e-6
+
+
+@needs_triton
+def test_groups_are_left_to_pytorch():
+    q, k, v = (x.to(DEVICE) for x in clustered(n=512))
+    plan = sb.plan(q, k, v, method=sb.BlockSupport(0.9, order="groups", tail="coarse"))
+    assert lists.refusal(plan.heads[0]) == (
+        "its order is 'groups': tokens in groups are arranged by PyTorch"
+    )
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["masked", "causal"])
+def test_gradients_equal_those_of_pytorch(name):
+    case = CASES[name]
+    (q, k, v, bias), problem, plan = block_case(**case)
+    tokens = [x.clone().requires_grad_() for x in (q, k, v, bias) if x is not None]
+    causal = case.get("causal", False)
+    result = sb.attention(*tokens, is_causal=causal, plan=plan, return_result=True)
+    generator = torch.Generator().manual_seed(2)
+    grad = torch.randn(result.output.shape, generator=generator).to(DEVICE)
+    grad_lse = torch.randn(result.lse.shape, generator=generator).to(DEVICE)
+    wanted = torch.autograd.grad((result.output, result.lse), tokens, (grad, grad_lse))
+    with torch.no_grad():
+        output, lse = lists.forward(problem, plan)
+        made = lists.gradients(problem, plan, output, lse, grad, grad_lse, bias is not None)
+    given = [made.query, made.key, made.value]
+    if bias is not None:
+        assert made.key_log_weight is not None
+        given.append(made.key_log_weight.sum((0, 1)))
+    for mine, theirs in zip(given, wanted, strict=True):
+        assert relative(mine, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_fitted_polynomials_equal_those_of_blocks_of_tokens(masked):
+    q, k, v = (x.to(DEVICE) for x in qkv(1, 2, n=600, d=8, scale=0.9, dtype=torch.float32))
+    q[0, 0, :5] *= 8  # rows that are far
+    k[0, 1, :4] *= 9  # and keys
+    mask = torch.rand(600, generator=torch.Generator().manual_seed(0)) < 0.8 if masked else None
+    mask = None if mask is None else mask.to(DEVICE)
+    plan = sb.plan(q, k, v, mask, method=sb.BlockSupport(0.4, tail="polynomial"))
+    assert all(head.kind == "fitted" for head in plan.heads)
+    wanted = sb.attention(q, k, v, mask, plan=plan, return_result=True)
+    problem = attention_problem(q, k, v, mask, 0.0, False, None, False)
+    output, lse = fitted.forward(problem, plan)
+    assert relative(output, wanted.output) < 1e-5
+    torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=1e-4)
+
+
+def test_rows_that_a_fit_loses_are_exact():
+    """A plan reused on other data: sums that cancel are noticed and computed exactly."""
+    q, k, v = (x.to(DEVICE) for x in qkv(1, 1, n=600, d=4, scale=0.5, dtype=torch.float32))
+    plan = sb.plan(q, k, v, method=sb.BlockSupport(0.4, tail="polynomial"))
+    q, k = 6 * q, 3 * k
+    wanted = sb.attention(q, k, v, method=sb.Exact())
+    output, _ = fitted.forward(attention_problem(q, k, v, None, 0.0, False, None, False), plan)
+    assert relative(output, wanted) < 1e-3
