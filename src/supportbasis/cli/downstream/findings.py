@@ -91,12 +91,11 @@ class Statement:
 def statements(made: dict[str, Judged]) -> list[Statement]:
     """Of one model."""
     exact = made[EXACT]
-    enough = exact.items >= ENOUGH
-    found = [_within(made[name], exact, WITHIN[name], enough) for name in WITHIN if name in made]
-    return found + [_guessing(made[name], enough) for name in AS23.values() if name in made]
+    found = [_within(made[name], exact, WITHIN[name]) for name in WITHIN if name in made]
+    return found + [_guessing(made[name]) for name in AS23.values() if name in made]
 
 
-def _within(mine: Judged, exact: Judged, points: float, enough: bool) -> Statement:
+def _within(mine: Judged, exact: Judged, points: float) -> Statement:
     lost = mine.against(exact)
     if lost.low >= -points and lost.high <= points:
         verdict = "confirmed"
@@ -106,10 +105,10 @@ def _within(mine: Judged, exact: Judged, points: float, enough: bool) -> Stateme
         verdict = "open: the interval reaches over the limit"
     paper = paper_average(mine.method) - paper_average(EXACT)
     text = f"{mine.method}: within {points:g} point{'s' * (points != 1)} of exact"
-    return Statement(text, f"{paper:+.2f}", str(lost), _weighed(verdict, enough, mine.items))
+    return Statement(text, f"{paper:+.2f}", str(lost), _weighed(verdict, mine.items))
 
 
-def _guessing(mine: Judged, enough: bool) -> Statement:
+def _guessing(mine: Judged) -> Statement:
     average = mine.average()
     limit = chance() + NEAR_CHANCE
     if average.high <= limit:
@@ -120,11 +119,13 @@ def _guessing(mine: Judged, enough: bool) -> Statement:
         verdict = "open: the interval reaches over the limit"
     measured = f"{average} %, chance is {chance():g} %"
     text = f"{mine.method}: at chance (within {NEAR_CHANCE:g} points)"
-    return Statement(text, "0 %", measured, _weighed(verdict, enough, mine.items))
+    return Statement(text, "0 %", measured, _weighed(verdict, mine.items))
 
 
-def _weighed(verdict: str, enough: bool, items: int) -> str:
-    return verdict if enough else f"cannot be confirmed: {items} items (points to: {verdict})"
+def _weighed(verdict: str, items: int) -> str:
+    if items >= ENOUGH:
+        return verdict
+    return f"cannot be confirmed with {items} items; they point to: {verdict}"
 
 
 def statement_table(title: str, found: Sequence[Statement]) -> Grid:

@@ -65,7 +65,7 @@ class Extent:
 LENGTHS = dict.fromkeys(TASKS, 256)
 SHORT = dict.fromkeys(TASKS, 192)
 FULL = {
-    "causal": Extent(400, 30, LENGTHS, 6, 1024, ((1024, 2), (4096, 2)), 3),
+    "causal": Extent(400, 30, LENGTHS, 6, 1024, ((1024, 2), (4096, 1)), 3),
     "diffusion": Extent(100, 40, LENGTHS, 3, 1024, ((1024, 4),), 3),
 }
 QUICK = {
