@@ -532,3 +532,13 @@ def test_a_budget_of_all_keys_buys_them():
     q, k, v = clustered(n=512)
     (plan,) = sb.plan(q, k, v, method=sb.BlockSupport(1.0)).heads
     assert plan.kind == "exact" and "buys all keys" in plan.reason
+
+
+def test_nothing_useless_is_bought():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 4096, 6, generator=generator).unbind(0)
+    for size in (1.0, 3.0):
+        plan = sb.plan(size * q, size * k, v, method=sb.BlockSupport(0.02))
+        output = sb.attention(size * q, size * k, v, plan=plan)
+        assert relative(output, dense_attention(size * q, size * k, v)[0]) < 1
+    assert plan.heads[0].kind == "exact" and "err by" in plan.heads[0].reason

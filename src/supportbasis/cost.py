@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from itertools import pairwise
 
 import torch
@@ -26,6 +27,8 @@ CALL_SECONDS = 3e-4  # of one head through the component engine, whatever its si
 BLOCK_SECONDS = 5e-6  # of one elementwise operation of a feature block
 TREE_SECONDS = 0.02  # of the many small operations of trees and lists, whatever the size
 MOVE_SECONDS = 1e-10  # of an entry that is moved, at most: a busy moment must not rule trees out
+KERNEL_PRODUCT = 2.5  # of a feature in a GPU kernel, in multiply-adds of exact attention
+KERNEL_READS = 0.5  # of every entry there, in reads of a reduction
 TREE_READS, VISIT_READS, ENTRY_READS = 90, 80, 40  # what an entry that is moved costs, in reads
 
 
@@ -75,21 +78,35 @@ class Work:
 
     def seconds(self, head: Head) -> float:
         """Predicted time on this machine."""
-        rates = calibrate(head.query.device.type)
+        rates = _rates(head)
         pair = rates.pair(head)
-        rank = feature_count(head.dim, self.degree) if self.feature_rows else 0
-        features = self.feature_rows * rank * (rates.feature + rates.product * head.value_dim)
-        blocks = math.ceil(self.feature_rows / block_rows(max(1, rank), head.dtype))
-        overhead = (
-            blocks
-            * BLOCK_SECONDS
-            * (head.dim / tile_width(head.dim, self.degree) * max(0, self.degree - 1) + 10)
-        )
+        features = self._kernel_seconds(head, rates) if self._has_kernels(head) else 0.0
+        features = features or self._feature_seconds(head, rates)
         pairs = (1.3 * self.exact_pairs + 2.0 * self.dense_pairs) * pair
         sketches = self.formed * rates.feature + self.products * rates.product
         reading = self.scanned * rates.scan + self.moved * min(rates.scan, MOVE_SECONDS)
         calls = CALL_SECONDS + (TREE_SECONDS if self.moved else 0.0)
-        return calls + pairs + features + overhead + sketches + reading
+        return calls + pairs + features + sketches + reading
+
+    def _feature_seconds(self, head: Head, rates: Rates) -> float:
+        """Features in blocks, by PyTorch operations."""
+        rank = feature_count(head.dim, self.degree) if self.feature_rows else 0
+        blocks = math.ceil(self.feature_rows / block_rows(max(1, rank), head.dtype))
+        steps = head.dim / tile_width(head.dim, self.degree) * max(0, self.degree - 1) + 10
+        formed = self.feature_rows * rank * (rates.feature + rates.product * head.value_dim)
+        return formed + blocks * BLOCK_SECONDS * steps
+
+    def _has_kernels(self, head: Head) -> bool:
+        """Whether features never leave the registers of a GPU (see `device`)."""
+        fits = head.query.dtype != torch.float64 and max(head.dim, head.value_dim) <= 256
+        triton = head.query.is_cuda and find_spec("triton") is not None
+        return fits and triton and 1 <= self.degree <= 2
+
+    def _kernel_seconds(self, head: Head, rates: Rates) -> float:
+        width = head.dim + head.value_dim
+        products = self.feature_rows * feature_count(head.dim, self.degree) * (head.value_dim + 2)
+        read = KERNEL_READS * self.feature_rows * width * rates.scan
+        return products * KERNEL_PRODUCT * rates.pair(head) / width + read
 
     def speedup(self, head: Head) -> float:
         """Predicted time of exact attention over predicted time of this work."""
@@ -98,7 +115,7 @@ class Work:
 
 def exact_seconds(head: Head) -> float:
     """Predicted time of SDPA on this head. Its causal kernel saves less than half the pairs."""
-    pair = calibrate(head.query.device.type).pair(head)
+    pair = _rates(head).pair(head)
     causal = 1.5 if head.is_causal else 1.0
     return 2e-5 + head.pairs * pair * causal
 
@@ -201,20 +218,28 @@ class Rates:
         return self.pairs[0][1]
 
 
+def _rates(head: Head) -> Rates:
+    """Of the head's device; PyTorch has faster exact kernels for 16 bits on a GPU."""
+    query = head.query
+    return calibrate(query.device.type, query.dtype if query.is_cuda else torch.float32)
+
+
 @lru_cache(maxsize=4)
-def calibrate(device: str) -> Rates:
-    """Measure the machine once a process, in about a tenth of a second."""
-    pairs = tuple((float(dim), _time_sdpa(dim, device)) for dim in (4, 16, 64))
+def calibrate(device: str, dtype: torch.dtype) -> Rates:
+    """Measure the machine once a process, in about a tenth of a second. A GPU gets more to do:
+    small work would only measure how long a launch takes."""
+    pairs = tuple((float(dim), _time_sdpa(dim, device, dtype)) for dim in (4, 16, 64))
     features = FeatureMap(48, 2)
-    lanes = lane_count(device)
-    x = _numbers((lanes, 504, 48), device)
-    value = _numbers((lanes, 504, 64), device)
-    buffer = features.buffer(lanes, 504, x)
+    lanes, rows = lane_count(device), 504 if device == "cpu" else 64 * 504
+    x = _numbers((lanes, rows, 48), device)
+    value = _numbers((lanes, rows, 64), device)
+    buffer = features.buffer(lanes, rows, x)
     state = value.new_zeros(lanes, features.count - 1, 64)
-    count = lanes * 504 * features.count
+    count = lanes * rows * features.count
     write = _best(lambda: features.write(x, buffer), device) / count
     product = _best(lambda: state.baddbmm_(buffer, value), device) / count
-    scan = _best(lambda: x.abs().amax(-1), device) / x.numel()
+    wide = x if device == "cpu" else buffer
+    scan = _best(lambda: wide.abs().amax(-1), device) / wide.numel()
     return Rates(pairs, write, product / 64, scan)
 
 
@@ -223,10 +248,12 @@ def _numbers(shape: tuple[int, ...], device: str) -> Tensor:
     return torch.randn(shape, generator=generator).to(device)
 
 
-def _time_sdpa(dim: int, device: str) -> float:
-    q, k, v = _numbers((3, 1, 1, 1536, dim), device).unbind(0)
+def _time_sdpa(dim: int, device: str, dtype: torch.dtype) -> float:
+    heads, tokens = (1, 1536) if device == "cpu" else (16, 8192)
+    dim = dim if device == "cpu" else max(8, dim)  # fast kernels want multiples of 8
+    q, k, v = _numbers((3, 1, heads, tokens, dim), device).to(dtype).unbind(0)
     seconds = _best(lambda: F.scaled_dot_product_attention(q, k, v), device)
-    return seconds / 1536**2
+    return seconds / (heads * tokens**2)
 
 
 def _best(run: Callable[[], object], device: str, repeats: int = 7) -> float:

@@ -92,7 +92,7 @@ def selftest(
         typer.Option(help="cuda, or cpu (Triton's interpreter). [default: cuda if there is one]"),
     ] = None,
 ) -> None:
-    """Compare every kernel with its float64 reference on this device; status 1 if one fails."""
+    """Compare the kernels of exact heads, polynomials and thresholds with float64, in words."""
     with _friendly("selftest"):
         passed = run_selftest(device, _console())
     if not passed:

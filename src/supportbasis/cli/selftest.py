@@ -1,5 +1,6 @@
-"""``supportbasis selftest``: every kernel against its float64 twin on this device, in words.
+"""``supportbasis selftest``: kernels against their float64 twins on this device, in words.
 
+Kernels of exact heads, polynomials and thresholds; those of lists are tested by `pytest -m gpu`.
 Outputs are compared with the whole weight matrix in float64 (`reference`), gradients with those of
 the component engine in float64. On a CPU the same kernels run in Triton's interpreter.
 """

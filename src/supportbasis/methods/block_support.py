@@ -32,6 +32,7 @@ STEPS = 14
 LARGEST_SCORES = 100.0  # standard deviation: beyond, one key takes it all and no mean key helps
 WIDEST_BLOCKS, CHECKED_BLOCKS, CHECKED_ROWS = 12, 40, 8
 FIRST_GUESS = 10.0  # tolerance over the root of the first price that is tried
+USELESS = 0.9  # measured error from which a plan is no answer, however cheap
 STRIDE, HALVES = 4.0, 3  # steps of the logarithm of the price, and how often the last is halved
 
 
@@ -52,6 +53,7 @@ class BlockSupport(Method):
     "polynomial" fitted to the scores, which suits diffuse heads; "auto" measures both. Causal
     windows are always ordered by trees; the plan says so where another order was asked for.
 
+    Where nothing within the budget is any good, the head is exact and the plan says so.
     No bound is proved: coarse keys are judged by estimates, and the certificate measures.
     """
 
@@ -97,6 +99,8 @@ class BlockSupport(Method):
                 failures.append(f"no {search.NAME} within {wish}")
             elif plan.cost >= 1:
                 failures.append(f"{search.NAME} would cost as much as all keys")
+            elif plan.measured is not None and plan.measured >= USELESS:
+                failures.append(f"{search.NAME} within {self.budget:g} err by {plan.measured:.2g}")
             else:
                 found.append(plan)
         if not found:
