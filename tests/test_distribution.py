@@ -339,8 +339,9 @@ def test_all_parts_run_in_their_folders_and_an_index_leads_to_them(
     monkeypatch.setattr(app_module, "check_installed", lambda: None)
     monkeypatch.setattr(app_module, "run_efficiency", run)
     monkeypatch.setattr(app_module, "run_distribution", run)
+    monkeypatch.setattr(app_module, "run_downstream", run)
     result = CliRunner().invoke(app, ["reproduce", "all", "--quick", "--out", str(tmp_path)])
     assert result.exit_code == 0
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     links = re.findall(r'href="([^"]+)"', page)
-    assert len(links) == 2 and all((tmp_path / target).is_file() for target in links)
+    assert len(links) == 3 and all((tmp_path / target).is_file() for target in links)

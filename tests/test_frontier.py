@@ -20,7 +20,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 import supportbasis as sb  # noqa: E402
 from supportbasis.cli import app as app_module  # noqa: E402
-from supportbasis.cli.frontier import claims, errors, sources, summary, timing  # noqa: E402
+from supportbasis.cli.frontier import claims, errors, shipped, sources, summary, timing  # noqa: E402
 from supportbasis.cli.frontier.baselines import (  # noqa: E402
     BASELINES,
     VARIANTS,
@@ -420,6 +420,29 @@ def test_growth_is_the_slope_of_heads_at_the_greatest_length() -> None:
     made = timing.growths(rows)
     assert [item.head for item in made] == ["0.0"]
     assert made[0].exponent == pytest.approx(1.0)
+
+
+# ---- the shipped models ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", sorted(shipped.NAMES))
+def test_heads_of_the_shipped_models(kind: str) -> None:
+    pytest.importorskip("transformers")
+    found = list(shipped.captures(kind, 256, 0, [0, 23]))
+    assert [head.name for head in found] == ["0.0", "5.3"]
+    for head in found:
+        assert head.model == shipped.NAMES[kind] and head.is_causal == (kind == "causal")
+        assert head.query.shape == head.key.shape == head.value.shape == (256, 64)
+        assert head.sigma > 0.05
+
+
+def test_the_shipped_heads_are_left_out_with_a_reason(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert shipped.missing() is None
+    assert "no weights" in str(shipped.missing(tmp_path))
+    assert [source.count for source in shipped.sources(3, 0, 4096)] == [3, 3]
+    assert not [item for item in sources.sources(sources.Models(None, None, ()), TINY, 0)
+                if item.model in shipped.NAMES.values()]  # fmt: skip
 
 
 # ---- the command -----------------------------------------------------------------------------

@@ -17,6 +17,10 @@ from .bench import FULL, QUICK, run_bench
 from .chapters import write_index
 from .demo import run_demo
 from .distribution import BUILT_IN, PRESETS, Access, Wish, check_installed, run_distribution
+from .downstream import BENCHMARKS, chosen_tasks, run_benchmarks, run_downstream, stories_folder
+from .downstream import FULL as WHOLE_DOWNSTREAM
+from .downstream import QUICK as QUICK_DOWNSTREAM
+from .downstream import Wish as BenchmarkWish
 from .efficiency import FULL as WHOLE_EFFICIENCY
 from .efficiency import QUICK as QUICK_EFFICIENCY
 from .efficiency import run_efficiency
@@ -31,6 +35,7 @@ from .selftest import run_selftest
 from .settings import GENERATED, Setting, load_qkv
 
 DEFAULT_N = 16384
+QUICK_ITEMS = 10  # of each benchmark, for a model of the user's
 NO_SPACE = (
     "no space left on the disk of --out; free some, or give another folder, and repeat the command "
     "(finished parts are kept)"
@@ -216,6 +221,58 @@ def distribution(
         run_distribution(wish, _writable(out), _console(), redraw=redraw)
 
 
+@reproduce.command()
+def downstream(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME_OR_DIR",
+            help="A model of your own, on the benchmarks of --tasks. [default: two small models "
+            "that come with the package, on generated tasks]",
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help=f"For --model, lm-eval's names. [default: {','.join(BENCHMARKS)}]"),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="For --model: items of each task, at most.")
+    ] = None,
+    models: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Folder with stories260K/. [default: $SUPPORTBASIS_MODELS]"
+        ),
+    ] = None,
+    download: Annotated[
+        bool, typer.Option("--download", help="Fetch the model if need be.")
+    ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few items: about two minutes; confirms nothing.")
+    ] = False,
+    redraw: Redraw = False,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
+        "supportbasis-out/downstream"
+    ),
+) -> None:
+    """Answers with approximate attention in every layer of a model, as in the paper's table."""
+    with _friendly("reproduce downstream"):
+        if model is None:
+            if tasks is not None or limit is not None:
+                raise InputError("--tasks and --limit are for a model of your own: add --model")
+            extents = QUICK_DOWNSTREAM if quick else WHOLE_DOWNSTREAM
+            found = stories_folder(models)
+            run_downstream(extents, _writable(out), found, _console(), redraw=redraw)
+        else:
+            access = Access(download, trust_remote_code)
+            items = limit or (QUICK_ITEMS if quick else None)
+            wish = BenchmarkWish(model, chosen_tasks(tasks), items, access)
+            run_benchmarks(wish, _writable(out), _console(), redraw=redraw)
+
+
 @reproduce.command("all")
 def everything(
     quick: Quick = False,
@@ -229,8 +286,13 @@ def everything(
         _writable(out)
     efficiency(quick, redraw, seed, out / "efficiency")
     distribution(quick=quick, redraw=redraw, out=out / "distribution")
+    downstream(quick=quick, redraw=redraw, out=out / "downstream")
     with _friendly("reproduce all"):
-        parts = {"efficiency": "time and error", "distribution": "entries of Q, K and V"}
+        parts = {
+            "efficiency": "time and error",
+            "distribution": "entries of Q, K and V",
+            "downstream": "answers with approximate attention",
+        }
         write_index(out, "supportbasis reproduce all", parts)
 
 

@@ -54,6 +54,13 @@ def check_installed() -> None:
         raise InputError(INSTALL)
 
 
+def check_folder(name: str) -> None:
+    """A name that can only be a folder must be one."""
+    folder = Path(name)
+    if not folder.is_dir() and (folder.is_absolute() or name.startswith(".")):
+        raise InputError(f"--model: there is no folder {name}")
+
+
 def load(name: str | None, access: Access) -> Loaded:
     """The model of this name; without one, the built-in."""
     check_installed()
@@ -63,9 +70,7 @@ def load(name: str | None, access: Access) -> Loaded:
     logging.disable_progress_bar()
     if name is None or name == BUILT_IN:
         return _built_in()
-    folder = Path(name)
-    if not folder.is_dir() and (folder.is_absolute() or name.startswith(".")):
-        raise InputError(f"--model: there is no folder {name}")
+    check_folder(name)
     return _from_files(PRESETS.get(name, name), access)
 
 
@@ -98,7 +103,7 @@ def _from_files(name: str, access: Access) -> Loaded:
         is_visual = model.main_input_name == "pixel_values"
         encode = None if is_visual else _tokenizer(name, options)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise InputError(_why(name, access, error)) from None
+        raise InputError(why(name, access, error)) from None
     label = Path(name).name if Path(name).is_dir() else name
     context = getattr(config, "max_position_embeddings", None)
     if not is_visual:
@@ -117,7 +122,7 @@ def _tokenizer(name: str, options: dict[str, bool]) -> Callable[[str], Tensor]:
     return encode
 
 
-def _why(name: str, access: Access, error: Exception) -> str:
+def why(name: str, access: Access, error: Exception) -> str:
     """One line: what is missing and the way out."""
     text = str(error)
     if "trust_remote_code" in text:
@@ -128,7 +133,7 @@ def _why(name: str, access: Access, error: Exception) -> str:
     if not access.download:
         return (
             f"--model: {name} is neither a folder nor among the models on this machine; add "
-            "--download to fetch it, or leave --model out for the built-in model"
+            "--download to fetch it, or leave --model out for what is built in"
         )
     return (
         f"--model: {name} could not be fetched ({first}); check the name and the network, or give "

@@ -45,8 +45,7 @@ def inputs_for(
         return _pictures(loaded, file)
     if file is not None:
         return [_natural(loaded, loaded.encode, _read(file), file.name, (window, most), own=False)]
-    text = (Path(__file__).parent / "natural.txt").read_text(encoding="utf-8")
-    natural = _natural(loaded, loaded.encode, text, NATURAL, (window, most), own=True)
+    natural = _natural(loaded, loaded.encode, own_text(), NATURAL, (window, most), own=True)
     return [natural, _repeated(loaded, loaded.encode, window)]
 
 
@@ -68,6 +67,11 @@ def _longest(loaded: Loaded, window: int | None) -> int:
             f"--window: {window} tokens are more than the {loaded.context} that {loaded.name} takes"
         )
     return window
+
+
+def own_text() -> str:
+    """A story of our own, in plain English."""
+    return (Path(__file__).parent / "natural.txt").read_text(encoding="utf-8")
 
 
 def _natural(

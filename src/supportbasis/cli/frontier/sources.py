@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import InputError
-from . import encoder, stories
+from ..folders import VARIABLE, models_from_environment
+from . import encoder, shipped, stories
 from .heads import MAKERS, SYNTHETIC, Capture, Source, spread, synthetic
-
-VARIABLE = "SUPPORTBASIS_MODELS"
 
 
 @dataclass(frozen=True)
@@ -28,6 +26,7 @@ class Extent:
     timed_synthetic: tuple[int, ...] = (65536,)
     growth: tuple[int, ...] = (16384, 65536, 262144)
     growth_heads: int = 6
+    shipped: tuple[int, ...] = ()  # lengths of texts for the models that come with the package
 
     def budgets_at(self, n: int) -> list[float]:
         """Budgets of all methods at a length: neither next to nothing nor endless work."""
@@ -43,7 +42,7 @@ class Extent:
 
 KEYS = (128, 192, 256, 384, 512, 1024)
 BUDGETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.25, 0.5)
-FULL = Extent((1024, 4096, 16384, 65536), (16384,), BUDGETS, KEYS)
+FULL = Extent((1024, 4096, 16384, 65536), (16384,), BUDGETS, KEYS, shipped=(4096,))
 QUICK = Extent(
     (1024, 4096),
     (4096,),
@@ -63,7 +62,7 @@ def frontier_extent(extent: Extent, lengths: Sequence[int] | None, heads: int | 
     chosen = tuple(sorted(set(lengths)))
     return replace(
         extent, lengths=chosen, synthetic=chosen, timed=chosen, timed_synthetic=chosen,
-        growth=chosen, heads=heads,
+        growth=chosen, heads=heads, shipped=chosen if extent.shipped else (),
     )  # fmt: skip
 
 
@@ -78,7 +77,7 @@ class Models:
     @staticmethod
     def find(folder: Path | None) -> Models:
         """The models in the folder, or in that of the environment variable."""
-        named = folder or _from_environment()
+        named = folder or models_from_environment()
         if named is None:
             note = (
                 f"No trained models: neither --models nor {VARIABLE} names a folder with tsp50/ "
@@ -113,6 +112,8 @@ def sources(models: Models, extent: Extent, seed: int) -> list[Source]:
     made = [synthetic_source(n, seed, extent.heads) for n in extent.synthetic]
     if models.stories is not None:
         made.append(stories.source(models.stories, extent.heads))
+    if shipped.missing() is None:
+        made += [found for n in extent.shipped for found in shipped.sources(extent.heads, seed, n)]
     if models.tsp50 is not None:
         chosen = spread(encoder.LAYERS * encoder.HEADS, extent.heads)
         made += [models.tsp_source(n, seed, chosen) for n in extent.lengths]
@@ -122,8 +123,3 @@ def sources(models: Models, extent: Extent, seed: int) -> list[Source]:
 def synthetic_source(n: int, seed: int, heads: int | None) -> Source:
     names = tuple(MAKERS)[:heads]
     return Source(SYNTHETIC, n, len(names), lambda: synthetic(n, seed, names))
-
-
-def _from_environment() -> Path | None:
-    value = os.environ.get(VARIABLE)
-    return Path(value) if value else None

@@ -13,7 +13,7 @@ from ..machine import Machine
 from ..measure import part
 from ..progress import Steps
 from ..report import write_table
-from . import claims, encoder, pictures, tables, timing
+from . import claims, encoder, pictures, shipped, tables, timing
 from .errors import ROWS, Row, measure_head
 from .heads import SYNTHETIC, Source, spread
 from .sources import Extent, Models, sources, synthetic_source
@@ -50,11 +50,13 @@ def run_frontier(
 ) -> None:
     """Measure every source, write tables after each, then the report, and print last."""
     machine = Machine.here()
-    for note in models.notes:
+    problem = shipped.missing() if extent.shipped else None
+    notes = [*models.notes, problem] if problem else models.notes
+    for note in notes:
         console.print(note)
     measured = _measure(extent, models, seed, timed, out, machine, console)
     chapters = _chapters(measured, out)
-    lead = " ".join([LEAD, *models.notes])
+    lead = " ".join([LEAD, *notes])
     publish(out, TITLE, lead, chapters, machine, console)
 
 
@@ -162,7 +164,9 @@ def _asked(measured: Measured) -> Chapter:
 
 def _trained(made: Sequence[Group], out: Path) -> Chapter:
     text = (
-        "Heads of a trained encoder on random points, in the order in which they were drawn. "
+        "Heads of trained models: tsp50, an encoder, on random points in the order in which they "
+        "were drawn; the diffusion model that comes with the package on generated text, longer "
+        "than the 1024 tokens it was trained on. "
         "Medians and percentiles are over heads; where a method has no answer within the budget "
         "its error counts as infinite. “Heads” is on how many ours has a plan within the budget. "
         "“Sorted blocks + centroids” is not published: it is PISA after sorting queries and keys "
@@ -172,7 +176,8 @@ def _trained(made: Sequence[Group], out: Path) -> Chapter:
     pictures.draw_frontier(made, picture)
     figures = [(picture, "Median error against cost. Band: 10th to 90th percentile of ours.")]
     for group in filter(pictures.shown_heads, made):
-        path = out / f"heads-n{group.n}.png"
+        label = "" if group.model == encoder.MODEL else f"{group.model.replace(' ', '-')}-"
+        path = out / f"heads-{label}n{group.n}.png"
         pictures.draw_heads(group, path)
         figures.append((path, f"{group.label}: every head, ours and the best baseline."))
     said = [claims.error_findings(group) for group in made]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ...methods import Auto, BlockSupport
+from ..folders import VARIABLE
 from ..frontier import encoder
-from ..frontier.sources import VARIABLE
 from .works import LONG, Inputs, Work
 
 DIMENSIONS, SPREAD = 3, 2.0  # of the surface; of the scores

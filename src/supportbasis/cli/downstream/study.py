@@ -1,0 +1,288 @@
+"""``supportbasis reproduce downstream``: measure what the folder lacks, write, print."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from ...errors import InputError
+from ..chapters import Chapter, publish
+from ..distribution import check_installed
+from ..machine import Machine
+from ..measure import Tick
+from ..progress import Steps
+from ..records import Records, Row
+from . import findings, pictures, stories, tables
+from .contenders import LIBRARY, NAMES
+from .harness import BenchmarkRow, Harness, Wish
+from .items import TASKS
+from .measure import Subject, measure_layers, measure_recall, measure_task, measure_text
+from .models import FOLDER
+from .reading import FORMS
+from .rows import LayerRow, RecallRow, StoryRow, TaskRow, TextRow
+
+TITLE = "supportbasis reproduce downstream"
+LEAD = (
+    "The paper's table: accuracy on five tasks with approximate attention in every layer. The "
+    "paper judges LLaDA-8B-Instruct on GSM8K, MMLU, HellaSwag and ARC; here two small transformers "
+    "that come with the package, trained on a generated language, are judged on five generated "
+    "tasks that stand for them. “Emulation” rows repeat the published evaluation: all scores are "
+    "formed, the largest and smallest 10 % of each head are exponentiated and the others go "
+    "through a Chebyshev series; AS23 puts all through the series. They save no work. The other "
+    "rows are methods of this library as they are; “exact heads” says how many heads they left "
+    "exact because nothing cheaper was good enough, and then they answer as exact does. The mean "
+    "of the values stands for a broken attention. The items are mostly harder than those that the "
+    "models learned from, so that exact attention is not always right; they and the weights were "
+    "fixed before methods were compared."
+)
+PART = 50  # items after which rows are written; all methods come before the next part
+BATCH = 4  # larger ones take no less time, and the scores of emulations more memory
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is asked of a model."""
+
+    items: int  # of each task
+    few: int  # of each task, for methods of the library: most plan for longer than they compute
+    lengths: dict[str, int]  # of the prompts of a task
+    windows: int  # of held-out text
+    window: int
+    recall: tuple[tuple[int, int], ...]  # length of the text, and how many of them
+    prompts: int  # of each task, for the errors of hidden states
+
+    def items_for(self, method: str) -> int:
+        """Always the first ones, so that all methods can be compared on the same."""
+        return self.few if method in LIBRARY else self.items
+
+
+LENGTHS = dict.fromkeys(TASKS, 256)
+SHORT = dict.fromkeys(TASKS, 192)
+FULL = {
+    "causal": Extent(400, 30, LENGTHS, 6, 1024, ((1024, 2), (4096, 1)), 3),
+    "diffusion": Extent(100, 40, LENGTHS, 3, 1024, ((1024, 4),), 3),
+}
+QUICK = {
+    "causal": Extent(6, 2, SHORT, 1, 512, ((512, 1),), 1),
+    "diffusion": Extent(3, 1, SHORT, 1, 256, ((512, 1),), 1),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """The rows that a folder holds."""
+
+    tasks: Records[TaskRow]
+    texts: Records[TextRow]
+    recall: Records[RecallRow]
+    layers: Records[LayerRow]
+    stories: Records[StoryRow]
+
+    @staticmethod
+    def of(out: Path, machine: Machine) -> Tables:
+        return Tables(
+            Records(out / "tasks.csv", TaskRow, machine),
+            Records(out / "perplexity.csv", TextRow, machine),
+            Records(out / "recall.csv", RecallRow, machine),
+            Records(out / "layers.csv", LayerRow, machine),
+            Records(out / "stories.csv", StoryRow, machine),
+        )
+
+
+R = TypeVar("R", bound=Row)
+
+
+class Plan:
+    """The units of the study: their names, where their rows belong, and how they are measured."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, Callable[[], bool], Callable[[Tick], None]]] = []
+        self.names: list[str] = []
+
+    def add(self, records: Records[R], name: str, measure: Callable[[Tick], Sequence[R]]) -> None:
+        def run(tick: Tick) -> None:
+            records.add(measure(tick))
+
+        self.steps.append((name, partial(records.has, name), run))
+        self.names.append(name)
+
+    def run(self, console: Console) -> None:
+        """Measure the units that have no rows yet."""
+        with Steps(console, len(self.steps)) as steps:
+            for name, has, run in self.steps:
+                with steps.step(name) as tick:
+                    if not has():
+                        run(tick)
+
+
+def run_downstream(
+    extents: dict[str, Extent],
+    out: Path,
+    story_folder: Path | None,
+    console: Console,
+    *,
+    redraw: bool = False,
+) -> None:
+    """Fill in the rows that the folder lacks; then the report."""
+    machine = Machine.here()
+    made, plan = Tables.of(out, machine), Plan()
+    for kind, extent in extents.items():
+        _plan_model(plan, made, Subject.of(kind, FOLDER / kind), extent)
+    if story_folder is not None:
+        _plan_stories(plan, made, story_folder)
+    if not redraw:
+        check_installed()
+        plan.run(console)
+    elif not made.tasks.of(plan.names):
+        raise InputError(
+            f"--redraw: {made.tasks.path} holds no rows of these weights and sizes; run the same "
+            "command without --redraw"
+        )
+    publish(out, TITLE, LEAD, _chapters(made, plan.names, out), machine, console)
+
+
+def run_benchmarks(wish: Wish, out: Path, console: Console, *, redraw: bool = False) -> None:
+    """The paper's benchmarks on a user's model; rows that the folder has are kept."""
+    machine = Machine.here()
+    rows, plan = Records(out / "benchmarks.csv", BenchmarkRow, machine), Plan()
+    harness = None if redraw else Harness(wish)
+    for task, name in product(wish.tasks, NAMES):
+        unit = f"{wish.name}, {name}, {task}, {wish.limit or 'all'}"
+        plan.add(rows, unit, _whole(_benchmark, harness, unit, name, task))
+    if not redraw:
+        plan.run(console)
+    found = rows.of(plan.names)
+    if not found:
+        raise InputError(f"--redraw: {rows.path} holds no such rows; run without --redraw")
+    grid = tables.benchmark_table(found)
+    text = "Accuracy in percent, as lm-eval counts it; “±” is its standard error."
+    chapter = Chapter(f"{wish.label} on benchmarks", text, [], [grid], [grid])
+    publish(out, f"{TITLE}: {wish.label}", LEAD, [chapter], machine, console)
+
+
+def _benchmark(
+    harness: Harness | None, unit: str, method: str, task: str
+) -> Sequence[BenchmarkRow]:
+    assert harness is not None
+    return harness.run(unit, method, task)
+
+
+def _plan_model(plan: Plan, made: Tables, subject: Subject, extent: Extent) -> None:
+    starts = range(0, extent.items, PART)
+    for first, name, (task, length) in product(starts, NAMES, extent.lengths.items()):
+        count = min(PART, extent.items_for(name) - first)
+        if count > 0:
+            unit = subject.unit(name, task, first, count, length)
+            asked = (task, first, count, length, BATCH)
+            plan.add(made.tasks, unit, partial(measure_task, subject, unit, name, *asked))
+    length = extent.lengths["easy"]
+    for name in NAMES:
+        unit = subject.unit(name, "layers", extent.prompts, length)
+        plan.add(
+            made.layers, unit, _whole(measure_layers, subject, unit, name, length, extent.prompts)
+        )
+        unit = subject.unit(name, "text", extent.windows, extent.window)
+        sizes = (extent.window, extent.windows)
+        plan.add(made.texts, unit, _whole(measure_text, subject, unit, name, *sizes))
+        for form, (long, texts) in product(FORMS, extent.recall):
+            unit = subject.unit(name, form, long, texts)
+            plan.add(
+                made.recall, unit, _whole(measure_recall, subject, unit, name, form, long, texts)
+            )
+
+
+def _plan_stories(plan: Plan, made: Tables, folder: Path) -> None:
+    loaded = cache(stories.load)
+
+    def measure(unit: str, name: str) -> list[StoryRow]:
+        return stories.measure_story(loaded(folder), unit, name)
+
+    for name in NAMES:
+        unit = f"{stories.MODEL}, {name}"
+        plan.add(made.stories, unit, _whole(measure, unit, name))
+
+
+def _whole(measure: Callable[..., Sequence[R]], *given: Any) -> Callable[[Tick], Sequence[R]]:
+    """A measurement that takes one step of the bar."""
+    return lambda tick: measure(*given)
+
+
+# ---- the report ------------------------------------------------------------------------------
+
+
+def _chapters(made: Tables, units: Sequence[str], out: Path) -> list[Chapter]:
+    models = findings.judged(made.tasks.of(units))
+    chapters = [_short(models, out)]
+    chapters += [_model_chapter(judged) for judged in models.values()]
+    chapters.append(_layer_chapter(made.layers.of(units), out))
+    chapters.append(_reading_chapter(made.texts.of(units), made.recall.of(units), out))
+    told = made.stories.of(units)
+    if told:
+        chapters.append(_story_chapter(told))
+    return chapters
+
+
+def _short(models: dict[str, dict[str, findings.Judged]], out: Path) -> Chapter:
+    said = [sentence for made in models.values() for sentence in findings.sentences(made)]
+    grids = [
+        findings.statement_table(f"{model}: what the paper leads to expect", found)
+        for model, found in ((model, findings.statements(made)) for model, made in models.items())
+    ]
+    paper = tables.paper_table(models)
+    picture = out / "accuracy.png"
+    pictures.draw_accuracy(models, picture)
+    figures = [(picture, "Average over the five tasks with 95 % intervals.")]
+    return Chapter("In short", "", said, [*grids, paper], [*grids, paper], figures)
+
+
+def _model_chapter(made: dict[str, findings.Judged]) -> Chapter:
+    model = next(iter(made.values())).model
+    text = (
+        "Choices are judged by likelihood; sums are written and parsed. “Unparsable”: a written "
+        "sum without the form that was shown, a token that is none of the choices where one token "
+        "is asked for, or no number at all. “Written”: right where every answer of one token has "
+        "to be the likeliest of all words, not only of the choices. Intervals are 95 % of a paired "
+        "bootstrap over items."
+    )
+    shown = tables.accuracy_table(made)
+    return Chapter(f"The {model} model", text, [], [shown, tables.difference_table(made)], [shown])
+
+
+def _layer_chapter(rows: Sequence[LayerRow], out: Path) -> Chapter:
+    picture = out / "layers.png"
+    pictures.draw_layers(rows, picture)
+    grids = [tables.layer_table(rows, model) for model in dict.fromkeys(row.model for row in rows)]
+    text = "Relative error, in norm, of the hidden states of prompts of all tasks, layer by layer."
+    figures = [(picture, "Error of hidden states after each layer.")]
+    return Chapter("Errors through the layers", text, [], grids, grids, figures)
+
+
+def _reading_chapter(texts: Sequence[TextRow], recall: Sequence[RecallRow], out: Path) -> Chapter:
+    picture = out / "recall.png"
+    pictures.draw_recall(recall, picture)
+    shown = dict.fromkeys((row.model, row.form) for row in recall)
+    grids = [tables.text_table(texts)]
+    grids += [tables.recall_table(recall, *pair) for pair in shown]
+    text = (
+        "Perplexity of sentences about the world that were not trained on; of the diffusion model, "
+        "the bound that its loss gives. Recall: codes hidden in such sentences (needle) or listed "
+        "before them (associative), asked for at the end."
+    )
+    figures = [(picture, "Codes recalled against distance.")]
+    return Chapter("Perplexity and recall at a distance", text, [], grids, grids, figures)
+
+
+def _story_chapter(rows: Sequence[StoryRow]) -> Chapter:
+    grid = tables.story_table(rows)
+    text = (
+        "A real model, head dim 8. Perplexity of a plain English story; and of the story that the "
+        "model writes with exact attention, how many tokens stay the likeliest, and how many come "
+        "before the first that does not."
+    )
+    return Chapter("stories260K", text, [], [grid], [grid])
