@@ -64,7 +64,7 @@ def test_a_frame_changes_no_score(dtype, causal):
 def test_a_frame_balances_and_rotates():
     generator = torch.Generator().manual_seed(3)
     mix = torch.randn(5, 5, generator=generator, dtype=torch.float64)
-    q, k, v = qkv(1, 1, n=4000, m=3000, d=5)
+    q, k, v = qkv(1, 1, n=1000, m=900, d=5)
     head = head_of(q @ mix + 3, k @ mix.T.inverse() * 0.7, v, scale=0.4)
     frame = balanced(head)
     framed = frame.apply(head)

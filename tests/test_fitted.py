@@ -206,7 +206,7 @@ def test_rows_that_a_fit_loses_are_exact_and_counted():
     plan = sb.plan(query, key, value, method=sb.BlockSupport(0.4, tail="polynomial"))
     head = replace(plan.heads[0], fitted=replace(plan.heads[0].fitted, query_radius=math.inf))
     plan = replace(plan, heads=(head,))
-    query = 8 * query
+    query = 40 * query
     result = sb.attention(query, key, value, plan=plan, return_result=True)
     lost = int(result.certificate.rescued_rows)
     assert 0 < lost == int(result.certificate.invalid_rows)

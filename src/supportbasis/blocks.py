@@ -144,7 +144,9 @@ def _whole(head: Head, spectrum: Tensor, settings: BlockSettings) -> Structure:
     at = positions(placed[real], int(math.log2(PARTS)))
     rows, real = rows.gather(1, at), real.gather(1, at)
     layers = _fitting(forest, nodes, rows, head.query[real], spectrum)
-    sizes = ((head.n, settings.block_size // PARTS), (head.m, settings.leaf_size // 2))
+    rows_split = settings.block_size if how_rows == "sequence" else head.n
+    keys_split = 4 * settings.leaf_size if how == "sequence" else head.m
+    sizes = ((rows_split, settings.block_size // PARTS), (keys_split, settings.leaf_size // 2))
     levels = sum(leaf_layout(tokens, max(1, size))[0] for tokens, size in sizes)
     how = how if how == how_rows else "auto"
     axes, compared = leading(spectrum), compared + leaders

@@ -22,7 +22,7 @@ from .cotangent import Gradients
 from .problem import Head
 
 LARGEST_LEAN = 1.0  # standard deviation of the log-weights that centring queries gives the keys
-FRAME_TOKENS = 4096  # of each side, at most, that the covariances are taken from
+FRAME_TOKENS = 1024  # of each side, at most, that the covariances are taken from
 FLOOR = 1e-3  # of the largest variance: directions below are not stretched any further
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from .forest import Forest
 
 EXPONENT = 6.0  # score variances beyond are as bad as they get
-LARGEST_DRIFT = 8.0  # variance over the queries of a block: beyond, it says nothing more
+LARGEST_DRIFT = 1.0  # variance over the queries of a block: beyond, it says nothing more
 
 
 Pairs = tuple[Tensor, Tensor]  # block and node of each pair, sorted by block

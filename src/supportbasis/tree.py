@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 ITERATIONS = 6  # of the power method; the axis need not be exact
-AXIS_TOKENS = 512  # of a node, evenly spaced, from which its axis is estimated
+AXIS_TOKENS = 128  # of a node, evenly spaced, from which its axis is estimated
+FEW = 16  # coordinates of which a covariance is small
 EXPLAINED = 0.99  # of the variance of the scores: directions beyond are not looked at
 
 
@@ -102,19 +103,26 @@ def signs(like: Tensor) -> Tensor:
 
 
 def _axis(part: Tensor) -> Tensor:
-    """Approximate principal axes of tokens [nodes, tokens, dim]: [nodes, dim, 1]."""
+    """Approximate principal axes of tokens [nodes, tokens, dim]: [nodes, dim, 1].
+
+    Powers of the covariance where it is small, or of both its factors in turn.
+    """
     tiny = torch.finfo(part.dtype).tiny
     part = part - part.mean(1, keepdim=True)
     diagonal = part.square().sum(1)
     part = part / diagonal.sum(1).clamp(min=tiny).sqrt().view(-1, 1, 1)
-    covariance = part.transpose(1, 2) @ part
+    covariance = part.transpose(1, 2) @ part if part.shape[2] <= FEW else None
     axis = diagonal.sqrt() * signs(part) + tiny
-    for _ in range(ITERATIONS):
-        axis = (covariance * axis.unsqueeze(1)).sum(2)  # for many small matrices faster than bmm
+    for _ in range(ITERATIONS):  # products and sums: for many small matrices faster than bmm
+        if covariance is not None:
+            axis = (covariance * axis.unsqueeze(1)).sum(2)
+        else:
+            along = (part * axis.unsqueeze(1)).sum(2)
+            axis = (part * along.unsqueeze(2)).sum(1)
         axis = axis / axis.norm(dim=1, keepdim=True).clamp(min=tiny)
     return axis.unsqueeze(2)
 
 
 def split_work(axes: int) -> int:
     """Multiply-adds of one level of a tree, for each token."""
-    return axes * (axes + 3)
+    return axes * ((axes if axes <= FEW else 2 * ITERATIONS) + 3)

@@ -32,6 +32,7 @@ STEPS = 14
 LARGEST_SCORES = 100.0  # standard deviation: beyond, one key takes it all and no mean key helps
 WIDEST_BLOCKS, CHECKED_BLOCKS, CHECKED_ROWS = 12, 40, 8
 FIRST_GUESS = 10.0  # tolerance over the root of the first price that is tried
+SEQUENCE = "sequence"
 USELESS = 0.9  # measured error from which a plan is no answer, however cheap
 STRIDE, HALVES = 4.0, 3  # steps of the logarithm of the price, and how often the last is halved
 
@@ -111,9 +112,16 @@ class BlockSupport(Method):
 
     def _searches(self, head: Head) -> Iterator[BlockSearch | FittedSearch | str]:
         if self.tail != "polynomial":
-            yield BlockSearch.of(head, self.block_size, self.seed, self.order)
+            first = BlockSearch.of(head, self.block_size, self.seed, self.order)
+            yield first
+            if isinstance(first, BlockSearch) and self._is_open(head) and first.order != SEQUENCE:
+                yield BlockSearch.of(head, self.block_size, self.seed, SEQUENCE)
         if self.tail != "coarse":
             yield FittedSearch.of(head, self.seed)
+
+    def _is_open(self, head: Head) -> bool:
+        """Whether both orders by likeness and by sequence are tried."""
+        return self.order == "auto" and not head.is_causal
 
     def _best(self, search: BlockSearch | FittedSearch, head: Head) -> HeadPlan | None:
         """The best plan of one kind; with its error, if there is another kind to compare with."""
@@ -123,7 +131,7 @@ class BlockSupport(Method):
             return search.within(self.tolerance, RowCheck(head, self.tolerance, self.seed), 0.0)
         assert self.budget is not None
         plan = search.affordable(self.budget)
-        if plan is None or self.tail != "auto":
+        if plan is None or (self.tail != "auto" and not self._is_open(head)):
             return plan
         if isinstance(search, BlockSearch):
             return search.measured(plan, self.seed)
@@ -164,6 +172,12 @@ class BlockSearch:
             head.memory[frame, replace(settings, price=0.0)] = made
             base = replace(base, blocks=settings)
         return BlockSearch(head, base, made, made.sample(SAMPLED_BLOCKS, seed))
+
+    @property
+    def order(self) -> str:
+        """Of queries and keys, as far as it is known."""
+        assert self.base.blocks is not None
+        return self.base.blocks.order
 
     def plan(self, price: float) -> HeadPlan:
         """The plan at a price, with its cost."""
