@@ -313,10 +313,30 @@ def test_values_that_overflow_a_sum_are_refused():
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_an_exact_plan_that_is_reused_names_bad_entries(name, bad, is_causal, dtype):
-    tensors = dict(zip(("query", "key", "value"), qkv(2, d=8, dtype=dtype), strict=True))
+    tensors = dict(zip(("query", "key", "value"), qkv(1, 2, d=8, dtype=dtype), strict=True))
     plan = sb.plan(**tensors, is_causal=is_causal, method=sb.Exact())
-    for at in ((0, 0, 0), (1, 32, 7), (1, 17, 3)):
+    for at in ((0, 0, 0, 0), (0, 1, 32, 7), (0, 1, 17, 3)):
         spoilt = {key: x.clone() for key, x in tensors.items()}
         spoilt[name][at] = bad
         with pytest.raises(sb.InputError, match=f"{name} has 1 non-finite"):
             sb.attention(**spoilt, is_causal=is_causal, plan=plan)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3, -0.2, 0.0])
+@pytest.mark.parametrize("dv", [8, 5])
+def test_an_exact_plan_that_is_reused_is_sdpa(dv, scale):
+    q, k, v = qkv(1, 2, n=40, m=33, d=8, dv=dv, dtype=torch.float32)
+    plan = sb.plan(q, k, v, method=sb.Exact(), scale=scale)
+    expected = dense_attention(q, k, v, scale=scale)[0]
+    again = sb.attention(q, k, v, plan=plan, scale=scale)
+    torch.testing.assert_close(again.double(), expected.double(), rtol=1e-4, atol=1e-5)
+    for wrong in (
+        (q[..., :4], k[..., :4], v),
+        (q, k[..., :4], v),
+        (q, k, v[:, :, :9]),
+        (q.double(), k, v),
+    ):
+        with pytest.raises(sb.InputError):
+            sb.attention(*wrong, plan=plan, scale=scale)
+    tracked = sb.attention(q.clone().requires_grad_(), k, v, plan=plan, scale=scale)
+    assert tracked.requires_grad

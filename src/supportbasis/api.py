@@ -70,6 +70,11 @@ def attention(
             method=method, plan=plan, return_result=return_result, implementation=implementation,
         )  # fmt: skip
     implementation = check_implementation(implementation)
+    plain = attn_mask is None and dropout_p == 0 and method is None and not return_result
+    if plain and not enable_gqa and implementation == "auto" and isinstance(plan, Plan):
+        output = sdpa.plainly(query, key, value, is_causal, scale, plan)
+        if output is not None:
+            return output
     query, key, value = _autocast(query, key, value)
     checked = plan is None
     problem = attention_problem(
