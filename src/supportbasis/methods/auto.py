@@ -27,6 +27,7 @@ PLANNING_SECONDS = 0.02  # what a search costs; exact attention below that is le
 SHARES = (0.0, 0.001, 0.004, 0.015, 0.05)  # of tokens that a candidate threshold makes large
 # rows that share a list, and their order; large blocks gather less, and select for more
 BLOCKS = ((64, "auto"), (64, "sequence"), (512, "auto"))
+CLEARLY = 1.5  # times as fast must other blocks be predicted to be, to be taken instead
 FAST = 4.0  # predicted speed of lists above which no other blocks are tried
 WORTHWHILE = 1.1  # predicted speed against exact attention, below which nothing is gained
 MARGIN = 0.8  # of the tolerance that an estimate may use up before it is verified
@@ -81,16 +82,20 @@ class Auto(Method):
 
     def _blocks(self, first: _Search, speedup: float) -> HeadPlan | None:
         """Lists of exact and coarse keys within the tolerance, where they can be faster."""
-        best, head = None, first.head
+        best: HeadPlan | None = None
+        head = first.head
         for size, order in BLOCKS if not head.is_density else ():
             if head.is_causal and order == "sequence":
                 continue  # causal windows are in sequence anyway
-            if speedup > FAST or BlockSearch.highest_speedup(head, size) <= speedup:
+            if best is not None and best.speedup > FAST:
+                break
+            if BlockSearch.highest_speedup(head, size) <= speedup:
                 continue
             search = BlockSearch.of(head, size, self.seed, order)
             if isinstance(search, str) or search.plan(1.0).speedup <= speedup:
                 continue
-            plan = search.within(self.tolerance, self.seed, speedup)
+            wanted = speedup if best is None else CLEARLY * speedup
+            plan = search.within(self.tolerance, self.seed, wanted)
             if plan is not None:
                 best, speedup = plan, plan.speedup
         return best
