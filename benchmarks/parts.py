@@ -38,9 +38,10 @@ def main(n: int) -> None:
     x, value = head.query[: lanes * rows], head.value[: lanes * rows]
     x, value = x.view(lanes, rows, 64), value.view(lanes, rows, 64)
     buffer = phi.buffer(lanes, rows, x)
+    written = phi.write(x, buffer)
     state = torch.zeros(lanes, phi.count - 1, 64)
     blocks = 2 * n / (lanes * rows)  # keys and rows
-    product = best(lambda: state.baddbmm_(buffer, value))
+    product = best(lambda: state.baddbmm_(written, value))
     flops = 2 * lanes * rows * (phi.count - 1) * 64
     exact = 0.0
     for group in support_basis(plan.heads[0], head):

@@ -24,7 +24,7 @@ from .device import dispatch
 from .errors import InputError, SupportBasisError
 from .execute import Outcome
 from .plans import Plan
-from .problem import Problem
+from .problem import Kept, Problem
 
 _in_graphs: dict[str, Plan] = {}  # a compiled graph holds a handle, so its plan has to live on
 
@@ -67,8 +67,7 @@ def check_entries(problem: Problem, *, values: bool = True) -> None:
 
 def run(problem: Problem, plan: Plan, implementation: str = "auto") -> Outcome:
     """`compute` with gradients: of output and lse by query, key, value and key log-weights."""
-    operator: Any = _attention if torch.compiler.is_compiling() else _Attention.apply
-    output, lse, rescued, counts = operator(
+    inputs: tuple[Any, ...] = (
         problem.query,
         problem.key,
         problem.value,
@@ -79,6 +78,11 @@ def run(problem: Problem, plan: Plan, implementation: str = "auto") -> Outcome:
         problem.scale,
         problem.is_causal,
     )
+    operator: Any = _attention
+    if not torch.compiler.is_compiling():
+        operator = _Attention.apply
+        inputs = (*inputs, None if is_watched() else Kept())
+    output, lse, rescued, counts = operator(*inputs)
     invalid_rows, rescued_rows, rounding = counts.unbind(0)
     zero = torch.zeros_like(rounding)
     return Outcome(output, lse, zero, invalid_rows, rescued_rows, rounding, rescued)
@@ -149,9 +153,10 @@ def _run_forward(
     implementation: str,
     scale: float,
     is_causal: bool,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output and lse, which rows were rescued, and counts [3, batch, heads]."""
-    problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal)
+    problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal, kept)
     the_plan = Plan.known(plan)
     check_plan(problem, the_plan)
     check_entries(problem)
@@ -208,9 +213,10 @@ def _run_backward(
     scale: float,
     is_causal: bool,
     for_weights: bool,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and, if asked for, of the key log-weights (else empty)."""
-    problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal)
+    problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal, kept)
     with torch.autocast(query.device.type, enabled=False):
         batches = dispatch.batches(problem, Plan.known(plan), implementation)
         total = dispatch.gradients(
@@ -265,17 +271,17 @@ def _problem(
     mask: Tensor | None,
     scale: float,
     is_causal: bool,
+    kept: Kept | None = None,
 ) -> Problem:
     leading = tuple(query.shape[:2])
     return Problem(
-        query, key, value, key_log_weight, None, mask, 0.0, is_causal, scale, True, leading
+        query, key, value, key_log_weight, None, mask, 0.0, is_causal, scale, True, leading, kept
     )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, plan, implementation, scale, is_causal = inputs
-    ctx.plan = Plan.known(plan)  # kept until the backward pass
-    ctx.settings = (plan, implementation, scale, is_causal)
+    tensors, ctx.settings, ctx.kept = inputs[:5], inputs[5:9], inputs[9:]
+    ctx.plan = Plan.known(ctx.settings[0])  # kept until the backward pass
     ctx.for_weights = ctx.needs_input_grad[3]
     ctx.save_for_backward(*tensors, *output[:3])
     ctx.set_materialize_grads(False)
@@ -284,14 +290,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _gradients(operator: Any, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad, grad_lse = grads[:2]
     if grad is None and grad_lse is None:
-        return (None,) * 9
+        return (None,) * len(ctx.needs_input_grad)
     *tensors, output, lse, rescued = ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(output)
     *parts, weight = operator(
-        grad, grad_lse, *tensors, output, lse, rescued, *ctx.settings, ctx.for_weights
+        grad, grad_lse, *tensors, output, lse, rescued, *ctx.settings, ctx.for_weights, *ctx.kept
     )
-    return (*parts, weight if ctx.for_weights else None, None, None, None, None, None)
+    rest = (None,) * (len(ctx.needs_input_grad) - 4)
+    return (*parts, weight if ctx.for_weights else None, *rest)
 
 
 def _refuse(ctx: Any, *grads: Tensor | None) -> None:

@@ -1,16 +1,18 @@
 """The way back through `execute`: gradients of output and lse to those of query, key and value.
 
 The function that is differentiated is the one that ran: supports, thresholds, polynomials and
-sketches are constants, and rows that were rescued are exact here too. Nothing of the forward pass
-is kept but its output, its lse and which rows were rescued; weights and features are formed again
-in blocks.
+sketches are constants, and rows that were rescued are exact here too. Of the forward pass its
+output, its lse and which rows were rescued are kept, and, outside of graphs, the components with
+the sums of features over keys; weights and features are formed again in blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from .basis import exact_component, support_basis
+from .basis import RowGroup, exact_component, support_basis
 from .cotangent import Cotangent, Gradients
 from .plans import HeadPlan, Plan
 from .problem import Head, Problem
@@ -43,15 +45,24 @@ def backward(
         )
         from_lse = None if grad_lse is None else grad_lse[at]
         cotangent = Cotangent.of(output[at], lse[at], grad[at], from_lse)
-        backward_head(head, plan.head(b, h), cotangent, rescued[at], part)
+        if problem.kept:
+            head, basis = problem.kept[at]
+        else:
+            basis = support_basis(plan.head(b, h), head)
+        backward_head(head, plan.head(b, h), basis, cotangent, rescued[at], part)
     return total
 
 
 def backward_head(
-    head: Head, plan: HeadPlan, cotangent: Cotangent, rescued: Tensor, total: Gradients
+    head: Head,
+    plan: HeadPlan,
+    basis: Sequence[RowGroup],
+    cotangent: Cotangent,
+    rescued: Tensor,
+    total: Gradients,
 ) -> None:
     """One head: every component adds its part to ``total``."""
-    for group in support_basis(plan, head):
+    for group in basis:
         rows, part, lost = group.rows, cotangent, rescued
         if rows is not None:
             part, lost = cotangent[rows], rescued[rows]

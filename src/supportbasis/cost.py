@@ -16,8 +16,9 @@ from torch import Tensor
 
 from .blocks import BlockSettings
 from .components.streaming import CAUSAL_CHUNK, lane_count
-from .features import FeatureMap, block_rows, feature_count, tile_width
+from .features import FeatureMap, block_rows
 from .frame import FRAME_TOKENS
+from .polynomials import true_rank
 from .powers import PowerKernel
 from .problem import Head
 from .sketch import PolySketch
@@ -61,7 +62,7 @@ class Work:
 
     def multiply_adds(self, head: Head) -> float:
         pair = head.dim + head.value_dim
-        rank = feature_count(head.dim, self.degree) if self.feature_rows else 0
+        rank = true_rank(head.dim, self.degree) if self.feature_rows else 0
         return (
             self.exact_pairs * pair
             + self.dense_pairs * (pair + self.degree)
@@ -90,9 +91,9 @@ class Work:
 
     def _feature_seconds(self, head: Head, rates: Rates) -> float:
         """Features in blocks, by PyTorch operations."""
-        rank = feature_count(head.dim, self.degree) if self.feature_rows else 0
+        rank = true_rank(head.dim, self.degree) if self.feature_rows else 0
         blocks = math.ceil(self.feature_rows / block_rows(max(1, rank), head.dtype))
-        steps = head.dim / tile_width(head.dim, self.degree) * max(0, self.degree - 1) + 10
+        steps = 10 + (head.dim * (self.degree - 1) if self.degree > 2 else 2)
         formed = self.feature_rows * rank * (rates.feature + rates.product * head.value_dim)
         return formed + blocks * BLOCK_SECONDS * steps
 
@@ -104,7 +105,7 @@ class Work:
 
     def _kernel_seconds(self, head: Head, rates: Rates) -> float:
         width = head.dim + head.value_dim
-        products = self.feature_rows * feature_count(head.dim, self.degree) * (head.value_dim + 2)
+        products = self.feature_rows * true_rank(head.dim, self.degree) * (head.value_dim + 2)
         read = KERNEL_READS * self.feature_rows * width * rates.scan
         return products * KERNEL_PRODUCT * rates.pair(head) / width + read
 
@@ -138,8 +139,8 @@ def kernel_work(head: Head, rows: int, keys: int, kernel: PowerKernel) -> Work:
     if kernel.sketch_size is None:
         return Work(dense_pairs=pairs)
     degree = 1 if kernel.polynomial is None else kernel.polynomial.degree
-    rank, tokens = feature_count(head.dim, degree), rows + keys
-    packed = feature_count(kernel.sketch_size, 2)
+    rank, tokens = true_rank(head.dim, degree), rows + keys
+    packed = true_rank(kernel.sketch_size, 2)
     sketch = PolySketch(kernel.power, kernel.sketch_size).cost(rank).multiply_adds
     return Work(
         dense_pairs=min(pairs, rows * CAUSAL_CHUNK // 2) if head.is_causal else 0,
@@ -234,11 +235,12 @@ def calibrate(device: str, dtype: torch.dtype) -> Rates:
     x = _numbers((lanes, rows, 48), device)
     value = _numbers((lanes, rows, 64), device)
     buffer = features.buffer(lanes, rows, x)
+    written = features.write(x, buffer)
     state = value.new_zeros(lanes, features.count - 1, 64)
     count = lanes * rows * features.count
     write = _best(lambda: features.write(x, buffer), device) / count
-    product = _best(lambda: state.baddbmm_(buffer, value), device) / count
-    wide = x if device == "cpu" else buffer
+    product = _best(lambda: state.baddbmm_(written, value), device) / count
+    wide = x if device == "cpu" else written
     scan = _best(lambda: wide.abs().amax(-1), device) / wide.numel()
     return Rates(pairs, write, product / 64, scan)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .basis import exact_component, support_basis
+from .basis import RowGroup, exact_component, support_basis
 from .components import evaluate
 from .jensen import lower_lse
 from .partial import Partial
@@ -46,14 +47,24 @@ def execute(problem: Problem, plan: Plan) -> Outcome:
         new(batch, heads, n, dtype=torch.bool),
     )
     for b, h, head in problem.each_head():
-        run_head(head, plan.head(b, h), outcome, (b, h))
+        basis = support_basis(plan.head(b, h), head)
+        run_head(head, plan.head(b, h), basis, outcome, (b, h))
+        if problem.kept is not None:
+            problem.kept[b, h] = (head, basis)
+            head.memory.clear()  # trees are built anew
     return outcome
 
 
-def run_head(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]) -> None:
+def run_head(
+    head: Head,
+    plan: HeadPlan,
+    basis: Sequence[RowGroup],
+    outcome: Outcome,
+    at: tuple[int, int],
+) -> None:
     """One head: the whole story of the library in one function."""
     finished = []
-    for group in support_basis(plan, head):
+    for group in basis:
         total = evaluate(group.components, head, group.rows)
         valid = total.seen & _usable(plan, head, group.rows, total)
         lost = total.seen & ~valid

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .rounding import compute_dtype, unit_roundoff
 from .split import row_maxima
+
+if TYPE_CHECKING:
+    from .basis import RowGroup
 
 
 def _norms(x: Tensor, maxima: Tensor) -> Tensor:
@@ -111,6 +115,10 @@ class Head:
         return None if bool(live.all()) else live.nonzero().squeeze(1)
 
 
+class Kept(dict[tuple[int, int], "tuple[Head, Sequence[RowGroup]]"]):
+    """Components of each (batch, head) that ran, and with them what they keep for the way back."""
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """A validated call, with leading dims flattened to [batch, heads]."""
@@ -126,6 +134,7 @@ class Problem:
     scale: float
     normalise: bool
     leading: tuple[int, ...]  # the caller's leading dims, heads included
+    kept: Kept | None = None  # filled by a forward pass for the way back
 
     @property
     def batch(self) -> int:

@@ -7,7 +7,7 @@ x = q / max|q| and y = k / max|k|.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,16 +28,20 @@ class PolynomialSum:
 
     polynomial: CertifiedPolynomial
     keys: Tensor | None = None
+    last: list[Task] = field(default_factory=list, init=False, repr=False)  # for the way back
 
     def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
         """Add the sums over these keys to ``total``, which holds the given rows."""
-        _PolynomialTask(head, rows, self.keys, self.polynomial).run(total)
+        task = _PolynomialTask(head, rows, self.keys, self.polynomial)
+        task.run(total)
+        self.last[:] = [task]
 
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
     ) -> None:
         """Add what flows back from the sums of these rows."""
-        task = _PolynomialTask(head, rows, self.keys, self.polynomial)
+        same = [task for task in self.last if task.head is head and task.rows is rows]
+        task = same[0] if same else _PolynomialTask(head, rows, self.keys, self.polynomial)
         add_gradients(task, total, cotangent)
 
 

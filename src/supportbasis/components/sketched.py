@@ -143,8 +143,11 @@ class Sketched:
         whole = x.new_zeros(len(x), self.features.count)
         whole[:, self.kept] = grad * (-log_length).exp().unsqueeze(1) * root
         lanes = x.unsqueeze(0)
-        written = self.features.write(lanes, self.features.buffer(1, len(x), x))
-        back = self.features.pull_back(written, whole[:, 1:].T.contiguous().unsqueeze(0))
+        buffer = self.features.buffer(1, len(x), x)
+        self.features.write(lanes, buffer)
+        grads = self.features.buffer(1, len(x), x)
+        grads.features(len(x)).copy_(whole[:, 1:].T)
+        back = self.features.pull_back(buffer, grads, len(x))
         return back[0].T / norm
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from ..cotangent import Gradients
 from ..features import FeatureMap, block_rows
+from ..monomials import Buffer
 from ..partial import Partial
 from ..polynomials import derivative, horner
 from ..problem import Head
@@ -71,6 +73,7 @@ class Task(ABC):
         coefficient = torch.tensor(coefficients, dtype=torch.float64)
         layout = features.multiplicity * coefficient[features.order]
         self.weights = layout.to(head.dtype).to(head.query.device)
+        self.reader: Reader | None = None  # of the keys, once they are summed
 
     @abstractmethod
     def queries(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -127,7 +130,7 @@ class Task(ABC):
             tokens = torch.cat([tokens, tokens.new_zeros(missing, *tokens.shape[1:])])
         return tokens.view(self.lanes, len(tokens) // self.lanes, *tokens.shape[1:])
 
-    def write(self, tokens: Tensor, buffer: Tensor) -> Tensor:
+    def write(self, tokens: Tensor, buffer: Buffer) -> Tensor:
         """Features of a block of tokens, [lanes, count - 1, rows]."""
         return self.features.write(self.in_lanes(tokens), buffer)
 
@@ -178,17 +181,18 @@ class State:
 
 
 class Reader:
-    """The finished state with the polynomial applied: features of queries to sums over keys."""
+    """The finished state with the polynomial applied: features of one side to sums over the other,
+    and, on the way back, to gradients."""
 
     def __init__(self, state: State, task: Task):
         weights = task.weights[1:].unsqueeze(1)
-        self.task = task
+        self.task, self.top = task, state.top
         self.values = state.values.sum(0).mul_(weights)
         self.ones = state.ones.sum(0).mul_(weights)
         self.constant = state.constant * task.weights[0]
         self.mass = state.mass * float(task.weights[0])
 
-    def read(self, query: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, query: Tensor, buffer: Buffer) -> tuple[Tensor, Tensor]:
         """Numerator [rows, dv] and denominator [rows] of a block of queries."""
         features, rows = self.task.write(query, buffer), len(query)
         den = self.den(features, rows)
@@ -201,6 +205,24 @@ class Reader:
 
     def den(self, features: Tensor, rows: int) -> Tensor:
         return _products(features, self.ones)[:rows].add_(self.mass).squeeze(1)
+
+    @cached_property
+    def sums(self) -> Tensor:
+        """Values and column together, [count - 1, dv + 1]."""
+        return torch.cat([self.values, self.ones], 1)
+
+    def factor(self, block: Block) -> Tensor:
+        """Weights of a block's tokens in the units of the state."""
+        if block.log_weight is None:
+            return block.value.new_full((len(block.value),), math.exp(self.top))
+        return (block.log_weight + self.top).exp_()
+
+    def weight_gradient(self, num: Tensor, block: Block, features: Tensor) -> Tensor:
+        """Gradient of a block's log-weights, from what `num` gives."""
+        den = self.den(features, len(num))
+        if block.column is not None:
+            den = den * block.column
+        return ((num * block.value).sum(1) + den) * self.factor(block)
 
 
 def _add_products(total: Tensor, features: Tensor, value: Tensor) -> None:
@@ -228,17 +250,25 @@ def _add_full(task: Task, total: Partial) -> None:
     """Every row sees every key: one pass over the keys, one over the rows."""
     lane = lane_rows(task)
     buffer, block = task.features.buffer(task.lanes, lane, task.weights), lane * task.lanes
-    state = State(task)
-    for start in range(0, task.key_count, block):
-        keys = task.key_block(start, min(task.key_count, start + block))
-        state.add(task, keys, task.write(keys.tokens, buffer))
+    state = sum_keys(task, lane, buffer)
     reader = Reader(state, task)
+    if task.features.count <= task.key_count:  # else it would hold more than the tokens do
+        task.reader = reader
     noise = task.noise(state.mass, block)
     for start in range(0, task.row_count, block):
         rows = slice(start, min(task.row_count, start + block))
         query, log_scale = task.queries(rows.start, rows.stop)
         num, den = reader.read(query, buffer)
         total[rows].add_(Partial(num, den, log_scale + state.top, noise[rows]))
+
+
+def sum_keys(task: Task, lane: int, buffer: Buffer) -> State:
+    """One pass over the keys."""
+    state, block = State(task), lane * task.lanes
+    for start in range(0, task.key_count, block):
+        keys = task.key_block(start, min(task.key_count, start + block))
+        state.add(task, keys, task.write(keys.tokens, buffer))
+    return state
 
 
 def _add_causal(task: Task, total: Partial) -> None:

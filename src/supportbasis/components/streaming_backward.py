@@ -1,4 +1,5 @@
-"""The way back through streamed feature sums: features are formed again, block by block.
+"""The way back through streamed feature sums: features are formed again, block by block; the state
+of the keys is that of the forward pass, where it was kept.
 
 What flows back is the bilinear form
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..cotangent import Cotangent, Gradients, add_tokens
 from .exact import take_index
-from .streaming import Block, Reader, Span, State, Task, causal_chunks, lane_rows
+from .streaming import Block, Reader, Span, State, Task, causal_chunks, lane_rows, sum_keys
 
 
 def add_gradients(task: Task, total: Gradients, cotangent: Cotangent) -> None:
@@ -34,29 +35,26 @@ class _Backward:
 
     def __init__(self, task: Task, total: Gradients, cotangent: Cotangent):
         self.task, self.total, self.cotangent = task, total, cotangent
-        self.features = self.grad = task.weights.new_empty(0)
+        self._allocate(0)
 
     def _allocate(self, lane: int) -> None:
-        shape = (self.task.lanes, self.task.features.count - 1, lane)
-        self.features = self.task.features.buffer(self.task.lanes, lane, self.task.weights)
-        self.grad = self.task.weights.new_empty(shape)
+        self.features, self.grad = (
+            self.task.features.buffer(self.task.lanes, lane, self.task.weights) for _ in range(2)
+        )
 
     def full(self) -> None:
         """Every row sees every key: S over the keys, one pass over the rows, one over the keys."""
         task, lane = self.task, lane_rows(self.task)
         self._allocate(lane)
-        keys, rows = State(task), State(task)
-        for span in _spans(task.key_count, lane * task.lanes):
-            block = task.key_block(*span)
-            keys.add(task, block, task.write(block.tokens, self.features))
-        reader = _Reader(keys, task)
+        reader = task.reader or Reader(sum_keys(task, lane, self.features), task)
+        rows = State(task)
         for span in _spans(task.row_count, lane * task.lanes):
             block = self._row_block(span)
             features = task.write(block.tokens, self.features)
-            task.add_query_gradient(self.total, span[0], self._read(reader, block, features))
+            task.add_query_gradient(self.total, span[0], self._read(reader, block))
             self._add_row_weights(reader, block, features, span)
             rows.add(task, block, features)
-        reader = _Reader(rows, task)
+        reader = Reader(rows, task)
         for span in _spans(task.key_count, lane * task.lanes):
             self._finish_keys(reader, span)
 
@@ -71,7 +69,7 @@ class _Backward:
             self._chunk(keys, row_span, key_span)
         for row_span, key_span in reversed(chunks):
             if key_span[0] < key_span[1] and rows.top > -math.inf:
-                self._finish_keys(_Reader(rows, task), key_span)
+                self._finish_keys(Reader(rows, task), key_span)
             if row_span[0] < row_span[1]:
                 block = self._row_block(row_span)
                 rows.add(task, block, task.write(block.tokens, self.features))
@@ -85,8 +83,8 @@ class _Backward:
             grad = torch.zeros_like(block.tokens)
             if keys.top > -math.inf:
                 features = task.write(block.tokens, self.features)
-                reader = _Reader(keys, task)
-                grad += self._read(reader, block, features)
+                reader = Reader(keys, task)
+                grad += self._read(reader, block)
                 self._add_row_weights(reader, block, features, row_span)
             if key_block is not None:
                 grad += self._diagonal(block, key_block, row_span, key_span)
@@ -100,29 +98,29 @@ class _Backward:
         part = self.cotangent[slice(*span)]
         return Block(tokens, log_factor + part.log_scale, part.num, part.den)
 
-    def _read(self, reader: _Reader, block: Block, features: Tensor) -> Tensor:
+    def _read(self, reader: Reader, block: Block) -> Tensor:
         """Gradient of a block's tokens, whose features have been written."""
         task, rows = self.task, len(block.tokens)
         factor = reader.factor(block).unsqueeze(1)
         column = factor if block.column is None else factor * block.column.unsqueeze(1)
         weight = task.in_lanes(torch.cat([block.value * factor, column], 1))
-        grad = self.grad[:, :, : weight.shape[1]]
-        torch.matmul(reader.sums, weight.transpose(1, 2), out=grad)
-        grad = task.features.pull_back(features, grad)
+        lane = weight.shape[1]
+        torch.matmul(reader.sums, weight.transpose(1, 2), out=self.grad.features(lane))
+        grad = task.features.pull_back(self.features, self.grad, lane)
         return grad.transpose(1, 2).flatten(0, 1)[:rows]
 
-    def _add_row_weights(self, reader: _Reader, block: Block, features: Tensor, span: Span) -> None:
+    def _add_row_weights(self, reader: Reader, block: Block, features: Tensor, span: Span) -> None:
         """Gradients of the rows' log-factors, where somebody asks for them."""
         if self.total.query_log_weight is not None:
             value = reader.num(features, len(block.value))
             weight = reader.weight_gradient(value, block, features)
             add_tokens(self.total.query_log_weight, self.task.rows, span[0], weight)
 
-    def _finish_keys(self, reader: _Reader, span: Span) -> None:
+    def _finish_keys(self, reader: Reader, span: Span) -> None:
         """Gradients of some keys from the state of the rows that see all of them."""
         task, total, block = self.task, self.total, self.task.key_block(*span)
         features, factor = task.write(block.tokens, self.features), reader.factor(block)
-        task.add_key_gradient(total, span[0], self._read(reader, block, features))
+        task.add_key_gradient(total, span[0], self._read(reader, block))
         value = reader.num(features, len(factor))
         if total.key_log_weight is not None:
             weight = reader.weight_gradient(value, block, features)
@@ -149,28 +147,6 @@ class _Backward:
         of_rows, of_keys = task.kernel_gradients(block.tokens, keys.tokens, grad.mul_(weight))
         task.add_key_gradient(total, key_span[0], of_keys)
         return of_rows
-
-
-class _Reader(Reader):
-    """A state that is read by the other side, values and column together."""
-
-    def __init__(self, state: State, task: Task):
-        super().__init__(state, task)
-        self.top = state.top
-        self.sums = torch.cat([self.values, self.ones], 1)
-
-    def factor(self, block: Block) -> Tensor:
-        """Weights of a block's tokens in the units of the state."""
-        if block.log_weight is None:
-            return block.value.new_full((len(block.value),), math.exp(self.top))
-        return (block.log_weight + self.top).exp_()
-
-    def weight_gradient(self, num: Tensor, block: Block, features: Tensor) -> Tensor:
-        """Gradient of a block's log-weights, from what `num` gives."""
-        den = self.den(features, len(num))
-        if block.column is not None:
-            den = den * block.column
-        return ((num * block.value).sum(1) + den) * self.factor(block)
 
 
 def _spans(count: int, block: int) -> list[Span]:
