@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import supportbasis as sb
 from cases import qkv
+from supportbasis.components import streaming_backward
 
 METHODS = [
     sb.Exact(),
@@ -74,6 +75,29 @@ def test_a_graph_holds_a_call_with_a_plan(method):
     assert_equal(grads(compiled(q, k, v), (q, k, v)), grads(expected, (q, k, v)))
     with torch.no_grad():
         assert_equal([compiled(q, k, v)], [expected])
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_what_is_kept_serves_every_way_back(method):
+    """A graph keeps no sums over keys, so its gradients are formed from scratch."""
+    inputs = tensors(n=40)
+    plan = sb.plan(*inputs, method=method)
+    settings = (plan.handle, "auto", 0.5, False)
+    scratch = grads(torch.ops.supportbasis.attention(*inputs, None, None, *settings)[0], inputs)
+    loss = sb.attention(*inputs, plan=plan).square().sum()
+    for _ in range(2):
+        assert_equal(torch.autograd.grad(loss, inputs, retain_graph=True), scratch)
+
+
+def test_sums_over_keys_are_formed_once(monkeypatch):
+    again = []
+    original = streaming_backward.sum_keys
+    monkeypatch.setattr(streaming_backward, "sum_keys", lambda *x: again.append(x) or original(*x))
+    for n, expected in ((40, 0), (8, 1)):  # 15 features: of 8 keys they would hold more than these
+        again.clear()
+        inputs = [x[:, :1] for x in tensors(n=n)]
+        grads(sb.attention(*inputs, method=sb.Polynomial(2)), inputs)
+        assert len(again) == expected
 
 
 def test_a_graph_holds_key_biases_and_grouped_heads():

@@ -106,7 +106,8 @@ class ExactSum:
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
     ) -> None:
         """Add what flows back from the sums of these rows; weights are computed again."""
-        count, keys = len(cotangent.den), _KeySide(head, self.keys)
+        for_weights = total.key_log_weight is not None
+        count, keys = len(cotangent.den), _KeySide(head, self.keys, for_weights)
         if not count or not len(keys.key):
             return
         for start, stop in _row_tiles(head, count, len(keys.key)):
@@ -160,11 +161,11 @@ class ExactSum:
 class _KeySide:
     """The keys of a component, and the gradients that gather there tile by tile."""
 
-    def __init__(self, head: Head, keys: Tensor | None):
+    def __init__(self, head: Head, keys: Tensor | None, for_weights: bool):
         self.key = take(head.key, keys, 0, head.m).to(head.dtype)
         self.value = take(head.value, keys, 0, head.m).to(head.dtype)
         self.grad_key, self.grad_value = torch.zeros_like(self.key), torch.zeros_like(self.value)
-        self.grad_weight = self.key.new_zeros(len(self.key))
+        self.grad_weight = self.key.new_zeros(len(self.key)) if for_weights else None
 
     def add(
         self,
@@ -178,7 +179,8 @@ class _KeySide:
         self.grad_value[tile].addmm_(weight.T, cotangent.num)
         grad = torch.addmm(cotangent.den.unsqueeze(1), cotangent.num, self.value[tile].T)
         grad.mul_(weight)  # of the log-weights
-        self.grad_weight[tile] += grad.sum(0)
+        if self.grad_weight is not None:
+            self.grad_weight[tile] += grad.sum(0)
         if slope is not None:
             grad = torch.where(weight > 0, grad * slope, 0.0)
         self.grad_key[tile].addmm_(grad.T, query)
@@ -187,7 +189,7 @@ class _KeySide:
     def add_to(self, total: Gradients, keys: Tensor | None, scale: float) -> None:
         add_tokens(total.key, keys, 0, self.grad_key.mul_(scale))
         add_tokens(total.value, keys, 0, self.grad_value)
-        if total.key_log_weight is not None:
+        if total.key_log_weight is not None and self.grad_weight is not None:
             add_tokens(total.key_log_weight, keys, 0, self.grad_weight)
 
 
