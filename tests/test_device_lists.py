@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ if not CUDA:  # read when a kernel is decorated
     os.environ["TRITON_INTERPRET"] = "1"
 DEVICE = "cuda" if CUDA else "cpu"
 
-from supportbasis.device import fitted, lists  # noqa: E402
+from supportbasis.device import dispatch, fitted, lists  # noqa: E402
 from supportbasis.kernels import ordering, selection, summary  # noqa: E402
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -231,7 +232,7 @@ def test_heads_equal_those_of_pytorch(name):
     (q, k, v, bias), problem, plan = block_case(**case)
     causal, half = case.get("causal", False), case.get("dtype") == torch.float16
     wanted = sb.attention(q, k, v, bias, is_causal=causal, plan=plan, return_result=True)
-    output, lse = lists.forward(problem, plan)
+    output, lse, _ = lists.forward(problem, plan)
     assert output.dtype == q.dtype and lse.dtype == torch.float32
     exact = dense_attention(q, k, v, bias, is_causal=causal)[0]
     assert relative(output, exact) <= 1.2 * relative(wanted.output, exact) < 0.2
@@ -271,8 +272,9 @@ def test_gradients_equal_those_of_pytorch(name):
     grad_lse = torch.randn(result.lse.shape, generator=generator).to(DEVICE)
     wanted = torch.autograd.grad((result.output, result.lse), tokens, (grad, grad_lse))
     with torch.no_grad():
-        output, lse = lists.forward(problem, plan)
-        made = lists.gradients(problem, plan, output, lse, grad, grad_lse, bias is not None)
+        output, lse, _ = lists.forward(problem, plan)
+        given = (problem, plan, output, lse, lse.isnan(), grad, grad_lse)
+        made = lists.gradients(*given, bias is not None)
     given = [made.query, made.key, made.value]
     if bias is not None:
         assert made.key_log_weight is not None
@@ -292,16 +294,31 @@ def test_fitted_polynomials_equal_those_of_blocks_of_tokens(masked):
     assert all(head.kind == "fitted" for head in plan.heads)
     wanted = sb.attention(q, k, v, mask, plan=plan, return_result=True)
     problem = attention_problem(q, k, v, mask, 0.0, False, None, False)
-    output, lse = fitted.forward(problem, plan)
+    output, lse, lost = fitted.forward(problem, plan)
+    assert not lost.any()
     assert relative(output, wanted.output) < 1e-5
     torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=1e-4)
 
 
-def test_rows_that_a_fit_loses_are_exact():
-    """A plan reused on other data: sums that cancel are noticed and computed exactly."""
+def test_rows_that_a_fit_loses_are_exact_and_counted():
+    """A plan reused on other data, as the component engine does it: output, counts and the way
+    back, which is told what was lost."""
     q, k, v = (x.to(DEVICE) for x in qkv(1, 1, n=600, d=4, scale=0.5, dtype=torch.float32))
     plan = sb.plan(q, k, v, method=sb.BlockSupport(0.4, tail="polynomial"))
-    q, k = 6 * q, 3 * k
-    wanted = sb.attention(q, k, v, method=sb.Exact())
-    output, _ = fitted.forward(attention_problem(q, k, v, None, 0.0, False, None, False), plan)
-    assert relative(output, wanted) < 1e-3
+    kernel = replace(plan.heads[0].fitted, query_radius=math.inf)
+    plan = replace(plan, heads=(replace(plan.heads[0], fitted=kernel),))
+    q = 30 * q
+    problem = attention_problem(q, k, v, None, 0.0, False, None, False)
+    mine = dispatch.run(problem, [dispatch.Batch("fitted", (0,), plan)])
+    theirs = dispatch.run(problem, [dispatch.Batch(None, (0,), plan)])
+    assert 0 < int(theirs.rescued_rows) < 600
+    for name in ("rescued", "rescued_rows", "invalid_rows"):
+        assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+    assert relative(mine.output, theirs.output) < 1e-3
+    grad, none = torch.ones_like(mine.output), None
+    given = (theirs.output, theirs.lse, theirs.rescued, grad, none, False)
+    made = [
+        dispatch.gradients(problem, [dispatch.Batch(kind, (0,), plan)], *given)
+        for kind in ("fitted", None)
+    ]
+    assert torch.equal(made[0].query, made[1].query)

@@ -80,8 +80,8 @@ class Work:
         """Predicted time on this machine."""
         rates = _rates(head)
         pair = rates.pair(head)
-        features = self._kernel_seconds(head, rates) if self._has_kernels(head) else 0.0
-        features = features or self._feature_seconds(head, rates)
+        by_kernels = self._has_kernels(head)
+        features = (self._kernel_seconds if by_kernels else self._feature_seconds)(head, rates)
         pairs = (1.3 * self.exact_pairs + 2.0 * self.dense_pairs) * pair
         sketches = self.formed * rates.feature + self.products * rates.product
         reading = self.scanned * rates.scan + self.moved * min(rates.scan, MOVE_SECONDS)

@@ -47,8 +47,9 @@ class Evaluator(Protocol):
     def family(self, head: HeadPlan) -> object:
         """Heads with the same family run together."""
 
-    def forward(self, problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Output in the input dtype and lse in float32, contiguous."""
+    def forward(self, problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Output in the input dtype and lse in float32, contiguous; and which rows were lost and
+        computed exactly instead, where an evaluator looks for them."""
 
     def gradients(
         self,
@@ -56,6 +57,7 @@ class Evaluator(Protocol):
         plan: Plan,
         output: Tensor,
         lse: Tensor,
+        rescued: Tensor,
         grad: Tensor,
         grad_lse: Tensor | None,
         for_weights: bool,
@@ -210,9 +212,12 @@ def run(problem: Problem, found: Sequence[Batch]) -> Outcome:
 def _run(problem: Problem, batch: Batch) -> Outcome:
     if batch.kind is None:
         return execute(problem, batch.plan)
-    output, lse = batch.evaluator.forward(problem, batch.plan)
+    output, lse, lost = batch.evaluator.forward(problem, batch.plan)
     zero, none = _nothing(batch.plan, lse)
-    return Outcome(output, lse, zero, zero, zero, zero, none.expand(lse.shape))
+    if lost is None:
+        return Outcome(output, lse, zero, zero, zero, zero, none.expand(lse.shape))
+    count = lost.sum(-1).to(zero.dtype)
+    return Outcome(output, lse, zero, count, count.clone(), zero, lost)
 
 
 def _nothing(plan: Plan, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -289,10 +294,11 @@ def gradients(
         for whole, piece in pairs:
             whole.flatten(0, 1).index_copy_(0, batch.index, piece.flatten(0, 1).to(whole.dtype))
     query, key, value = parts
-    return Gradients(query, _by_key_head(key, problem), _by_key_head(value, problem), weight)
+    return Gradients(query, by_key_head(key, problem), by_key_head(value, problem), weight)
 
 
-def _by_key_head(x: Tensor, problem: Problem) -> Tensor:
+def by_key_head(x: Tensor, problem: Problem) -> Tensor:
+    """Keys and values that heads share get the gradients of all of them."""
     return x if problem.group == 1 else x.unflatten(1, (-1, problem.group)).sum(2)
 
 
@@ -311,4 +317,6 @@ def _gradients(
         return backward(
             problem, batch.plan, output, lse, rescued, grad, grad_lse, for_weights=for_weights
         )
-    return batch.evaluator.gradients(problem, batch.plan, output, lse, grad, grad_lse, for_weights)
+    return batch.evaluator.gradients(
+        problem, batch.plan, output, lse, rescued, grad, grad_lse, for_weights
+    )

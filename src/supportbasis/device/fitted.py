@@ -36,27 +36,20 @@ def family(head: HeadPlan) -> object:
     return "fitted"
 
 
-def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Output in the input dtype and lse in float32."""
-    return _run(problem, plan)[:2]
-
-
 def gradients(
     problem: Problem,
     plan: Plan,
     output: Tensor,
     lse: Tensor,
+    rescued: Tensor,
     grad: Tensor,
     grad_lse: Tensor | None,
     for_weights: bool,
 ) -> Gradients:
-    """Gradients of query, key, value and key log-weights; which rows were lost is found again."""
-    lost = _run(problem, plan)[2]
-    given = (problem, plan, output, lse, lost, grad, grad_lse)
-    return backward(*given, for_weights=for_weights)
+    return backward(problem, plan, output, lse, rescued, grad, grad_lse, for_weights=for_weights)
 
 
-def _run(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     """Output, lse, and which rows were lost and computed exactly instead."""
     inside = Inside.of(problem, plan)
     kernels = [_kernel(head) for head in plan.heads]

@@ -73,6 +73,7 @@ def gradients(
     plan: Plan,
     output: Tensor,
     lse: Tensor,
+    rescued: Tensor,
     grad: Tensor,
     grad_lse: Tensor | None,
     for_weights: bool,
@@ -109,7 +110,7 @@ def _settings(head: HeadPlan) -> BlockSettings:
     return head.blocks
 
 
-def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
+def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, None]:
     """Output in the input dtype and lse in float32."""
     inside = Inside.of(problem, plan)
     if not problem.is_causal and not inside.masked:
@@ -119,7 +120,7 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
         parts = [run(inside.one(i), [head]) for i, head in enumerate(plan.heads)]
         output, lse = (torch.cat(x) for x in zip(*parts, strict=True))
     shape = (problem.batch, problem.heads, problem.n)
-    return output.view(*shape, -1), (lse.view(shape) + inside.shift.view(shape))
+    return output.view(*shape, -1), (lse.view(shape) + inside.shift.view(shape)), None
 
 
 def _whole(inside: Inside, heads: Sequence[HeadPlan]) -> tuple[Tensor, Tensor]:

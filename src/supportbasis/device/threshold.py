@@ -39,7 +39,7 @@ from ..kernels.rectangle import (
 )
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
-from .exact import by_key_head, empty_results, precision
+from .exact import empty_results, finished, precision
 
 
 def refusal(head: HeadPlan) -> str | None:
@@ -68,7 +68,7 @@ class Split:
     shared: bool  # whether heads that share keys have the same large ones
 
 
-def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
+def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, None]:
     split = _split(problem, plan)
     sums = _Sums.of(problem, plan, split, shared=split.shared)
     if not split.keys.most:
@@ -81,7 +81,7 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
     if split.rows.most:
         output = output.contiguous()
         exact_rows(*_tokens(problem), _large_rows(problem, split), output, lse)
-    return output.contiguous(), lse
+    return output.contiguous(), lse, None
 
 
 def gradients(
@@ -89,6 +89,7 @@ def gradients(
     plan: Plan,
     output: Tensor,
     lse: Tensor,
+    rescued: Tensor,
     grad: Tensor,
     grad_lse: Tensor | None,
     for_weights: bool,
@@ -112,7 +113,7 @@ def gradients(
     slope = slopes(grad, grad_lse, output)
     for rectangle in (_small_rows(problem, split), _large_rows(problem, split)):
         add_gradients(total, grad, slope, lse, *_tokens(problem), rectangle)
-    found = by_key_head(total, problem, for_weights)
+    found = finished(total, problem, for_weights)
     if apart:
         found.key, found.value = found.key + key, found.value + value
     return found
