@@ -25,14 +25,11 @@ from torch import Tensor
 from ..arrangement import arranged, repeated
 from ..basis import support_basis
 from ..blocks import (
-    FAR,
     PARTS,
     START_NODES,
     BlockSettings,
     Layer,
-    apart,
     levels_above,
-    strangers,
     structure,
 )
 from ..components import BlockSum, ExactSum, evaluate
@@ -42,6 +39,7 @@ from ..cotangent import Cotangent, Gradients
 from ..forest import Forest
 from ..kernels import selection
 from ..kernels.blocklist import GRANULE, block_list_attention
+from ..kernels.cells import Gathered, gathered
 from ..kernels.language import power_of_two
 from ..kernels.summary import summarised
 from ..partial import Partial
@@ -129,21 +127,22 @@ def _whole(inside: Inside, heads: Sequence[HeadPlan]) -> tuple[Tensor, Tensor]:
     count, n = inside.query.shape[:2]
     flat = inside.flat()
     forest, nodes = _forest(inside, flat, settings)
-    rows, real = _rows(inside, settings)
+    rows = _rows(inside, settings)
+    head = torch.arange(len(rows), device=rows.device) // (len(rows) // count)
     price = torch.tensor([_settings(head).price for head in heads]).to(rows.device)
-    groups = _groups(inside, rows, flat.query[real])
     dtype = inside.value.dtype
     output = torch.zeros(count * n + 1, inside.value.shape[2], dtype=dtype, device=rows.device)
     lse = torch.full((count * n + 1,), -math.inf, device=rows.device)
     found = []
-    for group in groups:
+    for group in _groups(inside, flat.query, rows, head):
         each = len(nodes) // count
         first = group.head * each
         start = Column(nodes, first, torch.full_like(first, each))
-        cells = Blocks(group.query.mean(1), group.query.var(1, unbiased=False))
+        cells = Blocks(group.mean, group.variance)
         view = selection.look(forest, cells, start)
         longest = max(each, min(selection.LONGEST, len(forest.leaf_key) // count))
-        coarse, exact = selection.select(forest, cells, view, start, price[group.head], longest)
+        prices = price[group.head].masked_fill(group.wide, math.inf)
+        coarse, exact = selection.select(forest, cells, view, start, prices, longest)
         found.append(Listed(group.query, group.rows, cells.mean, None, coarse, exact))
     for listed, (part, part_lse) in zip(found, attended(forest, found, dtype), strict=True):
         at = torch.where(listed.rows >= 0, listed.rows, count * n).flatten()
@@ -188,7 +187,7 @@ def listed(forest: Forest, layer: Layer, price: float) -> Listed:
 def _forest(inside: Inside, flat: Head, settings: BlockSettings) -> tuple[Forest, Tensor]:
     """The trees of all heads, and the nodes that their blocks start with."""
     count, m = inside.key.shape[:2]
-    placed = inside.key[:, :, : inside.axes] * inside.metric
+    placed = inside.placed_key
     live = flat.live_keys if inside.masked else None
     segments = _segments(placed, live, LEAVES * settings.leaf_size, 2 * LEAVES, settings.order)
     above = levels_above(segments.shape[1])
@@ -209,15 +208,11 @@ def _forest(inside: Inside, flat: Head, settings: BlockSettings) -> tuple[Forest
     return forest, descend(forest, (head, forest.roots), down)[1]
 
 
-def _rows(inside: Inside, settings: BlockSettings) -> tuple[Tensor, Tensor]:
-    """Rows of all blocks [blocks, size], as numbers of the rows of all heads, -1 for none; and the
-    same with others of the block in empty places."""
-    placed = inside.query[:, :, : inside.axes] * inside.metric
+def _rows(inside: Inside, settings: BlockSettings) -> Tensor:
+    """Rows of all blocks [blocks, size], as numbers of the rows of all heads, -1 for none."""
+    placed = inside.placed_query
     rows = _segments(placed, None, settings.block_size, PARTS, settings.order)
-    rows = _counted_on(rows, placed.shape[1]).flatten(0, 1)
-    real = repeated(rows)
-    at = positions(placed.flatten(0, 1)[real], int(math.log2(PARTS)))
-    return rows.gather(1, at), real.gather(1, at)
+    return _counted_on(rows, placed.shape[1]).flatten(0, 1)
 
 
 def _segments(placed: Tensor, live: Tensor | None, size: int, multiple: int, how: str) -> Tensor:
@@ -248,49 +243,26 @@ def _counted_on(segments: Tensor, tokens: int) -> Tensor:
     return torch.where(segments >= 0, segments + head * tokens, -1)
 
 
-class Group(NamedTuple):
-    """Blocks of one size."""
-
-    rows: Tensor  # [blocks, size], -1 for none
-    query: Tensor  # [blocks, size, d]
-    head: Tensor  # [blocks]
-
-
-def _groups(inside: Inside, rows: Tensor, query: Tensor) -> list[Group]:
+def _groups(inside: Inside, query: Tensor, rows: Tensor, head: Tensor) -> list[Gathered]:
     """Blocks whose queries are close together, those that are not in parts, and rows that are far
-    from what is left of their block alone: the layers of `supportbasis.blocks`."""
-    head = torch.arange(len(rows), device=rows.device) // (len(rows) // len(inside.query))
-    spectrum = inside.spectrum[head].unsqueeze(1)
-    distance = apart(query, spectrum)
-    wide = distance.mean(1) > FAR
-    groups = [Group(rows, query, head)]
-    if bool(wide.any()):
-        groups = [Group(rows[~wide], query[~wide], head[~wide])]
-        part = Group(
-            rows[wide].view(-1, rows.shape[1] // PARTS),
-            query[wide].view(-1, rows.shape[1] // PARTS, query.shape[2]),
-            head[wide].repeat_interleave(PARTS),
-        )
-        groups = [group for group in (*groups, part) if len(group.rows)]
-    made, alone = [], []
-    for group in groups:
-        spectrum = inside.spectrum[group.head].unsqueeze(1)
-        far = strangers(apart(group.query, spectrum)) & (group.rows >= 0)
-        block, place = far.nonzero(as_tuple=True)
-        if not len(block):
-            made.append(group)
-            continue
-        alone.append(
-            Group(
-                group.rows[block, place].unsqueeze(1),
-                group.query[block, place].unsqueeze(1),
-                group.head[block],
-            )
-        )
-        near = torch.where(far.unsqueeze(2), group.query.mean(1, keepdim=True), group.query)
-        made.append(Group(group.rows.masked_fill(far, -1), near, group.head))
-    if alone:
-        made.append(Group(*(torch.cat(x) for x in zip(*alone, strict=True))))
+    from what is left of their block alone."""
+    dtype = token_dtype(inside.value.dtype)
+
+    def taken(rows: Tensor, head: Tensor, splits: bool = False) -> Gathered:
+        return gathered(query, rows, head, inside.spectrum, dtype, _largest(dtype), splits)
+
+    made = [taken(rows, head, splits=True)]
+    wide, alone = made[0].wide, made[0].alone >= 0
+    if bool(wide.any() | alone.any()):
+        if bool(wide.any()):
+            parts = rows[wide]
+            placed = inside.placed_query.flatten(0, 1)[repeated(parts)]
+            parts = parts.gather(1, positions(placed, int(math.log2(PARTS))))
+            parts = parts.view(-1, rows.shape[1] // PARTS)
+            made.append(taken(parts, head[wide].repeat_interleave(PARTS)))
+        left = torch.cat([group.alone[group.alone >= 0] for group in made]).unsqueeze(1)
+        if len(left):
+            made.append(taken(left, left.squeeze(1) // inside.query.shape[1]))
     return made
 
 
@@ -398,6 +370,8 @@ def _table(forest: Forest, granules: int, *dtypes: torch.dtype) -> tuple[Tensor,
 
 def short(tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Tokens in a dtype, with no entry that it cannot hold."""
+    if tokens.dtype == dtype:
+        return tokens
     largest = _largest(dtype)
     return (tokens if largest == math.inf else tokens.clamp(-largest, largest)).to(dtype)
 
