@@ -26,7 +26,7 @@ if not CUDA:  # read when a kernel is decorated
     os.environ["TRITON_INTERPRET"] = "1"
 DEVICE = "cuda" if CUDA else "cpu"
 
-from supportbasis.device import dispatch, fitted, lists  # noqa: E402
+from supportbasis.device import dispatch, fitted, lists, replay  # noqa: E402
 from supportbasis.kernels import ordering, selection, summary  # noqa: E402
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -322,3 +322,26 @@ def test_rows_that_a_fit_loses_are_exact_and_counted():
         for kind in ("fitted", None)
     ]
     assert torch.equal(made[0].query, made[1].query)
+
+
+# ---- replays ----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tail", ["coarse", "polynomial"])
+def test_replays_do_what_first_calls_do(tail):
+    """The same shapes three times, with other tokens each time: run, recorded, replayed."""
+    replay._recordings.clear()
+    replay._plain.clear()
+    made = [smooth(2, 4096, d=16, seed=seed, dtype=torch.bfloat16) for seed in range(3)]
+    if tail == "polynomial":
+        made = [(x / 4, y / 4, z) for x, y, z in made]
+    plan = sb.plan(*made[0], method=sb.BlockSupport(0.5, tail=tail, block_size=64))
+    assert all(head.kind == ("block" if tail == "coarse" else "fitted") for head in plan.heads)
+    for number, (q, k, v) in enumerate([*made, made[0]]):
+        output = sb.attention(q, k, v, plan=plan)
+        assert len(replay._recordings) == min(1, number)
+        plain = sb.attention(q, k, v, plan=plan, implementation="eager")
+        exact = dense_attention(q, k, v)[0]
+        assert relative(output, exact) <= 1.2 * relative(plain, exact) + 2e-3
+    assert torch.equal(output, sb.attention(*made[0], plan=plan))

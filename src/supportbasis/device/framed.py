@@ -32,27 +32,33 @@ class Inside(NamedTuple):
 
     @staticmethod
     def of(problem: Problem, plan: Plan) -> Inside:
-        frames = []
-        for head in plan.heads:
-            assert head.frame is not None
-            frames.append(head.frame)
-        stack = _stack(tuple(frames), problem.scale, problem.query.device)
-        heads, value = len(frames), problem.value
-        if problem.group > 1:
-            value = value.repeat_interleave(problem.group, 1)
+        weight = problem.key_log_weight
+        given = (problem.query, problem.key, problem.value, *frames_of(problem, plan))
+        inside = Inside.made(problem.group, *given)
+        if weight is None:
+            return inside
+        return inside._replace(
+            log_weight=inside.log_weight + weight.flatten(0, 1).float(), masked=True
+        )
+
+    @staticmethod
+    def made(group: int, query: Tensor, key: Tensor, value: Tensor, *frames: Tensor) -> Inside:
+        """Heads without key weights, ``group`` of which share their keys."""
+        stack = Stack(*frames)
+        heads = len(stack.spectrum)
+        if group > 1:
+            value = value.repeat_interleave(group, 1)
         query, shift, placed = framing.framed(
-            problem.query.flatten(0, 1), heads, stack.query_map, stack.query_offset,
+            query.flatten(0, 1), heads, stack.query_map, stack.query_offset,
             stack.shift_map, stack.nothing, stack.metric,
         )  # fmt: skip
         key, weight, placed_key = framing.framed(
-            problem.key.flatten(0, 1), heads, stack.key_map, stack.key_offset,
+            key.flatten(0, 1), heads, stack.key_map, stack.key_offset,
             stack.weight_map, stack.weight_offset, stack.metric,
         )  # fmt: skip
-        if problem.key_log_weight is not None:
-            weight = weight + problem.key_log_weight.flatten(0, 1).float()
         return Inside(
             query, key, value.flatten(0, 1), weight, shift, placed, placed_key, stack.spectrum,
-            problem.key_log_weight is not None,
+            False,
         )  # fmt: skip
 
     def one(self, head: int) -> Inside:
@@ -80,7 +86,16 @@ class Stack(NamedTuple):
     metric: Tensor  # [heads, 1, axes], with the leading coordinates of the head that has most
 
 
-@lru_cache(maxsize=16)
+def frames_of(problem: Problem, plan: Plan) -> Stack:
+    """The frames of all heads of a plan."""
+    frames = []
+    for head in plan.heads:
+        assert head.frame is not None
+        frames.append(head.frame)
+    return _stack(tuple(frames), problem.scale, problem.query.device)
+
+
+@lru_cache(maxsize=64)
 def _stack(frames: Sequence[Frame], scale: float, device: torch.device) -> Stack:
     root = math.sqrt(scale)
 

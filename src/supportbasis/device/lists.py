@@ -2,8 +2,9 @@
 
 Heads lie one after the other: their trees are one forest, their blocks one set of blocks, and each
 block starts at the nodes of its own head. Then everything is one launch for all heads: orders,
-selection, coarse keys, lists and the attention over them. The host waits for three numbers: how
-many blocks are too wide, how many rows are alone, how long the lists are.
+selection, coarse keys, lists and the attention over them. The host waits twice: for whether some
+blocks are too wide or some rows alone, and for how long the lists are. What comes before that is
+replayed.
 
 Causal heads and heads with hidden keys run one by one. Scores are products of tokens in the frame
 of their head, which are float16 whatever 16-bit type the input has: tokens of a frame are of
@@ -13,7 +14,7 @@ moderate size, and three more bits keep what framing gained.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -44,10 +45,11 @@ from ..kernels.language import power_of_two
 from ..kernels.summary import summarised
 from ..partial import Partial
 from ..plans import HeadPlan, Plan
-from ..problem import Head, Problem
-from ..selection import Blocks, Column, descend
+from ..problem import Problem
+from ..selection import Blocks, Column
 from ..tree import leaf_layout, positions
-from .framed import Inside
+from .framed import Inside, frames_of
+from .replay import replayed
 
 WIDEST_BLOCK = 128  # queries that one program attends for
 LARGEST = 6e4  # entry of a token in 16 bits: beyond, it is alone whatever its scores are exactly
@@ -110,50 +112,131 @@ def _settings(head: HeadPlan) -> BlockSettings:
 
 def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, None]:
     """Output in the input dtype and lse in float32."""
-    inside = Inside.of(problem, plan)
-    if not problem.is_causal and not inside.masked:
-        output, lse = _whole(inside, plan.heads)
+    if not problem.is_causal and problem.key_log_weight is None:
+        settings, prices = _settings(plan.heads[0]), _prices(plan, problem.query.device)
+        frames = frames_of(problem, plan)
+        given = (problem.query, problem.key, problem.value, prices, *frames)
+        key = ("lists", family(plan.heads[0]), problem.group)
+        prepared = replayed(key, partial(_prepare, settings, problem.group), *given)
+        output, lse = _finish(prepared, problem.value.dtype)
+        shift = prepared.inside.shift
     else:
-        run = _causal if problem.is_causal else _whole
-        parts = [run(inside.one(i), [head]) for i, head in enumerate(plan.heads)]
+        inside = Inside.of(problem, plan)
+        run = _causal if problem.is_causal else _masked
+        parts = [run(inside.one(i), head) for i, head in enumerate(plan.heads)]
         output, lse = (torch.cat(x) for x in zip(*parts, strict=True))
+        shift = inside.shift
     shape = (problem.batch, problem.heads, problem.n)
-    return output.view(*shape, -1), (lse.view(shape) + inside.shift.view(shape)), None
+    return output.view(*shape, -1), (lse.view(shape) + shift.view(shape)), None
 
 
-def _whole(inside: Inside, heads: Sequence[HeadPlan]) -> tuple[Tensor, Tensor]:
-    """Heads whose rows see every key: output and lse of all rows, one head after the other."""
-    settings = _settings(heads[0])
-    count, n = inside.query.shape[:2]
-    flat = inside.flat()
-    forest, nodes = _forest(inside, flat, settings)
+def _prices(plan: Plan, device: torch.device) -> Tensor:
+    key = ("prices", device)
+    if key not in plan.memory:
+        plan.memory[key] = torch.tensor([_settings(x).price for x in plan.heads]).to(device)
+    found = plan.memory[key]
+    assert isinstance(found, Tensor)
+    return found
+
+
+class Prepared(NamedTuple):
+    """Heads with their trees, and blocks with their lists: all that no entry decides about."""
+
+    inside: Inside
+    forest: Forest
+    nodes: Tensor  # that blocks start with, the same number for each head
+    prices: Tensor  # [heads]
+    rows: Tensor  # [blocks, size], as numbers of the rows of all heads, -1 for none
+    blocks: Gathered
+    listed: Listed
+
+
+def _prepare(
+    settings: BlockSettings,
+    group: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prices: Tensor,
+    *frames: Tensor,
+) -> Prepared:
+    return _prepared(Inside.made(group, query, key, value, *frames), prices, settings)
+
+
+def _prepared(inside: Inside, prices: Tensor, settings: BlockSettings) -> Prepared:
+    forest, nodes = _forest(inside, settings)
     rows = _rows(inside, settings)
+    count = len(inside.query)
     head = torch.arange(len(rows), device=rows.device) // (len(rows) // count)
-    price = torch.tensor([_settings(head).price for head in heads]).to(rows.device)
-    dtype = inside.value.dtype
-    output = torch.zeros(count * n + 1, inside.value.shape[2], dtype=dtype, device=rows.device)
-    lse = torch.full((count * n + 1,), -math.inf, device=rows.device)
-    found = []
-    for group in _groups(inside, flat.query, rows, head):
-        each = len(nodes) // count
-        first = group.head * each
-        start = Column(nodes, first, torch.full_like(first, each))
-        cells = Blocks(group.mean, group.variance)
-        view = selection.look(forest, cells, start)
-        longest = max(each, min(selection.LONGEST, len(forest.leaf_key) // count))
-        prices = price[group.head].masked_fill(group.wide, math.inf)
-        coarse, exact = selection.select(forest, cells, view, start, prices, longest)
-        found.append(Listed(group.query, group.rows, cells.mean, None, coarse, exact))
-    for listed, (part, part_lse) in zip(found, attended(forest, found, dtype), strict=True):
+    blocks = _gathered(inside, rows, head, splits=True)
+    lists = _listed(forest, nodes, prices, blocks)
+    return Prepared(inside, forest, nodes, prices, rows, blocks, lists)
+
+
+def _listed(forest: Forest, nodes: Tensor, prices: Tensor, blocks: Gathered) -> Listed:
+    each = len(nodes) // len(prices)
+    first = blocks.head * each
+    start = Column(nodes, first, torch.full_like(first, each))
+    cells = Blocks(blocks.mean, blocks.variance)
+    view = selection.look(forest, cells, start)
+    longest = max(each, min(selection.LONGEST, len(forest.leaf_key) // len(prices)))
+    price = prices[blocks.head].masked_fill(blocks.wide, math.inf)
+    coarse, exact = selection.select(forest, cells, view, start, price, longest)
+    return Listed(blocks.query, blocks.rows, cells.mean, None, coarse, exact)
+
+
+def _finish(prepared: Prepared, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Output and lse of all rows, one head after the other."""
+    count, n = prepared.inside.query.shape[:2]
+    device = prepared.rows.device
+    found = [prepared.listed, *_left(prepared)]
+    output = torch.empty(count * n + 1, prepared.inside.value.shape[2], dtype=dtype, device=device)
+    lse = torch.empty(count * n + 1, device=device)
+    results = attended(prepared.forest, found, dtype)
+    for listed, (part, part_lse) in zip(found, results, strict=True):
         at = torch.where(listed.rows >= 0, listed.rows, count * n).flatten()
         output.index_copy_(0, at, part)
         lse.index_copy_(0, at, part_lse)
     return output[:-1], lse[:-1]
 
 
-def _causal(inside: Inside, heads: Sequence[HeadPlan]) -> tuple[Tensor, Tensor]:
+def _left(prepared: Prepared) -> Iterator[Listed]:
+    """What is not taken as it is: blocks whose queries are far apart in parts, and rows that are
+    far from the rest of their block alone."""
+    inside, rows, blocks = prepared.inside, prepared.rows, prepared.blocks
+    if not bool(blocks.wide.any() | (blocks.alone >= 0).any()):
+        return
+    alone = [blocks.alone]
+    if bool(blocks.wide.any()):
+        parts = rows[blocks.wide]
+        placed = inside.placed_query.flatten(0, 1)[repeated(parts)]
+        parts = parts.gather(1, positions(placed, int(math.log2(PARTS))))
+        parts = parts.view(-1, rows.shape[1] // PARTS)
+        head = blocks.head[blocks.wide].repeat_interleave(PARTS)
+        made = _gathered(inside, parts, head)
+        alone.append(made.alone)
+        yield _listed(prepared.forest, prepared.nodes, prepared.prices, made)
+    left = torch.cat([some[some >= 0] for some in alone]).unsqueeze(1)
+    if len(left):
+        made = _gathered(inside, left, left.squeeze(1) // inside.query.shape[1])
+        yield _listed(prepared.forest, prepared.nodes, prepared.prices, made)
+
+
+def _gathered(inside: Inside, rows: Tensor, head: Tensor, *, splits: bool = False) -> Gathered:
+    dtype = token_dtype(inside.value.dtype)
+    query = inside.query.flatten(0, 1)
+    return gathered(query, rows, head, inside.spectrum, dtype, _largest(dtype), splits)
+
+
+def _masked(inside: Inside, head: HeadPlan) -> tuple[Tensor, Tensor]:
+    """One head of which some keys are hidden."""
+    prices = torch.full((1,), _settings(head).price, device=inside.query.device)
+    return _finish(_prepared(inside, prices, _settings(head)), inside.value.dtype)
+
+
+def _causal(inside: Inside, plan: HeadPlan) -> tuple[Tensor, Tensor]:
     """One causal head: its layers by lists, its chunks and first rows exactly."""
-    plan, flat = heads[0], replace(inside.flat(), is_causal=True)
+    flat = replace(inside.flat(), is_causal=True)
     settings, rows = _settings(plan), flat.n
     made = structure(flat, inside.spectrum[0], settings)
     found = [listed(made.forest, layer, settings.price) for layer in made.layers]
@@ -184,9 +267,9 @@ def listed(forest: Forest, layer: Layer, price: float) -> Listed:
     return Listed(layer.query, layer.rows, layer.cells.mean, layer.owner, coarse, exact)
 
 
-def _forest(inside: Inside, flat: Head, settings: BlockSettings) -> tuple[Forest, Tensor]:
+def _forest(inside: Inside, settings: BlockSettings) -> tuple[Forest, Tensor]:
     """The trees of all heads, and the nodes that their blocks start with."""
-    count, m = inside.key.shape[:2]
+    (count, m), flat = inside.key.shape[:2], inside.flat()
     placed = inside.placed_key
     live = flat.live_keys if inside.masked else None
     segments = _segments(placed, live, LEAVES * settings.leaf_size, 2 * LEAVES, settings.order)
@@ -202,10 +285,9 @@ def _forest(inside: Inside, flat: Head, settings: BlockSettings) -> tuple[Forest
     dtype = token_dtype(flat.value.dtype)
     trees = len(flattened) >> above
     forest = summarised(flat, position, trees, levels + above, dtype, _largest(dtype))
-    roots = len(forest.roots) // count
-    head = torch.arange(len(forest.roots), device=placed.device) // roots
-    down = int(math.log2(START_NODES / roots))
-    return forest, descend(forest, (head, forest.roots), down)[1]
+    down = min(levels + above, int(math.log2(START_NODES * count / trees)))
+    first = trees * ((1 << down) - 1)  # nodes of a level lie together, those of a head too
+    return forest, torch.arange(first, first + (trees << down), device=placed.device)
 
 
 def _rows(inside: Inside, settings: BlockSettings) -> Tensor:
@@ -241,29 +323,6 @@ def _counted_on(segments: Tensor, tokens: int) -> Tensor:
     """Positions within each head as positions among the tokens of all heads."""
     head = torch.arange(len(segments), device=segments.device).view(-1, 1, 1)
     return torch.where(segments >= 0, segments + head * tokens, -1)
-
-
-def _groups(inside: Inside, query: Tensor, rows: Tensor, head: Tensor) -> list[Gathered]:
-    """Blocks whose queries are close together, those that are not in parts, and rows that are far
-    from what is left of their block alone."""
-    dtype = token_dtype(inside.value.dtype)
-
-    def taken(rows: Tensor, head: Tensor, splits: bool = False) -> Gathered:
-        return gathered(query, rows, head, inside.spectrum, dtype, _largest(dtype), splits)
-
-    made = [taken(rows, head, splits=True)]
-    wide, alone = made[0].wide, made[0].alone >= 0
-    if bool(wide.any() | alone.any()):
-        if bool(wide.any()):
-            parts = rows[wide]
-            placed = inside.placed_query.flatten(0, 1)[repeated(parts)]
-            parts = parts.gather(1, positions(placed, int(math.log2(PARTS))))
-            parts = parts.view(-1, rows.shape[1] // PARTS)
-            made.append(taken(parts, head[wide].repeat_interleave(PARTS)))
-        left = torch.cat([group.alone[group.alone >= 0] for group in made]).unsqueeze(1)
-        if len(left):
-            made.append(taken(left, left.squeeze(1) // inside.query.shape[1]))
-    return made
 
 
 class Listed(NamedTuple):
