@@ -41,12 +41,11 @@ class Handling:
     tilted: float  # an entry of what makes a coarse key
     call: float  # a head, whatever its size
     trees: float  # and one with trees
-    dear: float  # multiply-adds of exact attention in the time of one of selection
 
 
-ENGINE = Handling(90, 0, 80, 40, 40, 3e-4, 0.02, 1)
-# many heads at once, by kernels (see `device`): these are bound by memory, exact attention is not
-DEVICE = Handling(3, 6, 0.2, 0, 0.2, 1e-4, 1e-4, 64)
+ENGINE = Handling(90, 0, 80, 40, 40, 3e-4, 0.02)
+DEVICE = Handling(3, 6, 0.2, 0, 0.2, 1e-4, 1e-4)  # many heads at once, by kernels (see `device`)
+DEAR = 64  # multiply-adds of exact attention there in the time of one of selection
 
 
 def handling(head: Head) -> Handling:
@@ -72,6 +71,7 @@ class Work:
     formed: int = 0  # features of sketches, and of what is sketched
     products: int = 0  # multiply-adds of sketches and of their features with the values
     moved: int = 0  # entries gathered and sorted by trees and lists: time, but no arithmetic
+    priced: int = 0  # multiply-adds of exact attention in the time of that: cost, but no time
 
     def __add__(self, other: Work) -> Work:
         """Both kinds of work; of features, at most one side may have any."""
@@ -85,6 +85,7 @@ class Work:
             self.formed + other.formed,
             self.products + other.products,
             self.moved + other.moved,
+            self.priced + other.priced,
         )
 
     def multiply_adds(self, head: Head) -> float:
@@ -97,6 +98,7 @@ class Work:
             + self.scanned
             + self.formed
             + self.products
+            + self.priced
         )
 
     def cost(self, head: Head) -> float:
@@ -215,13 +217,14 @@ def block_work(
     moved += handled.judged * visited * (4 * dim + head.value_dim)
     moved += handled.listed * blocks * keys * (dim + head.value_dim)
     moved += handled.tilted * blocks * coarse * (dim + 9 * head.value_dim)
-    tilts = handled.dear * blocks * coarse * (5 * dim + 10 * head.value_dim)
-    return Work(
-        exact_pairs=int(head.n * keys),
-        products=int(_frame_work(head) + trees + tilts),
-        scanned=int(handled.dear * visited * (11 * dim + head.value_dim)),
-        moved=int(moved),
+    judged = visited * (11 * dim + head.value_dim)
+    tilted = int(blocks * coarse * (5 * dim + 10 * head.value_dim))
+    work = Work(
+        exact_pairs=int(head.n * keys), products=int(_frame_work(head) + trees), moved=int(moved)
     )
+    if handled is DEVICE:
+        return work + Work(priced=DEAR * (judged + tilted))
+    return work + Work(products=tilted, scanned=judged)
 
 
 @dataclass(frozen=True)

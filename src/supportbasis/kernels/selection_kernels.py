@@ -136,9 +136,10 @@ def select(
     nodes = tl.sum(held * 0, 0)
     for i in range(G):  # blocks that start alike start together
         at_first = tl.sum(tl.where(each == i, begin, 0), 0)
-        alike = real & (begin == at_first)
+        many = tl.sum(tl.where(each == i, held, 0), 0)
+        alike = real & (begin == at_first) & (held == many)
         new = tl.sum((alike & (each < i)).to(tl.int32), 0) == 0
-        many = tl.sum(tl.where((each == i) & new & real, held, 0), 0)
+        many = tl.where(new, many, 0)
         bits = tl.sum(tl.where(alike, 1 << each, 0), 0)
         for at in range(0, many, BN):
             here = at + step < many
