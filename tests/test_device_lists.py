@@ -202,6 +202,17 @@ def test_coarse_keys_equal_tilted_ones(search):
     assert all(x.isfinite().all() for x in table[:2])
 
 
+def test_neighbours_with_equal_lists_share_them():
+    lists_of = [[1, 2], [1, 2], [1, 3], [], [], [4], [4], [4, 5], [1, 2]]
+    cell = torch.tensor([c for c, items in enumerate(lists_of) for _ in items])
+    item = torch.tensor([i for items in lists_of for i in items])
+    column = lists.shared((cell, item), len(lists_of))
+    assert column.first.tolist() == [0, 0, 4, 6, 6, 6, 6, 8, 10]
+    firsts, counts = column.first.tolist(), column.count.tolist()
+    given = [item[a : a + b].tolist() for a, b in zip(firsts, counts, strict=True)]
+    assert given == lists_of
+
+
 # ---- heads ------------------------------------------------------------------------------------
 
 CASES = {
@@ -234,7 +245,7 @@ def test_heads_equal_those_of_pytorch(name):
     (q, k, v, bias), problem, plan = block_case(**case)
     causal, half = case.get("causal", False), case.get("dtype") == torch.float16
     wanted = sb.attention(q, k, v, bias, is_causal=causal, plan=plan, return_result=True)
-    output, lse, _ = lists.forward(problem, plan)
+    output, lse, _ = lists.begin(problem, plan)()
     assert output.dtype == q.dtype and lse.dtype == torch.float32
     exact = dense_attention(q, k, v, bias, is_causal=causal)[0]
     assert relative(output, exact) <= 1.2 * relative(wanted.output, exact) < 0.2
@@ -249,7 +260,7 @@ def test_long_blocks_are_several_programs(monkeypatch):
     (q, k, v, _), problem, plan = block_case(heads=1, n=256)
     wanted = sb.attention(q, k, v, plan=plan)
     monkeypatch.setattr(granules, "WIDEST_BLOCK", 16)
-    assert relative(lists.forward(problem, plan)[0], wanted) < 2e-6
+    assert relative(lists.begin(problem, plan)()[0], wanted) < 2e-6
 
 
 def scattered(n=128, size=32):
@@ -279,7 +290,7 @@ def test_wide_blocks_are_split_and_strays_alone(monkeypatch, usual):
     assert {1, 8, 32} <= set(sizes)
     if usual is not None:
         monkeypatch.setattr(lists.Room, "usual", lambda *_: usual)
-    output, lse, _ = lists.forward(problem, plan)
+    output, lse, _ = lists.begin(problem, plan)()
     assert usual is None or plan.memory["room"] > usual
     wanted = sb.attention(q, k, v, plan=plan, return_result=True)
     assert relative(output, wanted.output) < 2e-6
@@ -359,7 +370,7 @@ def test_gradients_equal_those_of_pytorch(name):
     grad_lse = torch.randn(result.lse.shape, generator=generator).to(DEVICE)
     wanted = torch.autograd.grad((result.output, result.lse), tokens, (grad, grad_lse))
     with torch.no_grad():
-        output, lse, _ = lists.forward(problem, plan)
+        output, lse, _ = lists.begin(problem, plan)()
         given = (problem, plan, output, lse, lse.isnan(), grad, grad_lse)
         made = lists.gradients(*given, bias is not None)
     given = [made.query, made.key, made.value]
@@ -381,7 +392,7 @@ def test_fitted_polynomials_equal_those_of_blocks_of_tokens(masked):
     assert all(head.kind == "fitted" for head in plan.heads)
     wanted = sb.attention(q, k, v, mask, plan=plan, return_result=True)
     problem = attention_problem(q, k, v, mask, 0.0, False, None, False)
-    output, lse, lost = fitted.forward(problem, plan)
+    output, lse, lost = fitted.begin(problem, plan)()
     assert not lost.any()
     assert relative(output, wanted.output) < 1e-5
     torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=1e-4)

@@ -23,6 +23,7 @@ from ..features import FeatureMap
 from ..fitted import FittedKernel
 from ..plans import HeadPlan, Plan
 from ..problem import Head, Problem
+from .dispatch import Finish, Forward
 from .framed import Inside, Stack, frames_of
 from .replay import replayed
 
@@ -51,7 +52,7 @@ def gradients(
     return backward(problem, plan, output, lse, rescued, grad, grad_lse, for_weights=for_weights)
 
 
-def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+def begin(problem: Problem, plan: Plan) -> Finish:
     """Output, lse, and which rows were lost and computed exactly instead."""
     kernels = tuple(_kernel(head) for head in plan.heads)
     weight = problem.key_log_weight
@@ -60,6 +61,10 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
         given.append(weight.flatten(0, 1).float())
     key = ("fitted", kernels, problem.group)
     made = replayed(key, partial(_prepare, kernels, problem.group), *given)
+    return partial(_finish, problem, made)
+
+
+def _finish(problem: Problem, made: Prepared) -> Forward:
     far, bad = made.flags.tolist()
     num, log_den, lost = made.num, made.log_den, made.lost
     if far:

@@ -43,8 +43,9 @@ from ..kernels.summary import summarised
 from ..partial import Partial
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
-from ..selection import Blocks, Column
+from ..selection import Blocks, Column, Pairs
 from ..tree import leaf_layout, positions
+from .dispatch import Finish, Forward
 from .framed import Inside, frames_of
 from .granules import Listed, Placed, attended, largest_entry, token_dtype
 from .replay import replayed
@@ -106,28 +107,41 @@ def _settings(head: HeadPlan) -> BlockSettings:
     return head.blocks
 
 
-def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, None]:
+def begin(problem: Problem, plan: Plan) -> Finish:
     """Output in the input dtype and lse in float32."""
-    if not problem.is_causal and problem.key_log_weight is None:
-        settings, prices = _settings(plan.heads[0]), _prices(plan, problem.query.device)
-        given = (problem.query, problem.key, problem.value, prices, *frames_of(problem, plan))
+    if problem.is_causal or problem.key_log_weight is not None:
+        return partial(_one_by_one, problem, plan)
+    settings, prices = _settings(plan.heads[0]), _prices(plan, problem.query.device)
+    given = (problem.query, problem.key, problem.value, prices, *frames_of(problem, plan))
 
-        def made(room: Room) -> Prepared:
-            key = ("lists", family(plan.heads[0]), problem.group, room)
-            return replayed(key, partial(_prepare, settings, problem.group, room), *given)
+    def made(room: Room) -> Prepared:
+        key = ("lists", family(plan.heads[0]), problem.group, room)
+        return replayed(key, partial(_prepare, settings, problem.group, room), *given)
 
-        room = plan.memory.get("room", Room.usual(problem, settings))
-        assert isinstance(room, Room)
-        output, lse, shift, plan.memory["room"] = _finish(made, room, problem.value.dtype)
-    else:
-        inside = Inside.of(problem, plan)
-        run = _causal if problem.is_causal else _masked
-        room = Room.usual(problem, _settings(plan.heads[0]))
-        parts = [run(inside.one(i), head, room) for i, head in enumerate(plan.heads)]
-        output, lse = (torch.cat(x) for x in zip(*parts, strict=True))
-        shift = inside.shift
+    room = plan.memory.get("room", Room.usual(problem, settings))
+    assert isinstance(room, Room)
+    prepared = made(room)
+
+    def finish() -> Forward:
+        output, lse, shift, plan.memory["room"] = _finish(prepared, room, made)
+        return _shaped(problem, output, lse, shift)
+
+    return finish
+
+
+def _one_by_one(problem: Problem, plan: Plan) -> Forward:
+    """Heads that are causal or have hidden keys."""
+    inside = Inside.of(problem, plan)
+    run = _causal if problem.is_causal else _masked
+    room = Room.usual(problem, _settings(plan.heads[0]))
+    parts = [run(inside.one(i), head, room) for i, head in enumerate(plan.heads)]
+    output, lse = (torch.cat(x) for x in zip(*parts, strict=True))
+    return _shaped(problem, output, lse, inside.shift)
+
+
+def _shaped(problem: Problem, output: Tensor, lse: Tensor, shift: Tensor) -> Forward:
     shape = (problem.batch, problem.heads, problem.n)
-    return output.view(*shape, -1), (lse.view(shape) + shift.view(shape)), None
+    return output.view(*shape, -1), lse.view(shape) + shift.view(shape), None
 
 
 def _prices(plan: Plan, device: torch.device) -> Tensor:
@@ -240,16 +254,17 @@ def _listed(forest: Forest, nodes: Tensor, prices: Tensor, blocks: Gathered) -> 
 
 
 def _finish(
-    made: Callable[[Room], Prepared], room: Room, dtype: torch.dtype
+    prepared: Prepared, room: Room, made: Callable[[Room], Prepared]
 ) -> tuple[Tensor, Tensor, Tensor, Room]:
-    """Output and lse of all rows, one head after the other, what their lse lacks, and the room
-    that was needed."""
+    """Output and lse of all rows, one head after the other; what their lse lacks; and the room
+    that was needed, for which all is made again where there was less."""
     while True:
-        prepared = made(room)
         wide, alone, *sizes = prepared.counts.tolist()
         if room == room.enough(wide, alone):
             break
         room = room.enough(wide, alone)
+        prepared = made(room)
+    dtype = prepared.inside.value.dtype
     pairs = list(zip(sizes[::2], sizes[1::2], strict=True))
     used = [i for i, (_, length) in enumerate(pairs) if length]
     found, inside = [prepared.found[i] for i in used], prepared.inside
@@ -272,7 +287,7 @@ def _masked(inside: Inside, head: HeadPlan, room: Room) -> tuple[Tensor, Tensor]
     def made(room: Room) -> Prepared:
         return _prepared(inside, prices, _settings(head), room)
 
-    return _finish(made, room, inside.value.dtype)[:2]
+    return _finish(made(room), room, made)[:2]
 
 
 def _causal(inside: Inside, plan: HeadPlan, room: Room) -> tuple[Tensor, Tensor]:
@@ -302,13 +317,25 @@ def _causal(inside: Inside, plan: HeadPlan, room: Room) -> tuple[Tensor, Tensor]
 
 def listed(forest: Forest, layer: Layer, price: float) -> Listed:
     """The lists of a layer whose cells know what they see."""
-    start = Column.of(layer.start, len(layer.cells.mean))
+    start = shared(layer.start, len(layer.cells.mean))
     prices = torch.full_like(layer.view.size, price)
     longest = max(selection.LONGEST, START_NODES * 4)
     coarse, exact = selection.select(
         forest, layer.cells, layer.view, start, prices, min(longest, len(forest.key))
     )
     return Listed(layer.query, layer.rows, layer.cells.mean, layer.owner, coarse, exact)
+
+
+def shared(pairs: Pairs, cells: int) -> Column:
+    """Lists of cells, of which neighbours that are alike are one: they are judged together."""
+    column = Column.of(pairs, cells)
+    (cell, item), place = pairs, torch.arange(len(pairs[0]), device=pairs[0].device)
+    before = (cell - 1).clamp(min=0)
+    other = item[(column.first[before] + place - column.first[cell]).clamp(max=len(item) - 1)]
+    new = torch.zeros_like(column.count).index_add_(0, cell, (item != other).long()) > 0
+    new |= column.count != column.count.roll(1)
+    leader = torch.arange(cells, device=new.device).masked_fill(~new, 0).cummax(0).values
+    return replace(column, first=column.first[leader])
 
 
 def _forest(inside: Inside, settings: BlockSettings) -> tuple[Forest, Tensor]:

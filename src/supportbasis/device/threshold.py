@@ -39,6 +39,7 @@ from ..kernels.rectangle import (
 )
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
+from .dispatch import Finish
 from .exact import empty_results, finished, precision
 
 
@@ -68,7 +69,7 @@ class Split:
     shared: bool  # whether heads that share keys have the same large ones
 
 
-def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, None]:
+def begin(problem: Problem, plan: Plan) -> Finish:
     split = _split(problem, plan)
     sums = _Sums.of(problem, plan, split, shared=split.shared)
     if not split.keys.most:
@@ -81,7 +82,8 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, None]:
     if split.rows.most:
         output = output.contiguous()
         exact_rows(*_tokens(problem), _large_rows(problem, split), output, lse)
-    return output.contiguous(), lse, None
+    output = output.contiguous()
+    return lambda: (output, lse, None)
 
 
 def gradients(
