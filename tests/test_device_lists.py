@@ -330,7 +330,7 @@ def test_blocks_of_queries_equal_those_of_pytorch(size):
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("d", "axes"), [(6, 6), (80, 70)])
 def test_tokens_in_frames_equal_products(dtype, d, axes):
     generator = torch.Generator().manual_seed(6)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import framing_kernels as kernels
-from .language import cdiv, power_of_two
+from .language import cdiv, interpreted, power_of_two
 
 ROWS, COLUMNS = 128, 64  # of the result, that one program makes
 
@@ -23,8 +23,7 @@ def framed(
     """For ``tokens`` x [heads or fewer, tokens, d], which several of the ``heads`` may share, x A
     + a and x b + c in float32, and leading entries of the first times ``metric`` [heads, 1, axes].
 
-    Products of 16-bit tokens are as good as those of float32: three roundings of the matrix add
-    up to it.
+    Products are as good as those of float32, whatever the dtype of the tokens.
     """
     count, d = tokens.shape[1:]
     axes = metric.shape[2]
@@ -35,6 +34,12 @@ def framed(
     kernels.frame[(cdiv(count, rows), heads, cdiv(d, width))](
         tokens.contiguous(), matrix, offset, line, level, metric, out, extra, placed,
         count, d, axes, heads // len(tokens), rows, width,
-        "ieee" if tokens.dtype == torch.float32 else "tf32x3",
+        _precision(tokens.dtype),
     )  # fmt: skip
     return out, extra, placed
+
+
+def _precision(dtype: torch.dtype) -> str:
+    if dtype == torch.bfloat16 and not interpreted():  # NumPy has no such numbers
+        return "bf16x3"
+    return "ieee" if dtype == torch.float32 else "tf32x3"

@@ -21,17 +21,23 @@ def frame(
     along = tl.zeros((BT,), dtype=tl.float32)
     for first in range(0, d, BC):
         entry = first + tl.arange(0, BC)
-        x = tl.load(
-            tokens + entry[None, :], mask=here[:, None] & (entry < d)[None, :], other=0.0
-        ).to(tl.float32)
+        x = tl.load(tokens + entry[None, :], mask=here[:, None] & (entry < d)[None, :], other=0.0)
         a = tl.load(
             matrix + entry[:, None] * d + column[None, :],
             mask=(entry < d)[:, None] & (column < d)[None, :],
             other=0.0,
         )
-        total = tl.dot(x, a, total, input_precision=PRECISION)
+        if PRECISION == "bf16x3":  # three parts of the matrix add up to it
+            part_of = a.to(tl.bfloat16)
+            total = tl.dot(x, part_of, total)
+            a -= part_of.to(tl.float32)
+            part_of = a.to(tl.bfloat16)
+            total = tl.dot(x, part_of, total)
+            total = tl.dot(x, (a - part_of.to(tl.float32)).to(tl.bfloat16), total)
+        else:
+            total = tl.dot(x.to(tl.float32), a, total, input_precision=PRECISION)
         b = tl.load(line + head * d + entry, mask=entry < d, other=0.0)
-        along += tl.sum(x * b[None, :], 1)
+        along += tl.sum(x.to(tl.float32) * b[None, :], 1)
     total += tl.load(offset + head * d + column, mask=column < d, other=0.0)[None, :]
     slot = head * count + row
     inside = here[:, None] & (column < d)[None, :]
