@@ -340,3 +340,32 @@ def test_an_exact_plan_that_is_reused_is_sdpa(dv, scale):
             sb.attention(*wrong, plan=plan, scale=scale)
     tracked = sb.attention(q.clone().requires_grad_(), k, v, plan=plan, scale=scale)
     assert tracked.requires_grad
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", ["query", "key"])
+def test_an_infinity_that_leaves_no_trace_in_the_output_is_noticed(name, is_causal):
+    """Where all scores of an entry are -inf, its weights vanish."""
+    q, k, v = (x.abs() for x in qkv(1, 2, n=20, d=8, dtype=torch.float32))
+    plan = sb.plan(q, k, v, is_causal=is_causal, method=sb.Exact())
+    tensors = {"query": q, "key": k, "value": v}
+    tensors[name][0, 1, 7, 3] = -torch.inf
+    with pytest.raises(sb.InputError, match=f"{name} has 1 non-finite"):
+        sb.attention(**tensors, is_causal=is_causal, plan=plan)
+
+
+def test_an_exact_plan_that_is_reused_takes_large_entries_but_no_overflow():
+    q, k, v = qkv(1, 2, n=20, d=8, dtype=torch.float32)
+    plan = sb.plan(q, k, v, method=sb.Exact())
+    large = sb.attention(q, k, v * 2.0**100, plan=plan)  # its squares overflow, it does not
+    torch.testing.assert_close(large, 2.0**100 * sb.attention(q, k, v, plan=plan))
+    with pytest.raises(sb.InputError, match="overflows"):
+        sb.attention(q.abs() * 1e20, k.abs() * 1e20, v, plan=plan)
+    with pytest.raises(sb.InputError, match="key has dtype"):
+        sb.attention(q, k.double(), v, plan=plan)
+    with pytest.raises(sb.InputError, match="plan was made for"):
+        sb.attention(q[:, :1], k[:, :1], v[:, :1], plan=plan)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    torch.testing.assert_close(sb.attention(*turned, plan=plan), sb.attention(q, k, v, plan=plan))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert sb.attention(q, k, v, plan=plan).dtype == torch.bfloat16

@@ -64,17 +64,20 @@ def attention(
     >>> sb.attention(q, k, v, is_causal=True).shape
     torch.Size([1, 2, 128, 16])
     """
-    if torch.compiler.is_compiling() and not _fits_graph(attn_mask, dropout_p, plan, return_result):
-        return torch.compiler.disable(attention)(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-            method=method, plan=plan, return_result=return_result, implementation=implementation,
-        )  # fmt: skip
-    implementation = check_implementation(implementation)
-    plain = attn_mask is None and dropout_p == 0 and method is None and not return_result
-    if plain and not enable_gqa and implementation == "auto" and isinstance(plan, Plan):
-        output = sdpa.plainly(query, key, value, is_causal, scale, plan)
+    if torch.compiler.is_compiling():
+        if not _fits_graph(attn_mask, dropout_p, plan, return_result):
+            return torch.compiler.disable(attention)(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+                method=method, plan=plan, return_result=return_result,
+                implementation=implementation,
+            )  # fmt: skip
+    elif isinstance(plan, Plan) and not (dropout_p or enable_gqa or return_result):
+        output = None
+        if attn_mask is None and method is None and implementation == "auto":
+            output = sdpa.plainly(query, key, value, is_causal, scale, plan)
         if output is not None:
             return output
+    implementation = check_implementation(implementation)
     query, key, value = _autocast(query, key, value)
     checked = plan is None
     problem = attention_problem(
