@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
-from .monomials import Buffer, Pairs, Step, Suffixes, pair_multiplicity, suffix_steps
+from .monomials import Buffer, Fill, Pairs, Step, Suffixes, pair_multiplicity, suffix_steps
 from .polynomials import true_rank
 
 RANK_LIMIT = 2**18  # 64 MiB of float32 state at 64 value columns
@@ -84,7 +84,7 @@ class FeatureMap:
         self.count = len(self.multiplicity)
 
     def buffer(self, lanes: int, rows: int, like: Tensor) -> Buffer:
-        """Memory for the features of one block of tokens, or for their gradients."""
+        """Memory for the features of one block of tokens, and for their gradients."""
         if self._steps is None:
             return Pairs(lanes, self.dim, rows, like)
         return Suffixes(lanes, self.count - 1, rows, like, self.dim, self._steps)
@@ -99,12 +99,12 @@ class FeatureMap:
             return x.transpose(1, 2)[:, : self.dim * self.degree]
         return buffer.write(x)
 
-    def pull_back(self, features: Buffer, grad: Buffer, rows: int) -> Tensor:
-        """Gradient of the tokens, [lanes, dim, rows], from that of their features, of which the
-        first ``rows`` of each lane were written. What ``grad`` holds is overwritten."""
+    def pull_back(self, buffer: Buffer, fill: Fill, rows: int) -> Tensor:
+        """Gradient of the tokens, [lanes, dim, rows], whose features were the last to be written.
+        ``fill(start, stop, out)`` writes the gradients of features start..stop."""
         if self.degree == 0:
-            return grad.memory.new_zeros(len(grad.memory), self.dim, rows)
-        return features.pull_back(grad, rows)
+            return buffer.memory.new_zeros(len(buffer.memory), self.dim, rows)
+        return buffer.pull_back(fill, rows)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Features of all tokens at once, [rows, count], by operations that autograd knows."""

@@ -9,21 +9,27 @@ each number of tokens: made anew for every block, they would take longer than th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+CHUNK = 8  # rotations whose gradients are formed at a time, to be used while they are in cache
+
+Fill = Callable[[int, int, Tensor], object]  # writes the gradients of features from..to
+
 
 class Buffer(ABC):
-    """Features of one block of tokens, or gradients of these features."""
+    """Features of one block of tokens, and the way back."""
 
     spare = 0  # rows of memory before the features
 
     def __init__(self, lanes: int, count: int, rows: int, like: Tensor):
         self.memory = like.new_empty(lanes, self.spare + count, rows)
         self._views: dict[int, Any] = {}
+        self._back: dict[int, Any] = {}
 
     def features(self, rows: int) -> Tensor:
         """Those of the first tokens of each lane, [lanes, count, rows]."""
@@ -34,9 +40,9 @@ class Buffer(ABC):
         """The features of tokens ``x`` [lanes, rows, dim]."""
 
     @abstractmethod
-    def pull_back(self, grad: Buffer, rows: int) -> Tensor:
-        """Gradient of the tokens, [lanes, dim, rows], from that of their features, which is
-        overwritten."""
+    def pull_back(self, fill: Fill, rows: int) -> Tensor:
+        """Gradient of the tokens, [lanes, dim, rows], from that of their features, for which
+        ``fill`` is asked."""
 
 
 class PairViews(NamedTuple):
@@ -52,7 +58,19 @@ class PairViews(NamedTuple):
     windows: tuple[Tensor, ...]  # tokens from each row of the memory on, [lanes, dim, rows]
     rotated: Tensor  # the same in one, [lanes, rotations, dim, rows]
     products: Tensor  # with the tokens
-    parts: tuple[Tensor, ...]  # of the products, by rotation
+
+
+class PairGradients(NamedTuple):
+    """Views of what `Pairs` needs on the way back."""
+
+    spare: Tensor
+    tokens: Tensor
+    last: Tensor
+    low: Tensor
+    high: Tensor
+    windows: tuple[Tensor, ...]
+    chunk: Tensor  # [lanes, chunk * dim, rows]
+    parts: tuple[Tensor, ...]  # of the chunk, by rotation
 
 
 class Pairs(Buffer):
@@ -65,6 +83,7 @@ class Pairs(Buffer):
 
     def __init__(self, lanes: int, dim: int, rows: int, like: Tensor):
         self.dim, self.rotations, self.spare = dim, (dim + 1) // 2, (dim - 1) // 2
+        self.half = dim // 2 if dim % 2 == 0 else 0
         super().__init__(lanes, dim + dim * (dim + 1) // 2, rows, like)
 
     def views(self, rows: int) -> PairViews:
@@ -72,7 +91,6 @@ class Pairs(Buffer):
             dim, spare, end = self.dim, self.spare, self.spare + self.dim
             memory, middle = self.memory[:, :, :rows], end + self.rotations * self.dim
             tokens, products = memory[:, spare:end], memory[:, end:middle]
-            half = dim // 2 if dim % 2 == 0 else 0
             rotated = memory[:, :end].unfold(1, dim, 1).transpose(2, 3)
             products = products.unflatten(1, (self.rotations, dim))
             self._views[rows] = PairViews(
@@ -80,15 +98,41 @@ class Pairs(Buffer):
                 memory[:, :spare],
                 tokens,
                 tokens[:, dim - spare :],
-                tokens[:, :half],
-                tokens[:, dim - half :],
+                tokens[:, : self.half],
+                tokens[:, dim - self.half :],
                 memory[:, middle:],
                 rotated.unbind(1),
                 rotated,
                 products,
-                products.unbind(1),
             )
         made: PairViews = self._views[rows]
+        return made
+
+    @cached_property
+    def _gradients(self) -> tuple[Tensor, Tensor]:
+        """Memory for the gradients of tokens, and of one chunk of features."""
+        lanes, _, rows = self.memory.shape
+        chunk = max(self.half, min(CHUNK, self.rotations) * self.dim)
+        sizes = (self.spare + self.dim, chunk)
+        tokens, part = (self.memory.new_empty(lanes, size, rows) for size in sizes)
+        return tokens, part
+
+    def gradients(self, rows: int) -> PairGradients:
+        if rows not in self._back:
+            memory, chunk = (x[:, :, :rows] for x in self._gradients)
+            tokens = memory[:, self.spare :]
+            whole = chunk[:, : min(CHUNK, self.rotations) * self.dim]
+            self._back[rows] = PairGradients(
+                memory[:, : self.spare],
+                tokens,
+                tokens[:, self.dim - self.spare :],
+                tokens[:, : self.half],
+                tokens[:, self.dim - self.half :],
+                memory.unfold(1, self.dim, 1).transpose(2, 3).unbind(1),
+                chunk,
+                whole.unflatten(1, (-1, self.dim)).unbind(1),
+            )
+        made: PairGradients = self._back[rows]
         return made
 
     def write(self, x: Tensor) -> Tensor:
@@ -99,15 +143,21 @@ class Pairs(Buffer):
         torch.mul(own.low, own.high, out=own.opposite)
         return own.features
 
-    def pull_back(self, grad: Buffer, rows: int) -> Tensor:
-        assert isinstance(grad, Pairs)
-        own, back = self.views(rows), grad.views(rows)
+    def pull_back(self, fill: Fill, rows: int) -> Tensor:
+        """Every product hands its gradient to both of its factors."""
+        own, back, dim = self.views(rows), self.gradients(rows), self.dim
+        fill(0, dim, back.tokens)
         back.spare.zero_()
-        back.low.addcmul_(back.opposite, own.high)
-        back.high.addcmul_(back.opposite, own.low)
-        for part, window, to in zip(back.parts, own.windows, back.windows, strict=True):
-            to.addcmul_(part, own.tokens)
-            back.tokens.addcmul_(part, window)
+        for first in range(0, self.rotations, CHUNK):
+            last = min(self.rotations, first + CHUNK)
+            fill((1 + first) * dim, (1 + last) * dim, back.chunk[:, : (last - first) * dim])
+            for part, at in zip(back.parts, range(first, last), strict=False):
+                back.windows[at].addcmul_(part, own.tokens)
+                back.tokens.addcmul_(part, own.windows[at])
+        opposite, end = back.chunk[:, : self.half], (1 + self.rotations) * dim
+        fill(end, end + self.half, opposite)
+        back.low.addcmul_(opposite, own.high)
+        back.high.addcmul_(opposite, own.low)
         back.last.add_(back.spare)
         return back.tokens
 
@@ -154,13 +204,19 @@ class Suffixes(Buffer):
 
     def views(self, rows: int) -> list[StepViews]:
         if rows not in self._views:
-            memory = self.memory[:, :, :rows]
-            self._views[rows] = [
-                StepViews(memory[:, t : t + 1], memory[:, a:b], memory[:, to : to + b - a])
-                for t, a, b, to in self.steps
-            ]
+            self._views[rows] = self._cut(self.memory[:, :, :rows])
         made: list[StepViews] = self._views[rows]
         return made
+
+    def _cut(self, memory: Tensor) -> list[StepViews]:
+        return [
+            StepViews(memory[:, t : t + 1], memory[:, a:b], memory[:, to : to + b - a])
+            for t, a, b, to in self.steps
+        ]
+
+    @cached_property
+    def _gradients(self) -> Tensor:
+        return torch.empty_like(self.memory)
 
     def write(self, x: Tensor) -> Tensor:
         rows = x.shape[1]
@@ -169,14 +225,18 @@ class Suffixes(Buffer):
             torch.mul(variable, suffix, out=products)
         return self.features(rows)
 
-    def pull_back(self, grad: Buffer, rows: int) -> Tensor:
+    def pull_back(self, fill: Fill, rows: int) -> Tensor:
         """Every product hands its gradient to both of its factors, the last product first."""
-        assert isinstance(grad, Suffixes)
-        for own, back in zip(reversed(self.views(rows)), reversed(grad.views(rows)), strict=True):
+        grad = self._gradients[:, :, :rows]
+        fill(0, grad.shape[1], grad)
+        if rows not in self._back:
+            self._back[rows] = self._cut(grad)
+        steps = zip(reversed(self.views(rows)), reversed(self._back[rows]), strict=True)
+        for own, back in steps:
             back.suffix.addcmul_(back.products, own.variable)
             back.products.mul_(own.suffix)
             back.variable.add_(back.products.sum(1, keepdim=True))
-        return grad.features(rows)[:, : self.dim]
+        return grad[:, : self.dim]
 
 
 @lru_cache(maxsize=64)

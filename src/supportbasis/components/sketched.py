@@ -145,9 +145,9 @@ class Sketched:
         lanes = x.unsqueeze(0)
         buffer = self.features.buffer(1, len(x), x)
         self.features.write(lanes, buffer)
-        grads = self.features.buffer(1, len(x), x)
-        grads.features(len(x)).copy_(whole[:, 1:].T)
-        back = self.features.pull_back(buffer, grads, len(x))
+        back = self.features.pull_back(
+            buffer, lambda start, stop, out: out.copy_(whole[:, 1 + start : 1 + stop].T), len(x)
+        )
         return back[0].T / norm
 
 

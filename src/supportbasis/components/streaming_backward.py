@@ -31,16 +31,14 @@ def add_gradients(task: Task, total: Gradients, cotangent: Cotangent) -> None:
 
 
 class _Backward:
-    """One evaluation: the task, what comes in, where it goes, and memory for two blocks."""
+    """One evaluation: the task, what comes in, where it goes, and memory for a block."""
 
     def __init__(self, task: Task, total: Gradients, cotangent: Cotangent):
         self.task, self.total, self.cotangent = task, total, cotangent
         self._allocate(0)
 
     def _allocate(self, lane: int) -> None:
-        self.features, self.grad = (
-            self.task.features.buffer(self.task.lanes, lane, self.task.weights) for _ in range(2)
-        )
+        self.features = self.task.features.buffer(self.task.lanes, lane, self.task.weights)
 
     def full(self) -> None:
         """Every row sees every key: S over the keys, one pass over the rows, one over the keys."""
@@ -103,10 +101,12 @@ class _Backward:
         task, rows = self.task, len(block.tokens)
         factor = reader.factor(block).unsqueeze(1)
         column = factor if block.column is None else factor * block.column.unsqueeze(1)
-        weight = task.in_lanes(torch.cat([block.value * factor, column], 1))
-        lane = weight.shape[1]
-        torch.matmul(reader.sums, weight.transpose(1, 2), out=self.grad.features(lane))
-        grad = task.features.pull_back(self.features, self.grad, lane)
+        weight = task.in_lanes(torch.cat([block.value * factor, column], 1)).transpose(1, 2)
+
+        def fill(start: int, stop: int, out: Tensor) -> None:
+            torch.matmul(reader.sums[start:stop], weight, out=out)
+
+        grad = task.features.pull_back(self.features, fill, weight.shape[2])
         return grad.transpose(1, 2).flatten(0, 1)[:rows]
 
     def _add_row_weights(self, reader: Reader, block: Block, features: Tensor, span: Span) -> None:
