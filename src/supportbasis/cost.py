@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import BlockSettings
+from .blocks import PLACES, BlockSettings
 from .components.streaming import CAUSAL_CHUNK, lane_count
 from .features import FeatureMap, block_rows, feature_count, tile_width
 from .frame import FRAME_TOKENS
+from .places import PROFILE_ROWS
 from .powers import PowerKernel
 from .problem import Head
 from .sketch import PolySketch
@@ -30,6 +31,8 @@ MOVE_SECONDS = 1e-10  # of an entry that is moved, at most: a busy moment must n
 KERNEL_PRODUCT = 2.5  # of a feature in a GPU kernel, in multiply-adds of exact attention
 KERNEL_READS = 0.5  # of every entry there, in reads of a reduction
 TREE_READS, VISIT_READS, ENTRY_READS = 90, 80, 40  # what an entry that is moved costs, in reads
+
+PLACE_SCALARS = 24  # operations with single numbers that judge a node where places matter
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,8 @@ def block_work(
     ``keys`` a query, of which some ``coarse``; pairs of blocks and nodes that are ``visited``;
     leaders ``compared`` with.
     """
+    if settings.order == PLACES:
+        return _place_work(head, settings, keys, coarse, visited)
     dim, tokens = head.dim, head.n + head.m
     trees = (levels * split_work(axes) + compared * axes) * tokens // 2
     trees += head.m * (4 * dim + 9 * head.value_dim)
@@ -195,6 +200,25 @@ def block_work(
         exact_pairs=int(head.n * keys),
         products=int(_frame_work(head) + trees + blocks * coarse * (5 * dim + 10 * head.value_dim)),
         scanned=visited * (11 * dim + head.value_dim),
+        moved=int(moved),
+    )
+
+
+def _place_work(
+    head: Head, settings: BlockSettings, keys: float, coarse: float, visited: int
+) -> Work:
+    """The same for consecutive queries and keys: no frame and no order, but rows whose attention
+    shows which places matter."""
+    dim, width = head.dim, head.value_dim
+    blocks = head.n / settings.block_size
+    summaries = head.m * (4 * dim + 2 * width) + head.n * 3 * dim
+    tilted = blocks * coarse * (5 * dim + 2 * width)
+    moved = VISIT_READS * visited * dim + ENTRY_READS * blocks * (keys + coarse) * (dim + width)
+    profile = PROFILE_ROWS * head.m * dim if len(settings.profile) > 1 else 0
+    return Work(
+        exact_pairs=int(head.n * keys),
+        products=int(summaries + tilted + profile),
+        scanned=visited * (dim + PLACE_SCALARS),
         moved=int(moved),
     )
 

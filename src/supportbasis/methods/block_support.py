@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ..arrangement import ORDERS
-from ..blocks import START_NODES, BlockSettings, Layer, Structure, remembered
+from ..blocks import PARTS, PLACES, START_NODES, BlockSettings, Layer, Structure, remembered
 from ..components.blocks import block_sums
 from ..cost import block_work
 from ..errors import InputError
-from ..frame import own_frame, prefix_of
+from ..frame import own_frame, plain_frame, prefix_of
+from ..places import Profile
 from ..plans import HeadPlan
 from ..problem import Head
 from ..rows import RowCheck
@@ -32,7 +33,6 @@ STEPS = 14
 LARGEST_SCORES = 100.0  # standard deviation: beyond, one key takes it all and no mean key helps
 WIDEST_BLOCKS, CHECKED_BLOCKS, CHECKED_ROWS = 12, 40, 8
 FIRST_GUESS = 10.0  # tolerance over the root of the first price that is tried
-SEQUENCE = "sequence"
 USELESS = 0.9  # measured error from which a plan is no answer, however cheap
 STRIDE, HALVES = 4.0, 3  # steps of the logarithm of the price, and how often the last is halved
 
@@ -80,7 +80,7 @@ class BlockSupport(Method):
         size = self.block_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InputError(f"block_size must be an integer >= 1, got {size!r}")
-        for name, choices in (("order", ORDERS), ("tail", TAILS)):
+        for name, choices in (("order", (*ORDERS, PLACES)), ("tail", TAILS)):
             value = getattr(self, name)
             if value not in choices:
                 raise InputError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
@@ -114,14 +114,12 @@ class BlockSupport(Method):
         if self.tail != "polynomial":
             first = BlockSearch.of(head, self.block_size, self.seed, self.order)
             yield first
-            if isinstance(first, BlockSearch) and self._is_open(head) and first.order != SEQUENCE:
-                yield BlockSearch.of(head, self.block_size, self.seed, SEQUENCE)
+            if isinstance(first, BlockSearch) and self.order in ("auto", PLACES):
+                looks = (True, False) if self.order == "auto" else (True,)
+                for look in looks:
+                    yield BlockSearch.in_places(head, self.block_size, self.seed, look)
         if self.tail != "coarse":
             yield FittedSearch.of(head, self.seed)
-
-    def _is_open(self, head: Head) -> bool:
-        """Whether both orders by likeness and by sequence are tried."""
-        return self.order == "auto" and not head.is_causal
 
     def _best(self, search: BlockSearch | FittedSearch, head: Head) -> HeadPlan | None:
         """The best plan of one kind; with its error, if there is another kind to compare with."""
@@ -131,7 +129,7 @@ class BlockSupport(Method):
             return search.within(self.tolerance, RowCheck(head, self.tolerance, self.seed), 0.0)
         assert self.budget is not None
         plan = search.affordable(self.budget)
-        if plan is None or (self.tail != "auto" and not self._is_open(head)):
+        if plan is None or (self.tail != "auto" and self.order not in ("auto", PLACES)):
             return plan
         if isinstance(search, BlockSearch):
             return search.measured(plan, self.seed)
@@ -157,6 +155,8 @@ class BlockSearch:
         frame = own_frame(head)
         if not float(frame.spectrum.square().sum().sqrt()) < LARGEST_SCORES:
             return "scores are so large that one key takes it all"
+        if order == PLACES:
+            return BlockSearch.in_places(head, block_size, seed)
         reason = ""
         if head.is_causal and order not in ("auto", "tree"):
             order, reason = "tree", f"causal windows are ordered by trees, not by {order!r}"
@@ -173,11 +173,17 @@ class BlockSearch:
             base = replace(base, blocks=settings)
         return BlockSearch(head, base, made, made.sample(SAMPLED_BLOCKS, seed))
 
-    @property
-    def order(self) -> str:
-        """Of queries and keys, as far as it is known."""
-        assert self.base.blocks is not None
-        return self.base.blocks.order
+    @staticmethod
+    def in_places(head: Head, block_size: int, seed: int, looks: bool = False) -> BlockSearch:
+        """Smaller blocks of consecutive queries, which cost little to judge; ``looks``: rows are
+        computed to see which places matter."""
+        size = max(1, block_size // PARTS)
+        profile = Profile.of(head, LEAF, looks)
+        settings = BlockSettings(1.0, size, LEAF, math.lcm(size, LEAF), PLACES, profile)
+        frame = plain_frame(head)
+        base = HeadPlan("block", "", head.n, head.m, 1.0, 1.0, blocks=settings, frame=frame)
+        made = remembered(head, frame, settings)
+        return BlockSearch(head, base, made, made.sample(PARTS * SAMPLED_BLOCKS, seed))
 
     def plan(self, price: float) -> HeadPlan:
         """The plan at a price, with its cost."""
