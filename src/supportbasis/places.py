@@ -27,6 +27,7 @@ from .selection import Blocks, Glance, Pairs
 
 PROFILE_ROWS = 32  # whose attention is computed to learn which places matter
 START_NODES = 64  # that a block looks at before it opens any
+BEYOND = 2.0  # times the mean share that places at the beginning must have to be known
 CERTAIN = 4  # rows, of as many again, that a distance must have been seen from to count half
 
 
@@ -103,8 +104,8 @@ def glance(made: Trees, cells: Blocks, place: Tensor, profile: tuple[float, ...]
 
 
 class Profile(NamedTuple):
-    """Mean share of attention of a leaf: by how many leaves it lies before or behind the row, and
-    by how many it is from the beginning. Distances are 0, 1, 2, 3, 4-5, 6-7, 8-11, 12-15, ..."""
+    """Mean share of attention of a leaf: by how many leaves it lies before or behind the row, and,
+    beyond what is usual, by how many it is from the beginning. Distances are 0, 1, 2, 3, 4-5, 6-7, 8-11, 12-15, ..."""
 
     size: float  # mean squared length of the values, the unit of errors
     before: tuple[float, ...]
@@ -147,8 +148,9 @@ class Profile(NamedTuple):
             return tuple((total / (many + CERTAIN)).tolist())
 
         before, behind = seen & (away <= 0), seen & (away >= 0)
-        own = number.expand_as(away)
-        return (size, *mean(-away, before), *mean(away, behind), *mean(own, seen))
+        usual = BEYOND * float(share.sum() / seen.sum().clamp(min=1))
+        start = (max(0.0, x - usual) for x in mean(number.expand_as(away), seen))
+        return (size, *mean(-away, before), *mean(away, behind), *start)
 
     def sums(self, leaves: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Sums of shares, by distance from -``leaves`` up to ``leaves`` and from the beginning."""
