@@ -105,7 +105,8 @@ def glance(made: Trees, cells: Blocks, place: Tensor, profile: tuple[float, ...]
 
 class Profile(NamedTuple):
     """Mean share of attention of a leaf: by how many leaves it lies before or behind the row, and,
-    beyond what is usual, by how many it is from the beginning. Distances are 0, 1, 2, 3, 4-5, 6-7, 8-11, 12-15, ..."""
+    beyond what is usual, by how many it is from the beginning. Distances are 0, 1, 2, 3, 4-5, 6-7,
+    8-11, 12-15, ..."""
 
     size: float  # mean squared length of the values, the unit of errors
     before: tuple[float, ...]
