@@ -13,7 +13,7 @@ from torch import Tensor
 from ..arrangement import ORDERS
 from ..blocks import PARTS, PLACES, START_NODES, BlockSettings, Layer, Structure, remembered
 from ..components.blocks import block_sums
-from ..cost import block_work
+from ..cost import DEVICE, block_work, handling
 from ..errors import InputError
 from ..frame import own_frame, plain_frame, prefix_of
 from ..places import Profile
@@ -27,6 +27,7 @@ from .fitted import FittedSearch
 
 TAILS = ("auto", "coarse", "polynomial")
 LEAF = 16
+BLOCK, DEVICE_BLOCK = 64, 128
 SAMPLED_BLOCKS = 48
 LEAST, MOST = -36.0, 0.0  # logarithms of the prices that are tried
 STEPS = 14
@@ -34,6 +35,7 @@ LARGEST_SCORES = 100.0  # standard deviation: beyond, one key takes it all and n
 WIDEST_BLOCKS, CHECKED_BLOCKS, CHECKED_ROWS = 12, 40, 8
 FIRST_GUESS = 10.0  # tolerance over the root of the first price that is tried
 USELESS = 0.9  # measured error from which a plan is no answer, however cheap
+SEQUENCE = "sequence"
 STRIDE, HALVES = 4.0, 3  # steps of the logarithm of the price, and how often the last is halved
 
 
@@ -61,7 +63,7 @@ class BlockSupport(Method):
     """
 
     budget: float | None = None  # 0.1 where there is no tolerance either
-    block_size: int = 64
+    block_size: int | None = None  # 64, or 128 where a GPU's kernels take them
     order: str = "auto"
     tail: str = "auto"
     tolerance: float | None = None
@@ -80,7 +82,7 @@ class BlockSupport(Method):
                 raise InputError(f"{name} must be a finite number > 0, got {value!r}")
             object.__setattr__(self, name, float(value))
         size = self.block_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise InputError(f"block_size must be an integer >= 1, got {size!r}")
         for name, choices in (("order", (*ORDERS, PLACES)), ("tail", TAILS)):
             value = getattr(self, name)
@@ -114,14 +116,24 @@ class BlockSupport(Method):
 
     def _searches(self, head: Head) -> Iterator[BlockSearch | FittedSearch | str]:
         if self.tail != "polynomial":
-            first = BlockSearch.of(head, self.block_size, self.seed, self.order)
+            size = self.block_size or (DEVICE_BLOCK if handling(head) is DEVICE else BLOCK)
+            first = BlockSearch.of(head, size, self.seed, self.order)
             yield first
-            if isinstance(first, BlockSearch) and self.order in ("auto", PLACES):
-                looks = (True, False) if self.order == "auto" else (True,)
-                for look in looks:
-                    yield BlockSearch.in_places(head, self.block_size, self.seed, look)
+            if isinstance(first, BlockSearch):
+                yield from self._further(first, size)
         if self.tail != "coarse":
             yield FittedSearch.of(head, self.seed)
+
+    def _further(self, first: BlockSearch, size: int) -> Iterator[BlockSearch | str]:
+        """Lists in other orders, where the choice is ours; kernels know those of trees."""
+        head = first.head
+        if self.order == PLACES:
+            yield BlockSearch.in_places(head, size, self.seed, looks=True)
+        elif self.order == "auto" and not head.query.is_cuda:
+            for looks in (True, False):
+                yield BlockSearch.in_places(head, size, self.seed, looks)
+        elif self.order == "auto" and not head.is_causal and first.order != SEQUENCE:
+            yield BlockSearch.of(head, size, self.seed, SEQUENCE)
 
     def _best(self, search: BlockSearch | FittedSearch, head: Head) -> HeadPlan | None:
         """The best plan of one kind; with its error, if there is another kind to compare with."""
@@ -174,6 +186,12 @@ class BlockSearch:
             head.memory[frame, replace(settings, price=0.0)] = made
             base = replace(base, blocks=settings)
         return BlockSearch(head, base, made, made.sample(SAMPLED_BLOCKS, seed))
+
+    @property
+    def order(self) -> str:
+        """Of queries and keys, as far as it is known."""
+        assert self.base.blocks is not None
+        return self.base.blocks.order
 
     @staticmethod
     def in_places(head: Head, block_size: int, seed: int, looks: bool = False) -> BlockSearch:
