@@ -26,7 +26,7 @@ from .problem import Head
 from .selection import Blocks, Glance, Pairs
 
 PROFILE_ROWS = 32  # whose attention is computed to learn which places matter
-START_NODES = 64  # that a block looks at before it opens any
+START_NODES = 16  # that a block looks at before it opens any
 BEYOND = 2.0  # times the mean share that places at the beginning must have to be known
 CERTAIN = 4  # rows, of as many again, that a distance must have been seen from to count half
 

@@ -19,7 +19,7 @@ from .forest import Forest
 
 EXPONENT = 6.0  # score variances beyond are as bad as they get
 LARGEST_DRIFT = 1.0  # variance over the queries of a block: beyond, it says nothing more
-
+HARDLY = 8.0  # halves of neighbours err nearly as much as the whole: only exact leaves do not
 
 Pairs = tuple[Tensor, Tensor]  # block and node of each pair, sorted by block
 
@@ -137,7 +137,8 @@ class Glance:
         both = (inner + outer).clamp(max=EXPONENT)
         off = (both.pow(1.5) / 6 + outer).clamp(max=2)
         error = torch.expm1(both) * self.scatter[node] + off.square() * self.away[node]
-        return mass, share.square() * error
+        gained = torch.where(self.leaves[node] > 1, 1 / HARDLY, 1.0)
+        return mass, share.square() * error * gained
 
 
 @torch.no_grad()
