@@ -5,8 +5,8 @@ leaves consecutive keys, and the nodes above them halves of halves of the sequen
 frame either. So nearly all of the budget is left for keys, and blocks can be small.
 
 In causal attention a block sees the largest nodes that end before it begins, and its own keys
-exactly. It is judged by as many queries as it has, the last of which is its own first: so neither
-its list nor its coarse keys depend on anything that comes later.
+exactly. It is judged by half as many queries as it has, the last of which is its own first: so
+neither its list nor its coarse keys depend on anything that comes later.
 
 Many heads look at what is near or at the beginning, whatever stands there, and the mean of a few
 keys hardly shows it. So a few rows are computed exactly beforehand, and their attention, averaged
@@ -53,11 +53,11 @@ def trees(head: Head, leaf: int) -> Trees:
 
 
 def members_before(query: Tensor, size: int) -> Tensor:
-    """For every block but the first as many queries as it has, the last of which is its own
-    first: [blocks - 1, size, d]."""
+    """For every block but the first half as many queries as it has, the last of which is its own
+    first: [blocks - 1, members, d]."""
     blocks = math.ceil(len(query) / size)
     last = torch.arange(1, blocks, device=query.device) * size
-    return query[last.unsqueeze(1) + torch.arange(1 - size, 1, device=query.device)]
+    return query[last.unsqueeze(1) + torch.arange(1 - max(1, size // 2), 1, device=query.device)]
 
 
 def all_roots(made: Trees, blocks: int) -> Pairs:
