@@ -45,6 +45,8 @@ from supportbasis.cli.downstream.emulation import emulated, emulated_weights, se
 from supportbasis.cli.downstream.hook import attending, exact
 from supportbasis.errors import InputError
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(scope="module")
 def tiny() -> dict[str, Any]:
@@ -311,6 +313,7 @@ def test_a_model_that_knows_is_right_and_a_model_of_nans_is_unparsable() -> None
 
     class Oracle:
         config = SimpleNamespace(is_causal=True)
+        device = CPU
 
         def __init__(self, value: float):
             self.value = value
@@ -696,7 +699,7 @@ def test_a_story_read_with_exact_attention_stays_the_same(
     monkeypatch.setattr(stories, "START", "ada has 17")
     monkeypatch.setattr(stories, "TOKENS", 24)
     monkeypatch.setattr(stories, "own_text", lambda: "ada has 17 lamp . " * 20)
-    loaded = stories.load(own_model / "causal")
+    loaded = stories.load(own_model / "causal", CPU)
     row = stories.measure_story(loaded, "u", contenders.EXACT)[0]
     assert row.agreement == 1.0 and row.same == 21
     broken = stories.measure_story(loaded, "u", contenders.MEAN)[0]

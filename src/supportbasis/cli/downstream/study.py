@@ -9,10 +9,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from rich.console import Console
 
 from ...errors import InputError
 from ..chapters import Chapter, publish
+from ..devices import chosen_device
 from ..distribution import check_installed
 from ..machine import Machine
 from ..measure import Tick
@@ -42,7 +44,7 @@ LEAD = (
     "fixed before methods were compared."
 )
 PART = 50  # items after which rows are written; all methods come before the next part
-BATCH = 4  # larger ones take no less time, and the scores of emulations more memory
+BATCH = 4  # on a CPU: larger ones take no less time, and the scores of emulations more memory
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ LENGTHS = dict.fromkeys(TASKS, 256)
 SHORT = dict.fromkeys(TASKS, 192)
 FULL = {
     "causal": Extent(400, 30, LENGTHS, 6, 1024, ((1024, 2), (4096, 1)), 3),
-    "diffusion": Extent(100, 40, LENGTHS, 3, 1024, ((1024, 4),), 3),
+    "diffusion": Extent(400, 40, LENGTHS, 3, 1024, ((1024, 4),), 3),
 }
 QUICK = {
     "causal": Extent(6, 2, SHORT, 1, 512, ((512, 1),), 1),
@@ -98,6 +100,16 @@ class Tables:
 R = TypeVar("R", bound=Row)
 
 
+def _fitting(run: Callable[[Tick], None], name: str, tick: Tick) -> None:
+    try:
+        run(tick)
+    except torch.OutOfMemoryError:
+        raise InputError(
+            f"--device: its memory does not suffice for “{name}”; free some, or repeat the command "
+            "with another device (finished parts are kept)"
+        ) from None
+
+
 class Plan:
     """The units of the study: their names, where their rows belong, and how they are measured."""
 
@@ -118,7 +130,7 @@ class Plan:
             for name, has, run in self.steps:
                 with steps.step(name) as tick:
                     if not has():
-                        run(tick)
+                        _fitting(run, name, tick)
 
 
 def run_downstream(
@@ -127,15 +139,17 @@ def run_downstream(
     story_folder: Path | None,
     console: Console,
     *,
+    device: str = "cpu",
     redraw: bool = False,
 ) -> None:
     """Fill in the rows that the folder lacks; then the report."""
-    machine = Machine.here()
+    place = chosen_device(device)
+    machine = Machine.here(device)
     made, plan = Tables.of(out, machine), Plan()
     for kind, extent in extents.items():
-        _plan_model(plan, made, Subject.of(kind, FOLDER / kind), extent)
+        _plan_model(plan, made, Subject.of(kind, FOLDER / kind, place), extent)
     if story_folder is not None:
-        _plan_stories(plan, made, story_folder)
+        _plan_stories(plan, made, story_folder, place)
     if not redraw:
         check_installed()
         plan.run(console)
@@ -147,11 +161,14 @@ def run_downstream(
     publish(out, TITLE, LEAD, _chapters(made, plan.names, out), machine, console)
 
 
-def run_benchmarks(wish: Wish, out: Path, console: Console, *, redraw: bool = False) -> None:
+def run_benchmarks(
+    wish: Wish, out: Path, console: Console, *, device: str = "cpu", redraw: bool = False
+) -> None:
     """The paper's benchmarks on a user's model; rows that the folder has are kept."""
-    machine = Machine.here()
+    place = chosen_device(device)
+    machine = Machine.here(device)
     rows, plan = Records(out / "benchmarks.csv", BenchmarkRow, machine), Plan()
-    harness = None if redraw else Harness(wish)
+    harness = None if redraw else Harness(wish, place)
     for task, name in product(wish.tasks, NAMES):
         unit = f"{wish.name}, {name}, {task}, {wish.limit or 'all'}"
         plan.add(rows, unit, _whole(_benchmark, harness, unit, name, task))
@@ -174,12 +191,12 @@ def _benchmark(
 
 
 def _plan_model(plan: Plan, made: Tables, subject: Subject, extent: Extent) -> None:
-    starts = range(0, extent.items, PART)
+    starts, batch = range(0, extent.items, PART), BATCH if subject.device.type == "cpu" else PART
     for first, name, (task, length) in product(starts, NAMES, extent.lengths.items()):
         count = min(PART, extent.items_for(name) - first)
         if count > 0:
             unit = subject.unit(name, task, first, count, length)
-            asked = (task, first, count, length, BATCH)
+            asked = (task, first, count, length, batch)
             plan.add(made.tasks, unit, partial(measure_task, subject, unit, name, *asked))
     length = extent.lengths["easy"]
     for name in NAMES:
@@ -197,11 +214,11 @@ def _plan_model(plan: Plan, made: Tables, subject: Subject, extent: Extent) -> N
             )
 
 
-def _plan_stories(plan: Plan, made: Tables, folder: Path) -> None:
+def _plan_stories(plan: Plan, made: Tables, folder: Path, device: torch.device) -> None:
     loaded = cache(stories.load)
 
     def measure(unit: str, name: str) -> list[StoryRow]:
-        return stories.measure_story(loaded(folder), unit, name)
+        return stories.measure_story(loaded(folder, device), unit, name)
 
     for name in NAMES:
         unit = f"{stories.MODEL}, {name}"
