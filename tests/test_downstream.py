@@ -37,6 +37,7 @@ from supportbasis.cli.downstream import (
     models,
     paired,
     reading,
+    rows,
     sampler,
     stories,
     study,
@@ -466,6 +467,22 @@ def judged(method: str, accuracy: float, count: int = 400) -> findings.Judged:
         for task in items.TASKS
     }
     return findings.Judged("m", method, rows)
+
+
+def test_parts_of_a_task_are_joined_from_the_first_item_on() -> None:
+    def part(first: int, right: str, exact_heads: float) -> rows.TaskRow:
+        marks = (right, "1" * len(right), right)
+        return rows.TaskRow(
+            "u", "m", "Auto", "easy", first, len(right), 9, *marks, 1.0, exact_heads, 0.5
+        )
+
+    whole = rows.joined([part(2, "0", 0.4), part(0, "10", 1.0), part(9, "1", 0.0)])
+    assert (whole.first, whole.items, whole.right) == (0, 3, "100")
+    assert whole.exact_heads == pytest.approx(0.8) and whole.cost == pytest.approx(0.5)
+    assert study.Extent(7, 3, {}, 1, 1, (), 1).parts("exact") == [(0, 7)]
+    slow = study.Extent(70, 13, {}, 1, 1, (), 1)
+    assert slow.parts("MultiThreshold") == [(0, 10), (10, 3)]
+    assert slow.parts("Auto") == slow.parts("exact") == [(0, 50), (50, 20)]
 
 
 def test_statements_are_confirmed_refuted_or_left_open() -> None:

@@ -21,7 +21,7 @@ from ..measure import Tick
 from ..progress import Steps
 from ..records import Records, Row
 from . import findings, pictures, stories, tables
-from .contenders import LIBRARY, NAMES
+from .contenders import NAMES, SLOW
 from .harness import BenchmarkRow, Harness, Wish
 from .items import TASKS
 from .measure import Subject, measure_layers, measure_recall, measure_task, measure_text
@@ -43,7 +43,7 @@ LEAD = (
     "models learned from, so that exact attention is not always right; they and the weights were "
     "fixed before methods were compared."
 )
-PART = 50  # items after which rows are written; all methods come before the next part
+PART, SMALL_PART = 50, 10  # items after which rows are written, and for slow methods
 BATCH = 4  # on a CPU: larger ones take no less time, and the scores of emulations more memory
 
 
@@ -52,23 +52,24 @@ class Extent:
     """How much is asked of a model."""
 
     items: int  # of each task
-    few: int  # of each task, for methods of the library: most plan for longer than they compute
+    few: int  # of each task, for methods that plan for longer than they compute
     lengths: dict[str, int]  # of the prompts of a task
     windows: int  # of held-out text
     window: int
     recall: tuple[tuple[int, int], ...]  # length of the text, and how many of them
     prompts: int  # of each task, for the errors of hidden states
 
-    def items_for(self, method: str) -> int:
-        """Always the first ones, so that all methods can be compared on the same."""
-        return self.few if method in LIBRARY else self.items
+    def parts(self, method: str) -> list[tuple[int, int]]:
+        """First item and count of every part. All methods start with the same items."""
+        size, items = (SMALL_PART, self.few) if method in SLOW else (PART, self.items)
+        return [(first, min(size, items - first)) for first in range(0, items, size)]
 
 
 LENGTHS = dict.fromkeys(TASKS, 256)
 SHORT = dict.fromkeys(TASKS, 192)
 FULL = {
-    "causal": Extent(400, 30, LENGTHS, 6, 1024, ((1024, 2), (4096, 1)), 3),
-    "diffusion": Extent(400, 40, LENGTHS, 3, 1024, ((1024, 4),), 3),
+    "causal": Extent(400, 100, LENGTHS, 6, 1024, ((1024, 2), (4096, 1)), 3),
+    "diffusion": Extent(400, 100, LENGTHS, 3, 1024, ((1024, 4),), 3),
 }
 QUICK = {
     "causal": Extent(6, 2, SHORT, 1, 512, ((512, 1),), 1),
@@ -191,13 +192,13 @@ def _benchmark(
 
 
 def _plan_model(plan: Plan, made: Tables, subject: Subject, extent: Extent) -> None:
-    starts, batch = range(0, extent.items, PART), BATCH if subject.device.type == "cpu" else PART
-    for first, name, (task, length) in product(starts, NAMES, extent.lengths.items()):
-        count = min(PART, extent.items_for(name) - first)
-        if count > 0:
-            unit = subject.unit(name, task, first, count, length)
-            asked = (task, first, count, length, batch)
-            plan.add(made.tasks, unit, partial(measure_task, subject, unit, name, *asked))
+    batch = BATCH if subject.device.type == "cpu" else PART
+    parts = [(part, name) for name in NAMES for part in extent.parts(name)]
+    parts.sort(key=lambda item: (item[1] in SLOW, item[0][0]))  # every method before the next part
+    for ((first, count), name), (task, length) in product(parts, extent.lengths.items()):
+        unit = subject.unit(name, task, first, count, length)
+        asked = (task, first, count, length, batch)
+        plan.add(made.tasks, unit, partial(measure_task, subject, unit, name, *asked))
     length = extent.lengths["easy"]
     for name in NAMES:
         unit = subject.unit(name, "layers", extent.prompts, length)
