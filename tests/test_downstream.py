@@ -572,7 +572,7 @@ def test_what_is_missing_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.M
     assert code == 2 and "--models: there is no folder" in text
     for device in ("abacus", "meta", "cuda:99"):
         code, text = invoke("--quick", "--device", device, "--out", tmp_path)
-        assert code == 2 and f"--device: PyTorch has no '{device}' here" in text
+        assert code == 2 and f"--device: PyTorch sees no device '{device}'" in text
     (tmp_path / "stories260K").mkdir()
     code, text = invoke("--quick", "--models", tmp_path, "--out", tmp_path / "out")
     assert code == 2 and "cannot be read as a model" in text

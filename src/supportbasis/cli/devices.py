@@ -18,7 +18,7 @@ def chosen_device(name: str) -> torch.device:
         torch.zeros(1, dtype=torch.float64, device=device).item()
     except (RuntimeError, AssertionError, TypeError):
         raise InputError(
-            f"--device: PyTorch has no {name!r} here that computes in float64; expected cpu, or a "
-            "device that it sees, for example cuda or cuda:1"
+            f"--device: PyTorch sees no device {name!r} here; expected cpu, or one that it sees "
+            "and that knows float64, for example cuda or cuda:1"
         ) from None
     return device
