@@ -268,8 +268,9 @@ def _model_chapter(made: dict[str, findings.Judged]) -> Chapter:
         "to be the likeliest of all words, not only of the choices. Intervals are 95 % of a paired "
         "bootstrap over items."
     )
-    shown = tables.accuracy_table(made)
-    return Chapter(f"The {model} model", text, [], [shown, tables.difference_table(made)], [shown])
+    shown = [tables.accuracy_table(made), tables.loss_table(made)]
+    grids = [*shown, tables.difference_table(made)]
+    return Chapter(f"The {model} model", text, [], grids, shown)
 
 
 def _layer_chapter(rows: Sequence[LayerRow], out: Path) -> Chapter:
