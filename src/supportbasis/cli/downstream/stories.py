@@ -65,7 +65,7 @@ def load(folder: Path, device: torch.device) -> Stories:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(f"--models: {folder} cannot be read as a model ({first})") from None
     model = model.eval().to(device)
-    tokens = tokenizer(own_text(), return_tensors="pt").input_ids[0].to(device)
+    tokens = tokenizer(own_text(), return_tensors="pt", verbose=False).input_ids[0].to(device)
     windows = min(WINDOWS, len(tokens) // TOKENS)
     if not windows:
         raise InputError(
