@@ -9,7 +9,7 @@ import torch
 import supportbasis as sb
 from cases import dense_attention, qkv
 from supportbasis import selection
-from supportbasis.blocks import BlockSettings, remembered
+from supportbasis.blocks import BlockSettings, remembered, structure
 from supportbasis.components import BlockSum, ExactSum, evaluate
 from supportbasis.forest import Nodes, build, tilted
 from supportbasis.frame import balanced, framed, own_frame
@@ -542,3 +542,35 @@ def test_nothing_useless_is_bought():
         output = sb.attention(size * q, size * k, v, plan=plan)
         assert relative(output, dense_attention(size * q, size * k, v)[0]) < 1
     assert plan.heads[0].kind == "exact" and "err by" in plan.heads[0].reason
+
+
+def local(n=2048, d=16):
+    """Queries that want their neighbours in the sequence, whatever else tokens hold."""
+    generator = torch.Generator().manual_seed(0)
+    place = torch.arange(n).unsqueeze(1) * torch.linspace(0.02, 0.3, d // 2)
+    angles = torch.cat([place.cos(), place.sin()], 1)
+    q, k, v = torch.randn(3, n, d, generator=generator).unbind(0)
+    return (4 * angles + q)[None], (4 * angles + k)[None], v[None]
+
+
+def test_an_open_order_takes_the_sequence_where_that_errs_less():
+    q, k, v = local()
+    made = {}
+    for name in ("auto", "tree", "sequence"):
+        method = sb.BlockSupport(0.3, order=name, tail="coarse")
+        (plan,) = sb.plan(q, k, v, method=method).heads
+        output = sb.attention(q, k, v, method=method)
+        made[name] = plan, relative(output, dense_attention(q, k, v)[0])
+    errors = {name: error for name, (_, error) in made.items()}
+    assert errors["sequence"] < 0.9 * errors["tree"]
+    assert made["auto"][0].blocks.order == "sequence" and errors["auto"] == errors["sequence"]
+
+
+def test_a_sequence_pays_for_no_tree():
+    head = head_of(*local())
+    frame = own_frame(head)
+    made = [
+        structure(framed(head, frame), frame.spectrum, BlockSettings(1.0, 64, 16, 128, name))
+        for name in ("tree", "sequence")
+    ]
+    assert [x.levels for x in made] == [7 + 8, 2 + 3]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import torch
 import supportbasis as sb
 from cases import dense_attention, qkv
 from supportbasis import forest as forests
+from supportbasis.arrangement import repeated
+from supportbasis.blocks import FAR, apart, remembered, strangers
 from supportbasis.inputs import attention_problem
 from supportbasis.methods.block_support import BlockSearch
 from supportbasis.selection import Column, select
@@ -25,8 +28,8 @@ if not CUDA:  # read when a kernel is decorated
     os.environ["TRITON_INTERPRET"] = "1"
 DEVICE = "cuda" if CUDA else "cpu"
 
-from supportbasis.device import fitted, lists  # noqa: E402
-from supportbasis.kernels import ordering, selection, summary  # noqa: E402
+from supportbasis.device import dispatch, fitted, granules, lists, replay  # noqa: E402
+from supportbasis.kernels import cells, framing, ordering, selection, summary  # noqa: E402
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 pytestmark = [
@@ -199,6 +202,17 @@ def test_coarse_keys_equal_tilted_ones(search):
     assert all(x.isfinite().all() for x in table[:2])
 
 
+def test_neighbours_with_equal_lists_share_them():
+    lists_of = [[1, 2], [1, 2], [1, 3], [], [], [4], [4], [4, 5], [1, 2]]
+    cell = torch.tensor([c for c, items in enumerate(lists_of) for _ in items])
+    item = torch.tensor([i for items in lists_of for i in items])
+    column = lists.shared((cell, item), len(lists_of))
+    assert column.first.tolist() == [0, 0, 4, 6, 6, 6, 6, 8, 10]
+    firsts, counts = column.first.tolist(), column.count.tolist()
+    given = [item[a : a + b].tolist() for a, b in zip(firsts, counts, strict=True)]
+    assert given == lists_of
+
+
 # ---- heads ------------------------------------------------------------------------------------
 
 CASES = {
@@ -231,7 +245,7 @@ def test_heads_equal_those_of_pytorch(name):
     (q, k, v, bias), problem, plan = block_case(**case)
     causal, half = case.get("causal", False), case.get("dtype") == torch.float16
     wanted = sb.attention(q, k, v, bias, is_causal=causal, plan=plan, return_result=True)
-    output, lse = lists.forward(problem, plan)
+    output, lse, _ = lists.begin(problem, plan)()
     assert output.dtype == q.dtype and lse.dtype == torch.float32
     exact = dense_attention(q, k, v, bias, is_causal=causal)[0]
     assert relative(output, exact) <= 1.2 * relative(wanted.output, exact) < 0.2
@@ -245,8 +259,93 @@ def test_heads_equal_those_of_pytorch(name):
 def test_long_blocks_are_several_programs(monkeypatch):
     (q, k, v, _), problem, plan = block_case(heads=1, n=256)
     wanted = sb.attention(q, k, v, plan=plan)
-    monkeypatch.setattr(lists, "WIDEST_BLOCK", 16)
-    assert relative(lists.forward(problem, plan)[0], wanted) < 2e-6
+    monkeypatch.setattr(granules, "WIDEST_BLOCK", 16)
+    assert relative(lists.begin(problem, plan)()[0], wanted) < 2e-6
+
+
+def scattered(n=128, size=32):
+    """Two heads: blocks of the sequence with single strays, and blocks that are too wide."""
+    q, k, v = smooth(2, n)
+    generator = torch.Generator().manual_seed(4)
+    near = torch.randn(n // size, 1, q.shape[3], generator=generator).expand(-1, size, -1)
+    near = near + 0.1 * torch.randn(near.shape, generator=generator)
+    near[::3, 5] += 4.0
+    wide = 2 * torch.randn(n, q.shape[3], generator=generator)
+    return torch.stack([near.flatten(0, 1), wide]).to(DEVICE)[None], k, v
+
+
+@needs_triton
+@pytest.mark.parametrize("usual", [None, lists.Room(1, 1)])
+def test_wide_blocks_are_split_and_strays_alone(monkeypatch, usual):
+    """Whether there is room for them at first or not."""
+    q, k, v = scattered()
+    method = sb.BlockSupport(0.95, tail="coarse", block_size=32, order="sequence")
+    plan = sb.plan(q, k, v, method=method)
+    assert all(head.kind == "block" for head in plan.heads)
+    problem = attention_problem(q, k, v, None, 0.0, False, None, False)
+    sizes = []
+    for b, h, head in problem.each_head():
+        layers = remembered(head, plan.head(b, h).frame, plan.head(b, h).blocks).layers
+        sizes += [layer.rows.shape[1] for layer in layers]
+    assert {1, 8, 32} <= set(sizes)
+    if usual is not None:
+        monkeypatch.setattr(lists.Room, "usual", lambda *_: usual)
+    output, lse, _ = lists.begin(problem, plan)()
+    assert usual is None or plan.memory["room"] > usual
+    wanted = sb.attention(q, k, v, plan=plan, return_result=True)
+    assert relative(output, wanted.output) < 2e-6
+    torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=2e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [24, 32])
+def test_blocks_of_queries_equal_those_of_pytorch(size):
+    """Some columns at a time, with empty places, strays and blocks that are too wide."""
+    generator = torch.Generator().manual_seed(5)
+    query = torch.randn(300, 20, generator=generator)
+    query[:100] *= 0.1
+    query[3] += 1.5
+    spectrum = torch.rand(2, 20, generator=generator)
+    rows = torch.randperm(300, generator=generator)[: 9 * size].view(-1, size) % 100
+    rows[0, :4], rows[1, size // 2 :] = torch.tensor([3, 4, 5, 6]), -1
+    rows[2] = 100 + torch.arange(size)
+    head = torch.arange(9) % 2
+    real = repeated(rows)
+    distance = apart(query[real], spectrum[head].unsqueeze(1))
+    wide = distance.mean(1) > FAR
+    far = strangers(distance) & ~wide.unsqueeze(1)
+    assert wide.any() and far.any() and not wide.all()
+    kept = torch.where(far.unsqueeze(2), query[real].mean(1, keepdim=True), query[real])
+    given = [x.to(DEVICE) for x in (query, rows, head, spectrum)]
+    made = cells.gathered(*given, torch.float16, 3.0, splits=True)
+    made = type(made)(*(x.cpu() for x in made))
+    assert torch.equal(made.wide, wide)
+    assert torch.equal(made.rows, rows.masked_fill(far | wide.unsqueeze(1), -1))
+    assert torch.equal(made.alone, torch.where(far, rows, -1))
+    torch.testing.assert_close(made.mean, kept.mean(1), rtol=0, atol=1e-6)
+    torch.testing.assert_close(made.variance, kept.var(1, unbiased=False), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(made.query, kept.clamp(-3, 3).half(), rtol=1e-3, atol=1e-6)
+    taken = cells.gathered(*given, torch.float32, math.inf, splits=False)
+    assert not taken.wide.any() and relative(taken.query[2].cpu(), query[rows[2]]) < 1e-6
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("d", "axes"), [(6, 6), (80, 70)])
+def test_tokens_in_frames_equal_products(dtype, d, axes):
+    generator = torch.Generator().manual_seed(6)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    tokens, matrix, offset = normal(2, 140, d).to(dtype), normal(4, d, d), normal(4, 1, d)
+    line, level, metric = normal(4, d, 1), normal(4, 1, 1), normal(4, 1, axes)
+    given = framing.framed(tokens, 4, matrix, offset, line, level, metric)
+    x = tokens.double().repeat_interleave(2, 0)
+    moved = x @ matrix.double() + offset.double()
+    wanted = (moved, (x @ line.double() + level.double()).squeeze(2), moved[:, :, :axes] * metric)
+    for mine, theirs in zip(given, wanted, strict=True):
+        assert relative(mine, theirs) < 1e-6
 
 
 @needs_triton
@@ -271,8 +370,9 @@ def test_gradients_equal_those_of_pytorch(name):
     grad_lse = torch.randn(result.lse.shape, generator=generator).to(DEVICE)
     wanted = torch.autograd.grad((result.output, result.lse), tokens, (grad, grad_lse))
     with torch.no_grad():
-        output, lse = lists.forward(problem, plan)
-        made = lists.gradients(problem, plan, output, lse, grad, grad_lse, bias is not None)
+        output, lse, _ = lists.begin(problem, plan)()
+        given = (problem, plan, output, lse, lse.isnan(), grad, grad_lse)
+        made = lists.gradients(*given, bias is not None)
     given = [made.query, made.key, made.value]
     if bias is not None:
         assert made.key_log_weight is not None
@@ -292,16 +392,54 @@ def test_fitted_polynomials_equal_those_of_blocks_of_tokens(masked):
     assert all(head.kind == "fitted" for head in plan.heads)
     wanted = sb.attention(q, k, v, mask, plan=plan, return_result=True)
     problem = attention_problem(q, k, v, mask, 0.0, False, None, False)
-    output, lse = fitted.forward(problem, plan)
+    output, lse, lost = fitted.begin(problem, plan)()
+    assert not lost.any()
     assert relative(output, wanted.output) < 1e-5
     torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=1e-4)
 
 
-def test_rows_that_a_fit_loses_are_exact():
-    """A plan reused on other data: sums that cancel are noticed and computed exactly."""
+def test_rows_that_a_fit_loses_are_exact_and_counted():
+    """A plan reused on other data, as the component engine does it: output, counts and the way
+    back, which is told what was lost."""
     q, k, v = (x.to(DEVICE) for x in qkv(1, 1, n=600, d=4, scale=0.5, dtype=torch.float32))
     plan = sb.plan(q, k, v, method=sb.BlockSupport(0.4, tail="polynomial"))
-    q, k = 6 * q, 3 * k
-    wanted = sb.attention(q, k, v, method=sb.Exact())
-    output, _ = fitted.forward(attention_problem(q, k, v, None, 0.0, False, None, False), plan)
-    assert relative(output, wanted) < 1e-3
+    kernel = replace(plan.heads[0].fitted, query_radius=math.inf)
+    plan = replace(plan, heads=(replace(plan.heads[0], fitted=kernel),))
+    q = 30 * q
+    problem = attention_problem(q, k, v, None, 0.0, False, None, False)
+    mine = dispatch.run(problem, [dispatch.Batch("fitted", (0,), plan)])
+    theirs = dispatch.run(problem, [dispatch.Batch(None, (0,), plan)])
+    assert 0 < int(theirs.rescued_rows) < 600
+    for name in ("rescued", "rescued_rows", "invalid_rows"):
+        assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+    assert relative(mine.output, theirs.output) < 1e-3
+    grad, none = torch.ones_like(mine.output), None
+    given = (theirs.output, theirs.lse, theirs.rescued, grad, none, False)
+    made = [
+        dispatch.gradients(problem, [dispatch.Batch(kind, (0,), plan)], *given)
+        for kind in ("fitted", None)
+    ]
+    assert torch.equal(made[0].query, made[1].query)
+
+
+# ---- replays ----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tail", ["coarse", "polynomial"])
+def test_replays_do_what_first_calls_do(tail):
+    """The same shapes three times, with other tokens each time: run, recorded, replayed."""
+    replay._recordings.clear()
+    replay._plain.clear()
+    made = [smooth(2, 4096, d=16, seed=seed, dtype=torch.bfloat16) for seed in range(3)]
+    if tail == "polynomial":
+        made = [(x / 4, y / 4, z) for x, y, z in made]
+    plan = sb.plan(*made[0], method=sb.BlockSupport(0.5, tail=tail, block_size=64))
+    assert all(head.kind == ("block" if tail == "coarse" else "fitted") for head in plan.heads)
+    for number, (q, k, v) in enumerate([*made, made[0]]):
+        output = sb.attention(q, k, v, plan=plan)
+        assert len(replay._recordings) == min(1, number)
+        plain = sb.attention(q, k, v, plan=plan, implementation="eager")
+        exact = dense_attention(q, k, v)[0]
+        assert relative(output, exact) <= 1.2 * relative(plain, exact) + 2e-3
+    assert torch.equal(output, sb.attention(*made[0], plan=plan))

@@ -327,6 +327,26 @@ class TestOnDevice:
         limit = 1.5 * relative(plain / den.unsqueeze(-1), num / den.unsqueeze(-1)) + UNIT[dtype]
         assert relative(output, num / den.unsqueeze(-1)) <= limit
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize(("d", "dv"), [(24, 40), (64, 64), (128, 128)])
+    def test_causal_low_precision_is_as_good_as_its_features(self, d, dv, dtype):
+        """Plainly: states of the chunks before, and rounded weights within the chunk."""
+        (q, k, v), _ = inputs(2, n=1000, m=1000, d=d, dv=dv, dtype=dtype)
+        scale, chunk = 1 / d, 256
+        num, den = dense_sums(q, k, v, TAYLOR, scale, causal=True)
+        plain = []
+        for start in range(0, q.shape[2], chunk):
+            now = slice(start, start + chunk)
+            before = [x[:, :, :start] for x in (k, v)]
+            part = self.plain(q[:, :, now], *before, scale, torch.bfloat16)[0]
+            weight = dense_weights(q[:, :, now], k[:, :, now], TAYLOR, scale, causal=True)
+            plain.append(part + weight.bfloat16().double() @ v[:, :, now].bfloat16().double())
+        plain = torch.cat(plain, 2)
+        given = polynomials(q, k, TAYLOR, scale, causal=True, chunk=chunk)
+        mine, mine_den = polynomial.polynomial_sums(q, k, v, given)
+        assert relative(mine, num) <= 1.5 * relative(plain, num)
+        assert relative(mine_den, den) < (1e-5 if dtype == torch.bfloat16 else 1e-4)
+
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize(("d", "dv"), [(24, 40), (64, 64), (128, 128)])
     def test_degree_one(self, d, dv, causal):

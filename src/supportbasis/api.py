@@ -327,11 +327,10 @@ def _run(
         if _is_sdpa(problem, plan, need_lse, implementation):
             if is_watched():
                 return _run_sdpa(problem, need_lse)
-            late = not checked and sdpa.shows_bad_values(problem)
             if not checked:
-                autograd.check_entries(problem, values=not late)
+                autograd.check_entries(problem)
             outcome = _run_sdpa(problem, need_lse)
-            autograd.check_output(problem, outcome.output, checked=not late)
+            autograd.check_output(problem, outcome.output)
             return outcome
         if autograd.is_needed(problem):
             return autograd.run(problem, plan, implementation)  # its operator checks

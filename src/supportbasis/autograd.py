@@ -55,12 +55,10 @@ def check_plan(problem: Problem, plan: Plan) -> None:
             )
 
 
-def check_entries(problem: Problem, *, values: bool = True) -> None:
+def check_entries(problem: Problem) -> None:
     """Raise if an entry is not finite; on a GPU that would wait for the device."""
     if problem.query.device.type == "cpu":
-        check_finite(query=problem.query, key=problem.key)
-        if values:
-            check_finite(value=problem.value)
+        check_finite(query=problem.query, key=problem.key, value=problem.value)
         if problem.key_log_weight is not None:
             check_bias(problem.key_log_weight)
 
@@ -91,7 +89,7 @@ def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
     """
     batches = dispatch.batches(problem, plan, implementation)
     outcome = dispatch.run(problem, batches)
-    if any(batch.kind is None for batch in batches):
+    if any(batch.kind in (None, *dispatch.PLAIN) for batch in batches):
         warn_about(problem, plan, outcome)
     return outcome
 
@@ -117,15 +115,10 @@ def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
     check_output(problem, outcome.output)
 
 
-def check_output(problem: Problem, output: Tensor, *, checked: bool = True) -> None:
-    """Finite inputs can still overflow: in a score, or in a sum of huge values.
-
-    Values that were not ``checked`` are looked at if the output is not finite.
-    """
+def check_output(problem: Problem, output: Tensor) -> None:
+    """Finite inputs can still overflow: in a score, or in a sum of huge values."""
     if output.is_cuda or math.isfinite(output.detach().sum(dtype=problem.dtype).item()):
         return
-    if not checked:
-        check_entries(problem)
     if not bool(output.isfinite().all()):
         reach = [float(x.detach().abs().max()) for x in (problem.query, problem.key, problem.value)]
         raise InputError(

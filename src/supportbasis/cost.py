@@ -23,13 +23,40 @@ from .problem import Head
 from .sketch import PolySketch
 from .tree import split_work
 
-CALL_SECONDS = 3e-4  # of one head through the component engine, whatever its size
 BLOCK_SECONDS = 5e-6  # of one elementwise operation of a feature block
-TREE_SECONDS = 0.02  # of the many small operations of trees and lists, whatever the size
 MOVE_SECONDS = 1e-10  # of an entry that is moved, at most: a busy moment must not rule trees out
 KERNEL_PRODUCT = 2.5  # of a feature in a GPU kernel, in multiply-adds of exact attention
 KERNEL_READS = 0.5  # of every entry there, in reads of a reduction
-TREE_READS, VISIT_READS, ENTRY_READS = 90, 80, 40  # what an entry that is moved costs, in reads
+
+
+@dataclass(frozen=True)
+class Handling:
+    """What trees and lists cost beyond their arithmetic: each entry that is moved, in reads of a
+    reduction, and each head, in seconds."""
+
+    split: float  # a coordinate of a token, at each level of a tree
+    carried: float  # an entry of a token, as a whole
+    judged: float  # an entry of a node that a block looks at
+    listed: float  # an entry of a key of a list
+    tilted: float  # an entry of what makes a coarse key
+    call: float  # a head, whatever its size
+    trees: float  # and one with trees
+
+
+ENGINE = Handling(90, 0, 80, 40, 40, 3e-4, 0.02)
+DEVICE = Handling(3, 6, 0.2, 0, 0.2, 1e-4, 1e-4)  # many heads at once, by kernels (see `device`)
+DEAR = 64  # multiply-adds of exact attention there in the time of one of selection
+
+
+def handling(head: Head) -> Handling:
+    """How trees and lists of a head are handled."""
+    return DEVICE if _has_kernels(head) and not head.is_causal else ENGINE
+
+
+def _has_kernels(head: Head) -> bool:
+    """Whether there are GPU kernels for such tokens (see `device`)."""
+    fits = head.query.dtype != torch.float64 and max(head.dim, head.value_dim) <= 256
+    return fits and head.query.is_cuda and find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -44,6 +71,7 @@ class Work:
     formed: int = 0  # features of sketches, and of what is sketched
     products: int = 0  # multiply-adds of sketches and of their features with the values
     moved: int = 0  # entries gathered and sorted by trees and lists: time, but no arithmetic
+    priced: int = 0  # multiply-adds of exact attention in the time of that: cost, but no time
 
     def __add__(self, other: Work) -> Work:
         """Both kinds of work; of features, at most one side may have any."""
@@ -57,6 +85,7 @@ class Work:
             self.formed + other.formed,
             self.products + other.products,
             self.moved + other.moved,
+            self.priced + other.priced,
         )
 
     def multiply_adds(self, head: Head) -> float:
@@ -69,6 +98,7 @@ class Work:
             + self.scanned
             + self.formed
             + self.products
+            + self.priced
         )
 
     def cost(self, head: Head) -> float:
@@ -80,12 +110,13 @@ class Work:
         """Predicted time on this machine."""
         rates = _rates(head)
         pair = rates.pair(head)
-        features = self._kernel_seconds(head, rates) if self._has_kernels(head) else 0.0
-        features = features or self._feature_seconds(head, rates)
+        by_kernels = _has_kernels(head) and 1 <= self.degree <= 2
+        features = (self._kernel_seconds if by_kernels else self._feature_seconds)(head, rates)
         pairs = (1.3 * self.exact_pairs + 2.0 * self.dense_pairs) * pair
         sketches = self.formed * rates.feature + self.products * rates.product
         reading = self.scanned * rates.scan + self.moved * min(rates.scan, MOVE_SECONDS)
-        calls = CALL_SECONDS + (TREE_SECONDS if self.moved else 0.0)
+        handled = handling(head)
+        calls = handled.call + (handled.trees if self.moved else 0.0)
         return calls + pairs + features + sketches + reading
 
     def _feature_seconds(self, head: Head, rates: Rates) -> float:
@@ -95,12 +126,6 @@ class Work:
         steps = head.dim / tile_width(head.dim, self.degree) * max(0, self.degree - 1) + 10
         formed = self.feature_rows * rank * (rates.feature + rates.product * head.value_dim)
         return formed + blocks * BLOCK_SECONDS * steps
-
-    def _has_kernels(self, head: Head) -> bool:
-        """Whether features never leave the registers of a GPU (see `device`)."""
-        fits = head.query.dtype != torch.float64 and max(head.dim, head.value_dim) <= 256
-        triton = head.query.is_cuda and find_spec("triton") is not None
-        return fits and triton and 1 <= self.degree <= 2
 
     def _kernel_seconds(self, head: Head, rates: Rates) -> float:
         width = head.dim + head.value_dim
@@ -181,22 +206,25 @@ def block_work(
 
     ``levels`` of splits that a token goes through as a query and as a key, in ``axes`` coordinates;
     ``keys`` a query, of which some ``coarse``; pairs of blocks and nodes that are ``visited``;
-    leaders ``compared`` with.
+    leaders ``compared`` with. On a GPU a budget is worth what it buys there: selection counts as
+    the multiply-adds that exact attention does meanwhile.
     """
     dim, tokens = head.dim, head.n + head.m
     trees = (levels * split_work(axes) + compared * axes) * tokens // 2
     trees += head.m * (4 * dim + 9 * head.value_dim)
-    blocks = head.n / settings.block_size
-    moved = TREE_READS * tokens * levels / 2 * axes
-    moved += VISIT_READS * visited * (4 * dim + head.value_dim)
-    moved += ENTRY_READS * blocks * keys * (dim + head.value_dim)
-    moved += ENTRY_READS * blocks * coarse * (dim + 9 * head.value_dim)
-    return Work(
-        exact_pairs=int(head.n * keys),
-        products=int(_frame_work(head) + trees + blocks * coarse * (5 * dim + 10 * head.value_dim)),
-        scanned=visited * (11 * dim + head.value_dim),
-        moved=int(moved),
+    blocks, handled = head.n / settings.block_size, handling(head)
+    moved = handled.split * tokens * levels / 2 * axes + handled.carried * tokens * dim
+    moved += handled.judged * visited * (4 * dim + head.value_dim)
+    moved += handled.listed * blocks * keys * (dim + head.value_dim)
+    moved += handled.tilted * blocks * coarse * (dim + 9 * head.value_dim)
+    judged = visited * (11 * dim + head.value_dim)
+    tilted = int(blocks * coarse * (5 * dim + 10 * head.value_dim))
+    work = Work(
+        exact_pairs=int(head.n * keys), products=int(_frame_work(head) + trees), moved=int(moved)
     )
+    if handled is DEVICE:
+        return work + Work(priced=DEAR * (judged + tilted))
+    return work + Work(products=tilted, scanned=judged)
 
 
 @dataclass(frozen=True)

@@ -36,15 +36,6 @@ def _is_fused(problem: Problem) -> bool:
     return problem.query.device.type == "cpu" and same_dim and problem.dropout_p == 0
 
 
-def shows_bad_values(problem: Problem) -> bool:
-    """Whether a NaN or Inf of a value always reaches the output, since every key is seen.
-
-    One of a query or key may not: a score of -inf has weight zero.
-    """
-    unmasked = problem.key_log_weight is None and problem.mask is None and not problem.dropout_p
-    return unmasked and (not problem.is_causal or problem.n >= problem.m)
-
-
 def sdpa(problem: Problem) -> Tensor:
     """Output [batch, heads, n, dv] in the input dtype; differentiable."""
     query, key, value, mask = _operands(problem)
@@ -171,6 +162,7 @@ def plainly(
     anything is out of the ordinary, an entry that is not finite included.
 
     A short call should take no longer than PyTorch's own: this looks once at shapes and entries.
+    A bad value reaches the output; a bad query or key may not, since a score of -inf has no weight.
     """
     if not (plan.is_exact and type(query) is type(key) is type(value) is Tensor):
         return None
@@ -183,12 +175,13 @@ def plainly(
         return None
     if not (query.device.type == key.device.type == value.device.type == "cpu"):
         return None
-    ordinary = is_causal is False and (scale is None or (type(scale) is float and scale > 0))
+    seen = is_causal is False or (is_causal is True and shape[2] >= keys[2])  # every value
+    ordinary = seen and (scale is None or (type(scale) is float and scale > 0))
     if not ordinary or 0 in (*shape, *keys, *value.shape) or is_watched():
         return None
     tracked = query.requires_grad or key.requires_grad or value.requires_grad
     if (tracked and torch.is_grad_enabled()) or torch.is_autocast_enabled("cpu"):
         return None
-    output = F.scaled_dot_product_attention(query, key, value, scale=scale)
+    output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
     finite = math.isfinite((query.sum() + key.sum() + output.sum()).item())
     return output if finite else None

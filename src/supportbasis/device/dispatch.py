@@ -8,9 +8,9 @@ dtypes, the device and the plan alone, never on entries: the way back decides th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol, cast
@@ -38,6 +38,12 @@ EVALUATORS = {
 PLAIN = ("fitted",)  # evaluators that have all heads at once, but no kernels
 
 
+# output in the input dtype and lse in float32, contiguous; and which rows were lost and computed
+# exactly instead, where an evaluator looks for them
+Forward = tuple[Tensor, Tensor, Tensor | None]
+Finish = Callable[[], Forward]
+
+
 class Evaluator(Protocol):
     """A module with kernels for some kinds of heads; its plan's ``memory`` is its own to use."""
 
@@ -47,8 +53,8 @@ class Evaluator(Protocol):
     def family(self, head: HeadPlan) -> object:
         """Heads with the same family run together."""
 
-    def forward(self, problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Output in the input dtype and lse in float32, contiguous."""
+    def begin(self, problem: Problem, plan: Plan) -> Finish:
+        """Launch what needs not wait for the device; the rest is done when that is called."""
 
     def gradients(
         self,
@@ -56,6 +62,7 @@ class Evaluator(Protocol):
         plan: Plan,
         output: Tensor,
         lse: Tensor,
+        rescued: Tensor,
         grad: Tensor,
         grad_lse: Tensor | None,
         for_weights: bool,
@@ -186,7 +193,7 @@ def _evaluator(kind: str) -> Evaluator:
 def run(problem: Problem, found: Sequence[Batch]) -> Outcome:
     """Run the batches of a call."""
     if len(found) == 1:
-        return _run(problem, found[0])
+        return _begun(problem, found[0])()
     new, shape = problem.query.new_zeros, (problem.batch, problem.heads)
     log_scale, invalid, rescued, rounding = new(4, *shape, dtype=problem.dtype).unbind(0)
     total = Outcome(
@@ -198,21 +205,31 @@ def run(problem: Problem, found: Sequence[Batch]) -> Outcome:
         rounding,
         new(*shape, problem.n, dtype=torch.bool),
     )
-    for batch in found:
+    begun = []
+    for batch in found:  # while the host waits for one, the device has the others to do
         assert batch.index is not None
-        part = _run(cut_out(problem, batch.index), batch)
+        begun.append((batch.index, _begun(cut_out(problem, batch.index), batch)))
+    for index, finish in begun:
+        part = finish()
         for name in vars(total):
             whole = getattr(total, name).flatten(0, 1)
-            whole.index_copy_(0, batch.index, getattr(part, name).flatten(0, 1))
+            whole.index_copy_(0, index, getattr(part, name).flatten(0, 1))
     return total
 
 
-def _run(problem: Problem, batch: Batch) -> Outcome:
+def _begun(problem: Problem, batch: Batch) -> Callable[[], Outcome]:
     if batch.kind is None:
-        return execute(problem, batch.plan)
-    output, lse = batch.evaluator.forward(problem, batch.plan)
+        return partial(execute, problem, batch.plan)
+    return partial(_finished, batch, batch.evaluator.begin(problem, batch.plan))
+
+
+def _finished(batch: Batch, finish: Finish) -> Outcome:
+    output, lse, lost = finish()
     zero, none = _nothing(batch.plan, lse)
-    return Outcome(output, lse, zero, zero, zero, zero, none.expand(lse.shape))
+    if lost is None:
+        return Outcome(output, lse, zero, zero, zero, zero, none.expand(lse.shape))
+    count = lost.sum(-1).to(zero.dtype)
+    return Outcome(output, lse, zero, count, count.clone(), zero, lost)
 
 
 def _nothing(plan: Plan, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -289,10 +306,11 @@ def gradients(
         for whole, piece in pairs:
             whole.flatten(0, 1).index_copy_(0, batch.index, piece.flatten(0, 1).to(whole.dtype))
     query, key, value = parts
-    return Gradients(query, _by_key_head(key, problem), _by_key_head(value, problem), weight)
+    return Gradients(query, by_key_head(key, problem), by_key_head(value, problem), weight)
 
 
-def _by_key_head(x: Tensor, problem: Problem) -> Tensor:
+def by_key_head(x: Tensor, problem: Problem) -> Tensor:
+    """Keys and values that heads share get the gradients of all of them."""
     return x if problem.group == 1 else x.unflatten(1, (-1, problem.group)).sum(2)
 
 
@@ -311,4 +329,6 @@ def _gradients(
         return backward(
             problem, batch.plan, output, lse, rescued, grad, grad_lse, for_weights=for_weights
         )
-    return batch.evaluator.gradients(problem, batch.plan, output, lse, grad, grad_lse, for_weights)
+    return batch.evaluator.gradients(
+        problem, batch.plan, output, lse, rescued, grad, grad_lse, for_weights
+    )

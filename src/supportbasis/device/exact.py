@@ -9,6 +9,7 @@ from ..cotangent import Gradients
 from ..kernels.rectangle import Rectangle, Tokens, Totals, add_gradients, exact_rows, slopes
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
+from .dispatch import Finish, by_key_head
 
 
 def refusal(head: HeadPlan) -> str | None:
@@ -19,10 +20,10 @@ def family(head: HeadPlan) -> object:
     return "exact"
 
 
-def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
+def begin(problem: Problem, plan: Plan) -> Finish:
     output, lse = empty_results(problem)
     exact_rows(problem.query, problem.key, problem.value, whole(problem), output, lse)
-    return output, lse
+    return lambda: (output, lse, None)
 
 
 def gradients(
@@ -30,6 +31,7 @@ def gradients(
     plan: Plan,
     output: Tensor,
     lse: Tensor,
+    rescued: Tensor,
     grad: Tensor,
     grad_lse: Tensor | None,
     for_weights: bool,
@@ -37,7 +39,7 @@ def gradients(
     total = empty_totals(problem)
     slope, tokens = slopes(grad, grad_lse, output), (problem.query, problem.key, problem.value)
     add_gradients(total, grad, slope, lse, *tokens, whole(problem))
-    return by_key_head(total, problem, for_weights)
+    return finished(total, problem, for_weights)
 
 
 def whole(problem: Problem) -> Rectangle:
@@ -74,9 +76,7 @@ def empty_totals(problem: Problem) -> Totals:
     return Totals(query, key, value, key.new_zeros(*shape, problem.m))
 
 
-def by_key_head(total: Totals, problem: Problem, for_weights: bool) -> Gradients:
-    """Keys and values that heads share get the gradients of all of them."""
-    key, value = total.key, total.value
-    if problem.group > 1:
-        key, value = (x.unflatten(1, (-1, problem.group)).sum(2) for x in (key, value))
+def finished(total: Totals, problem: Problem, for_weights: bool) -> Gradients:
+    """The gradients that were added up for each head of the queries."""
+    key, value = (by_key_head(x, problem) for x in (total.key, total.value))
     return Gradients(total.query, key, value, total.weight if for_weights else None)

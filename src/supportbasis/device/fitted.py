@@ -2,14 +2,15 @@
 
 What `components.fitted` does block by block for the sake of a cache is done here for as many tokens
 as fit into memory, without looking at any number on the way. Units are the radii of the plan
-instead of the largest norms. At the end the host waits once, for the rows that are far or lost:
-these are computed exactly.
+instead of the largest norms. All this is replayed; then the host waits once, for whether keys are
+far, or rows far or lost: these are computed exactly.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,9 @@ from ..features import FeatureMap
 from ..fitted import FittedKernel
 from ..plans import HeadPlan, Plan
 from ..problem import Head, Problem
-from .framed import Inside
+from .dispatch import Finish, Forward
+from .framed import Inside, Stack, frames_of
+from .replay import replayed
 
 ENTRIES = 2**28  # of features in memory at a time
 PRODUCTS = 128  # at most, that one sum over tokens is made of
@@ -36,64 +39,106 @@ def family(head: HeadPlan) -> object:
     return "fitted"
 
 
-def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Output in the input dtype and lse in float32."""
-    return _run(problem, plan)[:2]
-
-
 def gradients(
     problem: Problem,
     plan: Plan,
     output: Tensor,
     lse: Tensor,
+    rescued: Tensor,
     grad: Tensor,
     grad_lse: Tensor | None,
     for_weights: bool,
 ) -> Gradients:
-    """Gradients of query, key, value and key log-weights; which rows were lost is found again."""
-    lost = _run(problem, plan)[2]
-    given = (problem, plan, output, lse, lost, grad, grad_lse)
-    return backward(*given, for_weights=for_weights)
+    return backward(problem, plan, output, lse, rescued, grad, grad_lse, for_weights=for_weights)
 
 
-def _run(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+def begin(problem: Problem, plan: Plan) -> Finish:
     """Output, lse, and which rows were lost and computed exactly instead."""
-    inside = Inside.of(problem, plan)
-    kernels = [_kernel(head) for head in plan.heads]
-    far_keys = _beyond(inside.key, [kernel.key_radius for kernel in kernels])
-    far_rows = _beyond(inside.query, [kernel.query_radius for kernel in kernels])
-    far = (far_keys & (inside.log_weight > -math.inf)).sum(1).tolist()
+    kernels = tuple(_kernel(head) for head in plan.heads)
+    weight = problem.key_log_weight
+    given = [problem.query, problem.key, problem.value, *frames_of(problem, plan)]
+    if weight is not None:
+        given.append(weight.flatten(0, 1).float())
+    key = ("fitted", kernels, problem.group)
+    made = replayed(key, partial(_prepare, kernels, problem.group), *given)
+    return partial(_finish, problem, made)
+
+
+def _finish(problem: Problem, made: Prepared) -> Forward:
+    far, bad = made.flags.tolist()
+    num, log_den, lost = made.num, made.log_den, made.lost
+    if far:
+        log_den, lost = log_den.clone(), lost.clone()
+        _add_far_keys(made, num, log_den, lost)
+        bad = bool((lost | made.far_rows).any())
+    output, lse = num.to(problem.query.dtype), log_den + made.inside.shift
+    if bad:
+        _make_exact(made.inside, lost | made.far_rows, output, lse)
+    lost = lost & ~made.far_rows
+    shape = (problem.batch, problem.heads, problem.n)
+    return output.view(*shape, -1), lse.view(shape), lost.view(shape)
+
+
+class Prepared(NamedTuple):
+    """Heads and the sums of their rows by the kernels, over keys that are not far."""
+
+    inside: Inside
+    far_keys: Tensor  # [heads, m]
+    far_rows: Tensor  # [heads, n]
+    least: Tensor  # [heads, n]: log-sums below are lost
+    num: Tensor  # [heads, n, dv]: mean values
+    log_den: Tensor  # [heads, n]
+    lost: Tensor  # [heads, n]
+    flags: Tensor  # whether any key is far; whether any row is far or lost
+
+
+def _prepare(
+    kernels: tuple[FittedKernel, ...],
+    group: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *frames: Tensor,
+) -> Prepared:
+    count = len(Stack._fields)
+    inside = Inside.made(group, query, key, value, *frames[:count])
+    if len(frames) > count:
+        inside = inside._replace(log_weight=inside.log_weight + frames[count], masked=True)
+    key_radius, query_radius = _radii(kernels, query.device)
+    live = inside.log_weight > -math.inf
+    far_keys = (torch.linalg.vector_norm(inside.key, dim=2) > key_radius) & live
+    far_rows = torch.linalg.vector_norm(inside.query, dim=2) > query_radius
     near = inside.log_weight.masked_fill(far_keys, -math.inf)
     least = _least(inside) + math.log(LOST)
-    shape = (problem.batch, problem.heads, problem.n)
-    output = problem.query.new_empty(len(kernels), problem.n, problem.value.shape[-1])
-    lse, lost = torch.empty_like(inside.shift), torch.zeros_like(far_rows)
-    for i, kernel in enumerate(kernels):
-        num, log_den = _sums(inside.one(i), near[i], kernel)
-        if far[i]:
-            keys = (far_keys[i] & (inside.log_weight[i] > -math.inf)).nonzero().squeeze(1)
-            part = evaluate([ExactSum(keys)], inside.one(i).flat(), None)
-            total = torch.logaddexp(log_den, part.den.log() + part.log_scale)
-            num = num * (log_den - total).exp().unsqueeze(1)
-            num += part.num * (part.log_scale - total).exp().unsqueeze(1)
-            log_den = total
-        lost[i] = ~(log_den >= least[i])
-        output[i], lse[i] = num, log_den
-    if bool((lost | far_rows).any()):
-        _make_exact(inside, lost | far_rows, output, lse)
-    lost &= ~far_rows
-    return output.view(*shape, -1), (lse + inside.shift).view(shape), lost.view(shape)
+    sums = [_sums(inside.one(i), near[i], kernel) for i, kernel in enumerate(kernels)]
+    num, log_den = (torch.stack(x) for x in zip(*sums, strict=True))
+    lost = ~(log_den >= least)
+    flags = torch.stack([far_keys.any(), (lost | far_rows).any()])
+    return Prepared(inside, far_keys, far_rows, least, num, log_den, lost, flags)
+
+
+@lru_cache(maxsize=64)
+def _radii(kernels: tuple[FittedKernel, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Beyond which keys and queries are far, [heads, 1]."""
+    key = torch.tensor([[kernel.key_radius] for kernel in kernels])
+    return key.to(device), torch.tensor([[kernel.query_radius] for kernel in kernels]).to(device)
+
+
+def _add_far_keys(made: Prepared, num: Tensor, log_den: Tensor, lost: Tensor) -> None:
+    """Far keys exactly, added to the sums of all rows."""
+    for i in made.far_keys.any(1).nonzero().squeeze(1).tolist():
+        keys = made.far_keys[i].nonzero().squeeze(1)
+        part = evaluate([ExactSum(keys)], made.inside.one(i).flat(), None)
+        total = torch.logaddexp(log_den[i], part.den.log() + part.log_scale)
+        num[i] *= (log_den[i] - total).exp().unsqueeze(1)
+        num[i] += part.num * (part.log_scale - total).exp().unsqueeze(1)
+        log_den[i] = total
+        lost[i] = ~(total >= made.least[i])
 
 
 def _kernel(head: HeadPlan) -> FittedKernel:
     assert head.fitted is not None
     return head.fitted
-
-
-def _beyond(tokens: Tensor, radii: list[float]) -> Tensor:
-    """Tokens [heads, tokens, d] that are longer than the radius of their head."""
-    radius = torch.tensor(radii).to(tokens.device, non_blocking=True)
-    return torch.linalg.vector_norm(tokens, dim=2) > radius.unsqueeze(1)
 
 
 def _least(inside: Inside) -> Tensor:
@@ -163,4 +208,4 @@ def _make_exact(inside: Inside, bad: Tensor, output: Tensor, lse: Tensor) -> Non
             total = evaluate([ExactSum(head.live_keys)], head, where)
             exact, log_sum = total.divide_(total.seen)
             output[i, where] = exact.to(output.dtype)
-            lse[i, where] = log_sum
+            lse[i, where] = log_sum + inside.shift[i, where]

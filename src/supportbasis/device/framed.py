@@ -1,4 +1,4 @@
-"""Several heads in their frames at once: one product for all of them."""
+"""Several heads in their frames at once: one launch a side."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..frame import Frame
+from ..kernels import framing
 from ..plans import Plan
 from ..problem import Head, Problem
 from ..tree import leading
@@ -24,37 +25,41 @@ class Inside(NamedTuple):
     value: Tensor  # in the input dtype
     log_weight: Tensor
     shift: Tensor  # what the log-sums of the rows lack in the frame
+    placed_query: Tensor  # leading coordinates, in the metric of the other side
+    placed_key: Tensor
     spectrum: Tensor  # [heads, d]
-    axes: int  # leading coordinates of the head that has most of them
-    metric: Tensor  # [heads, 1, axes]
     masked: bool  # whether some keys may be hidden
 
     @staticmethod
     def of(problem: Problem, plan: Plan) -> Inside:
-        frames = []
-        for head in plan.heads:
-            assert head.frame is not None
-            frames.append(head.frame)
-        stack = _stack(tuple(frames), problem.scale, problem.query.device)
-        query = problem.query.flatten(0, 1).float()
-        key = problem.key.repeat_interleave(problem.group, 1) if problem.group > 1 else problem.key
-        value = problem.value
-        value = value.repeat_interleave(problem.group, 1) if problem.group > 1 else value
-        key = key.flatten(0, 1).float()
-        weight = torch.baddbmm(stack.weight_offset, key, stack.weight_map).squeeze(2)
-        if problem.key_log_weight is not None:
-            weight = weight + problem.key_log_weight.flatten(0, 1).float()
-        return Inside(
-            torch.baddbmm(stack.query_offset, query, stack.query_map),
-            torch.baddbmm(stack.key_offset, key, stack.key_map),
-            value.flatten(0, 1),
-            weight,
-            (query @ stack.shift_map).squeeze(2),
-            stack.spectrum,
-            stack.axes,
-            stack.metric,
-            problem.key_log_weight is not None,
+        weight = problem.key_log_weight
+        given = (problem.query, problem.key, problem.value, *frames_of(problem, plan))
+        inside = Inside.made(problem.group, *given)
+        if weight is None:
+            return inside
+        return inside._replace(
+            log_weight=inside.log_weight + weight.flatten(0, 1).float(), masked=True
         )
+
+    @staticmethod
+    def made(group: int, query: Tensor, key: Tensor, value: Tensor, *frames: Tensor) -> Inside:
+        """Heads without key weights, ``group`` of which share their keys."""
+        stack = Stack(*frames)
+        heads = len(stack.spectrum)
+        if group > 1:
+            value = value.repeat_interleave(group, 1)
+        query, shift, placed = framing.framed(
+            query.flatten(0, 1), heads, stack.query_map, stack.query_offset,
+            stack.shift_map, stack.nothing, stack.metric,
+        )  # fmt: skip
+        key, weight, placed_key = framing.framed(
+            key.flatten(0, 1), heads, stack.key_map, stack.key_offset,
+            stack.weight_map, stack.weight_offset, stack.metric,
+        )  # fmt: skip
+        return Inside(
+            query, key, value.flatten(0, 1), weight, shift, placed, placed_key, stack.spectrum,
+            False,
+        )  # fmt: skip
 
     def one(self, head: int) -> Inside:
         parts = (x[head : head + 1] if isinstance(x, Tensor) else x for x in self)
@@ -76,12 +81,21 @@ class Stack(NamedTuple):
     weight_map: Tensor
     weight_offset: Tensor
     shift_map: Tensor
+    nothing: Tensor  # a zero for each head
     spectrum: Tensor
-    axes: int
-    metric: Tensor
+    metric: Tensor  # [heads, 1, axes], with the leading coordinates of the head that has most
 
 
-@lru_cache(maxsize=16)
+def frames_of(problem: Problem, plan: Plan) -> Stack:
+    """The frames of all heads of a plan."""
+    frames = []
+    for head in plan.heads:
+        assert head.frame is not None
+        frames.append(head.frame)
+    return _stack(tuple(frames), problem.scale, problem.query.device)
+
+
+@lru_cache(maxsize=64)
 def _stack(frames: Sequence[Frame], scale: float, device: torch.device) -> Stack:
     root = math.sqrt(scale)
 
@@ -103,7 +117,7 @@ def _stack(frames: Sequence[Frame], scale: float, device: torch.device) -> Stack
         stacked([frame.query_centre.unsqueeze(1) * scale for frame in frames]),
         stacked([-(frame.key_centre @ frame.query_centre).view(1, 1) * scale for frame in frames]),
         stacked([frame.key_centre.unsqueeze(1) * scale for frame in frames]),
+        torch.zeros(len(frames), device=device),
         stacked(spectra),
-        max(counts),
         stacked(metric),
     )

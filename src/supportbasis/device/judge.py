@@ -43,7 +43,7 @@ def judged(problem: Problem, found: Sequence[Batch], outcome: Outcome) -> Outcom
                 noise = _feature_noise(problem.head(*at), plan)
                 rounding[at] = torch.clamp(exact[at] + noise, max=1.0)
         eager = [i for batch in found if batch.kind is None for i in batch.heads]
-        invalid = lost.sum(-1).to(outcome.invalid_rows.dtype)
+        invalid = lost.sum(-1).to(outcome.invalid_rows.dtype) + outcome.rescued_rows
         invalid.flatten()[eager] = outcome.invalid_rows.flatten()[eager]
     return replace(outcome, invalid_rows=invalid, rounding=rounding)
 

@@ -2,8 +2,8 @@
 
 Heads lie one after the other: their trees are one forest, their blocks one set of blocks, and each
 block starts at the nodes of its own head. Then everything is one launch for all heads: orders,
-selection, coarse keys, lists and the attention over them. The host waits for three numbers: how
-many blocks are too wide, how many rows are alone, how long the lists are.
+selection, coarse keys, lists and the attention over them. The host waits once, for how long the
+lists are; what comes before that is replayed.
 
 Causal heads and heads with hidden keys run one by one. Scores are products of tokens in the frame
 of their head, which are float16 whatever 16-bit type the input has: tokens of a frame are of
@@ -13,26 +13,22 @@ moderate size, and three more bits keep what framing gained.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..arrangement import arranged, repeated
 from ..basis import support_basis
 from ..blocks import (
-    FAR,
     PARTS,
     START_NODES,
     BlockSettings,
     Layer,
-    apart,
     levels_above,
-    strangers,
     structure,
 )
 from ..components import BlockSum, ExactSum, evaluate
@@ -41,18 +37,19 @@ from ..components.blocks_backward import add_gradients
 from ..cotangent import Cotangent, Gradients
 from ..forest import Forest
 from ..kernels import selection
-from ..kernels.blocklist import GRANULE, block_list_attention
+from ..kernels.cells import Gathered, gathered
 from ..kernels.language import power_of_two
 from ..kernels.summary import summarised
 from ..partial import Partial
 from ..plans import HeadPlan, Plan
-from ..problem import Head, Problem
-from ..selection import Blocks, Column, descend
+from ..problem import Problem
+from ..selection import Blocks, Column, Pairs
 from ..tree import leaf_layout, positions
-from .framed import Inside
+from .dispatch import Finish, Forward
+from .framed import Inside, frames_of
+from .granules import Listed, Placed, attended, largest_entry, token_dtype
+from .replay import replayed
 
-WIDEST_BLOCK = 128  # queries that one program attends for
-LARGEST = 6e4  # entry of a token in 16 bits: beyond, it is alone whatever its scores are exactly
 LEAVES = 4  # of a segment
 TOGETHER = ("tree", "sequence")  # orders that are the same work for every head
 
@@ -73,6 +70,7 @@ def gradients(
     plan: Plan,
     output: Tensor,
     lse: Tensor,
+    rescued: Tensor,
     grad: Tensor,
     grad_lse: Tensor | None,
     for_weights: bool,
@@ -109,58 +107,202 @@ def _settings(head: HeadPlan) -> BlockSettings:
     return head.blocks
 
 
-def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
+def begin(problem: Problem, plan: Plan) -> Finish:
     """Output in the input dtype and lse in float32."""
+    if problem.is_causal or problem.key_log_weight is not None:
+        return partial(_one_by_one, problem, plan)
+    settings, prices = _settings(plan.heads[0]), _prices(plan, problem.query.device)
+    given = (problem.query, problem.key, problem.value, prices, *frames_of(problem, plan))
+
+    def made(room: Room) -> Prepared:
+        key = ("lists", family(plan.heads[0]), problem.group, room)
+        return replayed(key, partial(_prepare, settings, problem.group, room), *given)
+
+    room = plan.memory.get("room", Room.usual(problem, settings))
+    assert isinstance(room, Room)
+    prepared = made(room)
+
+    def finish() -> Forward:
+        output, lse, shift, plan.memory["room"] = _finish(prepared, room, made)
+        return _shaped(problem, output, lse, shift)
+
+    return finish
+
+
+def _one_by_one(problem: Problem, plan: Plan) -> Forward:
+    """Heads that are causal or have hidden keys."""
     inside = Inside.of(problem, plan)
-    if not problem.is_causal and not inside.masked:
-        output, lse = _whole(inside, plan.heads)
-    else:
-        run = _causal if problem.is_causal else _whole
-        parts = [run(inside.one(i), [head]) for i, head in enumerate(plan.heads)]
-        output, lse = (torch.cat(x) for x in zip(*parts, strict=True))
+    run = _causal if problem.is_causal else _masked
+    room = Room.usual(problem, _settings(plan.heads[0]))
+    parts = [run(inside.one(i), head, room) for i, head in enumerate(plan.heads)]
+    output, lse = (torch.cat(x) for x in zip(*parts, strict=True))
+    return _shaped(problem, output, lse, inside.shift)
+
+
+def _shaped(problem: Problem, output: Tensor, lse: Tensor, shift: Tensor) -> Forward:
     shape = (problem.batch, problem.heads, problem.n)
-    return output.view(*shape, -1), (lse.view(shape) + inside.shift.view(shape))
+    return output.view(*shape, -1), lse.view(shape) + shift.view(shape), None
 
 
-def _whole(inside: Inside, heads: Sequence[HeadPlan]) -> tuple[Tensor, Tensor]:
-    """Heads whose rows see every key: output and lse of all rows, one head after the other."""
-    settings = _settings(heads[0])
-    count, n = inside.query.shape[:2]
-    flat = inside.flat()
-    forest, nodes = _forest(inside, flat, settings)
-    rows, real = _rows(inside, settings)
-    price = torch.tensor([_settings(head).price for head in heads]).to(rows.device)
-    groups = _groups(inside, rows, flat.query[real])
-    dtype = inside.value.dtype
-    output = torch.zeros(count * n + 1, inside.value.shape[2], dtype=dtype, device=rows.device)
-    lse = torch.full((count * n + 1,), -math.inf, device=rows.device)
+def _prices(plan: Plan, device: torch.device) -> Tensor:
+    key = ("prices", device)
+    if key not in plan.memory:
+        plan.memory[key] = torch.tensor([_settings(x).price for x in plan.heads]).to(device)
+    found = plan.memory[key]
+    assert isinstance(found, Tensor)
+    return found
+
+
+class Room(NamedTuple):
+    """How many blocks may be too wide, and how many rows alone."""
+
+    wide: int
+    alone: int
+
+    @staticmethod
+    def usual(problem: Problem, settings: BlockSettings) -> Room:
+        rows = problem.batch * problem.heads * problem.n
+        return Room(1 + rows // settings.block_size // 64, 16 + rows // 1024)
+
+    def enough(self, wide: int, alone: int) -> Room:
+        """Room for so many, with some to spare."""
+        return Room(
+            *(
+                has if need <= has else power_of_two(need + need // 4)
+                for has, need in zip(self, (wide, alone), strict=True)
+            )
+        )
+
+
+class Prepared(NamedTuple):
+    """Heads with their trees, and blocks with their lists: all that no entry decides about."""
+
+    inside: Inside
+    forest: Forest
+    found: list[tuple[Listed, Placed]]  # blocks, parts of those that are too wide, rows alone
+    counts: Tensor  # of wide blocks, of rows alone, and the sizes of all lists
+
+
+def _prepare(
+    settings: BlockSettings,
+    group: int,
+    room: Room,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prices: Tensor,
+    *frames: Tensor,
+) -> Prepared:
+    return _prepared(Inside.made(group, query, key, value, *frames), prices, settings, room)
+
+
+def _prepared(inside: Inside, prices: Tensor, settings: BlockSettings, room: Room) -> Prepared:
+    forest, nodes = _forest(inside, settings)
+    blocks, needed = _blocks(inside, settings, room)
+    dtype, width = inside.value.dtype, inside.value.shape[2]
     found = []
-    for group in groups:
-        each = len(nodes) // count
-        first = group.head * each
-        start = Column(nodes, first, torch.full_like(first, each))
-        cells = Blocks(group.query.mean(1), group.query.var(1, unbiased=False))
-        view = selection.look(forest, cells, start)
-        longest = max(each, min(selection.LONGEST, len(forest.leaf_key) // count))
-        coarse, exact = selection.select(forest, cells, view, start, price[group.head], longest)
-        found.append(Listed(group.query, group.rows, cells.mean, None, coarse, exact))
-    for listed, (part, part_lse) in zip(found, attended(forest, found, dtype), strict=True):
+    for part in blocks:
+        lists = _listed(forest, nodes, prices, part)
+        found.append((lists, Placed.of(lists, width, dtype)))
+    counts = torch.cat([needed, *(placed.sizes for _, placed in found)])
+    return Prepared(inside, forest, found, counts)
+
+
+def _blocks(inside: Inside, settings: BlockSettings, room: Room) -> tuple[list[Gathered], Tensor]:
+    """Blocks of queries that are close together; those that are not, in parts; and rows that are
+    far from what is left of their block, alone. Also how many of both there are."""
+    dtype, n = token_dtype(inside.value.dtype), inside.query.shape[1]
+    query = inside.query.flatten(0, 1)
+
+    def taken(rows: Tensor, head: Tensor, *, splits: bool = False) -> Gathered:
+        return gathered(query, rows, head, inside.spectrum, dtype, largest_entry(dtype), splits)
+
+    rows = _rows(inside, settings)
+    head = torch.arange(len(rows), device=rows.device) // (len(rows) // len(inside.query))
+    whole = taken(rows, head, splits=True)
+    which = _first(whole.wide, room.wide)
+    parts = rows[which.clamp(min=0)].masked_fill((which < 0).unsqueeze(1), -1)
+    placed = inside.placed_query.flatten(0, 1)[repeated(parts)]
+    parts = parts.gather(1, positions(placed, int(math.log2(PARTS))))
+    parts = parts.view(-1, rows.shape[1] // PARTS)
+    split = taken(parts, head[which.clamp(min=0)].repeat_interleave(PARTS))
+    left = torch.cat([whole.alone.flatten(), split.alone.flatten()])
+    which = _first(left >= 0, room.alone)
+    alone = torch.where(which < 0, -1, left[which.clamp(min=0)])
+    single = taken(alone.unsqueeze(1), alone.clamp(min=0) // n)
+    return [whole, split, single], torch.stack([whole.wide.sum(), (left >= 0).sum()])
+
+
+def _first(flags: Tensor, room: int) -> Tensor:
+    """Where the first flags are that are set, [room]; -1 for none."""
+    at = flags.cumsum(0) - 1
+    at = torch.where(flags & (at < room), at, room)
+    place = torch.arange(len(flags), device=flags.device)
+    return place.new_full((room + 1,), -1).scatter_(0, at, place)[:room]
+
+
+def _listed(forest: Forest, nodes: Tensor, prices: Tensor, blocks: Gathered) -> Listed:
+    each = len(nodes) // len(prices)
+    first = blocks.head * each
+    start = Column(nodes, first, each * (blocks.rows >= 0).any(1))
+    cells = Blocks(blocks.mean, blocks.variance)
+    view = selection.look(forest, cells, start)
+    longest = max(each, min(selection.LONGEST, len(forest.leaf_key) // len(prices)))
+    price = prices[blocks.head]
+    coarse, exact = selection.select(forest, cells, view, start, price, longest)
+    return Listed(blocks.query, blocks.rows, cells.mean, None, coarse, exact)
+
+
+def _finish(
+    prepared: Prepared, room: Room, made: Callable[[Room], Prepared]
+) -> tuple[Tensor, Tensor, Tensor, Room]:
+    """Output and lse of all rows, one head after the other; what their lse lacks; and the room
+    that was needed, for which all is made again where there was less."""
+    while True:
+        wide, alone, *sizes = prepared.counts.tolist()
+        if room == room.enough(wide, alone):
+            break
+        room = room.enough(wide, alone)
+        prepared = made(room)
+    dtype = prepared.inside.value.dtype
+    pairs = list(zip(sizes[::2], sizes[1::2], strict=True))
+    used = [i for i, (_, length) in enumerate(pairs) if length]
+    found, inside = [prepared.found[i] for i in used], prepared.inside
+    count, n = inside.query.shape[:2]
+    device, width = inside.query.device, inside.value.shape[2]
+    output = torch.empty(count * n + 1, width, dtype=dtype, device=device)
+    lse = torch.empty(count * n + 1, device=device)
+    results = attended(prepared.forest, found, [pairs[i] for i in used], dtype)
+    for (listed, _), (part, part_lse) in zip(found, results, strict=True):
         at = torch.where(listed.rows >= 0, listed.rows, count * n).flatten()
         output.index_copy_(0, at, part)
         lse.index_copy_(0, at, part_lse)
-    return output[:-1], lse[:-1]
+    return output[:-1], lse[:-1], inside.shift, room
 
 
-def _causal(inside: Inside, heads: Sequence[HeadPlan]) -> tuple[Tensor, Tensor]:
+def _masked(inside: Inside, head: HeadPlan, room: Room) -> tuple[Tensor, Tensor]:
+    """One head of which some keys are hidden."""
+    prices = torch.full((1,), _settings(head).price, device=inside.query.device)
+
+    def made(room: Room) -> Prepared:
+        return _prepared(inside, prices, _settings(head), room)
+
+    return _finish(made(room), room, made)[:2]
+
+
+def _causal(inside: Inside, plan: HeadPlan, room: Room) -> tuple[Tensor, Tensor]:
     """One causal head: its layers by lists, its chunks and first rows exactly."""
-    plan, flat = heads[0], replace(inside.flat(), is_causal=True)
+    flat = replace(inside.flat(), is_causal=True)
     settings, rows = _settings(plan), flat.n
     made = structure(flat, inside.spectrum[0], settings)
-    found = [listed(made.forest, layer, settings.price) for layer in made.layers]
+    dtype, found = inside.value.dtype, []
+    for layer in made.layers:
+        lists = listed(made.forest, layer, settings.price)
+        found.append((lists, Placed.of(lists, flat.value_dim, dtype)))
+    sizes = torch.stack([placed.sizes for _, placed in found]).tolist() if found else []
     total = Partial.empty(rows + 1, flat.value_dim, flat.query, flat.dtype)
-    for part, (output, lse) in zip(
-        found, attended(made.forest, found, inside.value.dtype), strict=True
-    ):
+    results = attended(made.forest, found, sizes, dtype)
+    for (part, _), (output, lse) in zip(found, results, strict=True):
         at = torch.where(part.rows >= 0, part.rows, rows).flatten()
         seen = (lse > -math.inf).to(lse.dtype)
         total.put_(at, total[at].add_(Partial(output.float(), seen, lse, torch.zeros_like(lse))))
@@ -170,12 +312,12 @@ def _causal(inside: Inside, heads: Sequence[HeadPlan]) -> tuple[Tensor, Tensor]:
         first = torch.arange(min(rows, plan.exact_rows), device=flat.query.device)
         total.put_(first, evaluate([ExactSum(flat.live_keys)], flat, first))
     output, lse = total.divide_(total.seen)
-    return output.to(inside.value.dtype), lse
+    return output.to(dtype), lse
 
 
 def listed(forest: Forest, layer: Layer, price: float) -> Listed:
     """The lists of a layer whose cells know what they see."""
-    start = Column.of(layer.start, len(layer.cells.mean))
+    start = shared(layer.start, len(layer.cells.mean))
     prices = torch.full_like(layer.view.size, price)
     longest = max(selection.LONGEST, START_NODES * 4)
     coarse, exact = selection.select(
@@ -184,10 +326,22 @@ def listed(forest: Forest, layer: Layer, price: float) -> Listed:
     return Listed(layer.query, layer.rows, layer.cells.mean, layer.owner, coarse, exact)
 
 
-def _forest(inside: Inside, flat: Head, settings: BlockSettings) -> tuple[Forest, Tensor]:
+def shared(pairs: Pairs, cells: int) -> Column:
+    """Lists of cells, of which neighbours that are alike are one: they are judged together."""
+    column = Column.of(pairs, cells)
+    (cell, item), place = pairs, torch.arange(len(pairs[0]), device=pairs[0].device)
+    before = (cell - 1).clamp(min=0)
+    other = item[(column.first[before] + place - column.first[cell]).clamp(max=len(item) - 1)]
+    new = torch.zeros_like(column.count).index_add_(0, cell, (item != other).long()) > 0
+    new |= column.count != column.count.roll(1)
+    leader = torch.arange(cells, device=new.device).masked_fill(~new, 0).cummax(0).values
+    return replace(column, first=column.first[leader])
+
+
+def _forest(inside: Inside, settings: BlockSettings) -> tuple[Forest, Tensor]:
     """The trees of all heads, and the nodes that their blocks start with."""
-    count, m = inside.key.shape[:2]
-    placed = inside.key[:, :, : inside.axes] * inside.metric
+    (count, m), flat = inside.key.shape[:2], inside.flat()
+    placed = inside.placed_key
     live = flat.live_keys if inside.masked else None
     segments = _segments(placed, live, LEAVES * settings.leaf_size, 2 * LEAVES, settings.order)
     above = levels_above(segments.shape[1])
@@ -201,22 +355,17 @@ def _forest(inside: Inside, flat: Head, settings: BlockSettings) -> tuple[Forest
     position = flattened.gather(1, within).view(-1, segments.shape[2] // LEAVES)
     dtype = token_dtype(flat.value.dtype)
     trees = len(flattened) >> above
-    forest = summarised(flat, position, trees, levels + above, dtype, _largest(dtype))
-    roots = len(forest.roots) // count
-    head = torch.arange(len(forest.roots), device=placed.device) // roots
-    down = int(math.log2(START_NODES / roots))
-    return forest, descend(forest, (head, forest.roots), down)[1]
+    forest = summarised(flat, position, trees, levels + above, dtype, largest_entry(dtype))
+    down = min(levels + above, int(math.log2(START_NODES * count / trees)))
+    first = trees * ((1 << down) - 1)  # nodes of a level lie together, those of a head too
+    return forest, torch.arange(first, first + (trees << down), device=placed.device)
 
 
-def _rows(inside: Inside, settings: BlockSettings) -> tuple[Tensor, Tensor]:
-    """Rows of all blocks [blocks, size], as numbers of the rows of all heads, -1 for none; and the
-    same with others of the block in empty places."""
-    placed = inside.query[:, :, : inside.axes] * inside.metric
+def _rows(inside: Inside, settings: BlockSettings) -> Tensor:
+    """Rows of all blocks [blocks, size], as numbers of the rows of all heads, -1 for none."""
+    placed = inside.placed_query
     rows = _segments(placed, None, settings.block_size, PARTS, settings.order)
-    rows = _counted_on(rows, placed.shape[1]).flatten(0, 1)
-    real = repeated(rows)
-    at = positions(placed.flatten(0, 1)[real], int(math.log2(PARTS)))
-    return rows.gather(1, at), real.gather(1, at)
+    return _counted_on(rows, placed.shape[1]).flatten(0, 1)
 
 
 def _segments(placed: Tensor, live: Tensor | None, size: int, multiple: int, how: str) -> Tensor:
@@ -245,178 +394,3 @@ def _counted_on(segments: Tensor, tokens: int) -> Tensor:
     """Positions within each head as positions among the tokens of all heads."""
     head = torch.arange(len(segments), device=segments.device).view(-1, 1, 1)
     return torch.where(segments >= 0, segments + head * tokens, -1)
-
-
-class Group(NamedTuple):
-    """Blocks of one size."""
-
-    rows: Tensor  # [blocks, size], -1 for none
-    query: Tensor  # [blocks, size, d]
-    head: Tensor  # [blocks]
-
-
-def _groups(inside: Inside, rows: Tensor, query: Tensor) -> list[Group]:
-    """Blocks whose queries are close together, those that are not in parts, and rows that are far
-    from what is left of their block alone: the layers of `supportbasis.blocks`."""
-    head = torch.arange(len(rows), device=rows.device) // (len(rows) // len(inside.query))
-    spectrum = inside.spectrum[head].unsqueeze(1)
-    distance = apart(query, spectrum)
-    wide = distance.mean(1) > FAR
-    groups = [Group(rows, query, head)]
-    if bool(wide.any()):
-        groups = [Group(rows[~wide], query[~wide], head[~wide])]
-        part = Group(
-            rows[wide].view(-1, rows.shape[1] // PARTS),
-            query[wide].view(-1, rows.shape[1] // PARTS, query.shape[2]),
-            head[wide].repeat_interleave(PARTS),
-        )
-        groups = [group for group in (*groups, part) if len(group.rows)]
-    made, alone = [], []
-    for group in groups:
-        spectrum = inside.spectrum[group.head].unsqueeze(1)
-        far = strangers(apart(group.query, spectrum)) & (group.rows >= 0)
-        block, place = far.nonzero(as_tuple=True)
-        if not len(block):
-            made.append(group)
-            continue
-        alone.append(
-            Group(
-                group.rows[block, place].unsqueeze(1),
-                group.query[block, place].unsqueeze(1),
-                group.head[block],
-            )
-        )
-        near = torch.where(far.unsqueeze(2), group.query.mean(1, keepdim=True), group.query)
-        made.append(Group(group.rows.masked_fill(far, -1), near, group.head))
-    if alone:
-        made.append(Group(*(torch.cat(x) for x in zip(*alone, strict=True))))
-    return made
-
-
-class Listed(NamedTuple):
-    """Blocks with the lists of their cells."""
-
-    query: Tensor  # [blocks, size, d]
-    rows: Tensor  # [blocks, size]
-    mean: Tensor  # [cells, d]
-    owner: Tensor | None  # [blocks]: cell of each block; None: blocks are their own cells
-    coarse: Column  # of cells
-    exact: Column
-
-
-def attended(
-    forest: Forest, found: Sequence[Listed], dtype: torch.dtype
-) -> list[tuple[Tensor, Tensor]]:
-    """Output [rows, dv] and lse [rows] of all places of all blocks."""
-    tokens = token_dtype(dtype)
-    lists = Placed.of(found, forest, dtype)
-    if not lists:
-        return []
-    table = _table(forest, lists[-1].last, tokens, dtype)
-    results = []
-    for listed, placed in zip(found, lists, strict=True):
-        selection.write_tilted(
-            forest, listed.mean, listed.coarse, placed.base, table, _largest(tokens)
-        )
-        query = short(listed.query, tokens)
-        results.append(attend(query, table, placed.offsets, placed.indices))
-    return results
-
-
-def token_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of queries and keys, for inputs of a dtype."""
-    return torch.float32 if dtype == torch.float32 else torch.float16
-
-
-class Placed(NamedTuple):
-    """Where the coarse keys of every cell are, and the list of every block that a program takes."""
-
-    granules: Tensor  # [cells]: of coarse keys
-    base: Tensor  # [cells]: the first of them
-    last: int  # granules before those of the next lists
-    offsets: Tensor
-    indices: Tensor
-
-    @staticmethod
-    def of(found: Sequence[Listed], forest: Forest, dtype: torch.dtype) -> list[Placed]:
-        """Granules of leaves come first, then those of coarse keys; the host waits once."""
-        granules = [-(-listed.coarse.count.long() // GRANULE) for listed in found]
-        leaves, width = len(forest.leaf_key), forest.leaf_value.shape[2]
-        owners, ends = [], []
-        for listed, many in zip(found, granules, strict=True):
-            owners.append(_owners(listed, width, dtype))
-            ends.append((many + listed.exact.count)[owners[-1]].cumsum(0))
-        if not found:
-            return []
-        pairs = zip(granules, ends, strict=True)
-        sizes = torch.stack([x for many, end in pairs for x in (many.sum(), end[-1])]).tolist()
-        placed = []
-        for i, listed in enumerate(found):
-            base = granules[i].cumsum(0) - granules[i] + leaves
-            leaves += sizes[2 * i]
-            offsets = F.pad(ends[i], (1, 0)).int()
-            indices = torch.empty(sizes[2 * i + 1], dtype=torch.int32, device=offsets.device)
-            selection.write_lists(owners[i], granules[i], base, listed.exact, offsets, indices)
-            placed.append(Placed(granules[i], base, leaves, offsets, indices))
-        return placed
-
-
-def _owners(listed: Listed, width: int, dtype: torch.dtype) -> Tensor:
-    """The cell of every block that a program takes; values have ``width`` entries."""
-    blocks, size, dim = listed.query.shape
-    owner = listed.owner
-    if owner is None:
-        owner = torch.arange(blocks, device=listed.rows.device)
-    parts = -(-size // _block_of(size, max(width, dim), dtype))
-    return owner.repeat_interleave(parts) if parts > 1 else owner
-
-
-def _block_of(size: int, width: int, dtype: torch.dtype) -> int:
-    """Queries of a program for blocks of so many; a longer block is several programs."""
-    most = WIDEST_BLOCK
-    if dtype == torch.float32:
-        most = min(most, 64, 64 * 128 // power_of_two(width))
-    return min(power_of_two(size), most)
-
-
-def _table(forest: Forest, granules: int, *dtypes: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and log-weights in granules, the leaves first; room for coarse keys."""
-    leaves, size, d = forest.leaf_key.shape
-    device, dv = forest.leaf_key.device, forest.leaf_value.shape[2]
-    key = torch.empty(granules, GRANULE, d, dtype=dtypes[0], device=device)
-    value = torch.empty(granules, GRANULE, dv, dtype=dtypes[1], device=device)
-    weight = torch.empty(granules, GRANULE, device=device)
-    key[:leaves, :size] = short(forest.leaf_key, dtypes[0])
-    value[:leaves, :size] = forest.leaf_value
-    weight[:leaves, :size] = forest.leaf_weight
-    if size < GRANULE:
-        key[:leaves, size:], value[:leaves, size:] = 0.0, 0.0
-        weight[:leaves, size:] = -math.inf
-    return key, value, weight
-
-
-def short(tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Tokens in a dtype, with no entry that it cannot hold."""
-    largest = _largest(dtype)
-    return (tokens if largest == math.inf else tokens.clamp(-largest, largest)).to(dtype)
-
-
-def _largest(dtype: torch.dtype) -> float:
-    return LARGEST if dtype == torch.float16 else math.inf
-
-
-def attend(
-    query: Tensor, table: tuple[Tensor, ...], offsets: Tensor, indices: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Attention of blocks [blocks, size, d] over their lists, in blocks that a program takes."""
-    blocks, size, d = query.shape
-    block = _block_of(size, max(d, table[1].shape[2]), query.dtype)
-    missing = -size % block
-    query = F.pad(query, (0, 0, 0, missing))
-    key, value, weight = (x.flatten(0, 1)[None, None] for x in table)
-    output, lse = block_list_attention(
-        query.reshape(1, 1, -1, d), key, value, offsets, indices,
-        log_weight=weight, scale=1.0, block=block,
-    )  # fmt: skip
-    output, lse = (x[0, 0].view(blocks, size + missing, *x.shape[3:]) for x in (output, lse))
-    return output[:, :size].flatten(0, 1), lse[:, :size].flatten()

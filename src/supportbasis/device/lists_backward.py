@@ -18,7 +18,8 @@ from ..components.blocks_backward import Flow
 from ..cotangent import Cotangent
 from ..forest import Forest, Nodes, tilted
 from ..kernels.blocklist import GRANULE
-from .lists import Listed, Placed, attend, listed
+from .granules import Filled, Listed, Placed, attend
+from .lists import listed
 
 
 class ListFlow(Flow):
@@ -31,11 +32,14 @@ class ListFlow(Flow):
     def add_layers(self, price: float) -> None:
         for layer in self.made.layers:
             part = listed(self.made.forest, layer, price)
-            (placed,) = Placed.of([part], self.made.forest, self.dtype)
+            forest = self.made.forest
+            placed = Placed.of(part, forest.leaf_value.shape[2], self.dtype)
+            sizes = [placed.sizes.tolist()]
+            (filled,) = Filled.of(len(forest.leaf_key), [(part, placed)], sizes)
             with torch.enable_grad():
-                self.losses.append(self._loss_of(part, placed))
+                self.losses.append(self._loss_of(part, filled))
 
-    def _loss_of(self, part: Listed, placed: Placed) -> Tensor:
+    def _loss_of(self, part: Listed, placed: Filled) -> Tensor:
         """The sums of a layer times their gradients; those of the rows' factors are added."""
         table = _table(self.made.forest, part, placed, self.dtype)
         output, lse = attend(part.query.to(self.dtype), table, placed.offsets, placed.indices)
@@ -54,7 +58,7 @@ class ListFlow(Flow):
 
 
 def _table(
-    forest: Forest, part: Listed, placed: Placed, dtype: torch.dtype
+    forest: Forest, part: Listed, placed: Filled, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values and log-weights in granules: the leaves, and the coarse keys of one layer."""
     leaves, size = forest.leaf_weight.shape

@@ -39,7 +39,8 @@ from ..kernels.rectangle import (
 )
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
-from .exact import by_key_head, empty_results, precision
+from .dispatch import Finish
+from .exact import empty_results, finished, precision
 
 
 def refusal(head: HeadPlan) -> str | None:
@@ -68,7 +69,7 @@ class Split:
     shared: bool  # whether heads that share keys have the same large ones
 
 
-def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
+def begin(problem: Problem, plan: Plan) -> Finish:
     split = _split(problem, plan)
     sums = _Sums.of(problem, plan, split, shared=split.shared)
     if not split.keys.most:
@@ -81,7 +82,8 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
     if split.rows.most:
         output = output.contiguous()
         exact_rows(*_tokens(problem), _large_rows(problem, split), output, lse)
-    return output.contiguous(), lse
+    output = output.contiguous()
+    return lambda: (output, lse, None)
 
 
 def gradients(
@@ -89,6 +91,7 @@ def gradients(
     plan: Plan,
     output: Tensor,
     lse: Tensor,
+    rescued: Tensor,
     grad: Tensor,
     grad_lse: Tensor | None,
     for_weights: bool,
@@ -112,7 +115,7 @@ def gradients(
     slope = slopes(grad, grad_lse, output)
     for rectangle in (_small_rows(problem, split), _large_rows(problem, split)):
         add_gradients(total, grad, slope, lse, *_tokens(problem), rectangle)
-    found = by_key_head(total, problem, for_weights)
+    found = finished(total, problem, for_weights)
     if apart:
         found.key, found.value = found.key + key, found.value + value
     return found

@@ -16,7 +16,8 @@ from . import ordering_kernels as kernels
 from .language import cdiv, power_of_two
 
 ENTRIES = 16384  # of tokens that one program holds
-MOST = 1024  # tokens that one program puts in order
+MOST = 128  # tokens that one program puts in order: it compares all of them with each other
+SAMPLED = 256  # tokens of a larger node that its axis is found from
 COUNTED = 16  # tokens that the others are compared with at a time
 TILE = 128  # tokens that one program projects
 FINEST = 22  # logarithm of the steps from the middle of a node to its end
@@ -41,10 +42,12 @@ def order(x: Tensor, depth: int) -> Tensor:
             )  # fmt: skip
             position = ordered
             continue
+        sampled = min(size, SAMPLED, ENTRIES // width)
+        held = power_of_two(sampled, 2)
         axis, middle, unit = x.new_empty(nodes, dim), x.new_empty(nodes), x.new_empty(nodes)
         kernels.axes[(nodes,)](
-            x, position, sign, axis, middle, unit, *shape[:3], most, dim, width, most, ITERATIONS,
-            num_warps=_warps(most * width),
+            x, position, sign, axis, middle, unit, *shape[:3], sampled, dim, width, held,
+            ITERATIONS, num_warps=_warps(held * width),
         )  # fmt: skip
         ranked = torch.empty_like(position)
         steps = 1 << min(FINEST, 30 - nodes.bit_length())

@@ -13,10 +13,13 @@ from ..forest import LARGEST_TILT, Forest
 from ..selection import EXPONENT, LARGEST_DRIFT, Blocks, Column, View
 from . import selection_kernels as kernels
 from .blocklist import GRANULE
-from .language import power_of_two
+from .language import cdiv, power_of_two
 
 LONGEST = 8192  # entries of a list; what would be opened beyond stays coarse
-NODES = 32  # judged at a time
+NODES = 32  # looked at a time
+GROUP, JUDGED = 16, 64  # blocks of a program that selects, and nodes that it judges at a time
+MOST_STARTS = 256  # nodes that a block starts with
+PRECISIONS = ("tf32x3", "tf32")  # of masses, and of what is only compared with a price
 
 
 def look(forest: Forest, blocks: Blocks, start: Column) -> View:
@@ -48,20 +51,22 @@ def select(
     mean, (d, dv) = blocks.mean, (forest.key.shape[1], forest.value.shape[1])
     count, known = len(mean), forest.linked.shape[1]
 
-    def places(width: int) -> Tensor:
-        return torch.empty(count, width, dtype=torch.int32, device=mean.device)
+    def places(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=mean.device)
 
-    waiting, coarse, exact = places(2 * longest), places(longest), places(longest)
-    coarse_count, exact_count = places(1).view(-1), places(1).view(-1)
-    kernels.select[(count,)](
+    groups, room = cdiv(count, GROUP), max(2 * longest, GROUP * MOST_STARTS)
+    waiting = places(groups, 2, 2, room)
+    coarse, exact = places(count, longest), places(count, longest)
+    coarse_count, exact_count = places(count), places(count)
+    kernels.select[(groups,)](
         mean, blocks.variance, price, view.log_mass, view.key, view.output, view.size,
         forest.key, forest.value, forest.log_mass, forest.gap, forest.variance, forest.stride,
         forest.linked, forest.scatter, forest.others, forest.child, forest.leaf,
         start.item, start.first, start.count,
         waiting, coarse, exact, coarse_count, exact_count,
-        d, dv, known, float(forest.leaf_size - 1), longest,
-        power_of_two(d), power_of_two(dv), power_of_two(known), NODES,
-        EXPONENT, LARGEST_DRIFT, enable_fp_fusion=False,
+        count, d, dv, known, float(forest.leaf_size - 1), longest, room,
+        power_of_two(d), power_of_two(dv), power_of_two(known), JUDGED, GROUP,
+        EXPONENT, LARGEST_DRIFT, *PRECISIONS, enable_fp_fusion=False,
     )  # fmt: skip
     first = torch.arange(count, device=mean.device) * longest
     return (

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from ..basis import split_of
-from ..cost import exact_seconds, polynomial_work
+from ..cost import DEVICE, exact_seconds, handling, polynomial_work
 from ..density import NormBins, density_scale
 from ..errors import InputError
 from ..features import largest_degree
@@ -23,10 +23,13 @@ from .block_support import BlockSearch
 from .fitted import FittedSearch
 from .single_threshold import threshold_plan
 
-PLANNING_SECONDS = 0.02  # what a search costs; exact attention below that is left alone
+# exact attention that takes less is left alone: on a CPU what a search costs; on a GPU, where one
+# costs more than it can save in a call, what may be worth a plan that is used many times
+PLANNING_SECONDS = {"cpu": 0.02, "cuda": 1e-3}
 SHARES = (0.0, 0.001, 0.004, 0.015, 0.05)  # of tokens that a candidate threshold makes large
 # rows that share a list, and their order; large blocks gather less, and select for more
 BLOCKS = ((64, "auto"), (64, "sequence"), (512, "auto"))
+DEVICE_BLOCKS = ((128, "tree"), (128, "sequence"), (512, "tree"))  # where kernels take them
 CLEARLY = 1.5  # times as fast must other blocks be predicted to be, to be taken instead
 FAST = 4.0  # predicted speed of lists above which no other blocks are tried
 WORTHWHILE = 1.1  # predicted speed against exact attention, below which nothing is gained
@@ -56,7 +59,8 @@ class Auto(Method):
     def plan_head(self, head: Head) -> HeadPlan:
         limit = exact_seconds(head)
         cheapest = polynomial_work(head, head.n, head.m, 0).seconds(head)
-        if limit < PLANNING_SECONDS + cheapest:
+        least = PLANNING_SECONDS.get(head.query.device.type, PLANNING_SECONDS["cpu"])
+        if limit < least + cheapest:
             return exact_plan(head, "below the length where an approximation pays")
         search = _Search(head, self.tolerance, self.seed)
         found = []
@@ -84,7 +88,8 @@ class Auto(Method):
         """Lists of exact and coarse keys within the tolerance, where they can be faster."""
         best: HeadPlan | None = None
         head = first.head
-        for size, order in BLOCKS if not head.is_density else ():
+        blocks = DEVICE_BLOCKS if handling(head) is DEVICE else BLOCKS
+        for size, order in blocks if not head.is_density else ():
             if head.is_causal and order == "sequence":
                 continue  # causal windows are in sequence anyway
             if best is not None and best.speedup > FAST:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..arrangement import ORDERS
 from ..blocks import START_NODES, BlockSettings, Layer, Structure, remembered
 from ..components.blocks import block_sums
-from ..cost import block_work
+from ..cost import DEVICE, block_work, handling
 from ..errors import InputError
 from ..frame import own_frame, prefix_of
 from ..plans import HeadPlan
@@ -26,6 +26,7 @@ from .fitted import FittedSearch
 
 TAILS = ("auto", "coarse", "polynomial")
 LEAF = 16
+BLOCK, DEVICE_BLOCK = 64, 128
 SAMPLED_BLOCKS = 48
 LEAST, MOST = -36.0, 0.0  # logarithms of the prices that are tried
 STEPS = 14
@@ -59,7 +60,7 @@ class BlockSupport(Method):
     """
 
     budget: float | None = None  # 0.1 where there is no tolerance either
-    block_size: int = 64
+    block_size: int | None = None  # 64, or 128 where a GPU's kernels take them
     order: str = "auto"
     tail: str = "auto"
     tolerance: float | None = None
@@ -78,7 +79,7 @@ class BlockSupport(Method):
                 raise InputError(f"{name} must be a finite number > 0, got {value!r}")
             object.__setattr__(self, name, float(value))
         size = self.block_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise InputError(f"block_size must be an integer >= 1, got {size!r}")
         for name, choices in (("order", ORDERS), ("tail", TAILS)):
             value = getattr(self, name)
@@ -112,10 +113,11 @@ class BlockSupport(Method):
 
     def _searches(self, head: Head) -> Iterator[BlockSearch | FittedSearch | str]:
         if self.tail != "polynomial":
-            first = BlockSearch.of(head, self.block_size, self.seed, self.order)
+            size = self.block_size or (DEVICE_BLOCK if handling(head) is DEVICE else BLOCK)
+            first = BlockSearch.of(head, size, self.seed, self.order)
             yield first
             if isinstance(first, BlockSearch) and self._is_open(head) and first.order != SEQUENCE:
-                yield BlockSearch.of(head, self.block_size, self.seed, SEQUENCE)
+                yield BlockSearch.of(head, size, self.seed, SEQUENCE)
         if self.tail != "coarse":
             yield FittedSearch.of(head, self.seed)
 
