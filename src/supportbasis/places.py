@@ -28,7 +28,7 @@ from .selection import Blocks, Glance, Pairs
 PROFILE_ROWS = 32  # whose attention is computed to learn which places matter
 START_NODES = 16  # that a block looks at before it opens any
 BEYOND = 2.0  # times the mean share that places at the beginning must have to be known
-CERTAIN = 4  # rows, of as many again, that a distance must have been seen from to count half
+CERTAIN = 4  # pairs of a row and a leaf at a distance: with so many its mean counts half
 
 
 class Trees(NamedTuple):
