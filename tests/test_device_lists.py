@@ -354,12 +354,15 @@ def test_tokens_in_frames_equal_products(dtype, d, axes):
 
 
 @needs_triton
-def test_groups_are_left_to_pytorch():
-    q, k, v = (x.to(DEVICE) for x in clustered(n=512))
-    plan = planned(q, k, v, method=sb.BlockSupport(0.9, order="groups", tail="coarse"))
-    assert lists.refusal(plan.heads[0]) == (
-        "its order is 'groups': tokens in groups are arranged by PyTorch"
-    )
+@pytest.mark.parametrize(
+    ("order", "causal"), [("groups", False), ("places", False), ("places", True)]
+)
+def test_other_orders_are_left_to_pytorch(order, causal):
+    q, k, v = clustered(n=512)
+    method = sb.BlockSupport(0.9, order=order, tail="coarse")
+    (plan,) = sb.plan(q, k, v, is_causal=causal, method=method).heads
+    assert plan.kind == "block"
+    assert lists.refusal(plan) == f"its order is {order!r}: such blocks are made by PyTorch"
 
 
 @needs_triton

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from .arrangement import arranged, repeated
 from .forest import Forest, build, joined
 from .frame import Frame, framed
 from .problem import Head
-from .selection import Blocks, Lists, Pairs, descend, look, select
+from .selection import Blocks, Glance, Lists, Pairs, View, descend, look, select
 from .tree import assign, leading, leaf_layout, order, positions
 
 BASE = 4  # windows of one layer that make a window of the next
@@ -51,7 +50,7 @@ class Layer:
 
     cells: Blocks
     start: Pairs  # cells and the nodes where their selection starts
-    view: Any  # `View`, or `Glance` in the order of places: what each cell knows before selection
+    view: View | Glance  # what each cell knows before selection; the latter in places
     rows: Tensor  # [blocks, size], -1 for none
     query: Tensor  # [blocks, size, d], in the frame
     owner: Tensor  # [blocks]: the cell of each block
