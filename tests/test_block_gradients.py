@@ -29,7 +29,7 @@ def derivative(function, tensors, directions, step=1e-6):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("order", ["auto", "tree", "sequence"])
+@pytest.mark.parametrize("order", ["auto", "tree", "sequence", "places"])
 @pytest.mark.parametrize("weights", ["none", "bias", "mask"])
 def test_slopes_in_random_directions(order, weights, causal):
     n = 700

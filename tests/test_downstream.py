@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import math
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
 from supportbasis.cli import app as app_module
+from supportbasis.cli.distribution import models as loading
 from supportbasis.cli.downstream import (
     answers,
     contenders,
@@ -35,6 +37,7 @@ from supportbasis.cli.downstream import (
     models,
     paired,
     reading,
+    rows,
     sampler,
     stories,
     study,
@@ -44,6 +47,8 @@ from supportbasis.cli.downstream.diffusion import Diffusion
 from supportbasis.cli.downstream.emulation import emulated, emulated_weights, series
 from supportbasis.cli.downstream.hook import attending, exact
 from supportbasis.errors import InputError
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +191,18 @@ def test_a_high_degree_is_softmax_and_the_ends_are_exact() -> None:
         torch.testing.assert_close(weights[0, 0, row, column], expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", [*contenders.OURS.values(), *contenders.AS23.values()])
+def test_the_emulation_is_the_same_on_a_gpu(name: str, causal: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    given = torch.randn(3, 2, 3, 37, 8, generator=generator, dtype=torch.float64)
+    attend = contenders.contender(name).attend
+    found = attend(*given.cuda(), 0.3, causal).cpu()
+    torch.testing.assert_close(found, attend(*given, 0.3, causal), rtol=1e-8, atol=1e-8)
+
+
 def test_the_series_survives_scores_that_overflow() -> None:
     query = 400 * torch.ones(1, 1, 5, 4)
     key = torch.linspace(-1, 1, 5)[:, None].expand(1, 1, 5, 4)
@@ -306,11 +323,28 @@ def test_guesses_do_not_change_what_is_written(tiny: dict[str, Any]) -> None:
         assert answers.write(model, [question]) == [text]
 
 
+@pytest.mark.parametrize("name", contenders.NAMES)
+@pytest.mark.parametrize("kind", sorted(models.CONTEXT))
+def test_a_batch_is_answered_as_one_by_one(tiny: dict[str, Any], kind: str, name: str) -> None:
+    """Also by methods that plan: a head's plan looks at no other head."""
+    model = tiny[kind]
+    tokens = torch.tensor([documents.row(Random(seed), 48) for seed in range(3)]) % documents.KIND
+    with torch.no_grad(), attending(model, contenders.contender(name).attend):
+        together = model(tokens).logits
+        alone = torch.cat([model(row.unsqueeze(0)).logits for row in tokens])
+        torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-3)
+        for task in ("arithmetic", "completion"):
+            asked = answers.questions(task, 3, 60, seed=4, kind=kind)
+            each = [answers.answers(model, [question])[0] for question in asked]
+            assert answers.answers(model, asked) == each
+
+
 def test_a_model_that_knows_is_right_and_a_model_of_nans_is_unparsable() -> None:
     asked = answers.questions("easy", 2, 50, seed=0, kind="causal")
 
     class Oracle:
         config = SimpleNamespace(is_causal=True)
+        device = CPU
 
         def __init__(self, value: float):
             self.value = value
@@ -435,6 +469,22 @@ def judged(method: str, accuracy: float, count: int = 400) -> findings.Judged:
     return findings.Judged("m", method, rows)
 
 
+def test_parts_of_a_task_are_joined_from_the_first_item_on() -> None:
+    def part(first: int, right: str, exact_heads: float) -> rows.TaskRow:
+        marks = (right, "1" * len(right), right)
+        return rows.TaskRow(
+            "u", "m", "Auto", "easy", first, len(right), 9, *marks, 1.0, exact_heads, 0.5
+        )
+
+    whole = rows.joined([part(2, "0", 0.4), part(0, "10", 1.0), part(9, "1", 0.0)])
+    assert (whole.first, whole.items, whole.right) == (0, 3, "100")
+    assert whole.exact_heads == pytest.approx(0.8) and whole.cost == pytest.approx(0.5)
+    assert study.Extent(7, 3, {}, 1, 1, (), 1).parts("exact") == [(0, 7)]
+    slow = study.Extent(70, 13, {}, 1, 1, (), 1)
+    assert slow.parts("MultiThreshold") == [(0, 10), (10, 3)]
+    assert slow.parts("Auto") == slow.parts("exact") == [(0, 50), (50, 20)]
+
+
 def test_statements_are_confirmed_refuted_or_left_open() -> None:
     made = {
         contenders.EXACT: judged(contenders.EXACT, 0.9),
@@ -520,9 +570,47 @@ def test_what_is_missing_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.M
     assert code == 2 and "add --model" in text
     code, text = invoke("--quick", "--models", tmp_path / "nowhere", "--out", tmp_path)
     assert code == 2 and "--models: there is no folder" in text
+    for device in ("abacus", "meta", "cuda:99"):
+        code, text = invoke("--quick", "--device", device, "--out", tmp_path)
+        assert code == 2 and f"--device: PyTorch sees no device '{device}'" in text
+    (tmp_path / "stories260K").mkdir()
+    code, text = invoke("--quick", "--models", tmp_path, "--out", tmp_path / "out")
+    assert code == 2 and "cannot be read as a model" in text
+    with monkeypatch.context() as bare:
+        bare.setattr(loading, "find_spec", lambda name: None)
+        code, text = invoke("--quick", "--out", tmp_path)
+        assert code == 2 and "supportbasis[hf]" in text
     monkeypatch.setattr(study, "FOLDER", tmp_path)
     code, text = invoke("--quick", "--out", tmp_path)
     assert code == 2 and "downstream.train causal" in text
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("ran_out", ["disk", "memory"])
+def test_what_is_finished_is_kept_when_something_runs_out(
+    ran_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, measured = study.measure_task, []
+
+    def limited(*given: Any) -> Any:
+        measured.append(given)
+        if len(measured) > 2:
+            raise {
+                "disk": OSError(errno.ENOSPC, "No space left on device"),
+                "memory": torch.OutOfMemoryError("CUDA out of memory"),
+            }[ran_out]
+        return whole(*given)
+
+    monkeypatch.setattr(study, "measure_task", limited)
+    result = CliRunner().invoke(
+        app_module.app, ["reproduce", "downstream", "--quick", "--out", str(tmp_path)]
+    )
+    assert result.exit_code == 2
+    assert result.output.strip().splitlines()[-1].startswith("supportbasis reproduce downstream: ")
+    assert "finished parts are kept" in " ".join(result.output.split())
+    with (tmp_path / "tasks.csv").open(newline="", encoding="utf-8") as file:
+        assert len(list(csv.DictReader(file))) == 2
+    assert not list(tmp_path.glob("*.new"))
 
 
 def test_the_weights_that_are_shipped() -> None:
@@ -658,8 +746,23 @@ def test_models_that_are_not_there_are_said(tmp_path: Path) -> None:
     assert code == 2 and "there is no folder" in text
     code, text = invoke("--model", tmp_path, "--out", tmp_path)
     assert code == 2 and "cannot be read as a model" in text
+    code, text = invoke("--model", "nobody/nothing", "--out", tmp_path)
+    assert code == 2 and "neither a folder nor among the models" in text and "--download" in text
     code, text = invoke("--model", "nobody/nothing", "--tasks", " , ", "--out", tmp_path)
     assert code == 2 and "no task is named" in text
+
+
+@pytest.mark.usefixtures("lm_eval")
+def test_no_network_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoConfig
+
+    def offline(*_: object, **__: object) -> None:
+        raise OSError("We couldn't connect to the hub\nand so on")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
+    code, text = invoke("--model", "nobody/nothing", "--download", "--out", tmp_path)
+    assert code == 2 and "couldn't connect" in text and "check the name and the network" in text
+    assert "and so on" not in text
 
 
 def test_likelihoods_of_a_diffusion_are_llada_s_estimate(tiny: dict[str, Any]) -> None:
@@ -696,11 +799,14 @@ def test_a_story_read_with_exact_attention_stays_the_same(
     monkeypatch.setattr(stories, "START", "ada has 17")
     monkeypatch.setattr(stories, "TOKENS", 24)
     monkeypatch.setattr(stories, "own_text", lambda: "ada has 17 lamp . " * 20)
-    loaded = stories.load(own_model / "causal")
+    loaded = stories.load(own_model / "causal", CPU)
     row = stories.measure_story(loaded, "u", contenders.EXACT)[0]
     assert row.agreement == 1.0 and row.same == 21
     broken = stories.measure_story(loaded, "u", contenders.MEAN)[0]
     assert broken.same < 21
+    monkeypatch.setattr(stories, "own_text", lambda: "ada has 17 lamp")
+    with pytest.raises(InputError, match="makes 4 tokens of the text, fewer than a window of 24"):
+        stories.load(own_model / "causal", CPU)
 
 
 def test_the_folder_of_stories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

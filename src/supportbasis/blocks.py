@@ -17,17 +17,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from . import places
 from .arrangement import arranged, repeated
 from .forest import Forest, build, joined
 from .frame import Frame, framed
 from .problem import Head
-from .selection import Blocks, Lists, Pairs, View, descend, look, select
+from .selection import Blocks, Glance, Lists, Pairs, View, descend, look, select
 from .tree import assign, leading, leaf_layout, order, positions
 
 BASE = 4  # windows of one layer that make a window of the next
 START_NODES = 64  # that a cell looks at before it opens any
 FAR, UNUSUAL = 2.0, 8.0  # score variance, and times the usual one, of a row that is left alone
 PARTS = 4  # that a block falls into when its queries are far apart
+PLACES = "places"  # the order of blocks and trees that stay as they come
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class BlockSettings:
     block_size: int
     leaf_size: int
     chunk: int  # positions that are exact among themselves, in causal attention
-    order: str = "auto"  # of queries and keys, one of `arrangement.ORDERS`
+    order: str = "auto"  # of queries and keys, one of `arrangement.ORDERS`, or `PLACES`
+    profile: tuple[float, ...] = ()  # of the attention, by places
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +50,7 @@ class Layer:
 
     cells: Blocks
     start: Pairs  # cells and the nodes where their selection starts
-    view: View  # what each cell knows before selection
+    view: View | Glance  # what each cell knows before selection; the latter in places
     rows: Tensor  # [blocks, size], -1 for none
     query: Tensor  # [blocks, size, d], in the frame
     owner: Tensor  # [blocks]: the cell of each block
@@ -130,7 +133,33 @@ def remembered(head: Head, frame: Frame, settings: BlockSettings) -> Structure:
 def structure(head: Head, spectrum: Tensor, settings: BlockSettings) -> Structure:
     """Trees and cells of a head in its frame. Summaries are differentiable functions of its
     tokens; orders, cells and what is selected are constants."""
+    if settings.order == PLACES:
+        return _placed(head, settings)
     return (_causal if head.is_causal else _whole)(head, spectrum, settings)
+
+
+def _placed(head: Head, settings: BlockSettings) -> Structure:
+    """Consecutive queries and keys. With causal attention a block shares its chunk with its own
+    keys, which are exact, and the first block sees no others."""
+    size, chunk, leaf = settings.block_size, settings.chunk, settings.leaf_size
+    made = places.trees(head, leaf)
+    rows = _windows(torch.arange(head.n, device=head.query.device), size)
+    members = query = head.query[repeated(rows)]
+    begin = torch.arange(len(rows), device=rows.device) * size
+    chunks = None
+    if head.is_causal:
+        chunks = torch.arange(math.ceil(head.n / chunk), device=rows.device)
+        rows, query, begin = rows[1:], query[1:], begin[1:]
+        if not len(rows):
+            return Structure(head, made.forest, (), chunks, 0, 0, order=PLACES)
+        members = places.members_before(head.query, size)
+        start = places.roots_before(made, begin // chunk * (chunk // leaf))
+    else:
+        start = places.all_roots(made, len(rows))
+    cells = Blocks(members.mean(1), members.var(1, unbiased=False))
+    view = places.glance(made, cells, begin // leaf, settings.profile)
+    layer = Layer(cells, start, view, rows, query, torch.arange(len(rows), device=rows.device))
+    return Structure(head, made.forest, (layer,), chunks, 0, 0, order=PLACES)
 
 
 def _whole(head: Head, spectrum: Tensor, settings: BlockSettings) -> Structure:

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import BlockSettings
+from .blocks import PLACES, BlockSettings
 from .components.streaming import CAUSAL_CHUNK, lane_count
 from .features import FeatureMap, block_rows
 from .frame import FRAME_TOKENS
+from .places import PROFILE_ROWS
 from .polynomials import true_rank
 from .powers import PowerKernel
 from .problem import Head
@@ -58,6 +59,9 @@ def _has_kernels(head: Head) -> bool:
     """Whether there are GPU kernels for such tokens (see `device`)."""
     fits = head.query.dtype != torch.float64 and max(head.dim, head.value_dim) <= 256
     return fits and head.query.is_cuda and find_spec("triton") is not None
+
+
+PLACE_SCALARS = 24  # operations with single numbers that judge a node where places matter
 
 
 @dataclass(frozen=True)
@@ -210,6 +214,8 @@ def block_work(
     leaders ``compared`` with. On a GPU a budget is worth what it buys there: selection counts as
     the multiply-adds that exact attention does meanwhile.
     """
+    if settings.order == PLACES:
+        return _place_work(head, settings, keys, coarse, visited)
     dim, tokens = head.dim, head.n + head.m
     trees = (levels * split_work(axes) + compared * axes) * tokens // 2
     trees += head.m * (4 * dim + 9 * head.value_dim)
@@ -226,6 +232,26 @@ def block_work(
     if handled is DEVICE:
         return work + Work(priced=DEAR * (judged + tilted))
     return work + Work(products=tilted, scanned=judged)
+
+
+def _place_work(
+    head: Head, settings: BlockSettings, keys: float, coarse: float, visited: int
+) -> Work:
+    """The same for consecutive queries and keys: no frame and no order, but rows whose attention
+    shows which places matter."""
+    dim, width = head.dim, head.value_dim
+    blocks = head.n / settings.block_size
+    summaries = head.m * (4 * dim + 2 * width) + head.n * 3 * dim
+    tilted = blocks * coarse * (5 * dim + 2 * width)
+    moved = ENGINE.judged * visited * dim + ENGINE.listed * blocks * keys * (dim + width)
+    moved += ENGINE.tilted * blocks * coarse * (dim + width)
+    profile = PROFILE_ROWS * head.m * dim if len(settings.profile) > 1 else 0
+    return Work(
+        exact_pairs=int(head.n * keys),
+        products=int(summaries + tilted + profile),
+        scanned=visited * (dim + PLACE_SCALARS),
+        moved=int(moved),
+    )
 
 
 @dataclass(frozen=True)

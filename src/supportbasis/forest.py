@@ -96,7 +96,7 @@ class _Sums:
         share = (self.top.view(-1, 2) - unit.unsqueeze(1)).exp()
 
         def added(x: Tensor, weight: Tensor) -> Tensor:
-            pairs = x.view(-1, 2, *x.shape[1:])
+            pairs = x.view(len(x) // 2, 2, *x.shape[1:])
             return (pairs * weight.view(-1, 2, *(1 for _ in x.shape[1:]))).sum(1)
 
         names = ("mass", "key", "key_square", "value", "value_square", "product")
@@ -121,10 +121,18 @@ def build(head: Head, placed: Tensor, positions: Tensor, leaf: int, above: int =
     return _assemble(sums, tables, segments >> above, depth + above)
 
 
+def contiguous(head: Head, position: Tensor, depth: int) -> Forest:
+    """Trees over halves of leaves [halves, size], as they come, with so many levels below the
+    roots. Nothing is known of their coordinates: the covariance of keys and values is left out,
+    all but the part between halves."""
+    sums, tables = _half_sums(head, position, 0)
+    return _assemble(sums, tables, len(position) >> (depth + 1), depth)
+
+
 Tables = tuple[Tensor, Tensor, Tensor]
 
 
-def _half_sums(head: Head, position: Tensor) -> tuple[_Sums, Tables]:
+def _half_sums(head: Head, position: Tensor, directions: int = DIRECTIONS) -> tuple[_Sums, Tables]:
     """Sums over the halves of leaves [halves, size], and the tokens of the leaves."""
     real, dtype = position.clamp(min=0), head.dtype
     key, value = head.key[real].to(dtype), head.value[real].to(dtype)
@@ -135,7 +143,7 @@ def _half_sums(head: Head, position: Tensor) -> tuple[_Sums, Tables]:
     top = log_weight.detach().amax(1)  # units are constants of the sums
     unit = torch.where(top > -math.inf, top, 0.0)
     weight = (log_weight - unit.unsqueeze(1)).exp()
-    column, weighted = weight.unsqueeze(2), key[..., :DIRECTIONS] * weight.unsqueeze(2)
+    column, weighted = weight.unsqueeze(2), key[..., :directions] * weight.unsqueeze(2)
     sums = _Sums(
         top,
         weight.sum(1),

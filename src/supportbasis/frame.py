@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -36,9 +37,26 @@ class Frame:
     key_map: Tensor
     spectrum: Tensor  # [d], descending: of x and of y
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether tokens stay as they are, up to the root of the scale."""
+        centres = bool(self.query_centre.any()) or bool(self.key_centre.any())
+        identity = torch.eye(len(self.spectrum), dtype=torch.float64)
+        maps = (x.cpu() for x in (self.query_map, self.key_map))
+        return not centres and all(torch.equal(x, identity) for x in maps)
+
     def apply(self, head: Head) -> Head:
         """The same head in this frame: scale 1, and key log-weights that hold the third term."""
         root, like = math.sqrt(head.scale), head.query.new_empty((), dtype=head.dtype)
+        if self.is_plain:
+            weight = head.key_log_weight
+            return replace(
+                head,
+                query=head.query.to(like) * root,
+                key=head.key.to(like) * root,
+                key_log_weight=like.new_zeros(head.m) if weight is None else weight.to(like),
+                scale=1.0,
+            )
         query = (head.query.to(like) - self.query_centre.to(like)) @ self.query_map.to(like)
         key = head.key.to(like) - self.key_centre.to(like)
         shift = (key @ self.query_centre.to(like)) * head.scale
@@ -57,17 +75,32 @@ class Frame:
         those of its rows' log-factors are those of `row_shift`."""
         root, like = math.sqrt(scale), inside.query
         assert inside.query_log_weight is not None and inside.key_log_weight is not None
+        if total.key_log_weight is not None:
+            total.key_log_weight += inside.key_log_weight
+        if self.is_plain:
+            total.query.add_(inside.query, alpha=root)
+            total.key.add_(inside.key, alpha=root)
+            return
         total.query.addmm_(inside.query, self.query_map.to(like).T, alpha=root)
         total.query.addr_(inside.query_log_weight, self.key_centre.to(like), alpha=scale)
         total.key.addmm_(inside.key, self.key_map.to(like).T, alpha=root)
         total.key.addr_(inside.key_log_weight, self.query_centre.to(like), alpha=scale)
-        if total.key_log_weight is not None:
-            total.key_log_weight += inside.key_log_weight
 
     def row_shift(self, head: Head, rows: Tensor | None) -> Tensor:
         """The second term: what the log-sums of the rows lack in this frame."""
         query = (head.query if rows is None else head.query[rows]).to(head.dtype)
         return (query @ self.key_centre.to(query)) * head.scale
+
+
+def plain_frame(head: Head) -> Frame:
+    """The frame that leaves tokens as they are, made once."""
+    if "plain" not in head.memory:
+        zeros = torch.zeros(head.dim, dtype=torch.float64, device=head.query.device)
+        identity = torch.eye(head.dim, dtype=torch.float64, device=head.query.device)
+        head.memory["plain"] = Frame(zeros, zeros, identity, identity, zeros)
+    made = head.memory["plain"]
+    assert isinstance(made, Frame)
+    return made
 
 
 def framed(head: Head, frame: Frame) -> Head:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .blocks import BlockSettings
+from .blocks import PLACES, BlockSettings
 from .fitted import FittedKernel
 from .frame import Frame
 from .plans import KINDS, BucketPair, HeadPlan
@@ -46,7 +46,7 @@ def head_from_json(content: dict[str, Any]) -> HeadPlan:
     fitted = content.pop("fitted", None)
     head = HeadPlan(
         **content,
-        blocks=None if blocks is None else BlockSettings(**blocks),
+        blocks=None if blocks is None else _blocks_from_json(blocks),
         fitted=None if fitted is None else _fitted_from_json(fitted),
         frame=None if frame is None else _frame_from_json(frame),
         polynomial=None if poly is None else _polynomial_from_json(poly),
@@ -120,6 +120,14 @@ def _kernel_from_json(content: dict[str, Any]) -> PowerKernel:
         None if size is None else int(size),
         int(content["seed"]),
     )
+
+
+def _blocks_from_json(content: dict[str, Any]) -> BlockSettings:
+    profile = tuple(float(x) for x in content.pop("profile", ()))
+    settings = BlockSettings(**content, profile=profile)
+    if settings.order == PLACES and len(profile) % 3 != 1:
+        raise ValueError(f"a profile has {len(profile)} numbers")
+    return settings
 
 
 def _fitted_from_json(content: dict[str, Any]) -> FittedKernel:

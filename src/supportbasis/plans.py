@@ -119,7 +119,8 @@ class HeadPlan:
         if self.fitted is not None:
             parts.append(str(self.fitted))
         if self.frame is not None:
-            parts.append("in a balanced frame")
+            where = "the order of the sequence" if self.frame.is_plain else "a balanced frame"
+            parts.append(f"in {where}")
         parts.append(f"cost {self.cost:.3g}, predicted {self.speedup:.3g}x as fast as exact")
         if self.measured is not None:
             parts.append(f"measured error {self.measured:.2g}")

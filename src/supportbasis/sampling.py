@@ -66,9 +66,11 @@ class RowSample:
 def exact_rows(
     head: Head, rows: Tensor, log_scale: float = 0.0, component: Component | None = None
 ) -> Tensor:
-    """The exact result of some rows in float64 (``component``: of another kernel than exp)."""
+    """The exact result of some rows, in any order, in float64 (``component``: of another kernel
+    than exp)."""
     wide = replace(head, precision=torch.float64)
-    total = evaluate([component or ExactSum(head.live_keys)], wide, rows)
+    ordered, at = rows.sort()  # causal sums skip what lies ahead of the last row of a tile
+    total = evaluate([component or ExactSum(head.live_keys)], wide, ordered)[at.argsort()]
     if head.normalise:
         return total.divide_(total.seen & (total.den > 0))[0]
     if head.query_log_weight is not None:

@@ -9,7 +9,7 @@ that were opened, so the work is proportional to the lists that come out.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from .forest import Forest
 
 EXPONENT = 6.0  # score variances beyond are as bad as they get
 LARGEST_DRIFT = 1.0  # variance over the queries of a block: beyond, it says nothing more
-
+HARDLY = 8.0  # halves of neighbours err nearly as much as the whole: only exact leaves do not
 
 Pairs = tuple[Tensor, Tensor]  # block and node of each pair, sorted by block
 
@@ -86,9 +86,65 @@ class View:
         fields = (self.log_mass, self.key, self.output, self.size)
         return View(*(field[members] for field in fields))
 
+    def judge(
+        self, forest: Forest, blocks: Blocks, block: Tensor, node: Tensor, settled: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Log masses of nodes, and their squared errors as coarse keys over the squared size of
+        the output; ``settled`` is the log mass of what each block has decided on."""
+        mass = _masses(forest, blocks, block, node)
+        total = torch.logaddexp(settled, _log_sums(mass.least, block, len(settled)))
+        total = torch.maximum(total, self.log_mass)
+        return mass.least, _error(forest, blocks, self, block, node, mass, total)
+
+
+@dataclass(frozen=True, eq=False)
+class Glance:
+    """What blocks of consecutive queries know of nodes of consecutive keys: how large and how far
+    apart both are, in no direction in particular, and which places have been attended to.
+
+    One product of mean query and mean key judges a pair; all else are single numbers.
+    """
+
+    strength: Tensor  # [blocks]: squared length of the mean query
+    width: Tensor  # [blocks]: sum of the variances of the queries
+    place: Tensor  # [blocks]: leaf at which the block is
+    spread: Tensor  # [nodes]: mean of the variances of the keys
+    away: Tensor  # [nodes]: mean squared length of the values, over that of all values
+    scatter: Tensor  # [nodes]: variance of the values over the number of keys, over the same
+    first: Tensor  # [nodes]: its first leaf
+    leaves: Tensor  # [nodes]: how many it has
+    start: Tensor  # [nodes]: share of attention of such places
+    near: Tensor  # [2 all leaves]: sums of such shares by distance, the furthest before it first
+
+    def sample(self, members: Tensor) -> Glance:
+        fields = {name: getattr(self, name)[members] for name in ("strength", "width", "place")}
+        return replace(self, **fields)
+
+    def judge(
+        self, forest: Forest, blocks: Blocks, block: Tensor, node: Tensor, settled: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `View.judge`, over the squared size of the values."""
+        spread = self.spread[node]
+        inner = self.strength[block] * spread
+        mass = (blocks.mean[block] * forest.key[node]).sum(1) + forest.log_mass[node]
+        mass = mass + torch.minimum(inner / 2, (inner * forest.others[node]).sqrt())
+        total = torch.logaddexp(settled, _log_sums(mass, block, len(settled)))
+        begin = self.first[node] - self.place[block] + (len(self.near) // 2 - 1)
+        begin, end = (x.clamp(0, len(self.near) - 1) for x in (begin, begin + self.leaves[node]))
+        usual = self.near[end] - self.near[begin] + self.start[node]
+        share = (mass - total[block]).exp() + torch.where(mass > -math.inf, usual, 0.0)
+        outer = self.width[block] * spread
+        both = (inner + outer).clamp(max=EXPONENT)
+        off = (both.pow(1.5) / 6 + outer).clamp(max=2)
+        error = torch.expm1(both) * self.scatter[node] + off.square() * self.away[node]
+        gained = torch.where(self.leaves[node] > 1, 1 / HARDLY, 1.0)
+        return mass, share.square() * error * gained
+
 
 @torch.no_grad()
-def select(forest: Forest, blocks: Blocks, view: View, start: Pairs, price: float) -> Lists:
+def select(
+    forest: Forest, blocks: Blocks, view: View | Glance, start: Pairs, price: float
+) -> Lists:
     """The lists of all blocks, opened from the pairs of ``start``, which cover what they see."""
     block, node = start
     coarse, exact, visited = [], [], 0
@@ -96,10 +152,7 @@ def select(forest: Forest, blocks: Blocks, view: View, start: Pairs, price: floa
     settled = torch.full_like(error_left, -math.inf)  # log mass of what is decided
     while True:
         visited += len(node)
-        mass = _masses(forest, blocks, block, node)
-        total = torch.logaddexp(settled, _log_sums(mass.least, block, len(settled)))
-        total = torch.maximum(total, view.log_mass)
-        error = _error(forest, blocks, view, block, node, mass, total)
+        mass, error = view.judge(forest, blocks, block, node, settled)
         leaf = forest.child[node] < 0
         added = torch.where(leaf, float(forest.leaf_size - 1), 1.0)
         opened = error > price * added
@@ -110,7 +163,7 @@ def select(forest: Forest, blocks: Blocks, view: View, start: Pairs, price: floa
         inner = opened & ~leaf
         if not bool(inner.any()):
             break
-        decided = _log_sums(mass.least[~inner], block[~inner], len(settled))
+        decided = _log_sums(mass[~inner], block[~inner], len(settled))
         settled = torch.logaddexp(settled, decided)
         block, node = children(forest, (block[inner], node[inner]))
     return Lists(_sorted(coarse), _sorted(exact), visited, error_left)

@@ -250,6 +250,9 @@ def downstream(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False,
+    device: Annotated[
+        str, typer.Option(help="Where the models run: cpu, cuda, or another of PyTorch's.")
+    ] = "cpu",
     quick: Annotated[
         bool, typer.Option("--quick", help="Few items: about two minutes; confirms nothing.")
     ] = False,
@@ -265,12 +268,12 @@ def downstream(
                 raise InputError("--tasks and --limit are for a model of your own: add --model")
             extents = QUICK_DOWNSTREAM if quick else WHOLE_DOWNSTREAM
             found = stories_folder(models)
-            run_downstream(extents, _writable(out), found, _console(), redraw=redraw)
+            run_downstream(extents, _writable(out), found, _console(), device=device, redraw=redraw)
         else:
             access = Access(download, trust_remote_code)
             items = limit or (QUICK_ITEMS if quick else None)
             wish = BenchmarkWish(model, chosen_tasks(tasks), items, access)
-            run_benchmarks(wish, _writable(out), _console(), redraw=redraw)
+            run_benchmarks(wish, _writable(out), _console(), device=device, redraw=redraw)
 
 
 @reproduce.command("all")

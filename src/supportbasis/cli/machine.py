@@ -28,11 +28,11 @@ class Machine:
 
     @staticmethod
     def here(device: str = "cpu") -> Machine:
-        """The machine of this process; the device "cuda" gets its own name."""
-        known = device == "cuda" and torch.cuda.is_available()
+        """The machine of this process; a device of CUDA gets its own name."""
+        known = torch.device(device).type == "cuda" and torch.cuda.is_available()
         return Machine(
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            device=torch.cuda.get_device_name() if known else device,
+            device=torch.cuda.get_device_name(device) if known else device,
             cpu=_cpu(),
             cores=torch.get_num_threads(),
             torch=torch.__version__,

@@ -71,7 +71,8 @@ def _finish(problem: Problem, made: Prepared) -> Forward:
         log_den, lost = log_den.clone(), lost.clone()
         _add_far_keys(made, num, log_den, lost)
         bad = bool((lost | made.far_rows).any())
-    output, lse = num.to(problem.query.dtype), log_den + made.inside.shift
+    # copies: what was replayed is written over by the next call
+    output, lse = num.to(problem.query.dtype, copy=True), log_den + made.inside.shift
     if bad:
         _make_exact(made.inside, lost | made.far_rows, output, lse)
     lost = lost & ~made.far_rows

@@ -25,6 +25,7 @@ from ..arrangement import arranged, repeated
 from ..basis import support_basis
 from ..blocks import (
     PARTS,
+    PLACES,
     START_NODES,
     BlockSettings,
     Layer,
@@ -43,7 +44,7 @@ from ..kernels.summary import summarised
 from ..partial import Partial
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
-from ..selection import Blocks, Column, Pairs
+from ..selection import Blocks, Column, Pairs, View
 from ..tree import leaf_layout, positions
 from .dispatch import Finish, Forward
 from .framed import Inside, frames_of
@@ -56,9 +57,9 @@ TOGETHER = ("tree", "sequence")  # orders that are the same work for every head
 
 def refusal(head: HeadPlan) -> str | None:
     order = _settings(head).order
-    if head.exact_rows or order in TOGETHER:  # rows are exact in causal attention only
+    if order in TOGETHER or (head.exact_rows and order != PLACES):  # causal: ordered by trees
         return None
-    return f"its order is {order!r}: tokens in groups are arranged by PyTorch"
+    return f"its order is {order!r}: such blocks are made by PyTorch"
 
 
 def family(head: HeadPlan) -> object:
@@ -317,6 +318,7 @@ def _causal(inside: Inside, plan: HeadPlan, room: Room) -> tuple[Tensor, Tensor]
 
 def listed(forest: Forest, layer: Layer, price: float) -> Listed:
     """The lists of a layer whose cells know what they see."""
+    assert isinstance(layer.view, View)
     start = shared(layer.start, len(layer.cells.mean))
     prices = torch.full_like(layer.view.size, price)
     longest = max(selection.LONGEST, START_NODES * 4)

@@ -27,18 +27,21 @@ class Recording:
     """A graph, the tensors that it reads and what it leaves."""
 
     graph: torch.cuda.CUDAGraph
+    place: Hashable  # device and stream
     given: tuple[Tensor, ...]
     result: Any
 
     @staticmethod
-    def of(function: Callable[..., Any], given: tuple[Tensor, ...], pool: Any) -> Recording:
+    def of(function: Callable[..., Any], given: tuple[Tensor, ...], place: Hashable) -> Recording:
         given = tuple(x.clone(memory_format=torch.contiguous_format) for x in given)
         function(*given)  # whatever is compiled for these tensors is compiled before
         torch.cuda.synchronize(given[0].device)
+        others = (other.graph for other in _recordings.values() if other.place == place)
+        pool = next((graph.pool() for graph in others), None)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = function(*given)
-        return Recording(graph, given, result)
+        return Recording(graph, place, given, result)
 
     def replay(self, given: tuple[Tensor, ...]) -> Any:
         for mine, theirs in zip(self.given, given, strict=True):
@@ -49,7 +52,6 @@ class Recording:
 
 _recordings: OrderedDict[Hashable, Recording] = OrderedDict()
 _plain: dict[Hashable, bool] = {}  # calls that ran as they are: whether they always will
-_pools: dict[Hashable, Any] = {}
 _lock = Lock()
 
 
@@ -76,13 +78,11 @@ def _record(
     key: Hashable, function: Callable[..., Any], given: tuple[Tensor, ...], place: Hashable
 ) -> bool:
     """Record a call, and make room for it; False where the device has no memory for that."""
-    if len(_recordings) >= KEPT:
-        oldest, _ = _recordings.popitem(last=False)
-        _plain[oldest] = True
-    if place not in _pools:
-        _pools[place] = torch.cuda.graph_pool_handle()
     try:
-        _recordings[key] = Recording.of(function, given, _pools[place])
+        _recordings[key] = Recording.of(function, given, place)
     except torch.OutOfMemoryError:
         return False
+    if len(_recordings) > KEPT:
+        oldest, _ = _recordings.popitem(last=False)
+        _plain[oldest] = True
     return True

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ..arrangement import ORDERS
-from ..blocks import START_NODES, BlockSettings, Layer, Structure, remembered
+from ..blocks import PARTS, PLACES, START_NODES, BlockSettings, Layer, Structure, remembered
 from ..components.blocks import block_sums
 from ..cost import DEVICE, block_work, handling
 from ..errors import InputError
-from ..frame import own_frame, prefix_of
+from ..frame import own_frame, plain_frame, prefix_of
+from ..places import Profile
 from ..plans import HeadPlan
 from ..problem import Head
 from ..rows import RowCheck
@@ -33,8 +34,8 @@ STEPS = 14
 LARGEST_SCORES = 100.0  # standard deviation: beyond, one key takes it all and no mean key helps
 WIDEST_BLOCKS, CHECKED_BLOCKS, CHECKED_ROWS = 12, 40, 8
 FIRST_GUESS = 10.0  # tolerance over the root of the first price that is tried
-SEQUENCE = "sequence"
 USELESS = 0.9  # measured error from which a plan is no answer, however cheap
+SEQUENCE = "sequence"
 STRIDE, HALVES = 4.0, 3  # steps of the logarithm of the price, and how often the last is halved
 
 
@@ -50,10 +51,12 @@ class BlockSupport(Method):
     sampled blocks and at its upper limit (95 % confidence), is within it.
 
     ``order`` says how queries and keys come into blocks: by a "tree", by "groups" around the
-    clusters they lie in, in the "sequence" they have, or "auto". ``tail`` says what becomes of the
+    clusters they lie in, in the "sequence" they have, or "auto". With "places" they stay as they
+    come, in blocks of a quarter of ``block_size``, without a frame and in no other order: that
+    suits text. "auto" tries it beside the others and measures. ``tail`` says what becomes of the
     keys that no list can afford: they are seen as "coarse" keys, or all keys are seen through a
     "polynomial" fitted to the scores, which suits diffuse heads; "auto" measures both. Causal
-    windows are always ordered by trees; the plan says so where another order was asked for.
+    windows are ordered by trees or in places; the plan says so where another order was asked for.
 
     Where nothing within the budget is any good, the head is exact and the plan says so.
     No bound is proved: coarse keys are judged by estimates, and the certificate measures.
@@ -81,7 +84,7 @@ class BlockSupport(Method):
         size = self.block_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise InputError(f"block_size must be an integer >= 1, got {size!r}")
-        for name, choices in (("order", ORDERS), ("tail", TAILS)):
+        for name, choices in (("order", (*ORDERS, PLACES)), ("tail", TAILS)):
             value = getattr(self, name)
             if value not in choices:
                 raise InputError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
@@ -116,14 +119,21 @@ class BlockSupport(Method):
             size = self.block_size or (DEVICE_BLOCK if handling(head) is DEVICE else BLOCK)
             first = BlockSearch.of(head, size, self.seed, self.order)
             yield first
-            if isinstance(first, BlockSearch) and self._is_open(head) and first.order != SEQUENCE:
-                yield BlockSearch.of(head, size, self.seed, SEQUENCE)
+            if isinstance(first, BlockSearch):
+                yield from self._further(first, size)
         if self.tail != "coarse":
             yield FittedSearch.of(head, self.seed)
 
-    def _is_open(self, head: Head) -> bool:
-        """Whether both orders by likeness and by sequence are tried."""
-        return self.order == "auto" and not head.is_causal
+    def _further(self, first: BlockSearch, size: int) -> Iterator[BlockSearch | str]:
+        """Lists in other orders, where the choice is ours; kernels know those of trees."""
+        head = first.head
+        if self.order == PLACES:
+            yield BlockSearch.in_places(head, size, self.seed, looks=True)
+        elif self.order == "auto" and not head.query.is_cuda:
+            for looks in (True, False):
+                yield BlockSearch.in_places(head, size, self.seed, looks)
+        elif self.order == "auto" and not head.is_causal and first.order != SEQUENCE:
+            yield BlockSearch.of(head, size, self.seed, SEQUENCE)
 
     def _best(self, search: BlockSearch | FittedSearch, head: Head) -> HeadPlan | None:
         """The best plan of one kind; with its error, if there is another kind to compare with."""
@@ -133,7 +143,7 @@ class BlockSupport(Method):
             return search.within(self.tolerance, RowCheck(head, self.tolerance, self.seed), 0.0)
         assert self.budget is not None
         plan = search.affordable(self.budget)
-        if plan is None or (self.tail != "auto" and not self._is_open(head)):
+        if plan is None or (self.tail != "auto" and self.order not in ("auto", PLACES)):
             return plan
         if isinstance(search, BlockSearch):
             return search.measured(plan, self.seed)
@@ -159,6 +169,8 @@ class BlockSearch:
         frame = own_frame(head)
         if not float(frame.spectrum.square().sum().sqrt()) < LARGEST_SCORES:
             return "scores are so large that one key takes it all"
+        if order == PLACES:
+            return BlockSearch.in_places(head, block_size, seed)
         reason = ""
         if head.is_causal and order not in ("auto", "tree"):
             order, reason = "tree", f"causal windows are ordered by trees, not by {order!r}"
@@ -180,6 +192,18 @@ class BlockSearch:
         """Of queries and keys, as far as it is known."""
         assert self.base.blocks is not None
         return self.base.blocks.order
+
+    @staticmethod
+    def in_places(head: Head, block_size: int, seed: int, looks: bool = False) -> BlockSearch:
+        """Smaller blocks of consecutive queries, which cost little to judge; ``looks``: rows are
+        computed to see which places matter."""
+        size = max(1, block_size // PARTS)
+        profile = Profile.of(head, LEAF, looks)
+        settings = BlockSettings(1.0, size, LEAF, math.lcm(size, LEAF), PLACES, profile)
+        frame = plain_frame(head)
+        base = HeadPlan("block", "", head.n, head.m, 1.0, 1.0, blocks=settings, frame=frame)
+        made = remembered(head, frame, settings)
+        return BlockSearch(head, base, made, made.sample(PARTS * SAMPLED_BLOCKS, seed))
 
     def plan(self, price: float) -> HeadPlan:
         """The plan at a price, with its cost."""

@@ -78,9 +78,8 @@ def _likeliest(model: Any, asked: Sequence[Question]) -> list[Answer]:
     for number, question in enumerate(asked):
         for choice in question.item.choices:
             inputs.setdefault((number, tuple(choice[:-1])), len(inputs))
-    tokens = torch.tensor([[*asked[number].prompt, *start] for number, start in inputs])
     size = len(asked[0].item.choices[0])
-    logs = model(tokens, use_cache=False, logits_to_keep=size).logits.float().log_softmax(-1)
+    logs = _logs(model, [[*asked[number].prompt, *start] for number, start in inputs], size)
     made = []
     for number, question in enumerate(asked):
         choices = question.item.choices
@@ -90,6 +89,13 @@ def _likeliest(model: Any, asked: Sequence[Question]) -> list[Answer]:
     return made
 
 
+def _logs(model: Any, tokens: Sequence[Sequence[int]], kept: int) -> Tensor:
+    """Log-likelihoods at the last places, [batch, kept, vocabulary], brought here to be read."""
+    given = torch.tensor(tokens, device=model.device)
+    logits: Tensor = model(given, use_cache=False, logits_to_keep=kept).logits
+    return logits.float().log_softmax(-1).cpu()
+
+
 def _total(logs: Tensor, choice: Sequence[int]) -> float:
     return sum(float(logs[at, token]) for at, token in enumerate(choice))
 
@@ -97,8 +103,7 @@ def _total(logs: Tensor, choice: Sequence[int]) -> float:
 def _filled(model: Any, asked: Sequence[Question]) -> list[Answer]:
     """A masked-diffusion model's likelihood of every choice in place of masks, token by token."""
     size = len(asked[0].item.choices[0])
-    tokens = torch.tensor([question.prompt + [MASK] * size + [STOP] for question in asked])
-    logs = model(tokens, use_cache=False, logits_to_keep=size + 1).logits.float().log_softmax(-1)
+    logs = _logs(model, [question.prompt + [MASK] * size + [STOP] for question in asked], size + 1)
     made = []
     for question, found in zip(asked, logs, strict=True):
         scores = [_total(found, choice) for choice in question.item.choices]
@@ -123,7 +128,7 @@ def _written(model: Any, asked: Sequence[Question]) -> list[Answer]:
     if is_causal(model):
         texts = write(model, asked)
     else:
-        prompts = torch.tensor([question.prompt for question in asked])
+        prompts = torch.tensor([question.prompt for question in asked], device=model.device)
         texts = sample(lambda x: model(x, use_cache=False).logits, prompts, WRITING, MASK).tolist()
     made = []
     for question, text in zip(asked, texts, strict=True):
@@ -162,9 +167,8 @@ def write(model: Any, asked: Sequence[Question]) -> list[list[int]]:
     while active:
         guesses = [_guess(texts[number], asked[number].item) for number in active]
         tokens = [asked[n].prompt + guess for n, guess in zip(active, guesses, strict=True)]
-        logits = model(
-            torch.tensor(tokens), use_cache=False, logits_to_keep=MOST_WRITTEN + 1
-        ).logits
+        given = torch.tensor(tokens, device=model.device)
+        logits = model(given, use_cache=False, logits_to_keep=MOST_WRITTEN + 1).logits
         for number, guess, found in zip(active, guesses, logits.argmax(-1).tolist(), strict=True):
             _accept(texts[number], guess, found)
         active = [n for n in active if _form(texts[n]) == "open" and len(texts[n]) < MOST_WRITTEN]

@@ -80,6 +80,7 @@ LIBRARY: dict[str, Method] = {
     "BlockSupport(0.5)": BlockSupport(0.5),
     "Auto": Auto(),
 }
+SLOW = ("SingleThreshold", "MultiThreshold", "BlockSupport(0.5)")  # plan longer than they compute
 
 
 def contender(name: str) -> Contender:

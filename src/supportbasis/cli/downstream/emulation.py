@@ -57,12 +57,14 @@ def limits(scores: Tensor, mask: Tensor | None, share: float) -> tuple[Tensor, T
     flat = scores.flatten(-2) if mask is None else scores[..., mask]
     count = int(share * flat.shape[-1])
     if count < 1:
-        low, high = flat.amin(-1), flat.amax(-1)
-    else:  # numpy finds both at once, several times as fast as two calls of kthvalue
-        places = (count - 1, flat.shape[-1] - count)
-        ordered = np.partition(flat.detach().cpu().numpy(), places, -1)
-        low, high = (torch.from_numpy(ordered[..., place]).to(scores.device) for place in places)
-    return low[..., None, None], high[..., None, None]
+        return flat.amin(-1)[..., None, None], flat.amax(-1)[..., None, None]
+    places = [count - 1, flat.shape[-1] - count]
+    if flat.device.type == "cpu":  # numpy finds both at once, faster than two calls of kthvalue
+        ordered = torch.from_numpy(np.partition(flat.detach().numpy(), places, -1))
+    else:
+        ordered = flat.sort(-1).values
+    low, high = (ordered[..., place, None, None] for place in places)
+    return low, high
 
 
 def _largest(scores: Tensor, mask: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..report import Grid
-from .contenders import AS23, EXACT, MEAN, OURS
+from .contenders import AS23, EXACT, MEAN, NAMES, OURS
 from .paired import Estimate, difference, flags, mean
 from .paper import BENCHMARKS, CHANCE, paper_average
 from .rows import TaskRow, joined
@@ -57,7 +57,7 @@ class Judged:
 
 
 def judged(rows: Sequence[TaskRow]) -> dict[str, dict[str, Judged]]:
-    """By model and method; only what answered all tasks."""
+    """By model and method, in the order of methods; only what answered all tasks."""
     parts: dict[tuple[str, str, str], list[TaskRow]] = {}
     for row in rows:
         parts.setdefault((row.model, row.method, row.task), []).append(row)
@@ -65,10 +65,12 @@ def judged(rows: Sequence[TaskRow]) -> dict[str, dict[str, Judged]]:
     for (model, method, task), mine in parts.items():
         methods = found.setdefault(model, {})
         methods.setdefault(method, Judged(model, method, {})).rows[task] = joined(mine)
-    return {
-        model: {name: made for name, made in methods.items() if len(made.rows) == len(BENCHMARKS)}
-        for model, methods in found.items()
-    }
+    return {model: _complete(methods) for model, methods in found.items()}
+
+
+def _complete(methods: dict[str, Judged]) -> dict[str, Judged]:
+    made = ((name, methods[name]) for name in NAMES if name in methods)
+    return {name: judged for name, judged in made if len(judged.rows) == len(BENCHMARKS)}
 
 
 def chance() -> float:

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...errors import InputError
 from ..distribution.models import PRESETS, Access, check_folder, why
 from ..records import Row
@@ -60,11 +62,11 @@ class Wish:
 class Harness:
     """The model of a wish, loaded when the first benchmark runs."""
 
-    def __init__(self, wish: Wish):
+    def __init__(self, wish: Wish, device: torch.device):
         if find_spec("transformers") is None or find_spec("lm_eval") is None:
             raise InputError(INSTALL)
         check_folder(wish.model)
-        self.wish = wish
+        self.wish, self.device = wish, device
 
     @cached_property
     def loaded(self) -> tuple[Any, Any]:
@@ -81,6 +83,7 @@ class Harness:
             model = kind.from_pretrained(name, dtype="auto", **options).eval()
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise InputError(why(name, access, error)) from None
+        model = model.to(self.device)
         if is_diffusion(config):
             return model, as_lm(Diffusion(model, tokenizer, self.wish.writing))
         from lm_eval.models.huggingface import HFLM

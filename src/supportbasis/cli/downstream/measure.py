@@ -33,20 +33,21 @@ class Subject:
     name: str
     folder: Path
     digest: str  # of its weights
+    device: torch.device
 
     @staticmethod
-    def of(name: str, folder: Path) -> Subject:
+    def of(name: str, folder: Path, device: torch.device) -> Subject:
         file = folder / "model.safetensors"
         if not file.is_file():
             raise InputError(
                 f"the weights {file} are missing; install the package again, or train them: "
                 f"python -m supportbasis.cli.downstream.train {name}"
             )
-        return Subject(name, folder, sha256(file.read_bytes()).hexdigest()[:8])
+        return Subject(name, folder, sha256(file.read_bytes()).hexdigest()[:8], device)
 
     @cached_property
     def model(self) -> Any:
-        return load_model(self.folder)
+        return load_model(self.folder).to(self.device)
 
     def unit(self, *parts: object) -> str:
         return ", ".join(map(str, (self.name, self.digest, *parts)))
@@ -66,10 +67,10 @@ def measure_task(
     """Answers of a method to some items of a task."""
     asked, found = questions(task, count, length, SEED, subject.name, first), []
     method = contender(name)
-    start = time.perf_counter()
-    with attending(subject.model, method.attend):
-        for start in range(0, count, batch):
-            found += answers(subject.model, asked[start : start + batch])
+    model, start = subject.model, time.perf_counter()
+    with attending(model, method.attend):
+        for at in range(0, count, batch):
+            found += answers(model, asked[at : at + batch])
             tick(len(found) / count)
     seconds = time.perf_counter() - start
     used = (method.used.exact_share, method.used.mean_cost)
@@ -83,7 +84,7 @@ def measure_text(
     method = contender(name)
     tokens = held_out(length, windows, SEED)
     with attending(subject.model, method.attend):
-        found = perplexity(subject.model, tokens)
+        found = perplexity(subject.model, tokens.to(subject.device))
     used = (method.used.exact_share, method.used.mean_cost)
     return [TextRow(unit, subject.name, name, tokens.numel(), found, *used)]
 
@@ -116,7 +117,7 @@ def measure_layers(
         for task in TASKS
         for question in questions(task, prompts, length, SEED, subject.name)
     ]
-    tokens = torch.tensor(asked)
+    tokens = torch.tensor(asked, device=subject.device)
     truth = hidden_states(subject.model, tokens, contender(EXACT).attend)
     found = hidden_states(subject.model, tokens, contender(name).attend)
     errors: Sequence[float] = hidden_errors(truth, found)

@@ -15,13 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def _colour(name: str) -> str:
-    if name == EXACT:
-        return INK
-    if name == MEAN:
-        return GREY
-    others = [other for other in NAMES if other not in (EXACT, MEAN)]
-    return COLOURS[others.index(name) % len(COLOURS)] if name in others else GREY
+OTHERS = [name for name in NAMES if name not in (EXACT, MEAN)]
+SHADES = dict(zip(OTHERS, (*COLOURS, "#9b2c2c"), strict=True)) | {EXACT: INK, MEAN: GREY}
 
 
 def _dashes(name: str) -> str:
@@ -37,7 +32,7 @@ def draw_accuracy(models: Mapping[str, Mapping[str, Judged]], path: Path) -> Non
         for place, (name, mine) in enumerate(reversed(list(made.items()))):
             found = mine.average()
             reach = [[found.value - found.low], [found.high - found.value]]
-            axes.errorbar(found.value, place, xerr=reach, fmt="o", color=_colour(name), capsize=3)
+            axes.errorbar(found.value, place, xerr=reach, fmt="o", color=SHADES[name], capsize=3)
         axes.set_yticks(range(len(made)), list(reversed(list(made))), fontsize=9)
         axes.axvline(chance(), color=GREY, linestyle="--", linewidth=1)
         axes.set_xlim(0, 100)
@@ -75,10 +70,10 @@ def draw_recall(rows: Sequence[RecallRow], path: Path) -> None:
         plain_axes(axes)
         axes.set_xscale("log", base=2)
         mine = [row for row in rows if (row.model, row.form) == (model, form)]
-        for name in NAMES:
+        for place, name in enumerate(NAMES):  # the later, the smaller: lines often coincide
             points = _recalled([row for row in mine if row.method == name])
             if points:
-                _line(axes, name, points)
+                _line(axes, name, points, 14.0 - 1.2 * place)
         axes.xaxis.set_major_formatter(length_label)
         axes.set_xlabel("distance in tokens, up to")
         axes.set_title(f"{model}, {form}", loc="left", fontsize=11)
@@ -96,6 +91,6 @@ def _recalled(rows: Sequence[RecallRow]) -> list[tuple[int, float]]:
     return points
 
 
-def _line(axes: Axes, name: str, points: Sequence[tuple[int, float]]) -> None:
+def _line(axes: Axes, name: str, points: Sequence[tuple[int, float]], size: float = 4.0) -> None:
     x, y = zip(*points, strict=True)
-    axes.plot(x, y, _dashes(name), marker="o", markersize=4, color=_colour(name), label=name)
+    axes.plot(x, y, _dashes(name), marker="o", markersize=size, color=SHADES[name], label=name)

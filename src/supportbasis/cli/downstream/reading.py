@@ -50,6 +50,7 @@ def _masked_loss(model: Any, tokens: Tensor, generator: torch.Generator) -> floa
     total, count = 0.0, tokens.shape[1]
     for share in SHARES:
         hidden = torch.randperm(count, generator=generator)[: max(1, round(share * count))]
+        hidden = hidden.to(tokens.device)
         masked = tokens.clone()
         masked[:, hidden] = MASK
         logs = model(masked, use_cache=False).logits[:, hidden].float().log_softmax(-1)
@@ -82,8 +83,8 @@ def recall(model: Any, form: str, length: int, texts: int, seed: int) -> list[Re
 
 
 def _recalled(model: Any, hidden: Hidden) -> list[Recalled]:
-    tokens = torch.tensor([[token % KIND for token in hidden.tokens]])
-    places = torch.tensor([place for place, _ in hidden.asked])
+    tokens = torch.tensor([[token % KIND for token in hidden.tokens]], device=model.device)
+    places = torch.tensor([place for place, _ in hidden.asked], device=model.device)
     truth = tokens[0, places]
     if is_causal(model):
         found = model(tokens, use_cache=False, logits_to_keep=places - 1).logits[0].argmax(-1)
@@ -92,8 +93,8 @@ def _recalled(model: Any, hidden: Hidden) -> list[Recalled]:
         found = model(tokens, use_cache=False, logits_to_keep=places).logits[0].argmax(-1)
     distances = [distance for _, distance in hidden.asked]
     return [
-        Recalled(distance, bool(right))
-        for distance, right in zip(distances, found == truth, strict=True)
+        Recalled(distance, right)
+        for distance, right in zip(distances, (found == truth).tolist(), strict=True)
     ]
 
 

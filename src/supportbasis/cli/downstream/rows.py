@@ -49,8 +49,19 @@ def joined(rows: Sequence[TaskRow]) -> TaskRow:
             parsed=whole.parsed + row.parsed,
             written=whole.written + row.written,
             seconds=whole.seconds + row.seconds,
+            exact_heads=_shared(whole, row, "exact_heads"),
+            cost=_shared(whole, row, "cost"),
         )
     return whole
+
+
+def _shared(first: TaskRow, second: TaskRow, column: str) -> float | None:
+    """The mean over the items of both."""
+    values = [getattr(row, column) for row in (first, second)]
+    if None in values:
+        return None
+    total = sum(row.items * value for row, value in zip((first, second), values, strict=True))
+    return float(total / (first.items + second.items))
 
 
 def digits(flags: Sequence[bool]) -> str:

@@ -52,16 +52,27 @@ class Stories:
 
 
 @torch.no_grad()
-def load(folder: Path) -> Stories:
+def load(folder: Path, device: torch.device) -> Stories:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokens = tokenizer(own_text(), return_tensors="pt").input_ids[0]
+    options = {"local_files_only": True}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(f"--models: {folder} cannot be read as a model ({first})") from None
+    model = model.eval().to(device)
+    tokens = tokenizer(own_text(), return_tensors="pt", verbose=False).input_ids[0].to(device)
     windows = min(WINDOWS, len(tokens) // TOKENS)
-    start = tokenizer(START, return_tensors="pt").input_ids
+    if not windows:
+        raise InputError(
+            f"--models: {folder} makes {len(tokens)} tokens of the text, fewer than a window of "
+            f"{TOKENS}; expected {MODEL}"
+        )
+    start = tokenizer(START, return_tensors="pt").input_ids.to(device)
     length = TOKENS - start.shape[1]
     story = model.generate(
         start, do_sample=False, min_new_tokens=length, max_new_tokens=length, pad_token_id=0

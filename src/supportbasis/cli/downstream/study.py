@@ -9,17 +9,19 @@ from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from rich.console import Console
 
 from ...errors import InputError
 from ..chapters import Chapter, publish
+from ..devices import chosen_device
 from ..distribution import check_installed
 from ..machine import Machine
 from ..measure import Tick
 from ..progress import Steps
 from ..records import Records, Row
 from . import findings, pictures, stories, tables
-from .contenders import LIBRARY, NAMES
+from .contenders import NAMES, SLOW
 from .harness import BenchmarkRow, Harness, Wish
 from .items import TASKS
 from .measure import Subject, measure_layers, measure_recall, measure_task, measure_text
@@ -41,8 +43,8 @@ LEAD = (
     "models learned from, so that exact attention is not always right; they and the weights were "
     "fixed before methods were compared."
 )
-PART = 50  # items after which rows are written; all methods come before the next part
-BATCH = 4  # larger ones take no less time, and the scores of emulations more memory
+PART, SMALL_PART = 50, 10  # items after which rows are written, and for slow methods
+BATCH = 4  # on a CPU: larger ones take no less time, and the scores of emulations more memory
 
 
 @dataclass(frozen=True)
@@ -50,23 +52,24 @@ class Extent:
     """How much is asked of a model."""
 
     items: int  # of each task
-    few: int  # of each task, for methods of the library: most plan for longer than they compute
+    few: int  # of each task, for methods that plan for longer than they compute
     lengths: dict[str, int]  # of the prompts of a task
     windows: int  # of held-out text
     window: int
     recall: tuple[tuple[int, int], ...]  # length of the text, and how many of them
     prompts: int  # of each task, for the errors of hidden states
 
-    def items_for(self, method: str) -> int:
-        """Always the first ones, so that all methods can be compared on the same."""
-        return self.few if method in LIBRARY else self.items
+    def parts(self, method: str) -> list[tuple[int, int]]:
+        """First item and count of every part. All methods start with the same items."""
+        size, items = (SMALL_PART, self.few) if method in SLOW else (PART, self.items)
+        return [(first, min(size, items - first)) for first in range(0, items, size)]
 
 
 LENGTHS = dict.fromkeys(TASKS, 256)
 SHORT = dict.fromkeys(TASKS, 192)
 FULL = {
-    "causal": Extent(400, 30, LENGTHS, 6, 1024, ((1024, 2), (4096, 1)), 3),
-    "diffusion": Extent(100, 40, LENGTHS, 3, 1024, ((1024, 4),), 3),
+    "causal": Extent(400, 100, LENGTHS, 6, 1024, ((1024, 2), (4096, 1)), 3),
+    "diffusion": Extent(400, 100, LENGTHS, 3, 1024, ((1024, 4),), 3),
 }
 QUICK = {
     "causal": Extent(6, 2, SHORT, 1, 512, ((512, 1),), 1),
@@ -98,6 +101,16 @@ class Tables:
 R = TypeVar("R", bound=Row)
 
 
+def _fitting(run: Callable[[Tick], None], name: str, tick: Tick) -> None:
+    try:
+        run(tick)
+    except torch.OutOfMemoryError:
+        raise InputError(
+            f"--device: its memory does not suffice for “{name}”; free some, or repeat the command "
+            "with another device (finished parts are kept)"
+        ) from None
+
+
 class Plan:
     """The units of the study: their names, where their rows belong, and how they are measured."""
 
@@ -118,7 +131,7 @@ class Plan:
             for name, has, run in self.steps:
                 with steps.step(name) as tick:
                     if not has():
-                        run(tick)
+                        _fitting(run, name, tick)
 
 
 def run_downstream(
@@ -127,15 +140,17 @@ def run_downstream(
     story_folder: Path | None,
     console: Console,
     *,
+    device: str = "cpu",
     redraw: bool = False,
 ) -> None:
     """Fill in the rows that the folder lacks; then the report."""
-    machine = Machine.here()
+    place = chosen_device(device)
+    machine = Machine.here(device)
     made, plan = Tables.of(out, machine), Plan()
     for kind, extent in extents.items():
-        _plan_model(plan, made, Subject.of(kind, FOLDER / kind), extent)
+        _plan_model(plan, made, Subject.of(kind, FOLDER / kind, place), extent)
     if story_folder is not None:
-        _plan_stories(plan, made, story_folder)
+        _plan_stories(plan, made, story_folder, place)
     if not redraw:
         check_installed()
         plan.run(console)
@@ -147,11 +162,14 @@ def run_downstream(
     publish(out, TITLE, LEAD, _chapters(made, plan.names, out), machine, console)
 
 
-def run_benchmarks(wish: Wish, out: Path, console: Console, *, redraw: bool = False) -> None:
+def run_benchmarks(
+    wish: Wish, out: Path, console: Console, *, device: str = "cpu", redraw: bool = False
+) -> None:
     """The paper's benchmarks on a user's model; rows that the folder has are kept."""
-    machine = Machine.here()
+    place = chosen_device(device)
+    machine = Machine.here(device)
     rows, plan = Records(out / "benchmarks.csv", BenchmarkRow, machine), Plan()
-    harness = None if redraw else Harness(wish)
+    harness = None if redraw else Harness(wish, place)
     for task, name in product(wish.tasks, NAMES):
         unit = f"{wish.name}, {name}, {task}, {wish.limit or 'all'}"
         plan.add(rows, unit, _whole(_benchmark, harness, unit, name, task))
@@ -174,13 +192,13 @@ def _benchmark(
 
 
 def _plan_model(plan: Plan, made: Tables, subject: Subject, extent: Extent) -> None:
-    starts = range(0, extent.items, PART)
-    for first, name, (task, length) in product(starts, NAMES, extent.lengths.items()):
-        count = min(PART, extent.items_for(name) - first)
-        if count > 0:
-            unit = subject.unit(name, task, first, count, length)
-            asked = (task, first, count, length, BATCH)
-            plan.add(made.tasks, unit, partial(measure_task, subject, unit, name, *asked))
+    batch = BATCH if subject.device.type == "cpu" else PART
+    parts = [(part, name) for name in NAMES for part in extent.parts(name)]
+    parts.sort(key=lambda item: (item[1] in SLOW, item[0][0]))  # every method before the next part
+    for ((first, count), name), (task, length) in product(parts, extent.lengths.items()):
+        unit = subject.unit(name, task, first, count, length)
+        asked = (task, first, count, length, batch)
+        plan.add(made.tasks, unit, partial(measure_task, subject, unit, name, *asked))
     length = extent.lengths["easy"]
     for name in NAMES:
         unit = subject.unit(name, "layers", extent.prompts, length)
@@ -197,11 +215,11 @@ def _plan_model(plan: Plan, made: Tables, subject: Subject, extent: Extent) -> N
             )
 
 
-def _plan_stories(plan: Plan, made: Tables, folder: Path) -> None:
+def _plan_stories(plan: Plan, made: Tables, folder: Path, device: torch.device) -> None:
     loaded = cache(stories.load)
 
     def measure(unit: str, name: str) -> list[StoryRow]:
-        return stories.measure_story(loaded(folder), unit, name)
+        return stories.measure_story(loaded(folder, device), unit, name)
 
     for name in NAMES:
         unit = f"{stories.MODEL}, {name}"
@@ -237,7 +255,11 @@ def _short(models: dict[str, dict[str, findings.Judged]], out: Path) -> Chapter:
     paper = tables.paper_table(models)
     picture = out / "accuracy.png"
     pictures.draw_accuracy(models, picture)
-    figures = [(picture, "Average over the five tasks with 95 % intervals.")]
+    text = (
+        "Average over the five tasks with 95 % intervals. Slow methods answered fewer items: their "
+        "difference to exact on the same items is in the tables."
+    )
+    figures = [(picture, text)]
     return Chapter("In short", "", said, [*grids, paper], [*grids, paper], figures)
 
 
@@ -250,8 +272,9 @@ def _model_chapter(made: dict[str, findings.Judged]) -> Chapter:
         "to be the likeliest of all words, not only of the choices. Intervals are 95 % of a paired "
         "bootstrap over items."
     )
-    shown = tables.accuracy_table(made)
-    return Chapter(f"The {model} model", text, [], [shown, tables.difference_table(made)], [shown])
+    shown = [tables.accuracy_table(made), tables.loss_table(made)]
+    grids = [*shown, tables.difference_table(made)]
+    return Chapter(f"The {model} model", text, [], grids, shown)
 
 
 def _layer_chapter(rows: Sequence[LayerRow], out: Path) -> Chapter:

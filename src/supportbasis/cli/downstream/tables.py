@@ -20,27 +20,27 @@ def _share(value: float | None) -> str:
 
 
 def accuracy_table(made: Mapping[str, Judged]) -> Grid:
-    """Every method: its tasks, the average, and what it loses against exact."""
-    exact = made[EXACT]
-    headings = [
-        "method",
-        "items",
-        *BENCHMARKS,
-        "average",
-        "less exact",
-        "unparsable",
-        "written",
-        "exact heads",
-    ]
-    lines = []
+    """Every method on every task."""
+    lines = [[name, str(mine.items), *_accuracies(mine)] for name, mine in made.items()]
+    title = f"{made[EXACT].model}: accuracy in percent"
+    return Grid(title, ["method", "items", *BENCHMARKS, "average"], lines)
+
+
+def _accuracies(mine: Judged) -> list[str]:
+    tasks = [f"{100 * mine.rows[task].accuracy:.1f}" for task in BENCHMARKS]
+    return [*tasks, f"{mine.average().value:.1f}"]
+
+
+def loss_table(made: Mapping[str, Judged]) -> Grid:
+    """What every method loses against exact, and how it answers."""
+    exact, lines = made[EXACT], []
     for name, mine in made.items():
-        tasks = [f"{100 * mine.rows[task].accuracy:.1f}" for task in BENCHMARKS]
         less = "—" if name == EXACT else str(mine.against(exact))
         heads = _mean([row.exact_heads for row in mine.rows.values()])
         last = [f"{mine.unparsable():.1f} %", f"{mine.written():.1f}", _share(heads)]
-        lines.append([name, str(mine.items), *tasks, f"{mine.average().value:.1f}", less, *last])
-    title = f"{exact.model}: accuracy in percent, {exact.items} items"
-    return Grid(title, headings, lines)
+        lines.append([name, less, *last])
+    headings = ["method", "less exact", "unparsable", "written", "exact heads"]
+    return Grid(f"{exact.model}: points against exact on the same items", headings, lines)
 
 
 def difference_table(made: Mapping[str, Judged]) -> Grid:
@@ -63,11 +63,9 @@ def paper_table(models: Mapping[str, Mapping[str, Judged]]) -> Grid:
         lines.append([f"{name}, LLaDA-8B (paper)", *paper, f"{paper_average(name):.2f}"])
         for model, made in models.items():
             if name in made:
-                tasks = [f"{100 * made[name].rows[task].accuracy:.1f}" for task in BENCHMARKS]
-                average = f"{made[name].average().value:.1f}"
-                lines.append([f"{name}, {model} (here)", *tasks, average])
-    columns = [f"{benchmark} / {task}" for task, benchmark in BENCHMARKS.items()]
-    return Grid("The paper's table beside ours", ["row", *columns, "average"], lines)
+                lines.append([f"{name}, {model} (here)", *_accuracies(made[name])])
+    title = f"The paper's table beside ours ({', '.join(BENCHMARKS)} in place of its benchmarks)"
+    return Grid(title, ["row", *BENCHMARKS.values(), "average"], lines)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -1,0 +1,166 @@
+"""Lists in the order of the sequence: every pair once, nothing from the future, and the places
+that rows look at whatever stands there."""
+
+import math
+
+import pytest
+import torch
+
+import supportbasis as sb
+from cases import dense_attention, qkv
+from supportbasis import places
+from supportbasis.blocks import PLACES, BlockSettings, remembered
+from supportbasis.components import BlockSum, evaluate
+from supportbasis.frame import plain_frame
+from supportbasis.methods.block_support import BlockSearch
+from supportbasis.places import Profile
+from supportbasis.sampling import exact_rows
+from test_blocks import clustered, head_of, relative
+
+CASES = [(300, 300), (257, 130), (90, 411), (64, 64), (33, 7), (1, 1), (5, 200)]
+
+
+def settings(head, price, block=16, leaf=8, looks=True):
+    profile = Profile.of(head, leaf, looks)
+    return BlockSettings(price, block, leaf, math.lcm(block, leaf), PLACES, profile)
+
+
+def local(n=2048, d=16, reach=12.0, seed=0):
+    """Scores that fall with the distance and know nothing of what stands there."""
+    generator = torch.Generator().manual_seed(seed)
+    place, rate = torch.arange(n).double(), torch.logspace(0, -2.5, d // 2, dtype=torch.float64)
+    angle = place.unsqueeze(1) * rate
+    turned = torch.cat([angle.cos(), angle.sin()], 1) * math.sqrt(2 * reach / math.sqrt(d))
+    value = torch.randn(n, d, generator=generator, dtype=torch.float64)
+    return tuple(x.float()[None, None] for x in (turned, turned, value))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("weights", ["none", "bias", "mask"])
+@pytest.mark.parametrize(("n", "m"), CASES)
+def test_at_no_price_every_key_is_exact(n, m, weights, causal):
+    for dtype, size in ((torch.float64, 3.0), (torch.float32, 1.0)):
+        q, k, v = qkv(1, 1, n=n, m=m, d=5, dv=3, scale=size, dtype=dtype)
+        bias = None
+        if weights != "none":
+            bias = 2 * torch.randn(m, generator=torch.Generator().manual_seed(1)).to(dtype)
+            bias = bias > -1 if weights == "mask" else bias
+        head = head_of(q, k, v, bias, causal)
+        for block, leaf in ((16, 8), (6, 8)):
+            lists = BlockSum(settings(head, 0.0, block, leaf), plain_frame(head))
+            total = evaluate([lists], head, None)
+            output, lse = total.divide_(total.seen)
+            exact, exact_lse = dense_attention(q, k, v, bias, causal)
+            tolerance = 1e-9 if dtype == torch.float64 else 2e-5
+            torch.testing.assert_close(output.double(), exact[0, 0], rtol=0, atol=tolerance)
+            torch.testing.assert_close(lse.double(), exact_lse[0, 0], rtol=0, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_lists_cover_every_key_once(causal):
+    n, block, leaf = 3000, 16, 16
+    head = head_of(*clustered(n=n, d=5), causal=causal)
+    made = remembered(head, plain_frame(head), settings(head, 1.0, block, leaf))
+    layer, view = made.layers[0], made.layers[0].view
+    for price in (1.0, 1e-3, 1e-6):
+        lists = made.select(price)[0]
+        for cell in range(0, len(layer.owner), 7):
+            nodes = lists.coarse[1][lists.coarse[0] == cell]
+            leaves = [lists.exact[1][lists.exact[0] == cell]]
+            leaves += [
+                torch.arange(int(view.first[node]), int(view.first[node] + view.leaves[node]))
+                for node in nodes
+            ]
+            last = int(layer.rows[cell, 0]) // leaf if causal else len(made.forest.leaf_key)
+            assert torch.equal(torch.cat(leaves).sort().values, torch.arange(last))
+
+
+@pytest.mark.parametrize("t", [1, 17, 100, 777, 2048, 3001, 4095])
+def test_nothing_is_known_of_the_future(t):
+    """With one plan, outputs before position t do not depend on any token from t on."""
+    q, k, v = clustered(n=4096)
+    plan = sb.plan(
+        q, k, v, is_causal=True, method=sb.BlockSupport(0.3, order=PLACES, tail="coarse")
+    )
+    assert plan.heads[0].blocks.order == PLACES and plan.heads[0].exact_rows == 0
+    before = sb.attention(q, k, v, is_causal=True, plan=plan)
+    generator = torch.Generator().manual_seed(t)
+    for x in (q, k, v):
+        x[:, :, t:] = 2 * torch.randn(x[:, :, t:].shape, generator=generator)
+    after = sb.attention(q, k, v, is_causal=True, plan=plan)
+    torch.testing.assert_close(before[:, :, :t], after[:, :, :t], rtol=0, atol=2e-6)
+    assert float((before - after)[:, :, t:].abs().max()) > 0.1
+
+
+def test_a_plain_frame_changes_no_score():
+    q, k, v = qkv(1, 1, n=40, m=30, d=6)
+    head = head_of(q, k, v)
+    moved = plain_frame(head).apply(head)
+    assert plain_frame(head).is_plain and plain_frame(head) is plain_frame(head)
+    assert not bool(plain_frame(head).row_shift(head, None).any())
+    torch.testing.assert_close(moved.query @ moved.key.T, head.query @ head.key.T * head.scale)
+
+
+def test_distances_come_in_bins():
+    given = places.bin_of(torch.arange(17)).tolist()
+    assert given == [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7, 8]
+    assert [places.bins(leaves) for leaves in (1, 2, 4, 5, 6, 7, 17)] == [1, 2, 4, 5, 5, 6, 9]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_profile_is_where_the_attention_is(causal):
+    q, k, v = local()
+    head, leaf = head_of(q, k, v, causal=causal), 16
+    profile = Profile.of_plan(Profile.of(head, leaf, True))
+    assert profile.size == pytest.approx(float(v.square().sum(3).mean()))
+    assert profile.before[0] > 10 * profile.before[-1] and sum(profile.start) < 1.1
+    assert all(x == 0 for x in profile.behind[1:]) == causal
+    near, start = profile.sums(128, head.query)
+    assert near[0] == start[0] == 0 and len(near) == 256 and len(start) == 129
+    assert bool((near.diff() >= 0).all())
+    middle = near[128] - near[127]  # of the row's own leaf
+    assert float(middle) == pytest.approx(max(profile.before[0], profile.behind[0]), rel=1e-5)
+    assert Profile.of_plan(Profile.of(head, leaf, False)) == (profile.size, (), (), ())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_that_look_at_places_are_cheap_there(causal):
+    q, k, v = local(2048)
+    exact, _ = dense_attention(q, k, v, is_causal=causal)
+    plan = sb.plan(q, k, v, is_causal=causal, method=sb.BlockSupport(0.2))
+    assert plan.heads[0].blocks.order == PLACES and 0.15 < plan.cost <= 0.2
+    assert "in the order of the sequence" in str(plan)
+    error = relative(sb.attention(q, k, v, is_causal=causal, plan=plan), exact)
+    assert error < 0.05
+    assert plan.heads[0].measured == pytest.approx(error, rel=0.5)
+
+
+def test_costs_are_those_of_all_blocks():
+    """Lists of causal blocks grow with their place: the sample must not miss the long ones."""
+    q, k, v = clustered(n=4096)
+    search = BlockSearch.of(head_of(q, k, v, causal=True), 64, 0, PLACES)
+    plan = search.affordable(0.2)
+    made = search.whole
+    (lists,) = made.select(plan.blocks.price)
+    coarse, exact = lists.lengths(made.forest.leaf_size)
+    keys = float((coarse + exact).double().sum()) * 16 / 4096 + 8
+    assert plan.keys == pytest.approx(keys, rel=0.05)
+
+
+def test_plans_are_kept(tmp_path):
+    q, k, v = local()
+    plan = sb.plan(q, k, v, method=sb.BlockSupport(0.3, order=PLACES, tail="coarse"))
+    plan.save(tmp_path / "plan.json")
+    again = sb.Plan.load(tmp_path / "plan.json")
+    assert again.heads[0].blocks == plan.heads[0].blocks
+    torch.testing.assert_close(
+        sb.attention(q, k, v, plan=again), sb.attention(q, k, v, plan=plan), rtol=0, atol=0
+    )
+
+
+def test_exact_rows_come_in_any_order():
+    q, k, v = qkv(1, 1, n=300, m=300, d=5)
+    exact, _ = dense_attention(q, k, v, is_causal=True)
+    rows = torch.tensor([299, 3, 150, 3, 0, 298])
+    given = exact_rows(head_of(q, k, v, causal=True), rows)
+    torch.testing.assert_close(given, exact[0, 0, rows], rtol=0, atol=1e-6)
