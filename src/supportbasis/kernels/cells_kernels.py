@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from .language import jit, tl
+from .ordering_kernels import ranks
 
 
 @jit
@@ -44,18 +45,12 @@ def gather(
     if SPLITS:
         wide = distance * 0.0 + tl.sum(distance, 0) > FAR * size
     if tl.max(distance, 0) > FAR:
-        # the middle one of all distances, found by counting those before each
+        # the middle one of all distances, read back so that all threads see the same numbers
         scratch += block * size
         tl.store(scratch + near, distance, mask=here)
         tl.debug_barrier()
         distance = tl.load(scratch + near, mask=here, other=0.0)
-        rank = tl.zeros((S,), dtype=tl.int32)
-        for first in range(0, size, BN):
-            other = first + tl.arange(0, BN)
-            theirs = tl.load(scratch + other, mask=other < size, other=0.0)
-            before = theirs[None, :] < distance[:, None]
-            tie = (theirs[None, :] == distance[:, None]) & (other[None, :] < near[:, None])
-            rank += tl.sum(((before | tie) & (other < size)[None, :]).to(tl.int32), 1)
+        rank = ranks(scratch, distance, near, size, S, BN)
         middle = tl.sum(tl.where(here & (rank == (size - 1) // 2), distance, 0.0), 0)
         far = (distance > FAR) & (distance > UNUSUAL * middle)
     for at in range(0, d, W):

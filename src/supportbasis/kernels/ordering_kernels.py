@@ -30,6 +30,21 @@ def principal_axis(part, here, count, start, A: tl.constexpr, ITERATIONS: tl.con
 
 
 @jit
+def ranks(numbers, mine, near, size, S: tl.constexpr, BN: tl.constexpr):
+    """How many of ``size`` numbers come before each of ``mine``, which were read from the same
+    memory at ``near``; of equal ones the first. BN at a time: fewer steps than a sort, and far
+    less to compile."""
+    rank = tl.zeros((S,), dtype=tl.int32)
+    for at in range(0, size, BN):
+        other = at + tl.arange(0, BN)
+        theirs = tl.load(numbers + other, mask=other < size, other=0)
+        before = theirs[None, :] < mine[:, None]
+        tie = (theirs[None, :] == mine[:, None]) & (other[None, :] < near[:, None])
+        rank += tl.sum(((before | tie) & (other < size)[None, :]).to(tl.int32), 1)
+    return rank
+
+
+@jit
 def axes(
     x, position, sign, axis, middle, unit, size, segment, tokens, sampled, width,
     A: tl.constexpr, S: tl.constexpr, ITERATIONS: tl.constexpr,
@@ -80,9 +95,9 @@ def split(
 ):  # fmt: skip
     """A whole node at once: its tokens in the order of their projections on its axis.
 
-    The place of a token is the number of tokens before it, counted BN at a time: fewer steps than
-    a sort, and far less to compile. Projections are compared as integers read back from memory: so
-    all threads see the same numbers, and places are a permutation whatever the tokens are.
+    The place of a token is the number of tokens before it. Projections are compared as integers
+    read back from memory: so all threads see the same numbers, and places are a permutation
+    whatever the tokens are.
     """
     node = tl.program_id(0).to(tl.int64)
     near, cols = tl.arange(0, S), tl.arange(0, A)
@@ -97,12 +112,5 @@ def split(
     tl.store(along + near, bits, mask=here)
     tl.debug_barrier()
     mine = tl.load(along + near, mask=here, other=0)
-    rank = tl.zeros((S,), dtype=tl.int32)
-    for at in range(0, size, BN):
-        other = at + tl.arange(0, BN)
-        there = (other < size)[None, :]
-        theirs = tl.load(along + other, mask=other < size, other=0)
-        before = theirs[None, :] < mine[:, None]
-        tie = (theirs[None, :] == mine[:, None]) & (other[None, :] < near[:, None])
-        rank += tl.sum(((before | tie) & there).to(tl.int32), 1)
+    rank = ranks(along, mine, near, size, S, BN)
     tl.store(ordered + node * size + rank, place, mask=here)
