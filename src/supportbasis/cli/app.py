@@ -163,6 +163,10 @@ def frontier(
 
 
 Quick = Annotated[bool, typer.Option("--quick", help="Short inputs: about a minute.")]
+Download = Annotated[bool, typer.Option("--download", help="Fetch the model if need be.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+]
 Redraw = Annotated[
     bool, typer.Option("--redraw", help="Only draw and report what --out holds already.")
 ]
@@ -202,12 +206,8 @@ def distribution(
         int | None,
         typer.Option(min=16, help="Tokens the model sees at once. [default: 2048, or its limit]"),
     ] = None,
-    download: Annotated[
-        bool, typer.Option("--download", help="Fetch the model if need be.")
-    ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
+    download: Download = False,
+    trust_remote_code: TrustRemoteCode = False,
     quick: Annotated[bool, typer.Option("--quick", help="One window of each text.")] = False,
     redraw: Redraw = False,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
@@ -244,12 +244,8 @@ def downstream(
             metavar="DIR", help="Folder with stories260K/. [default: $SUPPORTBASIS_MODELS]"
         ),
     ] = None,
-    download: Annotated[
-        bool, typer.Option("--download", help="Fetch the model if need be.")
-    ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
+    download: Download = False,
+    trust_remote_code: TrustRemoteCode = False,
     device: Annotated[
         str, typer.Option(help="Where the models run: cpu, cuda, or another of PyTorch's.")
     ] = "cpu",

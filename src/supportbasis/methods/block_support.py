@@ -53,8 +53,8 @@ class BlockSupport(Method):
     ``order`` says how queries and keys come into blocks: by a "tree", by "groups" around the
     clusters they lie in, in the "sequence" they have, or "auto". With "places" they stay as they
     come, in blocks of a quarter of ``block_size``, without a frame and in no other order: that
-    suits text. "auto" tries it beside the others and measures. ``tail`` says what becomes of the
-    keys that no list can afford: they are seen as "coarse" keys, or all keys are seen through a
+    suits text. On a CPU "auto" tries it beside the others and measures. ``tail`` says what becomes
+    of keys that no list can afford: they are seen as "coarse" keys, or all keys are seen through a
     "polynomial" fitted to the scores, which suits diffuse heads; "auto" measures both. Causal
     windows are ordered by trees or in places; the plan says so where another order was asked for.
 

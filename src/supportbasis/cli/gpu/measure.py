@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 import torch
@@ -86,13 +86,16 @@ class Bench:
         torch.cuda.synchronize()
         first = time.perf_counter() - planned
         with torch.no_grad():
-            error = sampled_error(*tokens, ours(*tokens), work.causal)
+            wrong, size = sampled_squares(*tokens, ours(*tokens), work.causal)
+        error = float((wrong.sum() / size.sum()).sqrt())
         ms = milliseconds(replayed(step) if work.graph else step)
         times = self._baselines(work, tokens)
         best = min(times, key=times.__getitem__)
         note = "graph replay" if work.graph else ""
         if work.baseline_n:
             note = f"SDPA extrapolated from n={work.baseline_n}"
+        beyond = said_of_heads((wrong / size).sqrt().tolist(), work.limit)
+        note = "; ".join(part for part in (note, beyond) if part)
         problem = attention_problem(*tokens, None, 0.0, work.causal, None, False, finite=False)
         return GpuRow(
             unit=work.unit,
@@ -164,17 +167,31 @@ def _flops(work: Work, made: Plan) -> float:
     return 2 * made.cost * pairs * 2 * work.d * work.heads
 
 
-def sampled_error(q: Tensor, k: Tensor, v: Tensor, output: Tensor, causal: bool) -> float:
-    """Relative error of sampled rows of all heads, against float64 over all keys."""
+def said_of_heads(errors: Sequence[float], limit: float) -> str:
+    """Which heads are beyond the limit by themselves, if any.
+
+    >>> said_of_heads([0.01, 0.031, 0.02], 0.03)
+    '1 of 3 heads beyond the limit, the worst 0.031'
+    """
+    beyond = [error for error in errors if not error <= limit]
+    if not beyond:
+        return ""
+    return f"{len(beyond)} of {len(errors)} heads beyond the limit, the worst {max(beyond):.2g}"
+
+
+def sampled_squares(
+    q: Tensor, k: Tensor, v: Tensor, output: Tensor, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Squared error and size of sampled rows of each head, against float64 over all keys."""
     n = q.shape[2]
     generator = torch.Generator().manual_seed(0)
     rows = torch.randperm(n, generator=generator)[:SAMPLED_ROWS].sort().values.to(q.device)
-    wrong = size = torch.zeros((), dtype=torch.float64, device=q.device)
+    wrong, size = [], []
     for head in range(q.shape[1]):
         z = q[0, head, rows].double() @ k[0, head].double().T * q.shape[-1] ** -0.5
         if causal:
             z = z.masked_fill(torch.arange(n, device=z.device) > rows[:, None], -torch.inf)
         exact = z.softmax(-1) @ v[0, head].double()
-        wrong = wrong + (output[0, head, rows].double() - exact).square().sum()
-        size = size + exact.square().sum()
-    return float((wrong / size).sqrt())
+        wrong.append((output[0, head, rows].double() - exact).square().sum())
+        size.append(exact.square().sum())
+    return torch.stack(wrong), torch.stack(size)

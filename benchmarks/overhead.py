@@ -1,0 +1,60 @@
+"""What a plan that is exact in every head costs over PyTorch's attention: `python
+benchmarks/overhead.py`.
+
+Calls of both take turns in random order; medians are compared.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+import supportbasis as sb
+
+HEADS = 8
+SECONDS = 2.0  # of calls, for each line
+
+
+def extra(n: int, d: int, *, causal: bool) -> tuple[float, float]:
+    """Seconds of PyTorch's call, and what ours takes longer."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, HEADS, n, d, generator=generator) for _ in range(3))
+    plan = sb.plan(q, k, v, is_causal=causal, method=sb.Exact())
+    calls: list[Callable[[], object]] = [
+        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
+        lambda: sb.attention(q, k, v, is_causal=causal, plan=plan),
+    ]
+    times: dict[int, list[float]] = {0: [], 1: []}
+    turns, end = random.Random(0), time.perf_counter() + SECONDS
+    for call in calls:
+        call()
+    while time.perf_counter() < end or len(times[0]) < 5:
+        for which in turns.sample((0, 1), 2):
+            start = time.perf_counter()
+            calls[which]()
+            times[which].append(time.perf_counter() - start)
+    baseline, ours = (statistics.median(times[which]) for which in (0, 1))
+    return baseline, ours - baseline
+
+
+def main() -> None:
+    with torch.no_grad():
+        for n in (256, 512, 1024, 2048, 4096):
+            for d in (16, 64):
+                for causal in (False, True):
+                    baseline, more = extra(n, d, causal=causal)
+                    what = f"n={n}, d={d}{', causal' if causal else ''}"
+                    print(
+                        f"{what}: SDPA {1e3 * baseline:.3f} ms, ours {1e6 * more:+.0f} µs "
+                        f"({100 * more / baseline:+.1f} %)",
+                        flush=True,
+                    )
+
+
+if __name__ == "__main__":
+    main()
