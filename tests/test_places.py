@@ -2,6 +2,7 @@
 that rows look at whatever stands there."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -115,6 +116,54 @@ def test_a_profile_is_where_the_attention_is(causal):
     middle = near[128] - near[127]  # of the row's own leaf
     assert float(middle) == pytest.approx(max(profile.before[0], profile.behind[0]), rel=1e-5)
     assert Profile.of_plan(Profile.of(head, leaf, False)) == (profile.size, (), (), ())
+
+
+def test_nodes_are_judged_by_what_they_hold():
+    """Every number from the tokens themselves, for one block and one node at a time."""
+    q, k, v = (x.double() for x in clustered(n=512, d=5))
+    made_of = head_of(q, k, v)
+    chosen = settings(made_of, 1.0)
+    shares = torch.rand(len(chosen.profile) - 1, generator=torch.Generator().manual_seed(0)) / 20
+    chosen = replace(chosen, profile=(chosen.profile[0], *shares.tolist()))
+    made = remembered(made_of, plain_frame(made_of), chosen)
+    layer, profile, leaf = made.layers[0], Profile.of_plan(chosen.profile), chosen.leaf_size
+    glance, key, value = layer.view, made.head.key, made.head.value
+    blocks = torch.tensor([0, 7, 31])
+    nodes = torch.arange(len(glance.first))
+    block, node = blocks.repeat_interleave(len(nodes)), nodes.repeat(len(blocks))
+    settled = torch.full((len(layer.rows),), -1.0, dtype=torch.float64)
+    mass, error = layer.view.judge(made.forest, layer.cells, block, node, settled)
+
+    def share(number, place):
+        """Of a leaf, for a block at a place."""
+        far = number - place
+        part = profile.before if far < 0 else profile.behind
+        of = int(places.bin_of(torch.tensor(abs(far))))
+        return part[of] + profile.start[int(places.bin_of(torch.tensor(number)))]
+
+    for b in blocks.tolist():
+        mine = block == b
+        members, place = layer.query[b], b * 16 // leaf
+        mean, wide = members.mean(0), float(members.var(0, unbiased=False).sum())
+        wanted, rest = [], []
+        for first, leaves in zip(glance.first.tolist(), glance.leaves.tolist(), strict=True):
+            keys = slice(first * leaf, (first + leaves) * leaf)
+            count, spread = leaves * leaf, float(key[keys].var(0, unbiased=False).mean())
+            inner, outer = float(mean @ mean) * spread, wide * spread
+            above = min(inner / 2, math.sqrt(inner * (count - 1)))
+            wanted.append(float(mean @ key[keys].mean(0)) + math.log(count) + above)
+            both = min(inner + outer, 6.0)
+            off = min(both**1.5 / 6 + outer, 2.0)
+            scatter = float(value[keys].var(0, unbiased=False).sum()) / count
+            bad = math.expm1(both) * scatter + off**2 * float(value[keys].square().sum(1).mean())
+            usual = sum(share(first + i, place) for i in range(leaves))
+            rest.append((bad / profile.size / (8 if leaves > 1 else 1), usual))
+        wanted = torch.tensor(wanted, dtype=torch.float64)
+        torch.testing.assert_close(mass[mine], wanted, rtol=1e-9, atol=1e-9)
+        total = torch.logaddexp(settled[b], wanted.logsumexp(0))
+        bad, usual = torch.tensor(rest, dtype=torch.float64).unbind(1)
+        expected = ((wanted - total).exp() + usual).square() * bad
+        torch.testing.assert_close(error[mine], expected, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("causal", [False, True])
