@@ -15,11 +15,12 @@ import torch
 from ...errors import InputError
 from ..measure import Tick
 from .answers import answers, questions
-from .contenders import EXACT, contender
+from .contenders import EXACT, Contender, contender
 from .hook import attending
 from .items import TASKS
 from .models import load_model
 from .reading import held_out, hidden_errors, hidden_states, perplexity, recall
+from .reuse import Reuse
 from .rows import LayerRow, RecallRow, TaskRow, TextRow, task_answers
 
 SEED = 7  # of all items: another one would be another set
@@ -49,6 +50,25 @@ class Subject:
     def model(self) -> Any:
         return load_model(self.folder).to(self.device)
 
+    def contender(self, name: str) -> Contender:
+        return contender(name, self.model.config.num_hidden_layers)
+
+    @cached_property
+    def _planned(self) -> dict[tuple[str, str, int], Contender]:
+        return {}
+
+    def planned(self, name: str, task: str, length: int) -> Contender:
+        """The same with plans for a task, made on its first item whatever comes next: a run that
+        was stopped goes on with the plans that it had."""
+        at = (name, task, length)
+        if at not in self._planned:
+            made = self._planned[at] = self.contender(name)
+            if isinstance(made.attend, Reuse) and made.attend.lasts:
+                with attending(self.model, made.attend):
+                    answers(self.model, questions(task, 1, length, SEED, self.name))
+        self._planned[at].used.clear()
+        return self._planned[at]
+
     def unit(self, *parts: object) -> str:
         return ", ".join(map(str, (self.name, self.digest, *parts)))
 
@@ -66,7 +86,7 @@ def measure_task(
 ) -> list[TaskRow]:
     """Answers of a method to some items of a task."""
     asked, found = questions(task, count, length, SEED, subject.name, first), []
-    method = contender(name)
+    method = subject.planned(name, task, length)
     model, start = subject.model, time.perf_counter()
     with attending(model, method.attend):
         for at in range(0, count, batch):
@@ -81,7 +101,7 @@ def measure_task(
 def measure_text(
     subject: Subject, unit: str, name: str, length: int, windows: int
 ) -> list[TextRow]:
-    method = contender(name)
+    method = subject.contender(name)
     tokens = held_out(length, windows, SEED)
     with attending(subject.model, method.attend):
         found = perplexity(subject.model, tokens.to(subject.device))
@@ -93,7 +113,7 @@ def measure_recall(
     subject: Subject, unit: str, name: str, form: str, length: int, texts: int
 ) -> list[RecallRow]:
     """Codes by distance, an octave a row."""
-    method = contender(name)
+    method = subject.contender(name)
     with attending(subject.model, method.attend):
         found = recall(subject.model, form, length, texts, SEED)
     used = (method.used.exact_share, method.used.mean_cost)
@@ -119,6 +139,6 @@ def measure_layers(
     ]
     tokens = torch.tensor(asked, device=subject.device)
     truth = hidden_states(subject.model, tokens, contender(EXACT).attend)
-    found = hidden_states(subject.model, tokens, contender(name).attend)
+    found = hidden_states(subject.model, tokens, subject.contender(name).attend)
     errors: Sequence[float] = hidden_errors(truth, found)
     return [LayerRow(unit, subject.name, name, at + 1, error) for at, error in enumerate(errors)]

@@ -21,7 +21,7 @@ from ..measure import Tick
 from ..progress import Steps
 from ..records import Records, Row
 from . import findings, pictures, stories, tables
-from .contenders import NAMES, SLOW
+from .contenders import LIBRARY, NAMES, SLOW
 from .harness import BenchmarkRow, Harness, Wish
 from .items import TASKS
 from .measure import Subject, measure_layers, measure_recall, measure_task, measure_text
@@ -43,8 +43,8 @@ LEAD = (
     "models learned from, so that exact attention is not always right; they and the weights were "
     "fixed before methods were compared."
 )
-PART, SMALL_PART = 50, 10  # items after which rows are written, and for slow methods
-BATCH = 4  # on a CPU: larger ones take no less time, and the scores of emulations more memory
+PART = 50  # items after which rows are written
+BATCH = 4  # of emulations on a CPU: larger ones take no less time and more memory
 
 
 @dataclass(frozen=True)
@@ -52,28 +52,28 @@ class Extent:
     """How much is asked of a model."""
 
     items: int  # of each task
-    few: int  # of each task, for methods that plan for longer than they compute
     lengths: dict[str, int]  # of the prompts of a task
     windows: int  # of held-out text
     window: int
     recall: tuple[tuple[int, int], ...]  # length of the text, and how many of them
     prompts: int  # of each task, for the errors of hidden states
 
-    def parts(self, method: str) -> list[tuple[int, int]]:
-        """First item and count of every part. All methods start with the same items."""
-        size, items = (SMALL_PART, self.few) if method in SLOW else (PART, self.items)
-        return [(first, min(size, items - first)) for first in range(0, items, size)]
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """First item and count of every part."""
+        firsts = range(0, self.items, PART)
+        return [(first, min(PART, self.items - first)) for first in firsts]
 
 
 LENGTHS = dict.fromkeys(TASKS, 256)
 SHORT = dict.fromkeys(TASKS, 192)
 FULL = {
-    "causal": Extent(400, 100, LENGTHS, 6, 1024, ((1024, 2), (4096, 1)), 3),
-    "diffusion": Extent(400, 100, LENGTHS, 3, 1024, ((1024, 4),), 3),
+    "causal": Extent(400, LENGTHS, 6, 1024, ((1024, 2), (4096, 1)), 3),
+    "diffusion": Extent(400, LENGTHS, 3, 1024, ((1024, 4),), 3),
 }
 QUICK = {
-    "causal": Extent(6, 2, SHORT, 1, 512, ((512, 1),), 1),
-    "diffusion": Extent(3, 1, SHORT, 1, 256, ((512, 1),), 1),
+    "causal": Extent(6, SHORT, 1, 512, ((512, 1),), 1),
+    "diffusion": Extent(3, SHORT, 1, 256, ((512, 1),), 1),
 }
 
 
@@ -115,20 +115,23 @@ class Plan:
     """The units of the study: their names, where their rows belong, and how they are measured."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[str, Callable[[], bool], Callable[[Tick], None]]] = []
+        self.steps: list[tuple[str, Callable[[], bool], Callable[[Tick], None], int]] = []
         self.names: list[str] = []
 
-    def add(self, records: Records[R], name: str, measure: Callable[[Tick], Sequence[R]]) -> None:
+    def add(
+        self, records: Records[R], name: str, measure: Callable[[Tick], Sequence[R]], method: str
+    ) -> None:
         def run(tick: Tick) -> None:
             records.add(measure(tick))
 
-        self.steps.append((name, partial(records.has, name), run))
+        turn = SLOW.index(method) + 1 if method in SLOW else 0
+        self.steps.append((name, partial(records.has, name), run, turn))
         self.names.append(name)
 
     def run(self, console: Console) -> None:
-        """Measure the units that have no rows yet."""
+        """Measure the units that have no rows yet, those of slow methods last."""
         with Steps(console, len(self.steps)) as steps:
-            for name, has, run in self.steps:
+            for name, has, run, _ in sorted(self.steps, key=lambda step: step[-1]):
                 with steps.step(name) as tick:
                     if not has():
                         _fitting(run, name, tick)
@@ -172,7 +175,7 @@ def run_benchmarks(
     harness = None if redraw else Harness(wish, place)
     for task, name in product(wish.tasks, NAMES):
         unit = f"{wish.name}, {name}, {task}, {wish.limit or 'all'}"
-        plan.add(rows, unit, _whole(_benchmark, harness, unit, name, task))
+        plan.add(rows, unit, _whole(_benchmark, harness, unit, name, task), name)
     if not redraw:
         plan.run(console)
     found = rows.of(plan.names)
@@ -192,27 +195,24 @@ def _benchmark(
 
 
 def _plan_model(plan: Plan, made: Tables, subject: Subject, extent: Extent) -> None:
-    batch = BATCH if subject.device.type == "cpu" else PART
-    parts = [(part, name) for name in NAMES for part in extent.parts(name)]
-    parts.sort(key=lambda item: (item[1] in SLOW, item[0][0]))  # every method before the next part
-    for ((first, count), name), (task, length) in product(parts, extent.lengths.items()):
+    tasks = extent.lengths.items()
+    for (first, count), name, (task, length) in product(extent.parts, NAMES, tasks):
         unit = subject.unit(name, task, first, count, length)
-        asked = (task, first, count, length, batch)
-        plan.add(made.tasks, unit, partial(measure_task, subject, unit, name, *asked))
+        small = subject.device.type == "cpu" and name not in LIBRARY
+        asked = (task, first, count, length, BATCH if small else PART)
+        plan.add(made.tasks, unit, partial(measure_task, subject, unit, name, *asked), name)
     length = extent.lengths["easy"]
     for name in NAMES:
         unit = subject.unit(name, "layers", extent.prompts, length)
-        plan.add(
-            made.layers, unit, _whole(measure_layers, subject, unit, name, length, extent.prompts)
-        )
+        measure = _whole(measure_layers, subject, unit, name, length, extent.prompts)
+        plan.add(made.layers, unit, measure, name)
         unit = subject.unit(name, "text", extent.windows, extent.window)
-        sizes = (extent.window, extent.windows)
-        plan.add(made.texts, unit, _whole(measure_text, subject, unit, name, *sizes))
+        reading = _whole(measure_text, subject, unit, name, extent.window, extent.windows)
+        plan.add(made.texts, unit, reading, name)
         for form, (long, texts) in product(FORMS, extent.recall):
             unit = subject.unit(name, form, long, texts)
-            plan.add(
-                made.recall, unit, _whole(measure_recall, subject, unit, name, form, long, texts)
-            )
+            recalling = _whole(measure_recall, subject, unit, name, form, long, texts)
+            plan.add(made.recall, unit, recalling, name)
 
 
 def _plan_stories(plan: Plan, made: Tables, folder: Path, device: torch.device) -> None:
@@ -223,7 +223,7 @@ def _plan_stories(plan: Plan, made: Tables, folder: Path, device: torch.device) 
 
     for name in NAMES:
         unit = f"{stories.MODEL}, {name}"
-        plan.add(made.stories, unit, _whole(measure, unit, name))
+        plan.add(made.stories, unit, _whole(measure, unit, name), name)
 
 
 def _whole(measure: Callable[..., Sequence[R]], *given: Any) -> Callable[[Tick], Sequence[R]]:
@@ -255,11 +255,7 @@ def _short(models: dict[str, dict[str, findings.Judged]], out: Path) -> Chapter:
     paper = tables.paper_table(models)
     picture = out / "accuracy.png"
     pictures.draw_accuracy(models, picture)
-    text = (
-        "Average over the five tasks with 95 % intervals. Slow methods answered fewer items: their "
-        "difference to exact on the same items is in the tables."
-    )
-    figures = [(picture, text)]
+    figures = [(picture, "Average over the five tasks with 95 % intervals.")]
     return Chapter("In short", "", said, [*grids, paper], [*grids, paper], figures)
 
 
