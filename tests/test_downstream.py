@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import errno
+import json
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import ModuleType, SimpleNamespace
@@ -835,9 +837,9 @@ def own_model(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) ->
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     for kind, model in tiny.items():
         models.save_model(model, folder / kind)
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(
-            folder / kind
-        )
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>"
+        ).save_pretrained(folder / kind)
     return folder
 
 
@@ -854,6 +856,92 @@ def test_a_model_of_the_users_goes_through_lm_eval(
     assert invoke(*given)[0] == 0 and len(lm_eval) == 2  # kept
     code, text = invoke("--model", own_model / kind, "--tasks", "offline", "--out", tmp_path)
     assert code == 2 and "offline could not be run" in text and "network" in text
+
+
+@pytest.fixture
+def local_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real lm-eval with a task of choices, a group of it (as MMLU is) and one that is written
+    and read by two filters (as GSM8K is); their data are a file."""
+    lm_eval = pytest.importorskip("lm_eval")
+    pytest.importorskip("accelerate")
+    from lm_eval.tasks import TaskManager
+
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    doc = {"asked": "ada has 17", "choices": ["lamp", "boat"], "gold": 1, "sum": "5"}
+    (folder / "data.jsonl").write_text(f"{json.dumps(doc)}\n" * 4)
+    common = {
+        "dataset_path": "json", "test_split": "test", "doc_to_text": "{{asked}}",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "data.jsonl")},
+                           "cache_dir": str(tmp_path / "cache")},
+    }  # fmt: skip
+    filters = [
+        {"name": name, "filter": [{"function": "regex", "regex_pattern": pattern},
+                                  {"function": "take_first"}]}
+        for name, pattern in (("strict-match", "answer (never)"), ("flexible-extract", "(.)"))
+    ]  # fmt: skip
+    metrics = [{"metric": name, "aggregation": "mean"} for name in ("acc", "acc_norm")]
+    exact_match = [{"metric": "exact_match", "aggregation": "mean"}]
+    files: dict[str, dict[str, Any]] = {
+        "choice": common | {
+            "task": "own_choice", "output_type": "multiple_choice", "metric_list": metrics,
+            "doc_to_choice": "{{choices}}", "doc_to_target": "{{gold}}",
+        },
+        "group": {
+            "group": "own_group", "task": ["own_choice"],
+            "aggregate_metric_list": [{"metric": "acc"}],
+        },
+        "sum": common | {
+            "task": "own_sum", "output_type": "generate_until", "doc_to_target": "{{sum}}",
+            "generation_kwargs": {"until": ["zzz"], "max_gen_toks": 4},
+            "metric_list": exact_match, "filter_list": filters,
+        },
+    }  # fmt: skip
+    for name, content in files.items():
+        (folder / f"{name}.yaml").write_text(json.dumps(content))
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    whole = partial(lm_eval.simple_evaluate, task_manager=manager, bootstrap_iters=10)
+    monkeypatch.setattr(lm_eval, "simple_evaluate", whole)
+    short = partial(harness.Wish, writing=sampler.Sampling(length=4, steps=2, block=4))
+    monkeypatch.setattr(app_module, "BenchmarkWish", short)
+
+
+@pytest.mark.filterwarnings("ignore")  # lm-eval's and its dependencies'
+@pytest.mark.usefixtures("local_tasks")
+@pytest.mark.parametrize("kind", sorted(models.CONTEXT))
+def test_the_real_lm_eval_takes_both_kinds_of_models(
+    kind: str, own_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "NAMES", (contenders.EXACT, contenders.MEAN, "MultiThreshold"))
+    names = ("own_choice", "own_group", "own_sum")
+    given = ("--model", own_model / kind, "--tasks", ",".join(names), "--limit", 3)
+    code, text = invoke(*given, "--out", tmp_path / "out")
+    assert code == 0, text
+    with (tmp_path / "out" / "benchmarks.csv").open(newline="", encoding="utf-8") as file:
+        found = {(row["method"], row["task"]): row for row in csv.DictReader(file)}
+    assert len(found) == 9 and {row["items"] for row in found.values()} == {"3"}
+    for method in study.NAMES:
+        choice, group, total = (found[method, name] for name in names)
+        assert (choice["metric"], group["metric"]) == ("acc_norm,none", "acc,none")
+        assert float(choice["accuracy"]) == float(group["accuracy"]) in (0.0, 1.0)
+        assert total["metric"] == "exact_match,strict-match"
+        assert float(total["accuracy"]) == 0.0 and float(total["unparsable"]) == 1.0
+    code, text = invoke("--model", own_model / kind, "--tasks", "nobody", "--out", tmp_path / "out")
+    assert code == 2 and "nobody could not be run" in text
+
+
+@pytest.mark.usefixtures("lm_eval")
+def test_a_tokenizer_without_an_end_is_refused(
+    own_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-eval begins texts with it, or with the token that begins them."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(own_model / "causal")
+    tokenizer.eos_token = None
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    code, text = invoke("--model", own_model / "causal", "--tasks", "gsm8k", "--out", tmp_path)
+    assert code == 2 and "neither begins nor ends texts" in text
 
 
 def test_what_lm_eval_needs_is_said(

@@ -57,15 +57,16 @@ class Diffusion:
             return 0.0
         generator = torch.Generator().manual_seed(0)
         tokens, count, total = torch.tensor([start + end], device=self.device), len(end), 0.0
-        for draw in range(self.draws):
-            masked = 1 + draw * count // self.draws  # evenly from one token to all
+        draws = 1 if count == 1 else self.draws  # all draws of one token are the same
+        for draw in range(draws):
+            masked = 1 + draw * count // draws  # evenly from one token to all
             places = torch.randperm(count, generator=generator)[:masked] + len(start)
             places = places.to(self.device)
             shown = tokens.clone()
             shown[0, places] = self.mask
             logs = self._logits(shown)[0, places].float().log_softmax(-1)
             total += float(logs.gather(-1, tokens[0, places, None]).sum()) * count / masked
-        return total / self.draws
+        return total / draws
 
     @torch.no_grad()
     def _is_likeliest(self, start: list[int], end: list[int]) -> bool:

@@ -86,6 +86,11 @@ class Harness:
         model = model.to(self.device)
         if is_diffusion(config):
             return model, as_lm(Diffusion(model, tokenizer, self.wish.writing))
+        if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+            raise InputError(
+                f"--model: the tokenizer of {name} neither begins nor ends texts, which lm-eval "
+                "needs; set its bos_token or eos_token"
+            )
         from lm_eval.models.huggingface import HFLM
 
         return model, HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
@@ -122,14 +127,15 @@ def is_diffusion(config: Any) -> bool:
 def benchmark_row(
     unit: str, model: str, method: str, task: str, found: dict[str, Any]
 ) -> BenchmarkRow:
-    """The numbers of lm-eval's answer."""
+    """The numbers of lm-eval's answer; it lists an item once for each of a task's filters."""
     numbers = found["results"][task]
     metric = next((name for name in METRICS if name in numbers), None)
     if metric is None:
         raise InputError(f"--tasks: {task} has none of the metrics {', '.join(METRICS)}")
     name, kind = metric.split(",")
     error = numbers.get(f"{name}_stderr,{kind}")
-    samples = [sample for listed in found.get("samples", {}).values() for sample in listed]
+    listed = (sample for samples in found.get("samples", {}).values() for sample in samples)
+    samples = [sample for sample in listed if sample.get("filter", kind) == kind]
     invalid = [sample for sample in samples if "[invalid]" in _texts(sample)]
     count = len(samples) or int(numbers.get("sample_len", 0))
     share = len(invalid) / len(samples) if samples else None
