@@ -32,19 +32,13 @@ class Inside(NamedTuple):
 
     @staticmethod
     def of(problem: Problem, plan: Plan) -> Inside:
-        weight = problem.key_log_weight
         given = (problem.query, problem.key, problem.value, *frames_of(problem, plan))
-        inside = Inside.made(problem.group, *given)
-        if weight is None:
-            return inside
-        return inside._replace(
-            log_weight=inside.log_weight + weight.flatten(0, 1).float(), masked=True
-        )
+        return Inside.made(*given).weighted(problem.key_log_weight)
 
     @staticmethod
-    def made(group: int, query: Tensor, key: Tensor, value: Tensor, *frames: Tensor) -> Inside:
-        """Heads without key weights, ``group`` of which share their keys."""
-        stack = Stack(*frames)
+    def made(query: Tensor, key: Tensor, value: Tensor, *frames: Tensor) -> Inside:
+        """Heads without key weights; some may share their keys."""
+        stack, group = Stack(*frames), query.shape[1] // key.shape[1]
         heads = len(stack.spectrum)
         if group > 1:
             value = value.repeat_interleave(group, 1)
@@ -60,6 +54,13 @@ class Inside(NamedTuple):
             query, key, value.flatten(0, 1), weight, shift, placed, placed_key, stack.spectrum,
             False,
         )  # fmt: skip
+
+    def weighted(self, log_weight: Tensor | None) -> Inside:
+        """With log-weights of the keys [batch, heads, m]."""
+        if log_weight is None:
+            return self
+        weight = self.log_weight + log_weight.flatten(0, 1).float()
+        return self._replace(log_weight=weight, masked=True)
 
     def one(self, head: int) -> Inside:
         parts = (x[head : head + 1] if isinstance(x, Tensor) else x for x in self)
