@@ -251,7 +251,8 @@ CASES = {
     "ragged": {"heads": 2, "n": 230},
     "float16": {"heads": 1, "n": 256, "dtype": torch.float16},
     "masked": {"heads": 2, "n": 230, "masked": True},
-    "causal": {"heads": 1, "n": 256, "causal": True},
+    "causal": {"heads": 2, "n": 300, "causal": True},
+    "causal, masked": {"heads": 1, "n": 300, "causal": True, "masked": True},
 }
 
 
@@ -262,8 +263,10 @@ def block_case(heads, n, dtype=torch.float32, masked=False, causal=False):
         bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
         bias[::5] = -math.inf
         bias = bias.to(DEVICE)
-    method = sb.BlockSupport(0.8, tail="coarse", block_size=32)
+    order = "tree" if causal else "auto"
+    method = sb.BlockSupport(0.8, tail="coarse", block_size=32, order=order)
     plan = planned(q, k, v, bias, is_causal=causal, method=method)
+    assert all(lists.refusal(head) is None for head in plan.heads)
     assert all(head.kind == "block" for head in plan.heads)
     problem = attention_problem(q, k, v, bias, 0.0, causal, None, False)
     return (q, k, v, bias), problem, plan
@@ -282,7 +285,7 @@ def test_heads_equal_those_of_pytorch(name):
     assert relative(output, exact) <= 1.2 * relative(wanted.output, exact) < 0.2
     # tokens are repeated to fill trees: rounding decides which copy is where; and PyTorch's trees
     # know nothing of hidden keys
-    if name in ("ragged", "masked"):
+    if name == "ragged" or case.get("masked"):
         torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=0.1)
         return
     assert relative(output, wanted.output) < (1e-3 if half else 2e-6)
@@ -495,35 +498,39 @@ def test_room_has_a_quarter_to_spare_in_coarse_steps():
 
 
 @needs_triton
-@pytest.mark.parametrize(("kind", "masked"), [("lists", True), ("fitted", False), ("fitted", True)])
+@pytest.mark.parametrize(
+    ("kind", "masked"),
+    [("lists", True), ("causal", False), ("fitted", False), ("fitted", True)],
+)
 def test_what_does_not_fit_is_exact(kind, masked):
     """A plan reused on tokens that need more room than any before, with keys that heads share."""
-    q, k, v = smooth(2, 128)
+    n = 256 if kind == "causal" else 128
+    q, k, v = smooth(2, n)
     k, v, scale = k[:, :1], v[:, :1], 0.3
     bias = None
     if masked:
-        bias = torch.randn(128, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+        bias = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(DEVICE)
         bias[::5] = -math.inf
-    tail = "coarse" if kind == "lists" else "polynomial"
+    tail, causal = "polynomial" if kind == "fitted" else "coarse", kind == "causal"
     if kind == "fitted":
         q, k = q / 2, k / 2
     method = sb.BlockSupport(0.8, tail=tail, block_size=32, order="tree")
-    call = {"scale": scale, "enable_gqa": True}
-    plan = planned(q, k, v, bias, **call, method=method)
-    evaluator = {"lists": lists, "fitted": fitted}[kind]
-    assert all(dispatch.EVALUATORS[head.kind] == kind for head in plan.heads)
-    problem = attention_problem(q, k, v, bias, 0.0, False, scale, True)
+    call = {"is_causal": causal, "scale": scale}
+    plan = planned(q, k, v, bias, **call, enable_gqa=True, method=method)
+    evaluator = fitted if kind == "fitted" else lists
+    assert all(head.kind == ("fitted" if kind == "fitted" else "block") for head in plan.heads)
+    problem = attention_problem(q, k, v, bias, 0.0, causal, scale, True)
     first = evaluator.forward(problem, plan)[0]
     (room,) = rooms_of(plan)
     assert torch.equal(evaluator.forward(problem, plan)[0], first)
-    exact, exact_lse = dense_attention(q, k, v, bias, scale=scale)
+    exact, exact_lse = dense_attention(q, k, v, bias, **call)
     assert relative(first, exact) > 1e-5
     enough, number = room.sizes, 3 if kind == "lists" else 1
     room.sizes = (*enough[:number], 0, *enough[number + 1 :])
     if kind == "fitted":  # rows that are far
         q = torch.cat([40 * q[:, :, :9], q[:, :, 9:]], 2)
         problem = attention_problem(q, k, v, bias, 0.0, False, scale, True)
-        exact, exact_lse = dense_attention(q, k, v, bias, scale=scale)
+        exact, exact_lse = dense_attention(q, k, v, bias, **call)
     room._news = None
     output, lse, _ = evaluator.forward(problem, plan)
     assert relative(output, exact) < 2e-6
@@ -558,19 +565,26 @@ def test_replays_do_what_first_calls_do(tail):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("tail", "masked"), [("coarse", False), ("coarse", True), ("polynomial", False)]
+    ("tail", "masked", "causal"),
+    [
+        ("coarse", False, False),
+        ("coarse", True, False),
+        ("coarse", False, True),
+        ("coarse", True, True),
+        ("polynomial", False, False),
+    ],
 )
-def test_nothing_waits_and_a_call_can_be_recorded(tail, masked):
+def test_nothing_waits_and_a_call_can_be_recorded(tail, masked, causal):
     tokens = smooth(2, 4096, d=16, dtype=torch.bfloat16)
     if tail == "polynomial":
         tokens = (tokens[0] / 4, tokens[1] / 4, tokens[2])
     mask = torch.arange(4096, device=DEVICE) % 7 > 0 if masked else None
     method = sb.BlockSupport(0.5, tail=tail, block_size=64, order="tree")
-    plan = planned(*tokens, mask, method=method)
+    plan = planned(*tokens, mask, is_causal=causal, method=method)
     assert all(head.kind == ("block" if tail == "coarse" else "fitted") for head in plan.heads)
 
     def call():
-        return sb.attention(*tokens, mask, plan=plan)
+        return sb.attention(*tokens, mask, is_causal=causal, plan=plan)
 
     with pytest.raises(sb.InputError, match="call once before a CUDA graph"):
         record(call)
@@ -596,7 +610,7 @@ def test_nothing_waits_and_a_call_can_be_recorded(tail, masked):
         graph.replay()
         bias = None if mask is None else torch.zeros_like(mask, dtype=torch.float64)
         bias = None if bias is None else bias.masked_fill(~mask, -math.inf)
-        assert relative(output, dense_attention(*tokens, bias)[0]) < 3e-3
+        assert relative(output, dense_attention(*tokens, bias, causal)[0]) < 3e-3
 
 
 def record(call):

@@ -99,13 +99,13 @@ def exact_unless(
     precision: str,
     output: Tensor,
     lse: Tensor,
+    causal: bool = False,
 ) -> None:
     """Write all rows exactly where something did not fit; else that is one launch that ends."""
     batch, heads, n = query.shape[:3]
     everyone = torch.arange(n, dtype=torch.int32, device=query.device)
     count = ((~fits).int() * n).expand(batch * heads).contiguous()
     rows = Tokens(n, everyone.expand(batch * heads, -1).contiguous(), count)
-    rectangle = Rectangle(
-        rows, Tokens(key.shape[2]), scale, log_weight=log_weight, precision=precision
-    )
+    keys = Tokens(key.shape[2])
+    rectangle = Rectangle(rows, keys, scale, causal, log_weight, precision=precision)
     exact_rows(query, key, value, rectangle, output, lse)
