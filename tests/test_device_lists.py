@@ -281,12 +281,14 @@ def test_heads_equal_those_of_pytorch(name):
     wanted = sb.attention(q, k, v, bias, is_causal=causal, plan=plan, return_result=True)
     output, lse, _ = lists.forward(problem, plan)
     assert output.dtype == q.dtype and lse.dtype == torch.float32
-    exact = dense_attention(q, k, v, bias, is_causal=causal)[0]
+    exact, exact_lse = dense_attention(q, k, v, bias, is_causal=causal)
     assert relative(output, exact) <= 1.2 * relative(wanted.output, exact) < 0.2
     # tokens are repeated to fill trees: rounding decides which copy is where; and PyTorch's trees
     # know nothing of hidden keys
     if name == "ragged" or case.get("masked"):
-        torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=0.1)
+        real = exact_lse > -math.inf
+        mine, theirs = ((x - exact_lse)[real].abs().mean() for x in (lse, wanted.lse))
+        assert mine <= 1.2 * theirs and (lse[~real] == -math.inf).all()
         return
     assert relative(output, wanted.output) < (1e-3 if half else 2e-6)
     torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=1e-2 if half else 2e-5)
