@@ -31,7 +31,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 
 from supportbasis.device import dispatch, fitted, granules, lists, replay  # noqa: E402
 from supportbasis.device.room import Room, with_spare  # noqa: E402
-from supportbasis.kernels import cells, framing, ordering, selection, summary  # noqa: E402
+from supportbasis.kernels import adding, cells, framing, ordering, selection, summary  # noqa: E402
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 pytestmark = [
@@ -204,6 +204,33 @@ def test_a_full_list_leaves_the_rest_coarse(search):
     node, owner, _ = (x.cpu() for x in coarse.of_members(everyone))
     seen = exact.count.cpu().long().index_add_(0, owner, leaves[node.long()])
     assert (seen == len(forest.leaf_key)).all()
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_means_are_added_where_they_belong(dtype):
+    generator = torch.Generator().manual_seed(7)
+    output, lse = torch.randn(90, 5, generator=generator), 4 * torch.randn(90, generator=generator)
+    lse[::7], lse[::14] = -math.inf, 60.0  # rows without keys so far, rows that dwarf what comes
+    output[lse == -math.inf] = 0.0
+    rows = torch.randperm(90, generator=generator)[:70]
+    rows[::6] = -1
+    more, size = torch.randn(70, 5, generator=generator), torch.randn(70, generator=generator)
+    size[::4] = -math.inf
+    shift = torch.randn(90, generator=generator)
+    given = [x.clone().to(DEVICE) for x in (output, lse, rows, more.to(dtype), size, shift)]
+    adding.add_means(*given)
+    wanted, total = output.double(), lse.double()
+    for place, row in enumerate(rows.tolist()):
+        extra = float(size[place] + shift[row])
+        if row < 0 or extra == -math.inf:
+            continue
+        both = torch.stack([total[row], torch.tensor(extra).double()])
+        weight = both.softmax(0)
+        wanted[row] = weight[0] * wanted[row] + weight[1] * more[place].to(dtype).double()
+        total[row] = both.logsumexp(0)
+    torch.testing.assert_close(given[0].cpu().double(), wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(given[1].cpu().double(), total, rtol=1e-6, atol=1e-5)
 
 
 @needs_triton
@@ -548,7 +575,7 @@ def test_what_does_not_fit_is_exact(kind, masked):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tail", ["coarse", "polynomial"])
 def test_replays_do_what_first_calls_do(tail):
-    """The same shapes three times, with other tokens each time: run, recorded, replayed."""
+    """The same shapes again and again, with other tokens each time: run, recorded, replayed."""
     replay._recordings.clear()
     replay._plain.clear()
     made = [smooth(2, 4096, d=16, seed=seed, dtype=torch.bfloat16) for seed in range(3)]
@@ -566,6 +593,7 @@ def test_replays_do_what_first_calls_do(tail):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize(
     ("tail", "masked", "causal"),
     [
@@ -589,9 +617,9 @@ def test_nothing_waits_and_a_call_can_be_recorded(tail, masked, causal):
         return sb.attention(*tokens, mask, is_causal=causal, plan=plan)
 
     with pytest.raises(sb.InputError, match="call once before a CUDA graph"):
-        record(call)
+        record(call)  # which PyTorch warns about, too
     torch.cuda.synchronize()
-    for _ in range(3):  # run, recorded, replayed
+    for _ in range(3):  # the first waits, the second is recorded
         call()
     torch.cuda.synchronize()
     with warnings.catch_warnings():  # the mode that forbids waiting warns about itself

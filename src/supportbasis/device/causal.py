@@ -21,6 +21,7 @@ from ..arrangement import repeated
 from ..blocks import BASE, START_NODES, BlockSettings
 from ..forest import Forest, joined
 from ..kernels import selection
+from ..kernels.adding import add_means
 from ..kernels.language import cdiv
 from ..kernels.rectangle import Rectangle, Tokens, exact_rows
 from ..kernels.summary import summarised
@@ -69,12 +70,13 @@ def levels_of(heads: int, tokens: int, settings: BlockSettings) -> tuple[Level, 
 def forward(problem: Problem, plan: Plan) -> Forward:
     """Output in the input dtype and lse in float32."""
     settings, weight = settings_of(plan.heads[0]), problem.key_log_weight
+    usual = _usual(len(plan.heads), problem.n, settings)
+    room = Room.of(plan, problem, usual)
     first = min(plan.heads[0].exact_rows, problem.n)
     given = [problem.query, problem.key, problem.value, prices_of(plan, problem.query.device)]
     given += frames_of(problem, plan)
     if weight is not None:
         given.append(weight.float())
-    shapes = (problem.query.device, problem.n, problem.m, weight is None)
     call = (replace(settings, price=0.0), first, problem.group, problem.scale, precision())
 
     def work(sizes: Sizes, sure: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
@@ -83,8 +85,7 @@ def forward(problem: Problem, plan: Plan) -> Forward:
         output, lse, needed = replayed(key, made, *given) if sure else made(*given)
         return (output, lse), needed
 
-    usual = _usual(len(plan.heads), problem.n, settings)
-    return (*Room.of(plan, ("causal", shapes), usual).run(work), None)
+    return (*room.run(work), None)
 
 
 def _usual(heads: int, tokens: int, settings: BlockSettings) -> Sizes:
@@ -113,7 +114,8 @@ def _all_heads(
     count = len(Stack._fields)
     weight = frames[count] if len(frames) > count else None
     inside = Inside.made(query, key, value, *frames[:count]).weighted(weight)
-    tokens, total = (query, key, value), _own_chunks(query, key, value, scale, weight, settings)
+    tokens = (query, key, value)
+    output, lse = _own_chunks(query, key, value, scale, weight, settings)
     forest, found = _found(inside, prices, settings)
     needed = torch.zeros(0, dtype=torch.long, device=query.device)
     fits = torch.ones((), dtype=torch.bool, device=query.device)
@@ -124,10 +126,10 @@ def _all_heads(
         found = [none_unless(fits, *part) for part in found]
         lengths = list(zip(sizes[::2], sizes[1::2], strict=True))
         results = attended(forest, found, lengths, value.dtype)
-        for (part, _), result in zip(found, results, strict=True):
-            total.add(part.rows.flatten(), *result, inside.shift.flatten())
-    output, lse = (x[:-1].view(*query.shape[:3], *x.shape[1:]) for x in total)
-    output, lse = output.to(value.dtype), lse.contiguous()
+        for (part, _), (more, size) in zip(found, results, strict=True):
+            add_means(output, lse, part.rows.flatten(), more, size, inside.shift.flatten())
+    output, lse = (x.view(*query.shape[:3], *x.shape[1:]) for x in (output, lse))
+    output = output.to(value.dtype)
     rows = torch.arange(first, dtype=torch.int32, device=query.device)
     rows = rows.expand(len(prices), -1).contiguous()
     known = Tokens(first, rows, torch.full_like(prices, first, dtype=torch.int32))
@@ -136,23 +138,6 @@ def _all_heads(
     if sure:
         exact_unless(fits, *tokens, scale, weight, precision(), output, lse, causal=True)
     return output, lse, needed
-
-
-class Total(NamedTuple):
-    """Mean values and log-sums of all rows, and of one that stands for none, in float32."""
-
-    output: Tensor
-    lse: Tensor
-
-    def add(self, rows: Tensor, more: Tensor, size: Tensor, shift: Tensor) -> None:
-        """Add mean values over other keys, of rows or of none (-1); their log-sums lack a shift."""
-        at = torch.where(rows >= 0, rows, len(shift))
-        size, before = size + shift[rows.clamp(min=0)], self.lse[at]
-        total = torch.logaddexp(before, size)
-        unit = torch.where(total > -math.inf, total, 0.0)
-        mine, theirs = ((x - unit).exp().unsqueeze(1) for x in (before, size))
-        self.output.index_copy_(0, at, self.output[at] * mine + more * theirs)
-        self.lse.index_copy_(0, at, total)
 
 
 def _found(
@@ -297,8 +282,9 @@ def _own_chunks(
     scale: float,
     log_weight: Tensor | None,
     settings: BlockSettings,
-) -> Total:
-    """All rows over the keys of their own chunk that do not lie ahead."""
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of all rows, one head after the other, over the keys of their own chunk that
+    do not lie ahead; in float32."""
     (batch, heads, n, _), chunk = query.shape, settings.chunk
     count = cdiv(n, chunk)
 
@@ -320,7 +306,7 @@ def _own_chunks(
     exact_rows(cut(query), cut(key), cut(value), rectangle, output, lse)
 
     def whole(x: Tensor) -> Tensor:
-        x = x.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3)[:, :, :n]
-        return torch.cat([x.flatten(0, 2), torch.zeros_like(x[0, 0, :1])])
+        x = x.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3)
+        return x[:, :, :n].flatten(0, 2).contiguous()
 
-    return Total(whole(output), whole(lse))
+    return whole(output), whole(lse)

@@ -106,11 +106,11 @@ def forward(problem: Problem, plan: Plan) -> Forward:
     if problem.is_causal:
         return causal.forward(problem, plan)
     settings, weight = settings_of(plan.heads[0]), problem.key_log_weight
+    room = Room.of(plan, problem, _usual(problem, settings))
     given = [problem.query, problem.key, problem.value, prices_of(plan, problem.query.device)]
     given += frames_of(problem, plan)
     if weight is not None:
         given.append(weight.float())
-    shapes = (problem.query.device, problem.n, problem.m, weight is None)
     call = (family(plan.heads[0]), problem.group, problem.scale, precision())
 
     def work(sizes: Sizes, sure: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
@@ -119,7 +119,6 @@ def forward(problem: Problem, plan: Plan) -> Forward:
         output, lse, needed = replayed(key, made, *given) if sure else made(*given)
         return (output, lse), needed
 
-    room = Room.of(plan, ("lists", shapes), _usual(problem, settings))
     return (*room.run(work), None)
 
 

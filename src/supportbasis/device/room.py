@@ -7,7 +7,7 @@ when the next call comes. Only the first call of a plan waits, until it knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from ..errors import InputError
 from ..kernels.language import cdiv, power_of_two
 from ..kernels.rectangle import Rectangle, Tokens, exact_rows
 from ..plans import Plan
+from ..problem import Problem
 
 Result = TypeVar("Result")
 Sizes = tuple[int, ...]
@@ -30,28 +31,28 @@ class Room:
         self._news: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     @staticmethod
-    def of(plan: Plan, key: Hashable, usual: Sizes) -> Room:
-        """The one that is kept with a plan."""
-        room = plan.memory.setdefault(("room", key), Room(usual))
+    def of(plan: Plan, problem: Problem, usual: Sizes) -> Room:
+        """The one that is kept with a plan for such calls."""
+        shapes = (problem.query.device, problem.n, problem.m, problem.key_log_weight is None)
+        room = plan.memory.setdefault(("room", shapes), Room(usual))
         assert isinstance(room, Room)
+        if not room.known and _capturing():
+            raise InputError(
+                "plan: it has not run on such tensors yet, and what it needs is not known; call "
+                "once before a CUDA graph is recorded"
+            )
         return room
 
     def run(self, work: Callable[[Sizes, bool], tuple[Result, Tensor]]) -> Result:
         """What ``work(sizes, sure)`` returns beside the sizes that it needed; it has to be
         ``sure`` of its result for whatever sizes, unless the host looks at them at once."""
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if not capturing:
-            self._hear()
+        if _capturing():
+            return work(self.sizes, True)[0]
         if self.known:
+            self._hear()
             result, needed = work(self.sizes, True)
-            if not capturing:
-                self._ask(needed)
+            self._ask(needed)
             return result
-        if capturing:
-            raise InputError(
-                "plan: it has not run on such tensors yet, and what it needs is not known; call "
-                "once before a CUDA graph is recorded"
-            )
         while True:
             result, needed = work(self.sizes, False)
             if not self._grow(needed.tolist()):
@@ -81,6 +82,10 @@ class Room:
         if self._news is not None and (self._news[1] is None or self._news[1].query()):
             self._grow(self._news[0].tolist())
             self._news = None
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def with_spare(need: int) -> int:
