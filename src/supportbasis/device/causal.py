@@ -32,7 +32,7 @@ from ..tree import assign, leaf_layout, order, positions
 from .dispatch import Forward
 from .exact import precision
 from .framed import Inside, Stack, frames_of, prices_of, settings_of
-from .granules import Listed, Placed, attended, largest_entry, none_unless, token_dtype
+from .granules import Listed, Placed, attended, largest_entry, none_unless, short, token_dtype
 from .replay import replayed
 from .room import Room, Sizes, exact_unless
 
@@ -203,7 +203,8 @@ def _layer(
     price = F.pad(prices.repeat_interleave(count // heads), (0, 1))
     longest = min(max(selection.LONGEST, START_NODES * 4), len(forest.key))
     coarse, exact = selection.select(forest, cells, view, start, price, longest)
-    return Listed(query[held.clamp(min=0)], held, cells.mean, owner, coarse, exact)
+    tokens = short(query, token_dtype(inside.value.dtype))[held.clamp(min=0)]
+    return Listed(tokens, held, cells.mean, owner, coarse, exact)
 
 
 def _places(rows: int, tokens: int, heads: int, chunk: int, device: torch.device) -> Tensor:
