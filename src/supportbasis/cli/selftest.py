@@ -135,7 +135,8 @@ def _judged(cases: Sequence[Case], device: str) -> Iterator[Verdict]:
         yield from (judge(case, device) for case in cases)
         return
     workers = max(1, min(len(cases), os.cpu_count() or 2))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
+    with pool:
         yield from pool.map(judge, cases, [device] * len(cases))
 
 

@@ -1,13 +1,14 @@
 """Lists as granules: where the coarse keys of each cell go, the table, and the attention over it.
 
 Granules of leaves come first in the table, then those of coarse keys, list by list. How long lists
-are is known on the device only: the host waits for that once, before the table is made.
+are is known on the device only: there is room for so many (`room`), or the host waits for it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -56,8 +57,17 @@ class Placed(NamedTuple):
         return Placed(owner, granules, last - granules, offsets, sizes)
 
 
+def none_unless(fits: Tensor, listed: Listed, placed: Placed) -> tuple[Listed, Placed]:
+    """Lists as they are, or nothing in any of them."""
+    coarse, exact = (replace(x, count=x.count * fits) for x in (listed.coarse, listed.exact))
+    return (
+        listed._replace(coarse=coarse, exact=exact),
+        placed._replace(granules=placed.granules * fits, offsets=placed.offsets * fits),
+    )
+
+
 class Filled(NamedTuple):
-    """Lists of which the lengths are known."""
+    """Lists for which there is room."""
 
     base: Tensor  # [cells]: the first granule of coarse keys
     last: int  # granules before those of the next lists
@@ -68,7 +78,8 @@ class Filled(NamedTuple):
     def of(
         leaves: int, found: Sequence[tuple[Listed, Placed]], sizes: Sequence[Sequence[int]]
     ) -> list[Filled]:
-        """Lists after one another in a table of so many leaves; ``sizes`` as in `Placed`."""
+        """Lists after one another in a table of so many leaves; ``sizes`` as in `Placed`, or
+        larger."""
         filled, last = [], leaves
         for (listed, placed), (granules, length) in zip(found, sizes, strict=True):
             base, last = placed.base + last, last + granules
