@@ -349,17 +349,19 @@ def test_a_part_is_answered_the_same_whatever_was_answered_before(weights: Path)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", contenders.LIBRARY)
 def test_the_library_in_a_model_on_a_gpu(name: str, causal: bool) -> None:
-    """A second item with the plan of the first; many thresholds give the CPU's numbers."""
+    """A second item has the plan of the first; many thresholds give the numbers of a CPU."""
     given = torch.stack([x.float() for x in tokens_of(2, 2, 300, 64)])
+    options: dict[str, Any] = {"is_causal": causal, "scale": 0.125}
     method = contenders.contender(name, 1)
-    for item in range(2):
-        one = given[:, item : item + 1]
-        found = method.attend(*one.cuda(), 0.125, causal).cpu()
-        truth = exact(*one, 0.125, causal)
-        assert float((found - truth).norm() / truth.norm()) < 0.3
-        if name == "MultiThreshold":
-            here = contenders.contender(name, 1).attend(*one, 0.125, causal)
-            torch.testing.assert_close(found, here, rtol=1e-3, atol=1e-4)
+    first, second = (given[:, item : item + 1].cuda() for item in range(2))
+    method.attend(*first, 0.125, causal)
+    found = method.attend(*second, 0.125, causal)
+    if name == "MultiThreshold":
+        truth = contenders.contender(name, 1).attend(*second.cpu(), 0.125, causal).cuda()
+    else:
+        plan = sb.plan(*first, **options, method=contenders.LIBRARY[name])
+        truth = sb.attention(*second, **options, plan=plan)
+    torch.testing.assert_close(found, truth, rtol=1e-3, atol=1e-4)
 
 
 # ---- the hook --------------------------------------------------------------------------------

@@ -50,19 +50,16 @@ class Subject:
     def model(self) -> Any:
         return load_model(self.folder).to(self.device)
 
-    def contender(self, name: str) -> Contender:
-        return contender(name, self.model.config.num_hidden_layers)
-
     @cached_property
     def _planned(self) -> dict[tuple[str, str, int], Contender]:
         return {}
 
     def planned(self, name: str, task: str, length: int) -> Contender:
-        """The same with plans for a task, made on its first item whatever comes next: a run that
+        """A method with plans for a task, made on its first item whatever comes next: a run that
         was stopped goes on with the plans that it had."""
         at = (name, task, length)
         if at not in self._planned:
-            made = self._planned[at] = self.contender(name)
+            made = self._planned[at] = contender(name, self.model.config.num_hidden_layers)
             if isinstance(made.attend, Reuse) and made.attend.lasts:
                 with attending(self.model, made.attend):
                     answers(self.model, questions(task, 1, length, SEED, self.name))
@@ -101,7 +98,7 @@ def measure_task(
 def measure_text(
     subject: Subject, unit: str, name: str, length: int, windows: int
 ) -> list[TextRow]:
-    method = subject.contender(name)
+    method = contender(name)
     tokens = held_out(length, windows, SEED)
     with attending(subject.model, method.attend):
         found = perplexity(subject.model, tokens.to(subject.device))
@@ -113,7 +110,7 @@ def measure_recall(
     subject: Subject, unit: str, name: str, form: str, length: int, texts: int
 ) -> list[RecallRow]:
     """Codes by distance, an octave a row."""
-    method = subject.contender(name)
+    method = contender(name)
     with attending(subject.model, method.attend):
         found = recall(subject.model, form, length, texts, SEED)
     used = (method.used.exact_share, method.used.mean_cost)
@@ -139,6 +136,6 @@ def measure_layers(
     ]
     tokens = torch.tensor(asked, device=subject.device)
     truth = hidden_states(subject.model, tokens, contender(EXACT).attend)
-    found = hidden_states(subject.model, tokens, subject.contender(name).attend)
+    found = hidden_states(subject.model, tokens, contender(name).attend)
     errors: Sequence[float] = hidden_errors(truth, found)
     return [LayerRow(unit, subject.name, name, at + 1, error) for at, error in enumerate(errors)]

@@ -150,8 +150,10 @@ def run_downstream(
     place = chosen_device(device)
     machine = Machine.here(device)
     made, plan = Tables.of(out, machine), Plan()
-    for kind, extent in extents.items():
-        _plan_model(plan, made, Subject.of(kind, FOLDER / kind, place), extent)
+    subjects = [(Subject.of(kind, FOLDER / kind, place), extents[kind]) for kind in extents]
+    for units in (_plan_tasks, _plan_reading):
+        for subject, extent in subjects:
+            units(plan, made, subject, extent)
     if story_folder is not None:
         _plan_stories(plan, made, story_folder, place)
     if not redraw:
@@ -194,13 +196,16 @@ def _benchmark(
     return harness.run(unit, method, task)
 
 
-def _plan_model(plan: Plan, made: Tables, subject: Subject, extent: Extent) -> None:
+def _plan_tasks(plan: Plan, made: Tables, subject: Subject, extent: Extent) -> None:
     tasks = extent.lengths.items()
     for (first, count), name, (task, length) in product(extent.parts, NAMES, tasks):
         unit = subject.unit(name, task, first, count, length)
         small = subject.device.type == "cpu" and name not in LIBRARY
         asked = (task, first, count, length, BATCH if small else PART)
         plan.add(made.tasks, unit, partial(measure_task, subject, unit, name, *asked), name)
+
+
+def _plan_reading(plan: Plan, made: Tables, subject: Subject, extent: Extent) -> None:
     length = extent.lengths["easy"]
     for name in NAMES:
         unit = subject.unit(name, "layers", extent.prompts, length)
