@@ -37,11 +37,12 @@ LEAD = (
     "tasks that stand for them. “Emulation” rows repeat the published evaluation: all scores are "
     "formed, the largest and smallest 10 % of each head are exponentiated and the others go "
     "through a Chebyshev series; AS23 puts all through the series. They save no work. The other "
-    "rows are methods of this library as they are; “exact heads” says how many heads they left "
-    "exact because nothing cheaper was good enough, and then they answer as exact does. The mean "
-    "of the values stands for a broken attention. The items are mostly harder than those that the "
-    "models learned from, so that exact attention is not always right; they and the weights were "
-    "fixed before methods were compared."
+    "rows are methods of this library; “exact heads” says how many heads they left exact because "
+    "nothing cheaper was good enough, and then they answer as exact does. Heads are planned on the "
+    "first item of a task and the plan serves the others; MultiThreshold is planned for 50 items "
+    "at a time. The mean of the values stands for a broken attention. The items are mostly harder "
+    "than those that the models learned from, so that exact attention is not always right; they "
+    "and the weights were fixed before methods were compared."
 )
 PART = 50  # items after which rows are written
 BATCH = 4  # of emulations on a CPU: larger ones take no less time and more memory
@@ -270,8 +271,8 @@ def _model_chapter(made: dict[str, findings.Judged]) -> Chapter:
         "Choices are judged by likelihood; sums are written and parsed. “Unparsable”: a written "
         "sum without the form that was shown, a token that is none of the choices where one token "
         "is asked for, or no number at all. “Written”: right where every answer of one token has "
-        "to be the likeliest of all words, not only of the choices. Intervals are 95 % of a paired "
-        "bootstrap over items."
+        "to be the likeliest of all words, not only of the choices. “Cost”: multiply-adds of the "
+        "plans over those of exact attention. Intervals are 95 % of a paired bootstrap over items."
     )
     shown = [tables.accuracy_table(made), tables.loss_table(made)]
     grids = [*shown, tables.difference_table(made)]

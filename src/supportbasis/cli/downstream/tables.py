@@ -37,9 +37,10 @@ def loss_table(made: Mapping[str, Judged]) -> Grid:
     for name, mine in made.items():
         less = "—" if name == EXACT else str(mine.against(exact))
         heads = _mean([row.exact_heads for row in mine.rows.values()])
-        last = [f"{mine.unparsable():.1f} %", f"{mine.written():.1f}", _share(heads)]
+        cost = _mean([row.cost for row in mine.rows.values()])
+        last = [f"{mine.unparsable():.1f} %", f"{mine.written():.1f}", _share(heads), _share(cost)]
         lines.append([name, less, *last])
-    headings = ["method", "less exact", "unparsable", "written", "exact heads"]
+    headings = ["method", "less exact", "unparsable", "written", "exact heads", "cost"]
     return Grid(f"{exact.model}: points against exact on the same items", headings, lines)
 
 
