@@ -22,7 +22,7 @@ from supportbasis.inputs import attention_problem
 from supportbasis.methods.block_support import BlockSearch
 from supportbasis.problem import Head
 from supportbasis.selection import Column, select
-from supportbasis.tree import order
+from supportbasis.tree import assign, order
 from test_blocks import clustered, head_of
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -42,6 +42,7 @@ from supportbasis.device import (  # noqa: E402
 from supportbasis.device.framed import Stack  # noqa: E402
 from supportbasis.device.room import Room, with_spare  # noqa: E402
 from supportbasis.kernels import (  # noqa: E402
+    adding,
     cells,
     coarse,
     framing,
@@ -90,7 +91,7 @@ def relative(given, wanted):
 @pytest.mark.parametrize(("segments", "tokens", "dim", "depth"), [(2, 64, 5, 3), (1, 80, 20, 4)])
 def test_nodes_that_a_program_holds_are_split_as_by_pytorch(segments, tokens, dim, depth):
     x = torch.randn(segments, tokens, dim, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    given, wanted = ordering.order(x, depth), order(x, depth)[0]
+    given, wanted = ordering.order(x, depth)[0].cpu(), order(x.cpu(), depth)[0]
     assert torch.equal(given.sort(1).values, wanted.sort(1).values)
     if not CUDA:  # rounding decides about ties of a device
         assert torch.equal(given, wanted)
@@ -106,15 +107,27 @@ def test_larger_nodes_are_split_along_sampled_axes(monkeypatch):
         leaves = x.gather(1, position.unsqueeze(2).expand(-1, -1, 3)).view(2, -1, 6, 3)
         return float(leaves.var(2).sum(-1).mean())
 
-    given, wanted = ordering.order(x, 5), order(x, 5)[0]
+    given, wanted = ordering.order(x, 5, splits=False)[0], order(x.cpu(), 5)[0].to(DEVICE)
     assert torch.equal(given.sort(1).values, wanted.sort(1).values)
     assert spread(given) <= 1.1 * spread(wanted)
 
 
 @needs_triton
+@pytest.mark.parametrize("most", [16, 128])
+def test_tokens_fall_where_they_were_put(monkeypatch, most):
+    """By the axes and thresholds of small nodes and of large ones."""
+    monkeypatch.setattr(ordering, "MOST", most)
+    x = torch.randn(3, 64, 4, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    position, splits = ordering.order(x, 3)
+    leaf = assign(x, splits)
+    wanted = (torch.arange(64, device=DEVICE) // 8).expand(3, -1)
+    assert (leaf.gather(1, position) == wanted).float().mean() >= (0.98 if CUDA else 1.0)
+
+
+@needs_triton
 def test_equal_tokens_keep_their_order():
     x = torch.zeros(1, 16, 2, device=DEVICE)
-    assert torch.equal(ordering.order(x, 2)[0].cpu(), torch.arange(16))
+    assert torch.equal(ordering.order(x, 2)[0][0].cpu(), torch.arange(16))
 
 
 # ---- nodes ------------------------------------------------------------------------------------
@@ -224,6 +237,33 @@ def test_a_full_list_leaves_the_rest_coarse(search):
 
 
 @needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_means_are_added_where_they_belong(dtype):
+    generator = torch.Generator().manual_seed(7)
+    output, lse = torch.randn(90, 5, generator=generator), 4 * torch.randn(90, generator=generator)
+    lse[::7], lse[::14] = -math.inf, 60.0  # rows without keys so far, rows that dwarf what comes
+    output[lse == -math.inf] = 0.0
+    rows = torch.randperm(90, generator=generator)[:70]
+    rows[::6] = -1
+    more, size = torch.randn(70, 5, generator=generator), torch.randn(70, generator=generator)
+    size[::4] = -math.inf
+    shift = torch.randn(90, generator=generator)
+    given = [x.clone().to(DEVICE) for x in (output, lse, rows, more.to(dtype), size, shift)]
+    adding.add_means(*given)
+    wanted, total = output.double(), lse.double()
+    for place, row in enumerate(rows.tolist()):
+        extra = float(size[place] + shift[row])
+        if row < 0 or extra == -math.inf:
+            continue
+        both = torch.stack([total[row], torch.tensor(extra).double()])
+        weight = both.softmax(0)
+        wanted[row] = weight[0] * wanted[row] + weight[1] * more[place].to(dtype).double()
+        total[row] = both.logsumexp(0)
+    torch.testing.assert_close(given[0].cpu().double(), wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(given[1].cpu().double(), total, rtol=1e-6, atol=1e-5)
+
+
+@needs_triton
 def test_coarse_keys_equal_tilted_ones(search):
     forest, layer = search.whole.forest, search.whole.layers[0]
     cells, d, dv = len(layer.cells.mean), forest.key.shape[1], forest.value.shape[1]
@@ -270,7 +310,8 @@ CASES = {
     "ragged": {"heads": 2, "n": 230},
     "float16": {"heads": 1, "n": 256, "dtype": torch.float16},
     "masked": {"heads": 2, "n": 230, "masked": True},
-    "causal": {"heads": 1, "n": 256, "causal": True},
+    "causal": {"heads": 2, "n": 300, "causal": True},
+    "causal, masked": {"heads": 1, "n": 300, "causal": True, "masked": True},
 }
 
 
@@ -281,8 +322,10 @@ def block_case(heads, n, dtype=torch.float32, masked=False, causal=False):
         bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
         bias[::5] = -math.inf
         bias = bias.to(DEVICE)
-    method = sb.BlockSupport(0.8, tail="coarse", block_size=32)
+    order = "tree" if causal else "auto"
+    method = sb.BlockSupport(0.8, tail="coarse", block_size=32, order=order)
     plan = planned(q, k, v, bias, is_causal=causal, method=method)
+    assert all(lists.refusal(head) is None for head in plan.heads)
     assert all(head.kind == "block" for head in plan.heads)
     problem = attention_problem(q, k, v, bias, 0.0, causal, None, False)
     return (q, k, v, bias), problem, plan
@@ -297,12 +340,14 @@ def test_heads_equal_those_of_pytorch(name):
     wanted = sb.attention(q, k, v, bias, is_causal=causal, plan=plan, return_result=True)
     output, lse, _ = lists.forward(problem, plan)
     assert output.dtype == q.dtype and lse.dtype == torch.float32
-    exact = dense_attention(q, k, v, bias, is_causal=causal)[0]
+    exact, exact_lse = dense_attention(q, k, v, bias, is_causal=causal)
     assert relative(output, exact) <= 1.2 * relative(wanted.output, exact) < 0.2
     # tokens are repeated to fill trees: rounding decides which copy is where; and PyTorch's trees
     # know nothing of hidden keys
-    if name in ("ragged", "masked"):
-        torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=0.1)
+    if name == "ragged" or case.get("masked"):
+        real = exact_lse > -math.inf
+        mine, theirs = ((x - exact_lse)[real].abs().mean() for x in (lse, wanted.lse))
+        assert mine <= 1.2 * theirs and (lse[~real] == -math.inf).all()
         return
     assert relative(output, wanted.output) < (1e-3 if half else 2e-6)
     torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=1e-2 if half else 2e-5)
@@ -692,35 +737,39 @@ def test_room_has_a_quarter_to_spare_in_coarse_steps():
 
 
 @needs_triton
-@pytest.mark.parametrize(("kind", "masked"), [("lists", True), ("fitted", False), ("fitted", True)])
+@pytest.mark.parametrize(
+    ("kind", "masked"),
+    [("lists", True), ("causal", False), ("fitted", False), ("fitted", True)],
+)
 def test_what_does_not_fit_is_exact(kind, masked):
     """A plan reused on tokens that need more room than any before, with keys that heads share."""
-    q, k, v = smooth(2, 128)
+    n = 256 if kind == "causal" else 128
+    q, k, v = smooth(2, n)
     k, v, scale = k[:, :1], v[:, :1], 0.3
     bias = None
     if masked:
-        bias = torch.randn(128, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+        bias = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(DEVICE)
         bias[::5] = -math.inf
-    tail = "coarse" if kind == "lists" else "polynomial"
+    tail, causal = "polynomial" if kind == "fitted" else "coarse", kind == "causal"
     if kind == "fitted":
         q, k = q / 2, k / 2
     method = sb.BlockSupport(0.8, tail=tail, block_size=32, order="tree")
-    call = {"scale": scale, "enable_gqa": True}
-    plan = planned(q, k, v, bias, **call, method=method)
-    evaluator = {"lists": lists, "fitted": fitted}[kind]
-    assert all(dispatch.EVALUATORS[head.kind] == kind for head in plan.heads)
-    problem = attention_problem(q, k, v, bias, 0.0, False, scale, True)
+    call = {"is_causal": causal, "scale": scale}
+    plan = planned(q, k, v, bias, **call, enable_gqa=True, method=method)
+    evaluator = fitted if kind == "fitted" else lists
+    assert all(head.kind == ("fitted" if kind == "fitted" else "block") for head in plan.heads)
+    problem = attention_problem(q, k, v, bias, 0.0, causal, scale, True)
     first = evaluator.forward(problem, plan)[0]
     (room,) = rooms_of(plan)
     assert torch.equal(evaluator.forward(problem, plan)[0], first)
-    exact, exact_lse = dense_attention(q, k, v, bias, scale=scale)
+    exact, exact_lse = dense_attention(q, k, v, bias, **call)
     assert relative(first, exact) > 1e-5
     enough, number = room.sizes, 3 if kind == "lists" else 1
     room.sizes = (*enough[:number], 0, *enough[number + 1 :])
     if kind == "fitted":  # rows that are far
         q = torch.cat([40 * q[:, :, :9], q[:, :, 9:]], 2)
         problem = attention_problem(q, k, v, bias, 0.0, False, scale, True)
-        exact, exact_lse = dense_attention(q, k, v, bias, scale=scale)
+        exact, exact_lse = dense_attention(q, k, v, bias, **call)
     room._news = None
     output, lse, _ = evaluator.forward(problem, plan)
     assert relative(output, exact) < 2e-6
@@ -736,7 +785,7 @@ def test_what_does_not_fit_is_exact(kind, masked):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tail", ["coarse", "polynomial"])
 def test_replays_do_what_first_calls_do(tail):
-    """The same shapes three times, with other tokens each time: run, recorded, replayed."""
+    """The same shapes again and again, with other tokens each time: run, recorded, replayed."""
     replay._recordings.clear()
     replay._plain.clear()
     made = [smooth(2, 4096, d=16, seed=seed, dtype=torch.bfloat16) for seed in range(3)]
@@ -746,7 +795,7 @@ def test_replays_do_what_first_calls_do(tail):
     assert all(head.kind == ("block" if tail == "coarse" else "fitted") for head in plan.heads)
     for number, (q, k, v) in enumerate([*made, made[0]]):
         output = sb.attention(q, k, v, plan=plan)
-        assert len(replay._recordings) == min(1, number)
+        assert min(1, number) <= len(replay._recordings) <= number  # others may need more room
         plain = sb.attention(q, k, v, plan=plan, implementation="eager")
         exact = dense_attention(q, k, v)[0]
         assert relative(output, exact) <= 1.2 * relative(plain, exact) + 2e-3
@@ -754,25 +803,33 @@ def test_replays_do_what_first_calls_do(tail):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize(
-    ("tail", "masked"), [("coarse", False), ("coarse", True), ("polynomial", False)]
+    ("tail", "masked", "causal"),
+    [
+        ("coarse", False, False),
+        ("coarse", True, False),
+        ("coarse", False, True),
+        ("coarse", True, True),
+        ("polynomial", False, False),
+    ],
 )
-def test_nothing_waits_and_a_call_can_be_recorded(tail, masked):
+def test_nothing_waits_and_a_call_can_be_recorded(tail, masked, causal):
     tokens = smooth(2, 4096, d=16, dtype=torch.bfloat16)
     if tail == "polynomial":
         tokens = (tokens[0] / 4, tokens[1] / 4, tokens[2])
     mask = torch.arange(4096, device=DEVICE) % 7 > 0 if masked else None
     method = sb.BlockSupport(0.5, tail=tail, block_size=64, order="tree")
-    plan = planned(*tokens, mask, method=method)
+    plan = planned(*tokens, mask, is_causal=causal, method=method)
     assert all(head.kind == ("block" if tail == "coarse" else "fitted") for head in plan.heads)
 
     def call():
-        return sb.attention(*tokens, mask, plan=plan)
+        return sb.attention(*tokens, mask, is_causal=causal, plan=plan)
 
     with pytest.raises(sb.InputError, match="call once before a CUDA graph"):
-        record(call)
+        record(call)  # which PyTorch warns about, too
     torch.cuda.synchronize()
-    for _ in range(3):  # run, recorded, replayed
+    for _ in range(3):  # the first waits, the second is recorded
         call()
     torch.cuda.synchronize()
     with warnings.catch_warnings():  # the mode that forbids waiting warns about itself
@@ -793,7 +850,7 @@ def test_nothing_waits_and_a_call_can_be_recorded(tail, masked):
         graph.replay()
         bias = None if mask is None else torch.zeros_like(mask, dtype=torch.float64)
         bias = None if bias is None else bias.masked_fill(~mask, -math.inf)
-        assert relative(output, dense_attention(*tokens, bias)[0]) < 3e-3
+        assert relative(output, dense_attention(*tokens, bias, causal)[0]) < 3e-3
 
 
 @pytest.mark.gpu

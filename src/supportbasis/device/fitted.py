@@ -57,10 +57,10 @@ def gradients(
 def forward(problem: Problem, plan: Plan) -> Forward:
     """Output, lse, and which rows were lost and computed exactly instead."""
     kernels, weight = tuple(_kernel(head) for head in plan.heads), problem.key_log_weight
+    room = Room.of(plan, problem, (0, 0))
     given = [problem.query, problem.key, problem.value, *frames_of(problem, plan)]
     if weight is not None:
         given.append(weight.float())
-    shapes = (problem.query.device, problem.n, problem.m, weight is None)
     call = (kernels, problem.group, problem.scale, precision())
 
     def work(sizes: Sizes, sure: bool) -> tuple[Forward, Tensor]:
@@ -69,7 +69,7 @@ def forward(problem: Problem, plan: Plan) -> Forward:
         output, lse, lost, needed = replayed(key, made, *given) if sure else made(*given)
         return (output, lse, lost), needed
 
-    return Room.of(plan, ("fitted", shapes), (0, 0)).run(work)
+    return room.run(work)
 
 
 def _all_heads(

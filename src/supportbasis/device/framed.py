@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..blocks import BlockSettings
 from ..frame import Frame
 from ..kernels import framing
-from ..plans import Plan
+from ..plans import HeadPlan, Plan
 from ..problem import Head, Problem
 from ..tree import leading
 
@@ -122,3 +123,18 @@ def _stack(frames: Sequence[Frame], scale: float, device: torch.device) -> Stack
         stacked(spectra),
         stacked(metric),
     )
+
+
+def settings_of(head: HeadPlan) -> BlockSettings:
+    assert head.blocks is not None
+    return head.blocks
+
+
+def prices_of(plan: Plan, device: torch.device) -> Tensor:
+    """The price of a key in each head, kept with the plan."""
+    key = ("prices", device)
+    if key not in plan.memory:
+        plan.memory[key] = torch.tensor([settings_of(x).price for x in plan.heads]).to(device)
+    found = plan.memory[key]
+    assert isinstance(found, Tensor)
+    return found

@@ -5,9 +5,9 @@ block starts at the nodes of its own head. Then everything is one launch for all
 selection, coarse keys, lists and the attention over them. No entry decides about a shape: there is
 room for lists of some length (`room`), so all this is replayed and the host waits for nothing.
 
-Causal heads run one by one, and the host waits for them. Scores are products of tokens in the frame
-of their head, which are float16 whatever 16-bit type the input has: tokens of a frame are of
-moderate size, and three more bits keep what framing gained.
+Causal heads are in `causal`. Scores are products of tokens in the frame of their head, which are
+float16 whatever 16-bit type the input has: tokens of a frame are of moderate size, and three more
+bits keep what framing gained.
 """
 
 from __future__ import annotations
@@ -29,23 +29,20 @@ from ..blocks import (
     BlockSettings,
     Layer,
     levels_above,
-    structure,
 )
-from ..components import ExactSum, evaluate
-from ..components.blocks import add_chunks
 from ..cotangent import Gradients
 from ..forest import Forest
 from ..kernels import selection
 from ..kernels.cells import Gathered, gathered
 from ..kernels.summary import summarised
-from ..partial import Partial
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
 from ..selection import Blocks, Column, Pairs, View
 from ..tree import leaf_layout, positions
+from . import causal
 from .dispatch import Forward
 from .exact import precision
-from .framed import Inside, Stack, frames_of
+from .framed import Inside, Stack, frames_of, prices_of, settings_of
 from .granules import Listed, Placed, attended, largest_entry, none_unless, token_dtype
 from .replay import replayed
 from .room import Room, Sizes, exact_unless
@@ -55,14 +52,14 @@ TOGETHER = ("tree", "sequence")  # orders that are the same work for every head
 
 
 def refusal(head: HeadPlan) -> str | None:
-    order = _settings(head).order
+    order = settings_of(head).order
     if order in TOGETHER or (head.exact_rows and order != PLACES):  # causal: ordered by trees
         return None
     return f"its order is {order!r}: such blocks are made by PyTorch"
 
 
 def family(head: HeadPlan) -> object:
-    return replace(_settings(head), price=0.0)
+    return replace(settings_of(head), price=0.0), head.exact_rows
 
 
 def gradients(
@@ -82,15 +79,10 @@ def gradients(
     return way(problem, plan, output, lse, grad, grad_lse, for_weights)
 
 
-def _settings(head: HeadPlan) -> BlockSettings:
-    assert head.blocks is not None
-    return head.blocks
-
-
 def forward(problem: Problem, plan: Plan) -> Forward:
     """Output in the input dtype and lse in float32."""
     if problem.is_causal:
-        return _one_by_one(problem, plan)
+        return causal.forward(problem, plan)
     run = Run.of(problem, plan)
 
     def work(sizes: Sizes, sure: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
@@ -112,14 +104,13 @@ class Run(NamedTuple):
 
     @staticmethod
     def of(problem: Problem, plan: Plan) -> Run:
-        settings, weight = _settings(plan.heads[0]), problem.key_log_weight
-        given = [problem.query, problem.key, problem.value, _prices(plan, problem.query.device)]
+        settings, weight = settings_of(plan.heads[0]), problem.key_log_weight
+        given = [problem.query, problem.key, problem.value, prices_of(plan, problem.query.device)]
         given += frames_of(problem, plan)
         if weight is not None:
             given.append(weight.float())
-        shapes = (problem.query.device, problem.n, problem.m, weight is None)
         call = (family(plan.heads[0]), problem.group, problem.scale, precision())
-        room = Room.of(plan, ("lists", shapes), _usual(problem, settings))
+        room = Room.of(plan, problem, _usual(problem, settings))
         return Run(settings, given, call, room)
 
 
@@ -131,28 +122,6 @@ def _usual(problem: Problem, settings: BlockSettings) -> Sizes:
     wide, alone = 1 + blocks // 64, 16 + rows // 1024
     lists = [(8 * count, 32 * count) for count in (blocks + 1, PARTS * wide, alone)]
     return wide, alone, *(size for sizes in lists for size in sizes)
-
-
-def _one_by_one(problem: Problem, plan: Plan) -> Forward:
-    """Causal heads."""
-    inside = Inside.of(problem, plan)
-    parts = [_causal(inside.one(i), head) for i, head in enumerate(plan.heads)]
-    output, lse = (torch.cat(x) for x in zip(*parts, strict=True))
-    return _shaped(problem, output, lse, inside.shift)
-
-
-def _shaped(problem: Problem, output: Tensor, lse: Tensor, shift: Tensor) -> Forward:
-    shape = (problem.batch, problem.heads, problem.n)
-    return output.view(*shape, -1), lse.view(shape) + shift.view(shape), None
-
-
-def _prices(plan: Plan, device: torch.device) -> Tensor:
-    key = ("prices", device)
-    if key not in plan.memory:
-        plan.memory[key] = torch.tensor([_settings(x).price for x in plan.heads]).to(device)
-    found = plan.memory[key]
-    assert isinstance(found, Tensor)
-    return found
 
 
 def _all_heads(
@@ -278,31 +247,6 @@ def _listed(forest: Forest, nodes: Tensor, prices: Tensor, blocks: Gathered) -> 
     price = prices[blocks.head]
     coarse, exact = selection.select(forest, cells, view, start, price, longest)
     return Listed(blocks.query, blocks.rows, cells.mean, None, coarse, exact)
-
-
-def _causal(inside: Inside, plan: HeadPlan) -> tuple[Tensor, Tensor]:
-    """One causal head: its layers by lists, its chunks and first rows exactly."""
-    flat = replace(inside.flat(), is_causal=True)
-    settings, rows = _settings(plan), flat.n
-    made = structure(flat, inside.spectrum[0], settings)
-    dtype, found = inside.value.dtype, []
-    for layer in made.layers:
-        lists = listed(made.forest, layer, settings.price)
-        found.append((lists, Placed.of(lists, flat.value_dim, dtype)))
-    sizes = torch.stack([placed.sizes for _, placed in found]).tolist() if found else []
-    total = Partial.empty(rows + 1, flat.value_dim, flat.query, flat.dtype)
-    results = attended(made.forest, found, sizes, dtype)
-    for (part, _), (output, lse) in zip(found, results, strict=True):
-        at = torch.where(part.rows >= 0, part.rows, rows).flatten()
-        seen = (lse > -math.inf).to(lse.dtype)
-        total.put_(at, total[at].add_(Partial(output.float(), seen, lse, torch.zeros_like(lse))))
-    total = total[:rows]
-    add_chunks(made, settings.chunk, total)
-    if plan.exact_rows:
-        first = torch.arange(min(rows, plan.exact_rows), device=flat.query.device)
-        total.put_(first, evaluate([ExactSum(flat.live_keys)], flat, first))
-    output, lse = total.divide_(total.seen)
-    return output.to(dtype), lse
 
 
 def listed(forest: Forest, layer: Layer, price: float) -> Listed:

@@ -1,7 +1,7 @@
 """Work of fixed shapes, recorded once and replayed: hundreds of launches at the price of one.
 
-A function that neither waits for the device nor decides by entries runs as it is when it is first
-called, and is recorded as a CUDA graph when it is called again with tensors of the same shapes.
+A function that neither waits for the device nor decides by entries is recorded as a CUDA graph and
+replayed whenever it is called with tensors of the same shapes.
 What a replay returns is a copy. The recordings of a stream share memory for what they are given
 and for what they need in between.
 """
@@ -51,7 +51,7 @@ class Recording:
 
 
 _recordings: OrderedDict[Hashable, Recording] = OrderedDict()
-_plain: dict[Hashable, bool] = {}  # calls that ran as they are: whether they always will
+_plain: set[Hashable] = set()  # calls that run as they are: there was no room for them
 _inputs: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()  # by place and shape
 _lock = Lock()
 
@@ -74,22 +74,20 @@ def replayed(key: Hashable, function: Function, *given: Tensor) -> tuple[Tensor,
     place = (stream.device, stream.cuda_stream)
     key = (key, place, tuple((x.shape, x.dtype) for x in given))
     with _lock:
-        if key not in _recordings and _plain.get(key) is False:
-            _plain[key] = not _record(key, function, given, place)
+        if key not in _recordings and key not in _plain:
+            _record(key, function, given, place)
         if key in _recordings:
             _recordings.move_to_end(key)
             return _recordings[key].replay(given)
-        _plain.setdefault(key, False)
     return function(*given)
 
 
-def _record(key: Hashable, function: Function, given: tuple[Tensor, ...], place: Hashable) -> bool:
-    """Record a call, and make room for it; False where the device has no memory for that."""
+def _record(key: Hashable, function: Function, given: tuple[Tensor, ...], place: Hashable) -> None:
+    """Record a call and make room for it, unless the device has no memory for that."""
     try:
         _recordings[key] = Recording.of(function, given, place)
     except torch.OutOfMemoryError:
-        return False
+        _plain.add(key)
     if len(_recordings) > KEPT:
         oldest, _ = _recordings.popitem(last=False)
-        _plain[oldest] = True
-    return True
+        _plain.add(oldest)

@@ -7,7 +7,7 @@ when the next call comes. Only the first call of a plan waits, until it knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from ..errors import InputError
 from ..kernels.language import cdiv, power_of_two
 from ..kernels.rectangle import Rectangle, Tokens, exact_rows
 from ..plans import Plan
+from ..problem import Problem
 
 Result = TypeVar("Result")
 Sizes = tuple[int, ...]
@@ -30,28 +31,28 @@ class Room:
         self._news: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     @staticmethod
-    def of(plan: Plan, key: Hashable, usual: Sizes) -> Room:
-        """The one that is kept with a plan."""
-        room = plan.memory.setdefault(("room", key), Room(usual))
+    def of(plan: Plan, problem: Problem, usual: Sizes) -> Room:
+        """The one that is kept with a plan for such calls."""
+        shapes = (problem.query.device, problem.n, problem.m, problem.key_log_weight is None)
+        room = plan.memory.setdefault(("room", shapes), Room(usual))
         assert isinstance(room, Room)
+        if not room.known and _capturing():
+            raise InputError(
+                "plan: it has not run on such tensors yet, and what it needs is not known; call "
+                "once before a CUDA graph is recorded"
+            )
         return room
 
     def run(self, work: Callable[[Sizes, bool], tuple[Result, Tensor]]) -> Result:
         """What ``work(sizes, sure)`` returns beside the sizes that it needed; it has to be
         ``sure`` of its result for whatever sizes, unless the host looks at them at once."""
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if not capturing:
-            self._hear()
+        if _capturing():
+            return work(self.sizes, True)[0]
         if self.known:
+            self._hear()
             result, needed = work(self.sizes, True)
-            if not capturing:
-                self._ask(needed)
+            self._ask(needed)
             return result
-        if capturing:
-            raise InputError(
-                "plan: it has not run on such tensors yet, and what it needs is not known; call "
-                "once before a CUDA graph is recorded"
-            )
         while True:
             result, needed = work(self.sizes, False)
             if not self._grow(needed.tolist()):
@@ -88,6 +89,10 @@ class Room:
             self._news = None
 
 
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def with_spare(need: int) -> int:
     """A quarter more, in steps so coarse that calls which need about as much have the same."""
     step = max(16, power_of_two(need) // 8)
@@ -101,13 +106,15 @@ def all_unless(
     scale: float,
     log_weight: Tensor | None,
     precision: str,
+    causal: bool = False,
 ) -> Rectangle:
     """All rows and keys where something did not fit, else no row."""
     batch, heads, n = query.shape[:3]
     everyone = torch.arange(n, dtype=torch.int32, device=query.device)
     count = ((~fits).int() * n).expand(batch * heads).contiguous()
     rows = Tokens(n, everyone.expand(batch * heads, -1).contiguous(), count)
-    return Rectangle(rows, Tokens(key.shape[2]), scale, log_weight=log_weight, precision=precision)
+    keys = Tokens(key.shape[2])
+    return Rectangle(rows, keys, scale, causal, log_weight, precision=precision)
 
 
 def exact_unless(
@@ -120,7 +127,8 @@ def exact_unless(
     precision: str,
     output: Tensor,
     lse: Tensor,
+    causal: bool = False,
 ) -> None:
     """Write all rows exactly where something did not fit; else that is one launch that ends."""
-    rectangle = all_unless(fits, query, key, scale, log_weight, precision)
+    rectangle = all_unless(fits, query, key, scale, log_weight, precision, causal)
     exact_rows(query, key, value, rectangle, output, lse)
