@@ -17,7 +17,6 @@ from torch import Tensor
 from ..blocks import BlockSettings
 from ..cotangent import Gradients
 from ..forest import Nodes
-from ..kernels import coarse
 from ..kernels.rectangle import Totals, add_gradients, slopes
 from ..plans import Plan
 from ..problem import Problem
@@ -25,8 +24,7 @@ from .causal import Chunks, Seen, first_rows, run_of, seen
 from .dispatch import by_key_head
 from .exact import precision
 from .framed import settings_of
-from .granules import Filled, pulled_back
-from .lists_backward import out_of
+from .lists_backward import InForest, out_of
 from .nodes_backward import token_gradients
 from .room import Sizes, all_unless
 from .run import parted
@@ -98,40 +96,30 @@ def _inside(
     """Gradients through lists of queries, keys, values and log-weights in their frames, [heads,
     tokens, ...]."""
     forest, inside = made.forest, made.inside
-    (heads, n, d), (leaves, size) = inside.query.shape, forest.leaf_weight.shape
+    heads, n, d = inside.query.shape
     rows = (grad.flatten(0, 2), lse.flatten() - inside.shift.flatten(), -slope.flatten())
-    query, nodes = inside.query.new_zeros(heads * n + 1, d), coarse.no_gradients(forest)
-    tables = (forest.leaf_key, forest.leaf_value, forest.leaf_weight)
-    exact = [torch.zeros_like(x, dtype=torch.float32) for x in tables]
-    parts = zip(made.members, made.found, made.lengths, strict=True)
-    for members, (part, placed), length in parts:
-        (filled,) = Filled.of(leaves, [(part, placed)], [length])
-        to_query, *granules = pulled_back(forest, part, filled, rows, inside.value.dtype)
-        for table, more in zip(exact, granules, strict=True):
-            table += more[:leaves, :size]
-        slots = tuple(x[leaves:].flatten(0, 1) for x in granules)
-        base = filled.base - leaves
-        coarse.add_to_nodes(nodes, forest, part.mean, part.coarse, base, slots)
-        to_mean = coarse.mean_gradients(forest, part.mean, part.coarse, base, slots)[:-1]
-        at = torch.where(part.rows >= 0, part.rows, heads * n)
+    query, total = inside.query.new_zeros(heads * n + 1, d), InForest.none(forest)
+    for members, part, length in zip(made.members, made.found, made.lengths, strict=True):
+        to_query, to_mean = total.add(forest, *part, length, rows, inside.value.dtype)
+        at = torch.where(part[0].rows >= 0, part[0].rows, heads * n)
         query.index_add_(0, at.flatten(), to_query.flatten(0, 1).float())
-        each = (to_mean / members.shape[1]).repeat_interleave(members.shape[1], 0)
+        each = (to_mean[:-1] / members.shape[1]).repeat_interleave(members.shape[1], 0)
         query.index_add_(0, members.flatten(), each)
-    key, value, weight = _to_keys(made, nodes, exact)
+    key, value, weight = _to_keys(made, total)
     return query[:-1].view(heads, n, d), key, value, weight
 
 
-def _to_keys(made: Seen, nodes: Nodes, exact: list[Tensor]) -> tuple[Tensor, ...]:
+def _to_keys(made: Seen, total: InForest) -> tuple[Tensor, ...]:
     """From nodes and leaves of all levels to the tokens of all heads."""
     flat, heads, node, leaf = made.inside.flat(), len(made.inside.key), 0, 0
-    total: list[Tensor] = []
+    found: list[Tensor] = []
     for tree, position in made.trees:
         after, last = node + len(tree.key), leaf + len(position)
-        own = Nodes(*(x[node:after] for x in nodes))
-        part = token_gradients(tree, flat, position, own, [x[leaf:last] for x in exact])
-        total = [x + y for x, y in zip(total, part, strict=True)] if total else list(part)
+        own = Nodes(*(x[node:after] for x in total.nodes))
+        part = token_gradients(tree, flat, position, own, [x[leaf:last] for x in total.leaves])
+        found = [x + y for x, y in zip(found, part, strict=True)] if found else list(part)
         node, leaf = after, last
-    return tuple(x.unflatten(0, (heads, -1)) for x in total)
+    return tuple(x.unflatten(0, (heads, -1)) for x in found)
 
 
 def _add_chunks(

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..blocks import BlockSettings
 from ..cotangent import Gradients
+from ..forest import Forest, Nodes
 from ..kernels import coarse, rectangle
 from ..kernels.cells import Gathered
 from ..plans import Plan
@@ -27,7 +29,7 @@ from ..problem import Problem
 from .dispatch import by_key_head
 from .exact import precision
 from .framed import Stack, settings_of
-from .granules import Filled, pulled_back
+from .granules import Filled, Listed, Placed, pulled_back
 from .lists import Seen, run_of, seen
 from .nodes_backward import token_gradients
 from .room import Sizes, all_unless
@@ -90,25 +92,49 @@ def _inside(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, keys, values and log-weights in their frames, [heads, tokens, ...]."""
     forest, inside = made.forest, made.inside
-    (heads, n, d), (leaves, size) = inside.query.shape, forest.leaf_weight.shape
+    heads, n, d = inside.query.shape
     rows = (grad.flatten(0, 2), lse.flatten() - inside.shift.flatten(), -slope.flatten())
-    query, nodes = inside.query.new_zeros(heads * n + 1, d), coarse.no_gradients(forest)
-    exact: list[Tensor] = []
-    parts = zip(made.blocks, made.found, made.lengths, strict=True)
-    for blocks, (part, placed), length in parts:
-        (filled,) = Filled.of(leaves, [(part, placed)], [length])
-        to_query, *tables = pulled_back(forest, part, filled, rows, inside.value.dtype)
-        leaf = [x[:leaves, :size] for x in tables]
-        exact = [x + y for x, y in zip(leaf, exact, strict=True)] if exact else leaf
-        slots = tuple(x[leaves:].flatten(0, 1) for x in tables)
-        base = filled.base - leaves
-        coarse.add_to_nodes(nodes, forest, part.mean, part.coarse, base, slots)
-        to_mean = coarse.mean_gradients(forest, part.mean, part.coarse, base, slots)
+    query, total = inside.query.new_zeros(heads * n + 1, d), InForest.none(forest)
+    for blocks, part, length in zip(made.blocks, made.found, made.lengths, strict=True):
+        to_query, to_mean = total.add(forest, *part, length, rows, inside.value.dtype)
         _add_to_rows(query, blocks, to_query, to_mean)
     flat = inside.flat()
-    to_key, to_value, to_weight = token_gradients(forest, flat, made.position, nodes, exact)
+    to_key, to_value, to_weight = token_gradients(forest, flat, made.position, *total)
     key, value, weight = (x.unflatten(0, (heads, -1)) for x in (to_key, to_value, to_weight))
     return query[:-1].view(heads, n, d), key, value, weight
+
+
+class InForest(NamedTuple):
+    """Gradients of all nodes, and of keys, values and log-weights of leaves."""
+
+    nodes: Nodes
+    leaves: list[Tensor]
+
+    @staticmethod
+    def none(forest: Forest) -> InForest:
+        tables = (forest.leaf_key, forest.leaf_value, forest.leaf_weight)
+        zeros = [torch.zeros_like(x, dtype=torch.float32) for x in tables]
+        return InForest(coarse.no_gradients(forest), zeros)
+
+    def add(
+        self,
+        forest: Forest,
+        part: Listed,
+        placed: Placed,
+        length: tuple[int, int],
+        rows: tuple[Tensor, Tensor, Tensor],
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        """Add what flows back through some lists (see `pulled_back`); the gradients of their
+        queries, and of the mean queries of their cells."""
+        leaves, size = forest.leaf_weight.shape
+        (filled,) = Filled.of(leaves, [(part, placed)], [length])
+        to_query, *granules = pulled_back(forest, part, filled, rows, dtype)
+        for table, more in zip(self.leaves, granules, strict=True):
+            table += more[:leaves, :size]
+        slots, base = tuple(x[leaves:].flatten(0, 1) for x in granules), filled.base - leaves
+        coarse.add_to_nodes(self.nodes, forest, part.mean, part.coarse, base, slots)
+        return to_query, coarse.mean_gradients(forest, part.mean, part.coarse, base, slots)
 
 
 def _add_to_rows(query: Tensor, blocks: Gathered, to_query: Tensor, to_mean: Tensor) -> None:
