@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from ..forest import Forest, Nodes
+from ..kernels import summary
 from ..problem import Head
-
-Tokens = tuple[Tensor, Tensor, Tensor]  # keys, values and log-weights, or their gradients
 
 
 class Flow(NamedTuple):
@@ -38,43 +37,19 @@ class Flow(NamedTuple):
 
 def token_gradients(
     forest: Forest, head: Head, position: Tensor, nodes: Nodes, leaves: Sequence[Tensor]
-) -> Tokens:
-    """Gradients of the tokens of ``head``, whose places in leaves are ``position`` [leaves, size],
-    from those of nodes and of the tables of leaves [leaves, size, ...]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the keys, values and log-weights of ``head``, whose places in leaves are
+    ``position`` [leaves, size], from those of nodes and of the tables of leaves."""
     held = position.reshape(len(position) * 2, -1)
-    real = held.clamp(min=0)
-    assert head.key_log_weight is not None
-    key, value = head.key[real], head.value[real].float()
-    log_weight = head.key_log_weight[real].masked_fill(held < 0, -math.inf)
-    log_mass = log_weight.logsumexp(1)
-    share = (log_weight - _finite(log_mass).unsqueeze(1)).exp()
-    column = share.unsqueeze(2)
-    halves = ((column * key).sum(1), (column * value).sum(1), log_mass)
-    flow = _down(forest, nodes, halves)
-    key_square = flow.square.unsqueeze(1) * key
-    known = flow.product.shape[1]
-    across = (flow.product @ value.transpose(1, 2)).transpose(1, 2)  # [halves, size, directions]
-    to_key = flow.key.unsqueeze(1) + 2 * key_square
-    to_key[..., :known] += across
-    to_value = flow.value.unsqueeze(1) + key[..., :known] @ flow.product
-    to_weight = flow.rest.unsqueeze(1) + (key * (flow.key.unsqueeze(1) + key_square)).sum(2)
-    to_weight = (to_weight + (value * to_value).sum(2)) * share
-    parts = (to_key * column, to_value * column, to_weight)
-    at = torch.where(held >= 0, held, len(head.key)).flatten()
-    made = []
-    for part, exact in zip(parts, leaves, strict=True):
-        part = part.view(exact.shape) + exact
-        total = part.new_zeros(len(head.key) + 1, *part.shape[2:])
-        made.append(total.index_copy_(0, at, part.flatten(0, 1))[:-1])
-    to_key, to_value, to_weight = made
-    return to_key, to_value, to_weight
+    halves = summary.halves(head, held)
+    return summary.to_tokens(head, held, halves[2], _down(forest, nodes, halves), leaves)
 
 
 def _finite(log_mass: Tensor) -> Tensor:
     return torch.where(log_mass > -math.inf, log_mass, 0.0)
 
 
-def _down(forest: Forest, grads: Nodes, halves: Tokens) -> Flow:
+def _down(forest: Forest, grads: Nodes, halves: tuple[Tensor, Tensor, Tensor]) -> Flow:
     """The flow of the halves of leaves, with means and log masses ``halves``."""
     roots, count = len(forest.roots), len(forest.key)
     key, value, log_mass = (
