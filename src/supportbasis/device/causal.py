@@ -31,10 +31,10 @@ from ..selection import Blocks, Column
 from ..tree import assign, leaf_layout, order, positions
 from .dispatch import Forward
 from .exact import precision
-from .framed import Inside, Stack, frames_of, prices_of, settings_of
+from .framed import Inside, prices_of, settings_of
 from .granules import Listed, Placed, attended, largest_entry, none_unless, short, token_dtype
-from .replay import replayed
-from .room import Room, Sizes, exact_unless
+from .room import Sizes, enough, exact_unless
+from .run import Run, parted
 
 
 class Level(NamedTuple):
@@ -69,23 +69,20 @@ def levels_of(heads: int, tokens: int, settings: BlockSettings) -> tuple[Level, 
 
 def forward(problem: Problem, plan: Plan) -> Forward:
     """Output in the input dtype and lse in float32."""
-    settings, weight = settings_of(plan.heads[0]), problem.key_log_weight
-    usual = _usual(len(plan.heads), problem.n, settings)
-    room = Room.of(plan, problem, usual)
-    first = min(plan.heads[0].exact_rows, problem.n)
-    given = [problem.query, problem.key, problem.value, prices_of(plan, problem.query.device)]
-    given += frames_of(problem, plan)
-    if weight is not None:
-        given.append(weight.float())
-    call = (replace(settings, price=0.0), first, problem.group, problem.scale, precision())
+    settings, first = settings_of(plan.heads[0]), min(plan.heads[0].exact_rows, problem.n)
+    work = partial(_all_heads, settings, first, problem.scale)
+    output, lse = run_of(problem, plan).there("causal", work)
+    return output, lse, None
 
-    def work(sizes: Sizes, sure: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        made = partial(_all_heads, settings, first, problem.scale, sizes, sure)
-        key = ("causal", call, sizes)
-        output, lse, needed = replayed(key, made, *given) if sure else made(*given)
-        return (output, lse), needed
 
-    return (*room.run(work), None)
+def run_of(problem: Problem, plan: Plan) -> Run:
+    """A call for causal heads, there or back."""
+    settings, first = settings_of(plan.heads[0]), plan.heads[0].exact_rows
+    kind, usual = (
+        (replace(settings, price=0.0), first),
+        _usual(len(plan.heads), problem.n, settings),
+    )
+    return Run.of(problem, plan, kind, usual, prices_of(plan, problem.query.device))
 
 
 def _usual(heads: int, tokens: int, settings: BlockSettings) -> Sizes:
@@ -111,56 +108,87 @@ def _all_heads(
     *frames: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, lse and the sizes that were needed (see `_usual`). Nothing here waits."""
-    count = len(Stack._fields)
-    weight = frames[count] if len(frames) > count else None
-    inside = Inside.made(query, key, value, *frames[:count]).weighted(weight)
     tokens = (query, key, value)
-    output, lse = _own_chunks(query, key, value, scale, weight, settings)
-    forest, found = _found(inside, prices, settings)
+    made = seen(settings, sizes, *tokens, prices, *frames)
+    output, lse = Chunks.of(query, settings).attended(*tokens, scale, made.weight)
+    results = attended(made.forest, made.found, made.lengths, value.dtype)
+    for (part, _), (more, size) in zip(made.found, results, strict=True):
+        add_means(output, lse, part.rows.flatten(), more, size, made.inside.shift.flatten())
+    output, lse = (x.view(*query.shape[:3], *x.shape[1:]) for x in (output, lse))
+    output = output.to(value.dtype)
+    exact_rows(*tokens, first_rows(first, *tokens[:2], scale, made.weight), output, lse)
+    if sure:
+        whole = (*tokens, scale, made.weight, precision())
+        exact_unless(made.fits, *whole, output, lse, causal=True)
+    return output, lse, made.needed
+
+
+def first_rows(
+    first: int, query: Tensor, key: Tensor, scale: float, log_weight: Tensor | None
+) -> Rectangle:
+    """The rows that frames were made from: they are exact."""
+    heads = query.shape[0] * query.shape[1]
+    rows = torch.arange(first, dtype=torch.int32, device=query.device)
+    count = torch.full((heads,), first, dtype=torch.int32, device=query.device)
+    known = Tokens(first, rows.expand(heads, -1).contiguous(), count)
+    return Rectangle(known, Tokens(key.shape[2]), scale, True, log_weight, None, precision())
+
+
+class Seen(NamedTuple):
+    """What cells see: the same on the way back as on the way there."""
+
+    inside: Inside
+    weight: Tensor | None  # log-weights of the keys that were given
+    trees: list[tuple[Forest, Tensor]]  # of each level, with the keys of leaves, -1 for none
+    forest: Forest  # of all levels
+    members: list[Tensor]  # [cells, size]: rows that the cells of each layer were made of
+    found: list[tuple[Listed, Placed]]  # lists of layers, all of them empty where they do not fit
+    lengths: list[tuple[int, int]]  # the room of lists
+    needed: Tensor
+    fits: Tensor
+
+
+def seen(
+    settings: BlockSettings,
+    sizes: Sizes,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prices: Tensor,
+    *frames: Tensor,
+) -> Seen:
+    """The trees and lists of all layers of all heads, as far as there is room for them."""
+    stack, weight = parted(frames)
+    inside = Inside.made(query, key, value, *stack).weighted(weight)
+    heads, n, _ = inside.query.shape
+    levels = levels_of(heads, n, settings)
+    trees = _trees(inside, levels, settings)
+    forest = joined([tree for tree, _ in trees])
+    members, found = [], []
+    for number, level in enumerate(levels):
+        if level.windows > 1:
+            part, rows = _layer(inside, forest, levels, number, prices, settings)
+            members.append(rows)
+            found.append((part, Placed.of(part, value.shape[3], value.dtype)))
     needed = torch.zeros(0, dtype=torch.long, device=query.device)
     fits = torch.ones((), dtype=torch.bool, device=query.device)
     if found:
         needed = torch.cat([placed.sizes for _, placed in found])
-        pairs = zip(needed.unbind(), sizes, strict=True)
-        fits = torch.stack([need <= size for need, size in pairs]).all()
+        fits = enough(needed, sizes)
         found = [none_unless(fits, *part) for part in found]
-        lengths = list(zip(sizes[::2], sizes[1::2], strict=True))
-        results = attended(forest, found, lengths, value.dtype)
-        for (part, _), (more, size) in zip(found, results, strict=True):
-            add_means(output, lse, part.rows.flatten(), more, size, inside.shift.flatten())
-    output, lse = (x.view(*query.shape[:3], *x.shape[1:]) for x in (output, lse))
-    output = output.to(value.dtype)
-    rows = torch.arange(first, dtype=torch.int32, device=query.device)
-    rows = rows.expand(len(prices), -1).contiguous()
-    known = Tokens(first, rows, torch.full_like(prices, first, dtype=torch.int32))
-    keys = Tokens(key.shape[2])
-    exact_rows(*tokens, Rectangle(known, keys, scale, True, weight, None, precision()), output, lse)
-    if sure:
-        exact_unless(fits, *tokens, scale, weight, precision(), output, lse, causal=True)
-    return output, lse, needed
+    lengths = list(zip(sizes[::2], sizes[1::2], strict=True))
+    return Seen(inside, weight, trees, forest, members, found, lengths, needed, fits)
 
 
-def _found(
-    inside: Inside, prices: Tensor, settings: BlockSettings
-) -> tuple[Forest, list[tuple[Listed, Placed]]]:
-    """The trees of all heads, and the lists of all layers."""
-    heads, n, _ = inside.query.shape
-    levels, found = levels_of(heads, n, settings), []
-    forest = _forest(inside, levels, settings)
-    for number, level in enumerate(levels):
-        if level.windows > 1:
-            part = _layer(inside, forest, levels, number, prices, settings)
-            found.append((part, Placed.of(part, inside.value.shape[2], inside.value.dtype)))
-    return forest, found
-
-
-def _forest(inside: Inside, levels: tuple[Level, ...], settings: BlockSettings) -> Forest:
-    """The trees of all windows of all heads, level by level."""
+def _trees(
+    inside: Inside, levels: tuple[Level, ...], settings: BlockSettings
+) -> list[tuple[Forest, Tensor]]:
+    """The trees of all windows of all heads, level by level, and the keys of their leaves."""
     (heads, m, _), flat = inside.key.shape, inside.flat()
     keys = _places(inside.query.shape[1], m, heads, settings.chunk, inside.key.device)
     hidden = inside.log_weight.flatten() == -math.inf if inside.masked else None
     placed, dtype = inside.placed_key.flatten(0, 1), token_dtype(inside.value.dtype)
-    forests = []
+    trees = []
     for level in levels:
         windows = _windows(keys, level.width).flatten(0, 1)
         within = positions(placed[repeated(windows)], level.trees + 1)
@@ -168,8 +196,8 @@ def _forest(inside: Inside, levels: tuple[Level, ...], settings: BlockSettings) 
         if hidden is not None:
             position = position.masked_fill(hidden[position.clamp(min=0)], -1)
         made = (flat, position, len(windows), level.trees, dtype, largest_entry(dtype))
-        forests.append(summarised(*made))
-    return joined(forests)
+        trees.append((summarised(*made), position))
+    return trees
 
 
 def _layer(
@@ -179,10 +207,11 @@ def _layer(
     number: int,
     prices: Tensor,
     settings: BlockSettings,
-) -> Listed:
+) -> tuple[Listed, Tensor]:
     """Cells of each window but the first, made of the queries of the window before it, and blocks
-    of the rows that fall into them. A cell more, of no rows, has an empty list."""
-    (heads, n, d), level = inside.query.shape, levels[number]
+    of the rows that fall into them; and the rows that cells were made of. A cell more, of no rows,
+    has an empty list."""
+    (heads, n, _), level = inside.query.shape, levels[number]
     placed, query = inside.placed_query.flatten(0, 1), inside.query.flatten(0, 1)
     rows = _windows(_places(n, n, heads, settings.chunk, query.device), level.width)
     after = _seeing(level, query.device)
@@ -190,7 +219,8 @@ def _layer(
     assert size << depth == level.width
     before, own = (rows[:, x].flatten(0, 1) for x in (after - 1, after))
     at, splits = order(placed[before], depth)
-    members = query[before.gather(1, at)].view(-1, size, d)
+    former = before.gather(1, at).view(-1, size)
+    members = query[former]
     fallen = assign(placed[own.clamp(min=0)], splits)
     count = len(own) << depth
     cell = (torch.arange(len(own), device=at.device).unsqueeze(1) << depth) + fallen
@@ -204,7 +234,7 @@ def _layer(
     longest = min(max(selection.LONGEST, START_NODES * 4), len(forest.key))
     coarse, exact = selection.select(forest, cells, view, start, price, longest)
     tokens = short(query, token_dtype(inside.value.dtype))[held.clamp(min=0)]
-    return Listed(tokens, held, cells.mean, owner, coarse, exact)
+    return Listed(tokens, held, cells.mean, owner, coarse, exact), former
 
 
 def _places(rows: int, tokens: int, heads: int, chunk: int, device: torch.device) -> Tensor:
@@ -276,38 +306,51 @@ def _starts(
     return made[0], made[1]
 
 
-def _own_chunks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    log_weight: Tensor | None,
-    settings: BlockSettings,
-) -> tuple[Tensor, Tensor]:
-    """Output and lse of all rows, one head after the other, over the keys of their own chunk that
-    do not lie ahead; in float32."""
-    (batch, heads, n, _), chunk = query.shape, settings.chunk
-    count = cdiv(n, chunk)
+class Chunks(NamedTuple):
+    """Chunks that rows share with their own keys, as batches."""
 
-    def cut(x: Tensor, fill: float = 0.0) -> Tensor:
+    batch: int
+    rows: int
+    number: int
+    size: int
+
+    @staticmethod
+    def of(query: Tensor, settings: BlockSettings) -> Chunks:
+        rows = query.shape[2]
+        return Chunks(query.shape[0], rows, cdiv(rows, settings.chunk), settings.chunk)
+
+    def cut(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """Tokens [batch, heads, tokens, ...] as [batch * chunks, heads, chunk, ...]."""
-        x = x[:, :, : count * chunk]
-        missing = count * chunk - x.shape[2]
+        x = x[:, :, : self.number * self.size]
+        missing = self.number * self.size - x.shape[2]
         if missing:
             x = F.pad(x, (*(0, 0) * (x.dim() - 3), 0, missing), value=fill)
-        return x.unflatten(2, (count, chunk)).transpose(1, 2).flatten(0, 1)
+        return x.unflatten(2, (self.number, self.size)).transpose(1, 2).flatten(0, 1)
 
-    if log_weight is None and key.shape[2] < n:
-        log_weight = torch.zeros(batch, heads, key.shape[2], device=query.device)
-    weight = None if log_weight is None else cut(log_weight, -math.inf)
-    output = torch.empty(batch * count, heads, chunk, value.shape[3], device=query.device)
-    lse = torch.empty(output.shape[:3], device=query.device)
-    rows = Tokens(chunk)
-    rectangle = Rectangle(rows, rows, scale, True, weight, precision=precision())
-    exact_rows(cut(query), cut(key), cut(value), rectangle, output, lse)
+    def joined(self, x: Tensor) -> Tensor:
+        """Chunks as tokens again, as many as there are places."""
+        return x.unflatten(0, (self.batch, self.number)).transpose(1, 2).flatten(2, 3)
 
-    def whole(x: Tensor) -> Tensor:
-        x = x.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3)
-        return x[:, :, :n].flatten(0, 2).contiguous()
+    def rectangle(
+        self, query: Tensor, key: Tensor, scale: float, weight: Tensor | None
+    ) -> Rectangle:
+        """Of every chunk: keys that do not lie ahead."""
+        if weight is None and key.shape[2] < self.rows:
+            weight = torch.zeros(*query.shape[:2], key.shape[2], device=query.device)
+        weight = None if weight is None else self.cut(weight, -math.inf)
+        whole = Tokens(self.size)
+        return Rectangle(whole, whole, scale, True, weight, precision=precision())
 
-    return whole(output), whole(lse)
+    def attended(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, log_weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Output and lse of all rows over their chunks, one head after the other, in float32."""
+        shape = (self.batch * self.number, query.shape[1], self.size)
+        output = torch.empty(*shape, value.shape[3], device=query.device)
+        lse, tokens = torch.empty(shape, device=query.device), [*map(self.cut, (query, key, value))]
+        rectangle = self.rectangle(query, key, scale, log_weight)
+        exact_rows(tokens[0], tokens[1], tokens[2], rectangle, output, lse)
+        output, lse = (
+            self.joined(x)[:, :, : self.rows].flatten(0, 2).contiguous() for x in (output, lse)
+        )
+        return output, lse

@@ -25,9 +25,9 @@ from ..plans import HeadPlan, Plan
 from ..problem import Problem
 from .dispatch import Forward
 from .exact import precision
-from .framed import Inside, Stack, frames_of
-from .replay import replayed
-from .room import Room, Sizes, exact_unless
+from .framed import Inside
+from .room import Sizes, enough, exact_unless
+from .run import Run, parted
 
 ENTRIES = 2**28  # of features in memory at a time
 PRODUCTS = 128  # at most, that one sum over tokens is made of
@@ -56,20 +56,10 @@ def gradients(
 
 def forward(problem: Problem, plan: Plan) -> Forward:
     """Output, lse, and which rows were lost and computed exactly instead."""
-    kernels, weight = tuple(_kernel(head) for head in plan.heads), problem.key_log_weight
-    room = Room.of(plan, problem, (0, 0))
-    given = [problem.query, problem.key, problem.value, *frames_of(problem, plan)]
-    if weight is not None:
-        given.append(weight.float())
-    call = (kernels, problem.group, problem.scale, precision())
-
-    def work(sizes: Sizes, sure: bool) -> tuple[Forward, Tensor]:
-        made = partial(_all_heads, kernels, problem.scale, sizes, sure)
-        key = ("fitted", call, sizes)
-        output, lse, lost, needed = replayed(key, made, *given) if sure else made(*given)
-        return (output, lse, lost), needed
-
-    return room.run(work)
+    kernels = tuple(_kernel(head) for head in plan.heads)
+    run = Run.of(problem, plan, kernels, (0, 0))
+    output, lse, lost = run.there("fitted", partial(_all_heads, kernels, problem.scale))
+    return output, lse, lost
 
 
 def _all_heads(
@@ -84,9 +74,8 @@ def _all_heads(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, lse, which rows were lost, and how many keys of a head are far and rows far or lost,
     for which ``sizes`` is the room. Nothing here waits."""
-    count = len(Stack._fields)
-    weight = frames[count] if len(frames) > count else None
-    inside = Inside.made(query, key, value, *frames[:count]).weighted(weight)
+    stack, weight = parted(frames)
+    inside = Inside.made(query, key, value, *stack).weighted(weight)
     key_radius, query_radius = _radii(kernels, query.device)
     live = inside.log_weight > -math.inf
     far_keys = (torch.linalg.vector_norm(inside.key, dim=2) > key_radius) & live
@@ -110,8 +99,7 @@ def _all_heads(
     if sizes[1]:
         exact_rows(*tokens, replace(like, rows=_marked(bad, sizes[1])), output, lse)
     if sure:
-        fits = (needed[0] <= sizes[0]) & (needed[1] <= sizes[1])
-        exact_unless(fits, *tokens, scale, weight, precision(), output, lse)
+        exact_unless(enough(needed, sizes), *tokens, scale, weight, precision(), output, lse)
     return output, lse, (lost & ~far_rows).view(lse.shape), needed
 
 

@@ -13,41 +13,37 @@ bits keep what framing gained.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..arrangement import repeated
-from ..basis import support_basis
 from ..blocks import (
     PARTS,
     PLACES,
     START_NODES,
     BlockSettings,
-    Layer,
     levels_above,
 )
-from ..components import BlockSum
-from ..components.blocks_backward import add_gradients
-from ..cotangent import Cotangent, Gradients
+from ..cotangent import Gradients
 from ..forest import Forest
 from ..kernels import selection
 from ..kernels.cells import Gathered, gathered
 from ..kernels.summary import summarised
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
-from ..selection import Blocks, Column, Pairs, View
+from ..selection import Blocks, Column
 from ..tree import leaf_layout, positions
 from . import causal
 from .dispatch import Forward
 from .exact import precision
-from .framed import Inside, Stack, frames_of, prices_of, settings_of
+from .framed import Inside, prices_of, settings_of
 from .granules import Listed, Placed, attended, largest_entry, none_unless, token_dtype
-from .replay import replayed
-from .room import Room, Sizes, exact_unless
+from .room import Sizes, enough, exact_unless
+from .run import Run, parted
 
 LEAVES = 4  # of a segment
 TOGETHER = ("tree", "sequence")  # orders that are the same work for every head
@@ -75,51 +71,27 @@ def gradients(
     for_weights: bool,
 ) -> Gradients:
     """Gradients of query, key, value and key log-weights, as `supportbasis.backward`."""
-    from .lists_backward import ListFlow
+    from . import causal_backward, lists_backward
 
-    query, key, value = (
-        x.new_zeros(x.shape, dtype=torch.float32)
-        for x in (problem.query, problem.key, problem.value)
-    )
-    shape = (problem.batch, problem.heads, problem.m)
-    weight = query.new_zeros(shape) if for_weights else None
-    for b, h, head in problem.each_head():
-        at, key_at = (b, h), (b, h // problem.group)
-        part = Gradients(
-            query[at], key[key_at], value[key_at], None if weight is None else weight[at]
-        )
-        from_lse = None if grad_lse is None else grad_lse[at]
-        cotangent = Cotangent.of(output[at], lse[at], grad[at], from_lse)
-        for group in support_basis(plan.head(b, h), head):
-            given = cotangent if group.rows is None else cotangent[group.rows]
-            for component in group.components:
-                if isinstance(component, BlockSum):
-                    made = (component.settings, component.frame, part, given, head, group.rows)
-                    add_gradients(*made, partial(ListFlow, problem.query.dtype))
-                else:
-                    component.add_gradients(part, given, head, group.rows)
-    return Gradients(query, key, value, weight)
+    way = causal_backward if problem.is_causal else lists_backward
+    return way.gradients(problem, plan, output, lse, grad, grad_lse, for_weights)
 
 
 def forward(problem: Problem, plan: Plan) -> Forward:
     """Output in the input dtype and lse in float32."""
     if problem.is_causal:
         return causal.forward(problem, plan)
-    settings, weight = settings_of(plan.heads[0]), problem.key_log_weight
-    room = Room.of(plan, problem, _usual(problem, settings))
-    given = [problem.query, problem.key, problem.value, prices_of(plan, problem.query.device)]
-    given += frames_of(problem, plan)
-    if weight is not None:
-        given.append(weight.float())
-    call = (family(plan.heads[0]), problem.group, problem.scale, precision())
+    settings = settings_of(plan.heads[0])
+    work = partial(_all_heads, settings, problem.scale)
+    output, lse = run_of(problem, plan).there("lists", work)
+    return output, lse, None
 
-    def work(sizes: Sizes, sure: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        made = partial(_all_heads, settings, problem.scale, sizes, sure)
-        key = ("lists", call, sizes)
-        output, lse, needed = replayed(key, made, *given) if sure else made(*given)
-        return (output, lse), needed
 
-    return (*room.run(work), None)
+def run_of(problem: Problem, plan: Plan) -> Run:
+    """A call for heads that are not causal, there or back."""
+    settings = settings_of(plan.heads[0])
+    kind, usual = replace(settings, price=0.0), _usual(problem, settings)
+    return Run.of(problem, plan, kind, usual, prices_of(plan, problem.query.device))
 
 
 def _usual(problem: Problem, settings: BlockSettings) -> Sizes:
@@ -144,10 +116,42 @@ def _all_heads(
     *frames: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, lse and the sizes that were needed (see `_usual`). Nothing here waits."""
-    count = len(Stack._fields)
-    weight = frames[count] if len(frames) > count else None
-    inside = Inside.made(query, key, value, *frames[:count]).weighted(weight)
-    forest, nodes = _forest(inside, settings)
+    made = seen(settings, sizes, query, key, value, prices, *frames)
+    output, lse = _written(made)
+    output, lse = output.view(*query.shape[:3], -1), lse.view(query.shape[:3])
+    if sure:
+        whole = (query, key, value, scale, made.weight, precision())
+        exact_unless(made.fits, *whole, output, lse)
+    return output, lse, made.needed
+
+
+class Seen(NamedTuple):
+    """What blocks see: the same on the way back as on the way there."""
+
+    inside: Inside
+    weight: Tensor | None  # log-weights of the keys that were given
+    forest: Forest
+    position: Tensor  # [leaves, size]: the keys of leaves, -1 for none
+    blocks: list[Gathered]
+    found: list[tuple[Listed, Placed]]  # their lists, all of them empty where they do not fit
+    lengths: list[tuple[int, int]]  # the room of lists
+    needed: Tensor
+    fits: Tensor
+
+
+def seen(
+    settings: BlockSettings,
+    sizes: Sizes,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prices: Tensor,
+    *frames: Tensor,
+) -> Seen:
+    """The lists of all blocks of all heads, as far as there is room for them."""
+    stack, weight = parted(frames)
+    inside = Inside.made(query, key, value, *stack).weighted(weight)
+    forest, position, nodes = _forest(inside, settings)
     wide, alone, *lengths = sizes
     blocks, needed = _blocks(inside, settings, wide, alone)
     found = []
@@ -155,30 +159,21 @@ def _all_heads(
         lists = _listed(forest, nodes, prices, part)
         found.append((lists, Placed.of(lists, value.shape[3], value.dtype)))
     needed = torch.cat([needed, *(placed.sizes for _, placed in found)])
-    pairs = zip(needed.unbind(), sizes, strict=True)
-    fits = torch.stack([need <= size for need, size in pairs]).all()
+    fits = enough(needed, sizes)
     found = [none_unless(fits, *part) for part in found]
-    output, lse = _written(inside, forest, found, list(zip(*[iter(lengths)] * 2, strict=True)))
-    output, lse = output.view(*query.shape[:3], -1), lse.view(query.shape[:3])
-    if sure:
-        whole = (query, key, value, scale, weight, precision())
-        exact_unless(fits, *whole, output, lse)
-    return output, lse, needed
+    rooms = list(zip(*[iter(lengths)] * 2, strict=True))
+    return Seen(inside, weight, forest, position, blocks, found, rooms, needed, fits)
 
 
-def _written(
-    inside: Inside,
-    forest: Forest,
-    found: Sequence[tuple[Listed, Placed]],
-    sizes: Sequence[Sequence[int]],
-) -> tuple[Tensor, Tensor]:
+def _written(made: Seen) -> tuple[Tensor, Tensor]:
     """Output and lse of all rows, one head after the other."""
+    inside = made.inside
     count, n, _ = inside.query.shape
     device, dtype = inside.query.device, inside.value.dtype
     output = torch.empty(count * n + 1, inside.value.shape[2], dtype=dtype, device=device)
     lse = torch.empty(count * n + 1, device=device)
-    results = attended(forest, found, sizes, dtype)
-    for (listed, _), (part, part_lse) in zip(found, results, strict=True):
+    results = attended(made.forest, made.found, made.lengths, dtype)
+    for (listed, _), (part, part_lse) in zip(made.found, results, strict=True):
         at = torch.where(listed.rows >= 0, listed.rows, count * n).flatten()
         output.index_copy_(0, at, part)
         lse.index_copy_(0, at, part_lse)
@@ -203,7 +198,7 @@ def _blocks(
     parts = rows[which.clamp(min=0)].masked_fill((which < 0).unsqueeze(1), -1)
     placed = inside.placed_query.flatten(0, 1)[repeated(parts)]
     parts = parts.gather(1, positions(placed, int(math.log2(PARTS))))
-    parts = parts.view(-1, rows.shape[1] // PARTS)
+    parts = parts.view(-1, rows.shape[1] // PARTS).sort(1, descending=True).values
     split = taken(parts, head[which.clamp(min=0)].repeat_interleave(PARTS))
     left = torch.cat([whole.alone.flatten(), split.alone.flatten()])
     which = _first(left >= 0, most_alone)
@@ -232,32 +227,8 @@ def _listed(forest: Forest, nodes: Tensor, prices: Tensor, blocks: Gathered) -> 
     return Listed(blocks.query, blocks.rows, cells.mean, None, coarse, exact)
 
 
-def listed(forest: Forest, layer: Layer, price: float) -> Listed:
-    """The lists of a layer whose cells know what they see."""
-    assert isinstance(layer.view, View)
-    start = shared(layer.start, len(layer.cells.mean))
-    prices = torch.full_like(layer.view.size, price)
-    longest = max(selection.LONGEST, START_NODES * 4)
-    coarse, exact = selection.select(
-        forest, layer.cells, layer.view, start, prices, min(longest, len(forest.key))
-    )
-    return Listed(layer.query, layer.rows, layer.cells.mean, layer.owner, coarse, exact)
-
-
-def shared(pairs: Pairs, cells: int) -> Column:
-    """Lists of cells, of which neighbours that are alike are one: they are judged together."""
-    column = Column.of(pairs, cells)
-    (cell, item), place = pairs, torch.arange(len(pairs[0]), device=pairs[0].device)
-    before = (cell - 1).clamp(min=0)
-    other = item[(column.first[before] + place - column.first[cell]).clamp(max=len(item) - 1)]
-    new = torch.zeros_like(column.count).index_add_(0, cell, (item != other).long()) > 0
-    new |= column.count != column.count.roll(1)
-    leader = torch.arange(cells, device=new.device).masked_fill(~new, 0).cummax(0).values
-    return replace(column, first=column.first[leader])
-
-
-def _forest(inside: Inside, settings: BlockSettings) -> tuple[Forest, Tensor]:
-    """The trees of all heads, and the nodes that their blocks start with."""
+def _forest(inside: Inside, settings: BlockSettings) -> tuple[Forest, Tensor, Tensor]:
+    """The trees of all heads, the keys of their leaves, and the nodes that blocks start with."""
     (count, m), flat = inside.key.shape[:2], inside.flat()
     placed, hidden = inside.placed_key, None
     if inside.masked:
@@ -280,7 +251,7 @@ def _forest(inside: Inside, settings: BlockSettings) -> tuple[Forest, Tensor]:
     forest = summarised(flat, position, trees, levels + above, dtype, largest_entry(dtype))
     down = min(levels + above, int(math.log2(START_NODES * count / trees)))
     first = trees * ((1 << down) - 1)  # nodes of a level lie together, those of a head too
-    return forest, torch.arange(first, first + (trees << down), device=placed.device)
+    return forest, position, torch.arange(first, first + (trees << down), device=placed.device)
 
 
 def _aside(placed: Tensor, hidden: Tensor) -> Tensor:

@@ -59,6 +59,11 @@ class Room:
                 self.known = True
                 return result
 
+    def again(self, work: Callable[[Sizes, bool], tuple[Result, Tensor]]) -> Result:
+        """`run` on the way back: with the room that the way there had, so that what did not fit
+        there does not fit here. (If the plan was called again in between, there may be more.)"""
+        return work(self.sizes, True)[0] if self.known else self.run(work)
+
     def _grow(self, needed: list[int]) -> bool:
         """Whether there has to be more room than there was."""
         before = self.sizes
@@ -94,6 +99,30 @@ def with_spare(need: int) -> int:
     return cdiv(need + need // 4, step) * step
 
 
+def enough(needed: Tensor, sizes: Sizes) -> Tensor:
+    """Whether everything fits, on the device."""
+    pairs = zip(needed.unbind(), sizes, strict=True)
+    return torch.stack([need <= size for need, size in pairs]).all()
+
+
+def all_unless(
+    fits: Tensor,
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    log_weight: Tensor | None,
+    precision: str,
+    causal: bool = False,
+) -> Rectangle:
+    """All rows and keys where something did not fit, else no row."""
+    batch, heads, n = query.shape[:3]
+    everyone = torch.arange(n, dtype=torch.int32, device=query.device)
+    count = ((~fits).int() * n).expand(batch * heads).contiguous()
+    rows = Tokens(n, everyone.expand(batch * heads, -1).contiguous(), count)
+    keys = Tokens(key.shape[2])
+    return Rectangle(rows, keys, scale, causal, log_weight, precision=precision)
+
+
 def exact_unless(
     fits: Tensor,
     query: Tensor,
@@ -107,10 +136,5 @@ def exact_unless(
     causal: bool = False,
 ) -> None:
     """Write all rows exactly where something did not fit; else that is one launch that ends."""
-    batch, heads, n = query.shape[:3]
-    everyone = torch.arange(n, dtype=torch.int32, device=query.device)
-    count = ((~fits).int() * n).expand(batch * heads).contiguous()
-    rows = Tokens(n, everyone.expand(batch * heads, -1).contiguous(), count)
-    keys = Tokens(key.shape[2])
-    rectangle = Rectangle(rows, keys, scale, causal, log_weight, precision=precision)
+    rectangle = all_unless(fits, query, key, scale, log_weight, precision, causal)
     exact_rows(query, key, value, rectangle, output, lse)
