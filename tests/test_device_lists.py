@@ -835,7 +835,7 @@ def test_nothing_waits_and_a_call_can_be_recorded(tail, masked, causal):
     tokens = smooth(2, 4096, d=16, dtype=torch.bfloat16)
     if tail == "polynomial":
         tokens = (tokens[0] / 4, tokens[1] / 4, tokens[2])
-    mask = torch.arange(4096, device=DEVICE) % 7 > 0 if masked else None
+    mask = torch.arange(4096, device=DEVICE) % 7 != 3 if masked else None
     method = sb.BlockSupport(0.5, tail=tail, block_size=64, order="tree")
     plan = planned(*tokens, mask, is_causal=causal, method=method)
     assert all(head.kind == ("block" if tail == "coarse" else "fitted") for head in plan.heads)
@@ -871,12 +871,13 @@ def test_nothing_waits_and_a_call_can_be_recorded(tail, masked, causal):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # a graph has its own
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_nothing_waits_on_the_way_back_either(masked, causal):
     tokens = [x.requires_grad_() for x in smooth(4, 4096, d=16, dtype=torch.bfloat16)]
     tokens[1:] = [x.detach()[:, ::2].contiguous().requires_grad_() for x in tokens[1:]]
-    mask = torch.arange(4096, device=DEVICE) % 7 > 0 if masked else None
+    mask = torch.arange(4096, device=DEVICE) % 7 != 3 if masked else None
     method = sb.BlockSupport(0.5, tail="coarse", block_size=64, order="tree")
     how = {"is_causal": causal, "enable_gqa": True}
     made = planned(*(x.detach() for x in tokens), mask, **how, method=method)
@@ -903,7 +904,7 @@ def test_nothing_waits_on_the_way_back_either(masked, causal):
             x.copy_(x.flip(2))
     graph.replay()
     for mine, theirs in zip(results, call(), strict=True):
-        assert relative(mine, theirs) < 1e-2
+        assert relative(mine.detach(), theirs.detach()) < 1e-2
     (prices,) = [x for key, x in made.memory.items() if key[0] == "prices"]
     prices.zero_()  # everything is opened, for which there is no room
     graph.replay()

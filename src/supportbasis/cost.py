@@ -47,12 +47,15 @@ class Handling:
 
 ENGINE = Handling(90, 0, 80, 40, 40, 3e-4, 0.02)
 DEVICE = Handling(3, 6, 0.2, 0, 0.2, 1e-4, 1e-4)  # many heads at once, by kernels (see `device`)
+CAUSAL = Handling(3, 170, 0.2, 0, 0.2, 1e-4, 1e-4)  # in layers, each of which has all tokens
 DEAR = 64  # multiply-adds of exact attention there in the time of one of selection
 
 
 def handling(head: Head) -> Handling:
     """How trees and lists of a head are handled."""
-    return DEVICE if _has_kernels(head) and not head.is_causal else ENGINE
+    if not _has_kernels(head):
+        return ENGINE
+    return CAUSAL if head.is_causal else DEVICE
 
 
 def _has_kernels(head: Head) -> bool:
@@ -229,7 +232,7 @@ def block_work(
     work = Work(
         exact_pairs=int(head.n * keys), products=int(_frame_work(head) + trees), moved=int(moved)
     )
-    if handled is DEVICE:
+    if handled is not ENGINE:
         return work + Work(priced=DEAR * (judged + tilted))
     return work + Work(products=tilted, scanned=judged)
 

@@ -29,6 +29,7 @@ from ..plans import Plan
 UNITS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-9}
 Tokens = tuple[Tensor, Tensor, Tensor]
 OUTPUT, GRADIENT = 2.0, 8.0  # errors that are allowed, in units of the dtype
+LISTED = 2.0  # times that of gradients through lists: trees of a device are not quite the engine's
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Verdict:
     def limits(self) -> tuple[float, float]:
         """Of the errors of output and gradients."""
         unit = UNITS[self.case.dtype]
-        return OUTPUT * unit, GRADIENT * unit
+        return OUTPUT * unit, GRADIENT * unit * (LISTED if self.case.has_lists else 1.0)
 
 
 SINGLE, DEGREE2, DEGREE1 = SingleThreshold(1.2, 2), Polynomial(2, 1.0), SingleThreshold(1.2, 1)

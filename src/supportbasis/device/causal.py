@@ -78,11 +78,8 @@ def forward(problem: Problem, plan: Plan) -> Forward:
 def run_of(problem: Problem, plan: Plan) -> Run:
     """A call for causal heads, there or back."""
     settings, first = settings_of(plan.heads[0]), plan.heads[0].exact_rows
-    kind, usual = (
-        (replace(settings, price=0.0), first),
-        _usual(len(plan.heads), problem.n, settings),
-    )
-    return Run.of(problem, plan, kind, usual, prices_of(plan, problem.query.device))
+    usual = _usual(len(plan.heads), problem.n, settings)
+    return Run.of(problem, plan, (replace(settings, price=0.0), first), usual, prices_of)
 
 
 def _usual(heads: int, tokens: int, settings: BlockSettings) -> Sizes:

@@ -91,7 +91,7 @@ def run_of(problem: Problem, plan: Plan) -> Run:
     """A call for heads that are not causal, there or back."""
     settings = settings_of(plan.heads[0])
     kind, usual = replace(settings, price=0.0), _usual(problem, settings)
-    return Run.of(problem, plan, kind, usual, prices_of(plan, problem.query.device))
+    return Run.of(problem, plan, kind, usual, prices_of)
 
 
 def _usual(problem: Problem, settings: BlockSettings) -> Sizes:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..plans import Plan
@@ -24,13 +25,20 @@ class Run(NamedTuple):
     room: Room
 
     @staticmethod
-    def of(problem: Problem, plan: Plan, kind: Hashable, usual: Sizes, *told: Tensor) -> Run:
-        """``kind`` is all that the work depends on beside tensors, and ``usual`` the room that the
-        first call begins with."""
-        room = Room.of(plan, problem, usual)
+    def of(
+        problem: Problem,
+        plan: Plan,
+        kind: Hashable,
+        usual: Sizes,
+        told: Callable[[Plan, torch.device], Tensor] | None = None,
+    ) -> Run:
+        """``kind`` is all that the work depends on beside tensors, ``usual`` the room that the
+        first call begins with, and ``told`` what else a plan says."""
+        room = Room.of(plan, problem, usual)  # nothing is copied to the device before
+        said = () if told is None else (told(plan, problem.query.device),)
         weight = () if problem.key_log_weight is None else (problem.key_log_weight.float(),)
         tokens = (problem.query, problem.key, problem.value)
-        given = (*tokens, *told, *frames_of(problem, plan), *weight)
+        given = (*tokens, *said, *frames_of(problem, plan), *weight)
         return Run(given, (kind, problem.group, problem.scale, precision()), room)
 
     def there(self, name: str, function: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

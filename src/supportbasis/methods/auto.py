@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from ..basis import split_of
-from ..cost import DEVICE, exact_seconds, handling, polynomial_work
+from ..cost import ENGINE, exact_seconds, handling, polynomial_work
 from ..density import NormBins, density_scale
 from ..errors import InputError
 from ..features import largest_degree
@@ -88,7 +88,7 @@ class Auto(Method):
         """Lists of exact and coarse keys within the tolerance, where they can be faster."""
         best: HeadPlan | None = None
         head = first.head
-        blocks = DEVICE_BLOCKS if handling(head) is DEVICE else BLOCKS
+        blocks = BLOCKS if handling(head) is ENGINE else DEVICE_BLOCKS
         for size, order in blocks if not head.is_density else ():
             if head.is_causal and order == "sequence":
                 continue  # causal windows are in sequence anyway

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..arrangement import ORDERS
 from ..blocks import PARTS, PLACES, START_NODES, BlockSettings, Layer, Structure, remembered
 from ..components.blocks import block_sums
-from ..cost import DEVICE, block_work, handling
+from ..cost import ENGINE, block_work, handling
 from ..errors import InputError
 from ..frame import own_frame, plain_frame, prefix_of
 from ..places import Profile
@@ -116,7 +116,7 @@ class BlockSupport(Method):
 
     def _searches(self, head: Head) -> Iterator[BlockSearch | FittedSearch | str]:
         if self.tail != "polynomial":
-            size = self.block_size or (DEVICE_BLOCK if handling(head) is DEVICE else BLOCK)
+            size = self.block_size or (BLOCK if handling(head) is ENGINE else DEVICE_BLOCK)
             first = BlockSearch.of(head, size, self.seed, self.order)
             yield first
             if isinstance(first, BlockSearch):
