@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 
 from ..basis import split_of
+from ..blocks import PLACES
 from ..cost import DEVICE, exact_seconds, handling, polynomial_work
 from ..density import NormBins, density_scale
 from ..errors import InputError
@@ -28,7 +29,7 @@ from .single_threshold import threshold_plan
 PLANNING_SECONDS = {"cpu": 0.02, "cuda": 1e-3}
 SHARES = (0.0, 0.001, 0.004, 0.015, 0.05)  # of tokens that a candidate threshold makes large
 # rows that share a list, and their order; large blocks gather less, and select for more
-BLOCKS = ((64, "auto"), (64, "sequence"), (512, "auto"))
+BLOCKS = ((64, "auto"), (64, "sequence"), (512, "auto"), (64, PLACES))
 DEVICE_BLOCKS = ((128, "tree"), (128, "sequence"), (512, "tree"))  # where kernels take them
 CLEARLY = 1.5  # times as fast must other blocks be predicted to be, to be taken instead
 FAST = 4.0  # predicted speed of lists above which no other blocks are tried
@@ -94,7 +95,7 @@ class Auto(Method):
                 continue  # causal windows are in sequence anyway
             if best is not None and best.speedup > FAST:
                 break
-            if BlockSearch.highest_speedup(head, size) <= speedup:
+            if BlockSearch.highest_speedup(head, size, order) <= speedup:
                 continue
             search = BlockSearch.of(head, size, self.seed, order)
             if isinstance(search, str) or search.plan(1.0).speedup <= speedup:

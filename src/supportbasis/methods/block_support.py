@@ -233,9 +233,10 @@ class BlockSearch:
         )
 
     @staticmethod
-    def highest_speedup(head: Head, block_size: int) -> float:
+    def highest_speedup(head: Head, block_size: int, order: str = "auto") -> float:
         """What lists could reach at best, before anything is built."""
-        settings = BlockSettings(1.0, block_size, LEAF, chunk_of(head, block_size))
+        block_size = max(1, block_size // PARTS) if order == PLACES else block_size
+        settings = BlockSettings(1.0, block_size, LEAF, chunk_of(head, block_size), order)
         levels = leaf_layout(head.n, block_size)[0] + leaf_layout(head.m, LEAF)[0] + 2
         visited = START_NODES * math.ceil(head.n / block_size)
         nodes = float(START_NODES)
