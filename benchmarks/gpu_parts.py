@@ -13,16 +13,20 @@ import supportbasis as sb
 from supportbasis.cli.gpu.lists import list_works
 from supportbasis.cli.gpu.works import Work
 
-SHOWN = 16  # kernels of a work, the longest first
+SHOWN = 24  # kernels of a work, the longest first
 
 
 def parts(work: Work) -> None:
     """Print the kernels of one call with a plan."""
     tokens = work.inputs(work.heads, work.n, work.d)
     plan = sb.plan(*tokens, method=work.method)
+    for x in tokens:
+        x.requires_grad_(work.backward)
 
     def call() -> None:
-        sb.attention(*tokens, plan=plan)
+        output = sb.attention(*tokens, plan=plan)
+        if work.backward:
+            torch.autograd.grad(output, tokens, output.detach())
         torch.cuda.synchronize()
 
     for _ in range(3):  # run, recorded, replayed
@@ -43,9 +47,8 @@ def parts(work: Work) -> None:
 
 
 def main() -> None:
-    with torch.no_grad():
-        for work in list_works():
-            parts(work)
+    for work in list_works():
+        parts(work)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +20,9 @@ from supportbasis.arrangement import repeated
 from supportbasis.blocks import FAR, apart, remembered, strangers
 from supportbasis.inputs import attention_problem
 from supportbasis.methods.block_support import BlockSearch
+from supportbasis.problem import Head
 from supportbasis.selection import Column, select
-from supportbasis.tree import order
+from supportbasis.tree import assign, order
 from test_blocks import clustered, head_of
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -28,13 +31,34 @@ if not CUDA:  # read when a kernel is decorated
     os.environ["TRITON_INTERPRET"] = "1"
 DEVICE = "cuda" if CUDA else "cpu"
 
-from supportbasis.device import dispatch, fitted, granules, lists, replay  # noqa: E402
-from supportbasis.kernels import cells, framing, ordering, selection, summary  # noqa: E402
+from supportbasis.device import (  # noqa: E402
+    causal as lists_of_causal,
+)
+from supportbasis.device import (  # noqa: E402
+    dispatch,
+    fitted,
+    granules,
+    lists,
+    lists_backward,
+    replay,
+)
+from supportbasis.device.framed import Stack  # noqa: E402
+from supportbasis.device.room import Room, with_spare  # noqa: E402
+from supportbasis.kernels import (  # noqa: E402
+    adding,
+    cells,
+    coarse,
+    framing,
+    ordering,
+    selection,
+    summary,
+)
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    *([pytest.mark.gpu] if CUDA else []),  # there, all of them run on it
 ]
 
 
@@ -70,7 +94,7 @@ def relative(given, wanted):
 @pytest.mark.parametrize(("segments", "tokens", "dim", "depth"), [(2, 64, 5, 3), (1, 80, 20, 4)])
 def test_nodes_that_a_program_holds_are_split_as_by_pytorch(segments, tokens, dim, depth):
     x = torch.randn(segments, tokens, dim, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    given, wanted = ordering.order(x, depth), order(x, depth)[0]
+    given, wanted = ordering.order(x, depth)[0].cpu(), order(x.cpu(), depth)[0]
     assert torch.equal(given.sort(1).values, wanted.sort(1).values)
     if not CUDA:  # rounding decides about ties of a device
         assert torch.equal(given, wanted)
@@ -86,15 +110,27 @@ def test_larger_nodes_are_split_along_sampled_axes(monkeypatch):
         leaves = x.gather(1, position.unsqueeze(2).expand(-1, -1, 3)).view(2, -1, 6, 3)
         return float(leaves.var(2).sum(-1).mean())
 
-    given, wanted = ordering.order(x, 5), order(x, 5)[0]
+    given, wanted = ordering.order(x, 5, splits=False)[0], order(x.cpu(), 5)[0].to(DEVICE)
     assert torch.equal(given.sort(1).values, wanted.sort(1).values)
     assert spread(given) <= 1.1 * spread(wanted)
 
 
 @needs_triton
+@pytest.mark.parametrize("most", [16, 128])
+def test_tokens_fall_where_they_were_put(monkeypatch, most):
+    """By the axes and thresholds of small nodes and of large ones."""
+    monkeypatch.setattr(ordering, "MOST", most)
+    x = torch.randn(3, 64, 4, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    position, splits = ordering.order(x, 3)
+    leaf = assign(x, splits)
+    wanted = (torch.arange(64, device=DEVICE) // 8).expand(3, -1)
+    assert (leaf.gather(1, position) == wanted).float().mean() >= (0.98 if CUDA else 1.0)
+
+
+@needs_triton
 def test_equal_tokens_keep_their_order():
     x = torch.zeros(1, 16, 2, device=DEVICE)
-    assert torch.equal(ordering.order(x, 2)[0].cpu(), torch.arange(16))
+    assert torch.equal(ordering.order(x, 2)[0][0].cpu(), torch.arange(16))
 
 
 # ---- nodes ------------------------------------------------------------------------------------
@@ -159,8 +195,12 @@ def test_lists_equal_those_of_pytorch(search, price):
         members = torch.arange(cells, device=DEVICE)
         for mine, pairs in zip(given, (wanted.coarse, wanted.exact), strict=True):
             theirs = Column.of(pairs, cells)
-            assert torch.equal(mine.count.long(), theirs.count)
-            assert torch.equal(mine.of_members(members)[0].long(), theirs.of_members(members)[0])
+            alike = [
+                torch.equal(mine.of_members(one)[0].long(), theirs.of_members(one)[0])
+                for one in members.split(1)
+            ]
+            # rough products on a device may judge a node differently that is near the price
+            assert sum(alike) >= (0.9 if CUDA else 1.0) * cells
 
 
 @needs_triton
@@ -200,6 +240,33 @@ def test_a_full_list_leaves_the_rest_coarse(search):
 
 
 @needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_means_are_added_where_they_belong(dtype):
+    generator = torch.Generator().manual_seed(7)
+    output, lse = torch.randn(90, 5, generator=generator), 4 * torch.randn(90, generator=generator)
+    lse[::7], lse[::14] = -math.inf, 60.0  # rows without keys so far, rows that dwarf what comes
+    output[lse == -math.inf] = 0.0
+    rows = torch.randperm(90, generator=generator)[:70]
+    rows[::6] = -1
+    more, size = torch.randn(70, 5, generator=generator), torch.randn(70, generator=generator)
+    size[::4] = -math.inf
+    shift = torch.randn(90, generator=generator)
+    given = [x.clone().to(DEVICE) for x in (output, lse, rows, more.to(dtype), size, shift)]
+    adding.add_means(*given)
+    wanted, total = output.double(), lse.double()
+    for place, row in enumerate(rows.tolist()):
+        extra = float(size[place] + shift[row])
+        if row < 0 or extra == -math.inf:
+            continue
+        both = torch.stack([total[row], torch.tensor(extra).double()])
+        weight = both.softmax(0)
+        wanted[row] = weight[0] * wanted[row] + weight[1] * more[place].to(dtype).double()
+        total[row] = both.logsumexp(0)
+    torch.testing.assert_close(given[0].cpu().double(), wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(given[1].cpu().double(), total, rtol=1e-6, atol=1e-5)
+
+
+@needs_triton
 def test_coarse_keys_equal_tilted_ones(search):
     forest, layer = search.whole.forest, search.whole.layers[0]
     cells, d, dv = len(layer.cells.mean), forest.key.shape[1], forest.value.shape[1]
@@ -226,25 +293,17 @@ def test_coarse_keys_equal_tilted_ones(search):
     assert all(x.isfinite().all() for x in table[:2])
 
 
-def test_neighbours_with_equal_lists_share_them():
-    lists_of = [[1, 2], [1, 2], [1, 3], [], [], [4], [4], [4, 5], [1, 2]]
-    cell = torch.tensor([c for c, items in enumerate(lists_of) for _ in items])
-    item = torch.tensor([i for items in lists_of for i in items])
-    column = lists.shared((cell, item), len(lists_of))
-    assert column.first.tolist() == [0, 0, 4, 6, 6, 6, 6, 8, 10]
-    firsts, counts = column.first.tolist(), column.count.tolist()
-    given = [item[a : a + b].tolist() for a, b in zip(firsts, counts, strict=True)]
-    assert given == lists_of
-
-
 # ---- heads ------------------------------------------------------------------------------------
 
+ENOUGH = (4, 4, *(64, 256) * 3)  # room, for a few blocks
+COARSE = {"tail": "coarse", "order": "sequence"}
 CASES = {
     "two heads": {"heads": 2, "n": 256},
     "ragged": {"heads": 2, "n": 230},
     "float16": {"heads": 1, "n": 256, "dtype": torch.float16},
-    "masked": {"heads": 1, "n": 230, "masked": True},
-    "causal": {"heads": 1, "n": 256, "causal": True},
+    "masked": {"heads": 2, "n": 230, "masked": True},
+    "causal": {"heads": 2, "n": 300, "causal": True},
+    "causal, masked": {"heads": 1, "n": 300, "causal": True, "masked": True},
 }
 
 
@@ -255,8 +314,10 @@ def block_case(heads, n, dtype=torch.float32, masked=False, causal=False):
         bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
         bias[::5] = -math.inf
         bias = bias.to(DEVICE)
-    method = sb.BlockSupport(0.8, tail="coarse", block_size=32)
+    order = "tree" if causal else "auto"
+    method = sb.BlockSupport(0.8, tail="coarse", block_size=32, order=order)
     plan = planned(q, k, v, bias, is_causal=causal, method=method)
+    assert all(lists.refusal(head) is None for head in plan.heads)
     assert all(head.kind == "block" for head in plan.heads)
     problem = attention_problem(q, k, v, bias, 0.0, causal, None, False)
     return (q, k, v, bias), problem, plan
@@ -269,11 +330,16 @@ def test_heads_equal_those_of_pytorch(name):
     (q, k, v, bias), problem, plan = block_case(**case)
     causal, half = case.get("causal", False), case.get("dtype") == torch.float16
     wanted = sb.attention(q, k, v, bias, is_causal=causal, plan=plan, return_result=True)
-    output, lse, _ = lists.begin(problem, plan)()
+    output, lse, _ = lists.forward(problem, plan)
     assert output.dtype == q.dtype and lse.dtype == torch.float32
-    exact = dense_attention(q, k, v, bias, is_causal=causal)[0]
+    exact, exact_lse = dense_attention(q, k, v, bias, is_causal=causal)
     assert relative(output, exact) <= 1.2 * relative(wanted.output, exact) < 0.2
-    if name == "ragged":  # tokens are repeated to fill trees: rounding decides which copy is where
+    # tokens are repeated to fill trees: rounding decides which copy is where; and PyTorch's trees
+    # know nothing of hidden keys
+    if name == "ragged" or case.get("masked"):
+        real = exact_lse > -math.inf
+        mine, theirs = ((x - exact_lse)[real].abs().mean() for x in (lse, wanted.lse))
+        assert mine <= 1.2 * theirs and (lse[~real] == -math.inf).all()
         return
     assert relative(output, wanted.output) < (1e-3 if half else 2e-6)
     torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=1e-2 if half else 2e-5)
@@ -284,7 +350,7 @@ def test_long_blocks_are_several_programs(monkeypatch):
     (q, k, v, _), problem, plan = block_case(heads=1, n=256)
     wanted = sb.attention(q, k, v, plan=plan)
     monkeypatch.setattr(granules, "WIDEST_BLOCK", 16)
-    assert relative(lists.begin(problem, plan)()[0], wanted) < 2e-6
+    assert relative(lists.forward(problem, plan)[0], wanted) < 2e-6
 
 
 def scattered(n=128, size=32):
@@ -299,9 +365,9 @@ def scattered(n=128, size=32):
 
 
 @needs_triton
-@pytest.mark.parametrize("usual", [None, lists.Room(1, 1)])
+@pytest.mark.parametrize("usual", [None, (1,) * 8])
 def test_wide_blocks_are_split_and_strays_alone(monkeypatch, usual):
-    """Whether there is room for them at first or not."""
+    """Whether there is room for them and their lists at first or not."""
     q, k, v = scattered()
     method = sb.BlockSupport(0.95, tail="coarse", block_size=32, order="sequence")
     plan = planned(q, k, v, method=method)
@@ -313,9 +379,10 @@ def test_wide_blocks_are_split_and_strays_alone(monkeypatch, usual):
         sizes += [layer.rows.shape[1] for layer in layers]
     assert {1, 8, 32} <= set(sizes)
     if usual is not None:
-        monkeypatch.setattr(lists.Room, "usual", lambda *_: usual)
-    output, lse, _ = lists.begin(problem, plan)()
-    assert usual is None or plan.memory["room"] > usual
+        monkeypatch.setattr(lists, "_usual", lambda *_: usual)
+    output, lse, _ = lists.forward(problem, plan)
+    (room,) = rooms_of(plan)
+    assert room.known and (usual is None or min(room.sizes[:4]) > 1)
     wanted = sb.attention(q, k, v, plan=plan, return_result=True)
     assert relative(output, wanted.output) < 2e-6
     torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=2e-5)
@@ -385,29 +452,235 @@ def test_other_orders_are_left_to_pytorch(order, causal):
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["masked", "causal"])
-def test_gradients_equal_those_of_pytorch(name):
-    case = CASES[name]
-    (q, k, v, bias), problem, plan = block_case(**case)
-    tokens = [x.clone().requires_grad_() for x in (q, k, v, bias) if x is not None]
-    causal = case.get("causal", False)
+def test_wide_blocks_with_empty_places_keep_their_rows():
+    """A block that is not full falls into parts, of which each has some of its empty places."""
+    q, k, v = (x[:, 1:] for x in scattered())
+    q = q[:, :, :120]
+    plan = planned(q, k, v, method=sb.BlockSupport(0.95, block_size=32, **COARSE))
+    problem = attention_problem(q, k, v, None, 0.0, False, None, False)
+    exact, wanted = dense_attention(q, k, v)[0], sb.attention(q, k, v, plan=plan)
+    lists.run_of(problem, plan).room.sizes = ENOUGH
+    assert relative(lists.forward(problem, plan)[0], exact) <= 1.2 * relative(wanted, exact)
+
+
+# ---- and back ---------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_equal_those_of_pytorch(causal):
+    (q, k, v, _), problem, plan = block_case(heads=1, n=256 if causal else 128, causal=causal)
+    tokens = [x.clone().requires_grad_() for x in (q, k, v)]
     result = sb.attention(*tokens, is_causal=causal, plan=plan, return_result=True)
-    generator = torch.Generator().manual_seed(2)
-    grad = torch.randn(result.output.shape, generator=generator).to(DEVICE)
-    grad_lse = torch.randn(result.lse.shape, generator=generator).to(DEVICE)
+    grad, grad_lse = directions(result.output, result.lse)
     wanted = torch.autograd.grad((result.output, result.lse), tokens, (grad, grad_lse))
     with torch.no_grad():
-        output, lse, _ = lists.begin(problem, plan)()
-        given = (problem, plan, output, lse, lse.isnan(), grad, grad_lse)
-        made = lists.gradients(*given, bias is not None)
-    given = [made.query, made.key, made.value]
-    if bias is not None:
-        assert made.key_log_weight is not None
-        given.append(made.key_log_weight.sum((0, 1)))
-    for mine, theirs in zip(given, wanted, strict=True):
+        output, lse, _ = lists.forward(problem, plan)
+        made = lists.gradients(problem, plan, output, lse, lse.isnan(), grad, grad_lse, False)
+    assert made.key_log_weight is None
+    for mine, theirs in zip((made.query, made.key, made.value), wanted, strict=True):
         assert relative(mine, theirs) < 1e-5
 
 
+@needs_triton
+def test_causal_gradients_with_biases_and_keys_that_heads_share():
+    """Fewer keys than rows, and a last window that is not full."""
+    q, k, v = smooth(2, 300)
+    k, v = k[:, :1, :250], v[:, :1, :250]
+    bias = torch.randn(250, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    call = {"is_causal": True, "enable_gqa": True}
+    method = sb.BlockSupport(0.8, tail="coarse", block_size=32, order="tree")
+    plan = planned(q, k, v, bias, **call, method=method)
+    assert all(head.kind == "block" and head.exact_rows for head in plan.heads)
+    tokens = [x.clone().requires_grad_() for x in (q, k, v, bias)]
+    result = sb.attention(*tokens, **call, plan=plan, return_result=True, implementation="eager")
+    grad, grad_lse = directions(result.output, result.lse)
+    wanted = torch.autograd.grad((result.output, result.lse), tokens, (grad, grad_lse))
+    problem = attention_problem(q, k, v, bias, 0.0, True, None, True)
+    output, lse, _ = lists.forward(problem, plan)
+    assert relative(output, result.output.detach()) < 1e-5
+    made = lists.gradients(problem, plan, output, lse, lse.isnan(), grad, grad_lse, True)
+    mine = (made.query, made.key, made.value, made.key_log_weight.sum((0, 1)))
+    for part, theirs in zip(mine, wanted, strict=True):
+        assert relative(part, theirs) < 1e-5
+
+
+def directions(*results, seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(x.shape, generator=generator).to(x) for x in results]
+
+
+def of_lists(problem, made, *given):
+    """Output and lse by autograd in float64, over the lists that the device found; and tokens and
+    log-weights, which they are functions of."""
+    frames = [x.double() for x in given[4 : 4 + len(Stack._fields)]]
+    tokens = [x.double().requires_grad_() for x in (problem.query, problem.key, problem.value)]
+    weight = problem.query.new_zeros(*problem.query.shape[:2], problem.m, dtype=torch.float64)
+    if problem.key_log_weight is not None:
+        weight += problem.key_log_weight
+    weight.requires_grad_()
+    head, shift = in_frames(Stack(*frames), *tokens, weight)
+    halves = made.position.view(-1, made.position.shape[1] // 2)
+    roots = len(made.forest.roots)
+    depth = int(math.log2(len(made.position) / roots))
+    forest = forests._assemble(*forests._half_sums(head, halves), roots, depth)
+    output, lse = torch.zeros_like(head.query[:, :1] * head.value[:1]), torch.zeros_like(shift)
+    for blocks, (part, _) in zip(made.blocks, made.found, strict=True):
+        for i in (part.rows >= 0).any(1).nonzero().squeeze(1).tolist():
+            rows = part.rows[i][part.rows[i] >= 0]
+            mine = one_block(forest, head, part, i, mean_of(blocks, i, head.query), rows)
+            output, lse = (
+                x.index_add(0, rows, y) for x, y in zip((output, lse), mine, strict=True)
+            )
+    shape = problem.query.shape[:3]
+    return (output.view(*shape, -1), (lse + shift).view(shape)), [*tokens, weight]
+
+
+def in_frames(stack, query, key, value, weight):
+    """All heads in their frames as one, and the shifts of its rows."""
+    q, k, v = (
+        x.repeat_interleave(query.shape[1] // x.shape[1], 1).flatten(0, 1)
+        for x in (query, key, value)
+    )
+    w = (k @ stack.weight_map + stack.weight_offset).squeeze(2) + weight.flatten(0, 1)
+    x, y = q @ stack.query_map + stack.query_offset, k @ stack.key_map + stack.key_offset
+    parts = [part.flatten(0, 1) for part in (x, y, v, w)]
+    return Head(*parts, None, 1.0, False, True), (q @ stack.shift_map).flatten()
+
+
+def mean_of(blocks, i, query):
+    """Empty places repeat the rows of a block; rows that are left alone count as the mean."""
+    mine = torch.maximum(blocks.rows[i], blocks.alone[i])
+    mine = mine[mine >= 0]
+    mine = mine[torch.arange(blocks.rows.shape[1], device=mine.device) % len(mine)]
+    far = torch.isin(mine, blocks.alone[i]).unsqueeze(1)
+    return torch.where(far, query[mine].mean(0), query[mine]).mean(0)
+
+
+def one_block(forest, head, part, i, mean, rows):
+    """Output and lse of one block over its list."""
+    node, leaf = (
+        column.item[column.first[i] : column.first[i] + column.count[i]].long()
+        for column in (part.coarse, part.exact)
+    )
+    nodes = forests.Nodes(*(field[node] for field in forest.nodes))
+    few = forests.tilted(nodes, mean.expand(len(node), -1))
+    tables = (forest.leaf_key, forest.leaf_value, forest.leaf_weight)
+    pairs = zip(few, tables, strict=True)
+    key, value, bias = (torch.cat([some, table[leaf].flatten(0, 1)]) for some, table in pairs)
+    score = head.query[rows] @ key.T + bias
+    lse = score.logsumexp(1)
+    return (score - lse.unsqueeze(1)).exp() @ value, lse
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("biased", torch.float32),
+        ("scattered", torch.float32),
+        pytest.param("biased", torch.float16, marks=pytest.mark.gpu),
+        pytest.param("biased", torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param("scattered", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+def test_gradients_are_those_of_the_same_lists(kind, dtype, monkeypatch):
+    """Keys that heads share; hidden keys and biases, or wide blocks, strays and empty places."""
+    bias = None
+    if kind == "biased":
+        q, k, v = smooth(2, 100, dtype=dtype)
+        bias = torch.randn(1, 2, 1, 100, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+        bias[..., ::5] = -math.inf
+        how = {"tail": "coarse", "order": "tree", "block_size": 32}
+    else:
+        q, k, v = (x[:, :, :88].to(dtype) for x in scattered())
+        how = {**COARSE, "block_size": 32}
+    k, v = k[:, :1], v[:, :1]
+    plan = planned(q, k, v, bias, enable_gqa=True, method=sb.BlockSupport(0.9, **how))
+    assert all(head.kind == "block" for head in plan.heads)
+    problem = attention_problem(q, k, v, bias, 0.0, False, None, True)
+    run = lists.run_of(problem, plan)
+    run.room.sizes = ENOUGH
+    seen = lists.seen(plan.heads[0].blocks, run.room.sizes, *run.given)
+    monkeypatch.setattr(lists_backward, "seen", lambda *_: seen)
+    assert seen.fits and (bias is not None or bool(seen.needed[:2].all()))
+    results, leaves = of_lists(problem, seen, *run.given)
+    grads = directions(*results)
+    wanted = torch.autograd.grad(results, leaves, grads)
+    output, lse, grad, grad_lse = (x.detach().float() for x in (*results, *grads))
+    given = (output.to(dtype), lse, lse.isnan(), grad.to(dtype), grad_lse)
+    made = lists.gradients(problem, plan, *given, True)
+    limit = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2.0**-7}[dtype]
+    mine = (made.query, made.key, made.value, made.key_log_weight)
+    for part, theirs in zip(mine, wanted, strict=True):
+        assert part.dtype == torch.float32 and relative(part, theirs) < limit
+    if bias is not None:
+        assert not made.key_log_weight[bias.squeeze(2) == -math.inf].any()
+
+
+@needs_triton
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_did_not_fit_goes_back_exactly(causal):
+    n = 300 if causal else 80
+    q, k, v = smooth(2, n)
+    k, v = k[:, :1], v[:, :1]
+    bias = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    bias[1::5] = -math.inf
+    call = {"scale": 0.3, "enable_gqa": True, "is_causal": causal}
+    method = sb.BlockSupport(0.95, tail="coarse", block_size=32, order="tree")
+    plan = planned(q, k, v, bias, **call, method=method)
+    tokens = [x.double().requires_grad_() for x in (q, k, v, bias)]
+    results = dense_attention(*tokens, causal, scale=0.3)
+    grads = directions(*results)
+    wanted = torch.autograd.grad(results, tokens, grads)
+    problem = attention_problem(q, k, v, bias, 0.0, causal, 0.3, True)
+    room = (lists_of_causal if causal else lists).run_of(problem, plan).room
+    room.sizes, room.known = (1,) * len(room.sizes), True
+    output, lse, grad, grad_lse = (x.detach().float() for x in (*results, *grads))
+    made = lists.gradients(problem, plan, output, lse, lse.isnan(), grad, grad_lse, True)
+    mine = (made.query, made.key, made.value, made.key_log_weight.sum((0, 1)))
+    for part, theirs in zip(mine, wanted, strict=True):
+        assert relative(part, theirs) < 5e-6
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [0.3, 1.0])
+def test_gradients_of_coarse_keys_equal_those_of_tilted_ones(size):
+    """Of nodes that are coarse for several cells, with tilts that are limited or not."""
+    generator = torch.Generator().manual_seed(1)
+    nodes, cells, d, dv, known = 12, 5, 6, 5, 3
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    fields = [normal(nodes, *shape) for shape in ((d,), (dv,), (), (d,), (dv,), (d,), (known, dv))]
+    fields[5] = fields[5].square()
+    fields = [0.3 * x for x in fields]
+    forest = SimpleNamespace(nodes=forests.Nodes(*fields), **forests.Nodes(*fields)._asdict())
+    mean, count = size * normal(cells, d), torch.tensor([3, 0, 12, 1, 2], device=DEVICE)
+    item = torch.randint(nodes, (cells * nodes,), generator=generator).int().to(DEVICE)
+    column = Column(item, torch.arange(cells, device=DEVICE) * nodes, count)
+    base = torch.tensor([0, 1, 1, 2, 3], device=DEVICE)
+    grads = tuple(normal(5 * 16, *shape) for shape in ((d,), (dv,), ()))
+    node, owner, place = column.of_members(torch.arange(cells, device=DEVICE))
+    leaves = [x.double().requires_grad_() for x in (*fields, mean)]
+    made = forests.tilted(forests.Nodes(*(x[node.long()] for x in leaves[:-1])), leaves[-1][owner])
+    shift = made[0] - leaves[0][node.long()]
+    limited = (shift * leaves[-1][owner]).sum(1) > 0.999
+    assert limited.any() == (size == 1) and not limited.all()
+    wanted = torch.autograd.grad(
+        made, leaves, [x[base[owner] * 16 + place].double() for x in grads]
+    )
+    total = coarse.no_gradients(forest)
+    for _ in range(2):  # they are added
+        coarse.add_to_nodes(total, forest, mean, column, base, grads)
+    for mine, theirs in zip(total, wanted[:-1], strict=True):
+        assert relative(mine, 2 * theirs) < 1e-6
+    given = coarse.mean_gradients(forest, mean, column, base, grads)
+    assert relative(given, wanted[-1]) < 1e-6
+
+
+@needs_triton
 @pytest.mark.parametrize("masked", [False, True])
 def test_fitted_polynomials_equal_those_of_blocks_of_tokens(masked):
     q, k, v = (x.to(DEVICE) for x in qkv(1, 2, n=600, d=8, scale=0.9, dtype=torch.float32))
@@ -419,12 +692,13 @@ def test_fitted_polynomials_equal_those_of_blocks_of_tokens(masked):
     assert all(head.kind == "fitted" for head in plan.heads)
     wanted = sb.attention(q, k, v, mask, plan=plan, return_result=True)
     problem = attention_problem(q, k, v, mask, 0.0, False, None, False)
-    output, lse, lost = fitted.begin(problem, plan)()
+    output, lse, lost = fitted.forward(problem, plan)
     assert not lost.any()
     assert relative(output, wanted.output) < 1e-5
     torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=1e-4)
 
 
+@needs_triton
 def test_rows_that_a_fit_loses_are_exact_and_counted():
     """A plan reused on other data, as the component engine does it: output, counts and the way
     back, which is told what was lost."""
@@ -449,13 +723,86 @@ def test_rows_that_a_fit_loses_are_exact_and_counted():
     assert torch.equal(made[0].query, made[1].query)
 
 
+# ---- room -------------------------------------------------------------------------------------
+
+
+def rooms_of(plan):
+    return [kept for kept in plan.memory.values() if isinstance(kept, Room)]
+
+
+def test_room_grows_to_what_was_needed_and_never_shrinks():
+    """The first call is made again until it fits; a later one is sure of itself, and the next one
+    has the room that it lacked."""
+    room, needs = Room((4, 4)), [(3, 9), (3, 10), (2, 2), (40, 1), (1, 1)]
+    calls = []
+
+    def work(sizes, sure):
+        calls.append((sizes, sure))
+        return len(calls), torch.tensor(needs[len(calls) - 1])
+
+    assert [room.run(work) for _ in range(4)] == [2, 3, 4, 5]
+    assert calls == [
+        ((4, 4), False), ((4, 16), False), ((4, 16), True), ((4, 16), True), ((64, 16), True),
+    ]  # fmt: skip
+
+
+def test_room_has_a_quarter_to_spare_in_coarse_steps():
+    for need in (1, 15, 16, 100, 1000, 1001, 123456):
+        room = with_spare(need)
+        assert need + need // 4 <= room <= 1.55 * need + 16
+    assert with_spare(100_000) == with_spare(101_000)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("kind", "masked"),
+    [("lists", True), ("causal", False), ("fitted", False), ("fitted", True)],
+)
+def test_what_does_not_fit_is_exact(kind, masked):
+    """A plan reused on tokens that need more room than any before, with keys that heads share."""
+    n = 256 if kind == "causal" else 128
+    q, k, v = smooth(2, n)
+    k, v, scale = k[:, :1], v[:, :1], 0.3
+    bias = None
+    if masked:
+        bias = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+        bias[::5] = -math.inf
+    tail, causal = "polynomial" if kind == "fitted" else "coarse", kind == "causal"
+    if kind == "fitted":
+        q, k = q / 2, k / 2
+    method = sb.BlockSupport(0.8, tail=tail, block_size=32, order="tree")
+    call = {"is_causal": causal, "scale": scale}
+    plan = planned(q, k, v, bias, **call, enable_gqa=True, method=method)
+    evaluator = fitted if kind == "fitted" else lists
+    assert all(head.kind == ("fitted" if kind == "fitted" else "block") for head in plan.heads)
+    problem = attention_problem(q, k, v, bias, 0.0, causal, scale, True)
+    first = evaluator.forward(problem, plan)[0]
+    (room,) = rooms_of(plan)
+    assert torch.equal(evaluator.forward(problem, plan)[0], first)
+    exact, exact_lse = dense_attention(q, k, v, bias, **call)
+    assert relative(first, exact) > 1e-5
+    enough, number = room.sizes, 3 if kind == "lists" else 1
+    room.sizes = (*enough[:number], 0, *enough[number + 1 :])
+    if kind == "fitted":  # rows that are far
+        q = torch.cat([40 * q[:, :, :9], q[:, :, 9:]], 2)
+        problem = attention_problem(q, k, v, bias, 0.0, False, scale, True)
+        exact, exact_lse = dense_attention(q, k, v, bias, **call)
+    room._news = None
+    output, lse, _ = evaluator.forward(problem, plan)
+    assert relative(output, exact) < 2e-6
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-4)
+    output = evaluator.forward(problem, plan)[0]  # there is room now
+    assert room.sizes[number] > 0
+    assert relative(output, exact) > 1e-5
+
+
 # ---- replays ----------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tail", ["coarse", "polynomial"])
 def test_replays_do_what_first_calls_do(tail):
-    """The same shapes three times, with other tokens each time: run, recorded, replayed."""
+    """The same shapes again and again, with other tokens each time: run, recorded, replayed."""
     replay._recordings.clear()
     replay._plain.clear()
     made = [smooth(2, 4096, d=16, seed=seed, dtype=torch.bfloat16) for seed in range(3)]
@@ -465,8 +812,111 @@ def test_replays_do_what_first_calls_do(tail):
     assert all(head.kind == ("block" if tail == "coarse" else "fitted") for head in plan.heads)
     for number, (q, k, v) in enumerate([*made, made[0]]):
         output = sb.attention(q, k, v, plan=plan)
-        assert len(replay._recordings) == min(1, number)
+        assert min(1, number) <= len(replay._recordings) <= number  # others may need more room
         plain = sb.attention(q, k, v, plan=plan, implementation="eager")
         exact = dense_attention(q, k, v)[0]
         assert relative(output, exact) <= 1.2 * relative(plain, exact) + 2e-3
     assert torch.equal(output, sb.attention(*made[0], plan=plan))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize(
+    ("tail", "masked", "causal"),
+    [
+        ("coarse", False, False),
+        ("coarse", True, False),
+        ("coarse", False, True),
+        ("coarse", True, True),
+        ("polynomial", False, False),
+    ],
+)
+def test_nothing_waits_and_a_call_can_be_recorded(tail, masked, causal):
+    tokens = smooth(2, 4096, d=16, dtype=torch.bfloat16)
+    if tail == "polynomial":
+        tokens = (tokens[0] / 4, tokens[1] / 4, tokens[2])
+    mask = torch.arange(4096, device=DEVICE) % 7 > 0 if masked else None
+    method = sb.BlockSupport(0.5, tail=tail, block_size=64, order="tree")
+    plan = planned(*tokens, mask, is_causal=causal, method=method)
+    assert all(head.kind == ("block" if tail == "coarse" else "fitted") for head in plan.heads)
+
+    def call():
+        return sb.attention(*tokens, mask, is_causal=causal, plan=plan)
+
+    with pytest.raises(sb.InputError, match="call once before a CUDA graph"):
+        record(call)  # which PyTorch warns about, too
+    torch.cuda.synchronize()
+    for _ in range(3):  # the first waits, the second is recorded
+        call()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():  # the mode that forbids waiting warns about itself
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    graph, output = record(call)
+    for x in tokens:
+        x.copy_(x.flip(2))
+    graph.replay()
+    assert relative(output, call()) < 1e-3
+    if tail == "coarse":  # everything is opened, for which there is no room
+        (prices,) = [x for key, x in plan.memory.items() if key[0] == "prices"]
+        prices.zero_()
+        graph.replay()
+        bias = None if mask is None else torch.zeros_like(mask, dtype=torch.float64)
+        bias = None if bias is None else bias.masked_fill(~mask, -math.inf)
+        assert relative(output, dense_attention(*tokens, bias, causal)[0]) < 3e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_nothing_waits_on_the_way_back_either(masked, causal):
+    tokens = [x.requires_grad_() for x in smooth(4, 4096, d=16, dtype=torch.bfloat16)]
+    tokens[1:] = [x.detach()[:, ::2].contiguous().requires_grad_() for x in tokens[1:]]
+    mask = torch.arange(4096, device=DEVICE) % 7 > 0 if masked else None
+    method = sb.BlockSupport(0.5, tail="coarse", block_size=64, order="tree")
+    how = {"is_causal": causal, "enable_gqa": True}
+    made = planned(*(x.detach() for x in tokens), mask, **how, method=method)
+    assert all(head.kind == "block" for head in made.heads)
+    grad = torch.randn_like(tokens[0])
+
+    def call():
+        output = sb.attention(*tokens, mask, **how, plan=made)
+        return [output, *torch.autograd.grad(output, tokens, grad)]
+
+    for _ in range(3):  # run, recorded, replayed
+        call()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():  # the mode that forbids waiting warns about itself
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    graph, results = record(call)
+    with torch.no_grad():
+        for x in tokens:
+            x.copy_(x.flip(2))
+    graph.replay()
+    for mine, theirs in zip(results, call(), strict=True):
+        assert relative(mine, theirs) < 1e-2
+    (prices,) = [x for key, x in made.memory.items() if key[0] == "prices"]
+    prices.zero_()  # everything is opened, for which there is no room
+    graph.replay()
+    exact = [x.detach().double().requires_grad_() for x in tokens]
+    bias = None if mask is None else torch.zeros(4096, device=DEVICE).double()
+    bias = None if bias is None else bias.masked_fill(~mask, -math.inf)
+    wanted = torch.autograd.grad(dense_attention(*exact, bias, causal)[0], exact, grad.double())
+    for mine, theirs in zip(results[1:], wanted, strict=True):
+        assert relative(mine, theirs) < 2.0**-6
+
+
+def record(call):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result

@@ -89,11 +89,12 @@ def run(problem: Problem, plan: Plan, implementation: str = "auto") -> Outcome:
 def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
     """Run every head, through kernels where they take it, and say what went wrong.
 
-    Rows of kernels are not looked at here, since that would wait for the device.
+    Rows that the component engine did not make are not looked at, since that would wait for the
+    device.
     """
     batches = dispatch.batches(problem, plan, implementation)
     outcome = dispatch.run(problem, batches)
-    if any(batch.kind in (None, *dispatch.PLAIN) for batch in batches):
+    if any(batch.kind is None for batch in batches):
         warn_about(problem, plan, outcome)
     return outcome
 

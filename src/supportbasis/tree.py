@@ -43,8 +43,14 @@ def order(x: Tensor, depth: int) -> tuple[Tensor, list[Split]]:
     """Positions of the tokens ``x`` [segments, tokens, dim] in the order of the tree's leaves.
 
     Each level splits every node at the median of its projections on its principal axis; the
-    number of tokens is a multiple of 2^depth. One gather, one product and one sort a level.
+    number of tokens is a multiple of 2^depth. One gather, one product and one sort a level; on a
+    CUDA device kernels do the same where Triton is installed, so whoever sums over blocks, and
+    goes back through them, finds the same ones.
     """
+    if _has_kernels(x):
+        from .kernels import ordering
+
+        return ordering.order(x, depth)
     segments, tokens, dim = x.shape
     position = torch.arange(tokens, device=x.device).expand(segments, tokens)
     flat = x.reshape(segments * tokens, dim)
@@ -64,13 +70,17 @@ def order(x: Tensor, depth: int) -> tuple[Tensor, list[Split]]:
 
 @torch.no_grad()
 def positions(x: Tensor, depth: int) -> Tensor:
-    """The positions of `order` alone, which on a CUDA device are found by kernels where Triton is
-    installed: whoever sums over the blocks, and goes back through them, finds the same ones."""
-    if x.is_cuda and x.dtype == torch.float32 and _has_triton() and x.shape[2] <= 256:
+    """The positions of `order` alone."""
+    if _has_kernels(x):
         from .kernels import ordering
 
-        return ordering.order(x, depth)
+        return ordering.order(x, depth, splits=False)[0]
     return order(x, depth)[0]
+
+
+def _has_kernels(x: Tensor) -> bool:
+    fits = x.is_cuda and x.dtype == torch.float32 and x.shape[2] <= 256
+    return fits and _has_triton()
 
 
 @lru_cache

@@ -29,7 +29,6 @@ from ..plans import Plan
 UNITS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-9}
 Tokens = tuple[Tensor, Tensor, Tensor]
 OUTPUT, GRADIENT = 2.0, 8.0  # errors that are allowed, in units of the dtype
-LISTED = 2.0  # times that of gradients through lists: tokens are rounded in their frame there
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Verdict:
     def limits(self) -> tuple[float, float]:
         """Of the errors of output and gradients."""
         unit = UNITS[self.case.dtype]
-        return OUTPUT * unit, GRADIENT * unit * (LISTED if self.case.has_lists else 1.0)
+        return OUTPUT * unit, GRADIENT * unit
 
 
 SINGLE, DEGREE2, DEGREE1 = SingleThreshold(1.2, 2), Polynomial(2, 1.0), SingleThreshold(1.2, 1)
@@ -135,7 +134,8 @@ def _judged(cases: Sequence[Case], device: str) -> Iterator[Verdict]:
         yield from (judge(case, device) for case in cases)
         return
     workers = max(1, min(len(cases), os.cpu_count() or 2))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
+    with pool:
         yield from pool.map(judge, cases, [device] * len(cases))
 
 

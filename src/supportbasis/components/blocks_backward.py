@@ -9,7 +9,7 @@ takes the tables back to the tokens. So memory is that of the trees and of one g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -33,10 +33,8 @@ def add_gradients(
     cotangent: Cotangent,
     head: Head,
     rows: Tensor | None,
-    kind: Callable[[Structure, Cotangent, Tensor], Flow] | None = None,
 ) -> None:
-    """Add what flows back from the sums of the given rows of a block support; ``kind`` says how
-    lists are walked."""
+    """Add what flows back from the sums of the given rows of a block support."""
     inside = framed(head, frame)
     assert inside.key_log_weight is not None
     tokens = (inside.query, inside.key, inside.value.to(head.dtype), inside.key_log_weight)
@@ -46,7 +44,7 @@ def add_gradients(
         live = replace(inside, query=query, key=key, value=value, key_log_weight=weight)
         made = structure(live, frame.spectrum, settings)
     cotangent = _of_all_rows(cotangent, head, rows)
-    flow = (kind or Flow)(made, cotangent, frame.row_shift(head, None))
+    flow = Flow(made, cotangent, frame.row_shift(head, None))
     flow.add_layers(settings.price)
     parts = flow.to_tokens(leaves)
     if made.chunks is not None:

@@ -8,9 +8,9 @@ dtypes, the device and the plan alone, never on entries: the way back decides th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol, cast
@@ -41,7 +41,6 @@ PLAIN = ("fitted",)  # evaluators that have all heads at once, but no kernels
 # output in the input dtype and lse in float32, contiguous; and which rows were lost and computed
 # exactly instead, where an evaluator looks for them
 Forward = tuple[Tensor, Tensor, Tensor | None]
-Finish = Callable[[], Forward]
 
 
 class Evaluator(Protocol):
@@ -53,8 +52,8 @@ class Evaluator(Protocol):
     def family(self, head: HeadPlan) -> object:
         """Heads with the same family run together."""
 
-    def begin(self, problem: Problem, plan: Plan) -> Finish:
-        """Launch what needs not wait for the device; the rest is done when that is called."""
+    def forward(self, problem: Problem, plan: Plan) -> Forward:
+        """Output and lse of all rows."""
 
     def gradients(
         self,
@@ -193,7 +192,7 @@ def _evaluator(kind: str) -> Evaluator:
 def run(problem: Problem, found: Sequence[Batch]) -> Outcome:
     """Run the batches of a call."""
     if len(found) == 1:
-        return _begun(problem, found[0])()
+        return _outcome(problem, found[0])
     new, shape = problem.query.new_zeros, (problem.batch, problem.heads)
     log_scale, invalid, rescued, rounding = new(4, *shape, dtype=problem.dtype).unbind(0)
     total = Outcome(
@@ -205,26 +204,19 @@ def run(problem: Problem, found: Sequence[Batch]) -> Outcome:
         rounding,
         new(*shape, problem.n, dtype=torch.bool),
     )
-    begun = []
-    for batch in found:  # while the host waits for one, the device has the others to do
+    for batch in found:
         assert batch.index is not None
-        begun.append((batch.index, _begun(cut_out(problem, batch.index), batch)))
-    for index, finish in begun:
-        part = finish()
+        part = _outcome(cut_out(problem, batch.index), batch)
         for name in vars(total):
             whole = getattr(total, name).flatten(0, 1)
-            whole.index_copy_(0, index, getattr(part, name).flatten(0, 1))
+            whole.index_copy_(0, batch.index, getattr(part, name).flatten(0, 1))
     return total
 
 
-def _begun(problem: Problem, batch: Batch) -> Callable[[], Outcome]:
+def _outcome(problem: Problem, batch: Batch) -> Outcome:
     if batch.kind is None:
-        return partial(execute, problem, batch.plan)
-    return partial(_finished, batch, batch.evaluator.begin(problem, batch.plan))
-
-
-def _finished(batch: Batch, finish: Finish) -> Outcome:
-    output, lse, lost = finish()
+        return execute(problem, batch.plan)
+    output, lse, lost = batch.evaluator.forward(problem, batch.plan)
     zero, none = _nothing(batch.plan, lse)
     if lost is None:
         return Outcome(output, lse, zero, zero, zero, zero, none.expand(lse.shape))

@@ -9,7 +9,7 @@ from ..cotangent import Gradients
 from ..kernels.rectangle import Rectangle, Tokens, Totals, add_gradients, exact_rows, slopes
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
-from .dispatch import Finish, by_key_head
+from .dispatch import Forward, by_key_head
 
 
 def refusal(head: HeadPlan) -> str | None:
@@ -20,10 +20,10 @@ def family(head: HeadPlan) -> object:
     return "exact"
 
 
-def begin(problem: Problem, plan: Plan) -> Finish:
+def forward(problem: Problem, plan: Plan) -> Forward:
     output, lse = empty_results(problem)
     exact_rows(problem.query, problem.key, problem.value, whole(problem), output, lse)
-    return lambda: (output, lse, None)
+    return output, lse, None
 
 
 def gradients(

@@ -2,30 +2,32 @@
 
 What `components.fitted` does block by block for the sake of a cache is done here for as many tokens
 as fit into memory, without looking at any number on the way. Units are the radii of the plan
-instead of the largest norms. All this is replayed; then the host waits once, for whether keys are
-far, or rows far or lost: these are computed exactly.
+instead of the largest norms. Keys that are far, and rows that are far or lost, are exact, as many
+as there is room for (`room`): so all this is replayed, and the host waits for nothing.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..backward import backward
-from ..components import ExactSum, evaluate
 from ..cotangent import Gradients
 from ..execute import LOST
 from ..features import FeatureMap
 from ..fitted import FittedKernel
+from ..kernels.rectangle import Rectangle, Tokens, exact_rows
 from ..plans import HeadPlan, Plan
-from ..problem import Head, Problem
-from .dispatch import Finish, Forward
-from .framed import Inside, Stack, frames_of
-from .replay import replayed
+from ..problem import Problem
+from .dispatch import Forward
+from .exact import precision
+from .framed import Inside
+from .room import Sizes, enough, exact_unless
+from .run import Run, parted
 
 ENTRIES = 2**28  # of features in memory at a time
 PRODUCTS = 128  # at most, that one sum over tokens is made of
@@ -52,70 +54,77 @@ def gradients(
     return backward(problem, plan, output, lse, rescued, grad, grad_lse, for_weights=for_weights)
 
 
-def begin(problem: Problem, plan: Plan) -> Finish:
+def forward(problem: Problem, plan: Plan) -> Forward:
     """Output, lse, and which rows were lost and computed exactly instead."""
     kernels = tuple(_kernel(head) for head in plan.heads)
-    weight = problem.key_log_weight
-    given = [problem.query, problem.key, problem.value, *frames_of(problem, plan)]
-    if weight is not None:
-        given.append(weight.flatten(0, 1).float())
-    key = ("fitted", kernels, problem.group)
-    made = replayed(key, partial(_prepare, kernels, problem.group), *given)
-    return partial(_finish, problem, made)
+    run = Run.of(problem, plan, kernels, (0, 0))
+    output, lse, lost = run.there("fitted", partial(_all_heads, kernels, problem.scale))
+    return output, lse, lost
 
 
-def _finish(problem: Problem, made: Prepared) -> Forward:
-    far, bad = made.flags.tolist()
-    num, log_den, lost = made.num, made.log_den, made.lost
-    if far:
-        log_den, lost = log_den.clone(), lost.clone()
-        _add_far_keys(made, num, log_den, lost)
-        bad = bool((lost | made.far_rows).any())
-    # copies: what was replayed is written over by the next call
-    output, lse = num.to(problem.query.dtype, copy=True), log_den + made.inside.shift
-    if bad:
-        _make_exact(made.inside, lost | made.far_rows, output, lse)
-    lost = lost & ~made.far_rows
-    shape = (problem.batch, problem.heads, problem.n)
-    return output.view(*shape, -1), lse.view(shape), lost.view(shape)
-
-
-class Prepared(NamedTuple):
-    """Heads and the sums of their rows by the kernels, over keys that are not far."""
-
-    inside: Inside
-    far_keys: Tensor  # [heads, m]
-    far_rows: Tensor  # [heads, n]
-    least: Tensor  # [heads, n]: log-sums below are lost
-    num: Tensor  # [heads, n, dv]: mean values
-    log_den: Tensor  # [heads, n]
-    lost: Tensor  # [heads, n]
-    flags: Tensor  # whether any key is far; whether any row is far or lost
-
-
-def _prepare(
+def _all_heads(
     kernels: tuple[FittedKernel, ...],
-    group: int,
+    scale: float,
+    sizes: Sizes,
+    sure: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *frames: Tensor,
-) -> Prepared:
-    count = len(Stack._fields)
-    inside = Inside.made(group, query, key, value, *frames[:count])
-    if len(frames) > count:
-        inside = inside._replace(log_weight=inside.log_weight + frames[count], masked=True)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, lse, which rows were lost, and how many keys of a head are far and rows far or lost,
+    for which ``sizes`` is the room. Nothing here waits."""
+    stack, weight = parted(frames)
+    inside = Inside.made(query, key, value, *stack).weighted(weight)
     key_radius, query_radius = _radii(kernels, query.device)
     live = inside.log_weight > -math.inf
     far_keys = (torch.linalg.vector_norm(inside.key, dim=2) > key_radius) & live
     far_rows = torch.linalg.vector_norm(inside.query, dim=2) > query_radius
     near = inside.log_weight.masked_fill(far_keys, -math.inf)
-    least = _least(inside) + math.log(LOST)
     sums = [_sums(inside.one(i), near[i], kernel) for i, kernel in enumerate(kernels)]
-    num, log_den = (torch.stack(x) for x in zip(*sums, strict=True))
-    lost = ~(log_den >= least)
-    flags = torch.stack([far_keys.any(), (lost | far_rows).any()])
-    return Prepared(inside, far_keys, far_rows, least, num, log_den, lost, flags)
+    num, lse = (torch.stack(x) for x in zip(*sums, strict=True))
+    lse = lse + inside.shift
+    tokens, like = (query, key, value), Rectangle(
+        Tokens(query.shape[2]), Tokens(key.shape[2]), scale, log_weight=weight,
+        precision=precision(),
+    )  # fmt: skip
+    if sizes[0]:
+        keys = replace(like, keys=_marked(far_keys, sizes[0]))
+        num, lse = _with_keys(num, lse, tokens, keys)
+    lost = ~(lse >= _least(inside) + inside.shift + math.log(LOST))
+    bad = lost | far_rows
+    needed = torch.stack([far_keys.sum(1).amax(), bad.sum(1).amax()])
+    output = num.to(value.dtype).view(*query.shape[:3], -1)
+    lse = lse.view(query.shape[:3]).contiguous()
+    if sizes[1]:
+        exact_rows(*tokens, replace(like, rows=_marked(bad, sizes[1])), output, lse)
+    if sure:
+        exact_unless(enough(needed, sizes), *tokens, scale, weight, precision(), output, lse)
+    return output, lse, (lost & ~far_rows).view(lse.shape), needed
+
+
+def _marked(flags: Tensor, most: int) -> Tokens:
+    """The first tokens that are flagged in each head [heads, tokens]."""
+    heads, tokens = flags.shape
+    at = flags.cumsum(1) - 1
+    at = torch.where(flags & (at < most), at, most)
+    place = torch.arange(tokens, dtype=torch.int32, device=flags.device).expand(heads, -1)
+    index = place.new_zeros(heads, most + 1).scatter_(1, at, place)[:, :most].contiguous()
+    return Tokens(most, index, flags.sum(1).clamp(max=most).int())
+
+
+def _with_keys(
+    num: Tensor, lse: Tensor, tokens: tuple[Tensor, Tensor, Tensor], rectangle: Rectangle
+) -> tuple[Tensor, Tensor]:
+    """Mean values and log-sums of all rows with those over some more keys, exactly."""
+    more, size = torch.empty_like(num), torch.empty_like(lse)
+    exact_rows(*tokens, rectangle, more, size)
+    known = torch.where(lse > -math.inf, lse, -math.inf)  # what is no number has no weight
+    total = torch.logaddexp(known, size)
+    unit = torch.where(total > -math.inf, total, 0.0)
+    num = torch.where((known > -math.inf).unsqueeze(2), num, 0.0)
+    mine, theirs = ((x - unit).exp().unsqueeze(2) for x in (known, size))
+    return num * mine + more * theirs, total
 
 
 @lru_cache(maxsize=64)
@@ -123,18 +132,6 @@ def _radii(kernels: tuple[FittedKernel, ...], device: torch.device) -> tuple[Ten
     """Beyond which keys and queries are far, [heads, 1]."""
     key = torch.tensor([[kernel.key_radius] for kernel in kernels])
     return key.to(device), torch.tensor([[kernel.query_radius] for kernel in kernels]).to(device)
-
-
-def _add_far_keys(made: Prepared, num: Tensor, log_den: Tensor, lost: Tensor) -> None:
-    """Far keys exactly, added to the sums of all rows."""
-    for i in made.far_keys.any(1).nonzero().squeeze(1).tolist():
-        keys = made.far_keys[i].nonzero().squeeze(1)
-        part = evaluate([ExactSum(keys)], made.inside.one(i).flat(), None)
-        total = torch.logaddexp(log_den[i], part.den.log() + part.log_scale)
-        num[i] *= (log_den[i] - total).exp().unsqueeze(1)
-        num[i] += part.num * (part.log_scale - total).exp().unsqueeze(1)
-        log_den[i] = total
-        lost[i] = ~(total >= made.least[i])
 
 
 def _kernel(head: HeadPlan) -> FittedKernel:
@@ -198,15 +195,3 @@ def _written(features: FeatureMap, tokens: Tensor, unit: float) -> Tensor:
     """Features of the leading coordinates, which are the last of the map's variables."""
     x = (tokens[:, : features.dim] / unit).flip(1).unsqueeze(0)
     return features.write(x, features.buffer(1, len(tokens), x))
-
-
-def _make_exact(inside: Inside, bad: Tensor, output: Tensor, lse: Tensor) -> None:
-    """Rows that are far or lost, exactly."""
-    for i, rows in enumerate(bad):
-        where = rows.nonzero().squeeze(1)
-        if len(where):
-            head: Head = inside.one(i).flat()
-            total = evaluate([ExactSum(head.live_keys)], head, where)
-            exact, log_sum = total.divide_(total.seen)
-            output[i, where] = exact.to(output.dtype)
-            lse[i, where] = log_sum + inside.shift[i, where]

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..blocks import BlockSettings
 from ..frame import Frame
 from ..kernels import framing
-from ..plans import Plan
+from ..plans import HeadPlan, Plan
 from ..problem import Head, Problem
 from ..tree import leading
 
@@ -32,19 +33,13 @@ class Inside(NamedTuple):
 
     @staticmethod
     def of(problem: Problem, plan: Plan) -> Inside:
-        weight = problem.key_log_weight
         given = (problem.query, problem.key, problem.value, *frames_of(problem, plan))
-        inside = Inside.made(problem.group, *given)
-        if weight is None:
-            return inside
-        return inside._replace(
-            log_weight=inside.log_weight + weight.flatten(0, 1).float(), masked=True
-        )
+        return Inside.made(*given).weighted(problem.key_log_weight)
 
     @staticmethod
-    def made(group: int, query: Tensor, key: Tensor, value: Tensor, *frames: Tensor) -> Inside:
-        """Heads without key weights, ``group`` of which share their keys."""
-        stack = Stack(*frames)
+    def made(query: Tensor, key: Tensor, value: Tensor, *frames: Tensor) -> Inside:
+        """Heads without key weights; some may share their keys."""
+        stack, group = Stack(*frames), query.shape[1] // key.shape[1]
         heads = len(stack.spectrum)
         if group > 1:
             value = value.repeat_interleave(group, 1)
@@ -60,6 +55,13 @@ class Inside(NamedTuple):
             query, key, value.flatten(0, 1), weight, shift, placed, placed_key, stack.spectrum,
             False,
         )  # fmt: skip
+
+    def weighted(self, log_weight: Tensor | None) -> Inside:
+        """With log-weights of the keys [batch, heads, m]."""
+        if log_weight is None:
+            return self
+        weight = self.log_weight + log_weight.flatten(0, 1).float()
+        return self._replace(log_weight=weight, masked=True)
 
     def one(self, head: int) -> Inside:
         parts = (x[head : head + 1] if isinstance(x, Tensor) else x for x in self)
@@ -121,3 +123,18 @@ def _stack(frames: Sequence[Frame], scale: float, device: torch.device) -> Stack
         stacked(spectra),
         stacked(metric),
     )
+
+
+def settings_of(head: HeadPlan) -> BlockSettings:
+    assert head.blocks is not None
+    return head.blocks
+
+
+def prices_of(plan: Plan, device: torch.device) -> Tensor:
+    """The price of a key in each head, kept with the plan."""
+    key = ("prices", device)
+    if key not in plan.memory:
+        plan.memory[key] = torch.tensor([settings_of(x).price for x in plan.heads]).to(device)
+    found = plan.memory[key]
+    assert isinstance(found, Tensor)
+    return found

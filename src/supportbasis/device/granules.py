@@ -1,13 +1,14 @@
 """Lists as granules: where the coarse keys of each cell go, the table, and the attention over it.
 
 Granules of leaves come first in the table, then those of coarse keys, list by list. How long lists
-are is known on the device only: the host waits for that once, before the table is made.
+are is known on the device only: there is room for so many (`room`), or the host waits for it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ..forest import Forest
 from ..kernels import selection
-from ..kernels.blocklist import GRANULE, block_list_attention
+from ..kernels.blocklist import GRANULE, block_list_attention, block_list_gradients
 from ..kernels.language import power_of_two
 from ..selection import Column
 
@@ -56,8 +57,17 @@ class Placed(NamedTuple):
         return Placed(owner, granules, last - granules, offsets, sizes)
 
 
+def none_unless(fits: Tensor, listed: Listed, placed: Placed) -> tuple[Listed, Placed]:
+    """Lists as they are, or nothing in any of them."""
+    coarse, exact = (replace(x, count=x.count * fits) for x in (listed.coarse, listed.exact))
+    return (
+        listed._replace(coarse=coarse, exact=exact),
+        placed._replace(granules=placed.granules * fits, offsets=placed.offsets * fits),
+    )
+
+
 class Filled(NamedTuple):
-    """Lists of which the lengths are known."""
+    """Lists for which there is room."""
 
     base: Tensor  # [cells]: the first granule of coarse keys
     last: int  # granules before those of the next lists
@@ -68,7 +78,8 @@ class Filled(NamedTuple):
     def of(
         leaves: int, found: Sequence[tuple[Listed, Placed]], sizes: Sequence[Sequence[int]]
     ) -> list[Filled]:
-        """Lists after one another in a table of so many leaves; ``sizes`` as in `Placed`."""
+        """Lists after one another in a table of so many leaves; ``sizes`` as in `Placed`, or
+        larger."""
         filled, last = [], leaves
         for (listed, placed), (granules, length) in zip(found, sizes, strict=True):
             base, last = placed.base + last, last + granules
@@ -157,14 +168,48 @@ def attend(
     query: Tensor, table: tuple[Tensor, ...], offsets: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attention of blocks [blocks, size, d] over their lists, in blocks that a program takes."""
-    blocks, size, d = query.shape
-    block = _block_of(size, max(d, table[1].shape[2]), query.dtype)
-    missing = -size % block
-    query = F.pad(query, (0, 0, 0, missing))
+    (blocks, size), block = query.shape[:2], _block_for(query, table)
+    query = F.pad(query, (0, 0, 0, -size % block))
     key, value, weight = (x.flatten(0, 1)[None, None] for x in table)
     output, lse = block_list_attention(
-        query.reshape(1, 1, -1, d), key, value, offsets, indices,
+        query.reshape(1, 1, -1, query.shape[2]), key, value, offsets, indices,
         log_weight=weight, scale=1.0, block=block,
     )  # fmt: skip
-    output, lse = (x[0, 0].view(blocks, size + missing, *x.shape[3:]) for x in (output, lse))
+    output, lse = (x[0, 0].unflatten(0, (blocks, -1)) for x in (output, lse))
     return output[:, :size].flatten(0, 1), lse[:, :size].flatten()
+
+
+def pulled_back(
+    forest: Forest,
+    listed: Listed,
+    filled: Filled,
+    rows: tuple[Tensor, Tensor, Tensor],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the queries [blocks, size, d] of some lists, and of keys, values and log-weights
+    of their granules [granules, 16, ...]; ``rows`` are the gradient of the output, lse, and what
+    scores subtract (`block_list_gradients`), of all rows."""
+    tokens, (grad, lse, delta) = token_dtype(dtype), rows
+    table = _table(forest, filled.last, tokens, dtype)
+    selection.write_tilted(
+        forest, listed.mean, listed.coarse, filled.base, table, largest_entry(tokens)
+    )
+    query = short(listed.query, tokens)
+    (blocks, size), block = query.shape[:2], _block_for(query, table)
+    missing = -size % block
+    query = F.pad(query, (0, 0, 0, missing))
+    at = F.pad(listed.rows, (0, missing), value=-1).flatten()
+    real = at.clamp(min=0)
+    key, value, weight = (x.flatten(0, 1)[None, None] for x in table)
+    to_query, *made = block_list_gradients(
+        query.reshape(1, 1, -1, query.shape[2]), key, value, filled.offsets, filled.indices,
+        grad[real][None, None], torch.where(at >= 0, lse[real], math.inf)[None, None],
+        delta[real][None, None], log_weight=weight, scale=1.0, block=block,
+    )  # fmt: skip
+    to_key, to_value, to_weight = (x[0, 0].unflatten(0, (-1, GRANULE)) for x in made)
+    return to_query[0, 0].unflatten(0, (blocks, -1))[:, :size], to_key, to_value, to_weight
+
+
+def _block_for(query: Tensor, table: tuple[Tensor, ...]) -> int:
+    """Queries of a program that attends for blocks [blocks, size, d]."""
+    return _block_of(query.shape[1], max(query.shape[2], table[1].shape[2]), query.dtype)

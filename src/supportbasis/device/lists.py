@@ -2,18 +2,17 @@
 
 Heads lie one after the other: their trees are one forest, their blocks one set of blocks, and each
 block starts at the nodes of its own head. Then everything is one launch for all heads: orders,
-selection, coarse keys, lists and the attention over them. The host waits once, for how long the
-lists are; what comes before that is replayed.
+selection, coarse keys, lists and the attention over them. No entry decides about a shape: there is
+room for lists of some length (`room`), so all this is replayed and the host waits for nothing.
 
-Causal heads and heads with hidden keys run one by one. Scores are products of tokens in the frame
-of their head, which are float16 whatever 16-bit type the input has: tokens of a frame are of
-moderate size, and three more bits keep what framing gained.
+Causal heads are in `causal`. Scores are products of tokens in the frame of their head, which are
+float16 whatever 16-bit type the input has: tokens of a frame are of moderate size, and three more
+bits keep what framing gained.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -21,49 +20,44 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..arrangement import arranged, repeated
-from ..basis import support_basis
+from ..arrangement import repeated
 from ..blocks import (
     PARTS,
     PLACES,
     START_NODES,
     BlockSettings,
-    Layer,
     levels_above,
-    structure,
 )
-from ..components import BlockSum, ExactSum, evaluate
-from ..components.blocks import add_chunks
-from ..components.blocks_backward import add_gradients
-from ..cotangent import Cotangent, Gradients
+from ..cotangent import Gradients
 from ..forest import Forest
 from ..kernels import selection
 from ..kernels.cells import Gathered, gathered
-from ..kernels.language import power_of_two
 from ..kernels.summary import summarised
-from ..partial import Partial
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
-from ..selection import Blocks, Column, Pairs, View
+from ..selection import Blocks, Column
 from ..tree import leaf_layout, positions
-from .dispatch import Finish, Forward
-from .framed import Inside, frames_of
-from .granules import Listed, Placed, attended, largest_entry, token_dtype
-from .replay import replayed
+from . import causal
+from .dispatch import Forward
+from .exact import precision
+from .framed import Inside, prices_of, settings_of
+from .granules import Listed, Placed, attended, largest_entry, none_unless, token_dtype
+from .room import Sizes, enough, exact_unless
+from .run import Run, parted
 
 LEAVES = 4  # of a segment
 TOGETHER = ("tree", "sequence")  # orders that are the same work for every head
 
 
 def refusal(head: HeadPlan) -> str | None:
-    order = _settings(head).order
+    order = settings_of(head).order
     if order in TOGETHER or (head.exact_rows and order != PLACES):  # causal: ordered by trees
         return None
     return f"its order is {order!r}: such blocks are made by PyTorch"
 
 
 def family(head: HeadPlan) -> object:
-    return replace(_settings(head), price=0.0)
+    return replace(settings_of(head), price=0.0), head.exact_rows
 
 
 def gradients(
@@ -77,141 +71,120 @@ def gradients(
     for_weights: bool,
 ) -> Gradients:
     """Gradients of query, key, value and key log-weights, as `supportbasis.backward`."""
-    from .lists_backward import ListFlow
+    from . import causal_backward, lists_backward
 
-    query, key, value = (
-        x.new_zeros(x.shape, dtype=torch.float32)
-        for x in (problem.query, problem.key, problem.value)
-    )
-    shape = (problem.batch, problem.heads, problem.m)
-    weight = query.new_zeros(shape) if for_weights else None
-    for b, h, head in problem.each_head():
-        at, key_at = (b, h), (b, h // problem.group)
-        part = Gradients(
-            query[at], key[key_at], value[key_at], None if weight is None else weight[at]
-        )
-        from_lse = None if grad_lse is None else grad_lse[at]
-        cotangent = Cotangent.of(output[at], lse[at], grad[at], from_lse)
-        for group in support_basis(plan.head(b, h), head):
-            given = cotangent if group.rows is None else cotangent[group.rows]
-            for component in group.components:
-                if isinstance(component, BlockSum):
-                    made = (component.settings, component.frame, part, given, head, group.rows)
-                    add_gradients(*made, partial(ListFlow, problem.query.dtype))
-                else:
-                    component.add_gradients(part, given, head, group.rows)
-    return Gradients(query, key, value, weight)
+    way = causal_backward if problem.is_causal else lists_backward
+    return way.gradients(problem, plan, output, lse, grad, grad_lse, for_weights)
 
 
-def _settings(head: HeadPlan) -> BlockSettings:
-    assert head.blocks is not None
-    return head.blocks
-
-
-def begin(problem: Problem, plan: Plan) -> Finish:
+def forward(problem: Problem, plan: Plan) -> Forward:
     """Output in the input dtype and lse in float32."""
-    if problem.is_causal or problem.key_log_weight is not None:
-        return partial(_one_by_one, problem, plan)
-    settings, prices = _settings(plan.heads[0]), _prices(plan, problem.query.device)
-    given = (problem.query, problem.key, problem.value, prices, *frames_of(problem, plan))
-
-    def made(room: Room) -> Prepared:
-        key = ("lists", family(plan.heads[0]), problem.group, room)
-        return replayed(key, partial(_prepare, settings, problem.group, room), *given)
-
-    room = plan.memory.get("room", Room.usual(problem, settings))
-    assert isinstance(room, Room)
-    prepared = made(room)
-
-    def finish() -> Forward:
-        output, lse, shift, plan.memory["room"] = _finish(prepared, room, made)
-        return _shaped(problem, output, lse, shift)
-
-    return finish
+    if problem.is_causal:
+        return causal.forward(problem, plan)
+    settings = settings_of(plan.heads[0])
+    work = partial(_all_heads, settings, problem.scale)
+    output, lse = run_of(problem, plan).there("lists", work)
+    return output, lse, None
 
 
-def _one_by_one(problem: Problem, plan: Plan) -> Forward:
-    """Heads that are causal or have hidden keys."""
-    inside = Inside.of(problem, plan)
-    run = _causal if problem.is_causal else _masked
-    room = Room.usual(problem, _settings(plan.heads[0]))
-    parts = [run(inside.one(i), head, room) for i, head in enumerate(plan.heads)]
-    output, lse = (torch.cat(x) for x in zip(*parts, strict=True))
-    return _shaped(problem, output, lse, inside.shift)
+def run_of(problem: Problem, plan: Plan) -> Run:
+    """A call for heads that are not causal, there or back."""
+    settings = settings_of(plan.heads[0])
+    kind, usual = replace(settings, price=0.0), _usual(problem, settings)
+    return Run.of(problem, plan, kind, usual, prices_of(plan, problem.query.device))
 
 
-def _shaped(problem: Problem, output: Tensor, lse: Tensor, shift: Tensor) -> Forward:
-    shape = (problem.batch, problem.heads, problem.n)
-    return output.view(*shape, -1), lse.view(shape) + shift.view(shape), None
+def _usual(problem: Problem, settings: BlockSettings) -> Sizes:
+    """How many blocks are too wide and how many rows alone, as a rule; and granules of coarse keys
+    and entries of lists, of whole blocks, of parts and of rows alone."""
+    rows = problem.batch * problem.heads * problem.n
+    blocks = rows // settings.block_size
+    wide, alone = 1 + blocks // 64, 16 + rows // 1024
+    lists = [(8 * count, 32 * count) for count in (blocks + 1, PARTS * wide, alone)]
+    return wide, alone, *(size for sizes in lists for size in sizes)
 
 
-def _prices(plan: Plan, device: torch.device) -> Tensor:
-    key = ("prices", device)
-    if key not in plan.memory:
-        plan.memory[key] = torch.tensor([_settings(x).price for x in plan.heads]).to(device)
-    found = plan.memory[key]
-    assert isinstance(found, Tensor)
-    return found
-
-
-class Room(NamedTuple):
-    """How many blocks may be too wide, and how many rows alone."""
-
-    wide: int
-    alone: int
-
-    @staticmethod
-    def usual(problem: Problem, settings: BlockSettings) -> Room:
-        rows = problem.batch * problem.heads * problem.n
-        return Room(1 + rows // settings.block_size // 64, 16 + rows // 1024)
-
-    def enough(self, wide: int, alone: int) -> Room:
-        """Room for so many, with some to spare."""
-        return Room(
-            *(
-                has if need <= has else power_of_two(need + need // 4)
-                for has, need in zip(self, (wide, alone), strict=True)
-            )
-        )
-
-
-class Prepared(NamedTuple):
-    """Heads with their trees, and blocks with their lists: all that no entry decides about."""
-
-    inside: Inside
-    forest: Forest
-    found: list[tuple[Listed, Placed]]  # blocks, parts of those that are too wide, rows alone
-    counts: Tensor  # of wide blocks, of rows alone, and the sizes of all lists
-
-
-def _prepare(
+def _all_heads(
     settings: BlockSettings,
-    group: int,
-    room: Room,
+    scale: float,
+    sizes: Sizes,
+    sure: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     prices: Tensor,
     *frames: Tensor,
-) -> Prepared:
-    return _prepared(Inside.made(group, query, key, value, *frames), prices, settings, room)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, lse and the sizes that were needed (see `_usual`). Nothing here waits."""
+    made = seen(settings, sizes, query, key, value, prices, *frames)
+    output, lse = _written(made)
+    output, lse = output.view(*query.shape[:3], -1), lse.view(query.shape[:3])
+    if sure:
+        whole = (query, key, value, scale, made.weight, precision())
+        exact_unless(made.fits, *whole, output, lse)
+    return output, lse, made.needed
 
 
-def _prepared(inside: Inside, prices: Tensor, settings: BlockSettings, room: Room) -> Prepared:
-    forest, nodes = _forest(inside, settings)
-    blocks, needed = _blocks(inside, settings, room)
-    dtype, width = inside.value.dtype, inside.value.shape[2]
+class Seen(NamedTuple):
+    """What blocks see: the same on the way back as on the way there."""
+
+    inside: Inside
+    weight: Tensor | None  # log-weights of the keys that were given
+    forest: Forest
+    position: Tensor  # [leaves, size]: the keys of leaves, -1 for none
+    blocks: list[Gathered]
+    found: list[tuple[Listed, Placed]]  # their lists, all of them empty where they do not fit
+    lengths: list[tuple[int, int]]  # the room of lists
+    needed: Tensor
+    fits: Tensor
+
+
+def seen(
+    settings: BlockSettings,
+    sizes: Sizes,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prices: Tensor,
+    *frames: Tensor,
+) -> Seen:
+    """The lists of all blocks of all heads, as far as there is room for them."""
+    stack, weight = parted(frames)
+    inside = Inside.made(query, key, value, *stack).weighted(weight)
+    forest, position, nodes = _forest(inside, settings)
+    wide, alone, *lengths = sizes
+    blocks, needed = _blocks(inside, settings, wide, alone)
     found = []
     for part in blocks:
         lists = _listed(forest, nodes, prices, part)
-        found.append((lists, Placed.of(lists, width, dtype)))
-    counts = torch.cat([needed, *(placed.sizes for _, placed in found)])
-    return Prepared(inside, forest, found, counts)
+        found.append((lists, Placed.of(lists, value.shape[3], value.dtype)))
+    needed = torch.cat([needed, *(placed.sizes for _, placed in found)])
+    fits = enough(needed, sizes)
+    found = [none_unless(fits, *part) for part in found]
+    rooms = list(zip(*[iter(lengths)] * 2, strict=True))
+    return Seen(inside, weight, forest, position, blocks, found, rooms, needed, fits)
 
 
-def _blocks(inside: Inside, settings: BlockSettings, room: Room) -> tuple[list[Gathered], Tensor]:
+def _written(made: Seen) -> tuple[Tensor, Tensor]:
+    """Output and lse of all rows, one head after the other."""
+    inside = made.inside
+    count, n, _ = inside.query.shape
+    device, dtype = inside.query.device, inside.value.dtype
+    output = torch.empty(count * n + 1, inside.value.shape[2], dtype=dtype, device=device)
+    lse = torch.empty(count * n + 1, device=device)
+    results = attended(made.forest, made.found, made.lengths, dtype)
+    for (listed, _), (part, part_lse) in zip(made.found, results, strict=True):
+        at = torch.where(listed.rows >= 0, listed.rows, count * n).flatten()
+        output.index_copy_(0, at, part)
+        lse.index_copy_(0, at, part_lse)
+    return output[:-1], lse[:-1] + inside.shift.flatten()
+
+
+def _blocks(
+    inside: Inside, settings: BlockSettings, most_wide: int, most_alone: int
+) -> tuple[list[Gathered], Tensor]:
     """Blocks of queries that are close together; those that are not, in parts; and rows that are
-    far from what is left of their block, alone. Also how many of both there are."""
+    far from what is left of their block, alone: some of both. Also how many of both there are."""
     dtype, n = token_dtype(inside.value.dtype), inside.query.shape[1]
     query = inside.query.flatten(0, 1)
 
@@ -221,14 +194,14 @@ def _blocks(inside: Inside, settings: BlockSettings, room: Room) -> tuple[list[G
     rows = _rows(inside, settings)
     head = torch.arange(len(rows), device=rows.device) // (len(rows) // len(inside.query))
     whole = taken(rows, head, splits=True)
-    which = _first(whole.wide, room.wide)
+    which = _first(whole.wide, most_wide)
     parts = rows[which.clamp(min=0)].masked_fill((which < 0).unsqueeze(1), -1)
     placed = inside.placed_query.flatten(0, 1)[repeated(parts)]
     parts = parts.gather(1, positions(placed, int(math.log2(PARTS))))
-    parts = parts.view(-1, rows.shape[1] // PARTS)
+    parts = parts.view(-1, rows.shape[1] // PARTS).sort(1, descending=True).values
     split = taken(parts, head[which.clamp(min=0)].repeat_interleave(PARTS))
     left = torch.cat([whole.alone.flatten(), split.alone.flatten()])
-    which = _first(left >= 0, room.alone)
+    which = _first(left >= 0, most_alone)
     alone = torch.where(which < 0, -1, left[which.clamp(min=0)])
     single = taken(alone.unsqueeze(1), alone.clamp(min=0) // n)
     return [whole, split, single], torch.stack([whole.wide.sum(), (left >= 0).sum()])
@@ -254,98 +227,14 @@ def _listed(forest: Forest, nodes: Tensor, prices: Tensor, blocks: Gathered) -> 
     return Listed(blocks.query, blocks.rows, cells.mean, None, coarse, exact)
 
 
-def _finish(
-    prepared: Prepared, room: Room, made: Callable[[Room], Prepared]
-) -> tuple[Tensor, Tensor, Tensor, Room]:
-    """Output and lse of all rows, one head after the other; what their lse lacks; and the room
-    that was needed, for which all is made again where there was less."""
-    while True:
-        wide, alone, *sizes = prepared.counts.tolist()
-        if room == room.enough(wide, alone):
-            break
-        room = room.enough(wide, alone)
-        prepared = made(room)
-    dtype = prepared.inside.value.dtype
-    pairs = list(zip(sizes[::2], sizes[1::2], strict=True))
-    used = [i for i, (_, length) in enumerate(pairs) if length]
-    found, inside = [prepared.found[i] for i in used], prepared.inside
-    count, n = inside.query.shape[:2]
-    device, width = inside.query.device, inside.value.shape[2]
-    output = torch.empty(count * n + 1, width, dtype=dtype, device=device)
-    lse = torch.empty(count * n + 1, device=device)
-    results = attended(prepared.forest, found, [pairs[i] for i in used], dtype)
-    for (listed, _), (part, part_lse) in zip(found, results, strict=True):
-        at = torch.where(listed.rows >= 0, listed.rows, count * n).flatten()
-        output.index_copy_(0, at, part)
-        lse.index_copy_(0, at, part_lse)
-    return output[:-1], lse[:-1], inside.shift, room
-
-
-def _masked(inside: Inside, head: HeadPlan, room: Room) -> tuple[Tensor, Tensor]:
-    """One head of which some keys are hidden."""
-    prices = torch.full((1,), _settings(head).price, device=inside.query.device)
-
-    def made(room: Room) -> Prepared:
-        return _prepared(inside, prices, _settings(head), room)
-
-    return _finish(made(room), room, made)[:2]
-
-
-def _causal(inside: Inside, plan: HeadPlan, room: Room) -> tuple[Tensor, Tensor]:
-    """One causal head: its layers by lists, its chunks and first rows exactly."""
-    flat = replace(inside.flat(), is_causal=True)
-    settings, rows = _settings(plan), flat.n
-    made = structure(flat, inside.spectrum[0], settings)
-    dtype, found = inside.value.dtype, []
-    for layer in made.layers:
-        lists = listed(made.forest, layer, settings.price)
-        found.append((lists, Placed.of(lists, flat.value_dim, dtype)))
-    sizes = torch.stack([placed.sizes for _, placed in found]).tolist() if found else []
-    total = Partial.empty(rows + 1, flat.value_dim, flat.query, flat.dtype)
-    results = attended(made.forest, found, sizes, dtype)
-    for (part, _), (output, lse) in zip(found, results, strict=True):
-        at = torch.where(part.rows >= 0, part.rows, rows).flatten()
-        seen = (lse > -math.inf).to(lse.dtype)
-        total.put_(at, total[at].add_(Partial(output.float(), seen, lse, torch.zeros_like(lse))))
-    total = total[:rows]
-    add_chunks(made, settings.chunk, total)
-    if plan.exact_rows:
-        first = torch.arange(min(rows, plan.exact_rows), device=flat.query.device)
-        total.put_(first, evaluate([ExactSum(flat.live_keys)], flat, first))
-    output, lse = total.divide_(total.seen)
-    return output.to(dtype), lse
-
-
-def listed(forest: Forest, layer: Layer, price: float) -> Listed:
-    """The lists of a layer whose cells know what they see."""
-    assert isinstance(layer.view, View)
-    start = shared(layer.start, len(layer.cells.mean))
-    prices = torch.full_like(layer.view.size, price)
-    longest = max(selection.LONGEST, START_NODES * 4)
-    coarse, exact = selection.select(
-        forest, layer.cells, layer.view, start, prices, min(longest, len(forest.key))
-    )
-    return Listed(layer.query, layer.rows, layer.cells.mean, layer.owner, coarse, exact)
-
-
-def shared(pairs: Pairs, cells: int) -> Column:
-    """Lists of cells, of which neighbours that are alike are one: they are judged together."""
-    column = Column.of(pairs, cells)
-    (cell, item), place = pairs, torch.arange(len(pairs[0]), device=pairs[0].device)
-    before = (cell - 1).clamp(min=0)
-    other = item[(column.first[before] + place - column.first[cell]).clamp(max=len(item) - 1)]
-    new = torch.zeros_like(column.count).index_add_(0, cell, (item != other).long()) > 0
-    new |= column.count != column.count.roll(1)
-    leader = torch.arange(cells, device=new.device).masked_fill(~new, 0).cummax(0).values
-    return replace(column, first=column.first[leader])
-
-
-def _forest(inside: Inside, settings: BlockSettings) -> tuple[Forest, Tensor]:
-    """The trees of all heads, and the nodes that their blocks start with."""
+def _forest(inside: Inside, settings: BlockSettings) -> tuple[Forest, Tensor, Tensor]:
+    """The trees of all heads, the keys of their leaves, and the nodes that blocks start with."""
     (count, m), flat = inside.key.shape[:2], inside.flat()
-    placed = inside.placed_key
-    live = flat.live_keys if inside.masked else None
-    segments = _segments(placed, live, LEAVES * settings.leaf_size, 2 * LEAVES, settings.order)
+    placed, hidden = inside.placed_key, None
+    if inside.masked:
+        hidden = inside.log_weight == -math.inf
+        placed = _aside(placed, hidden)
+    segments = _segments(placed, LEAVES * settings.leaf_size, 2 * LEAVES, settings.order)
     above = levels_above(segments.shape[1])
     missing = -segments.shape[1] % (1 << above)
     if missing:
@@ -355,29 +244,33 @@ def _forest(inside: Inside, settings: BlockSettings) -> tuple[Forest, Tensor]:
     levels = int(math.log2(LEAVES))
     within = positions(placed.flatten(0, 1)[repeated(flattened)], levels + 1)
     position = flattened.gather(1, within).view(-1, segments.shape[2] // LEAVES)
+    if hidden is not None:
+        position = position.masked_fill(hidden.flatten()[position.clamp(min=0)], -1)
     dtype = token_dtype(flat.value.dtype)
     trees = len(flattened) >> above
     forest = summarised(flat, position, trees, levels + above, dtype, largest_entry(dtype))
     down = min(levels + above, int(math.log2(START_NODES * count / trees)))
     first = trees * ((1 << down) - 1)  # nodes of a level lie together, those of a head too
-    return forest, torch.arange(first, first + (trees << down), device=placed.device)
+    return forest, position, torch.arange(first, first + (trees << down), device=placed.device)
+
+
+def _aside(placed: Tensor, hidden: Tensor) -> Tensor:
+    """Keys [heads, keys, axes] with the hidden ones far from all others: few leaves hold both."""
+    far = torch.zeros_like(placed)
+    far[..., :1] = 4 * placed.abs().amax((1, 2), keepdim=True)
+    return torch.where(hidden.unsqueeze(2), far, placed)
 
 
 def _rows(inside: Inside, settings: BlockSettings) -> Tensor:
     """Rows of all blocks [blocks, size], as numbers of the rows of all heads, -1 for none."""
     placed = inside.placed_query
-    rows = _segments(placed, None, settings.block_size, PARTS, settings.order)
+    rows = _segments(placed, settings.block_size, PARTS, settings.order)
     return _counted_on(rows, placed.shape[1]).flatten(0, 1)
 
 
-def _segments(placed: Tensor, live: Tensor | None, size: int, multiple: int, how: str) -> Tensor:
-    """Positions [heads, segments, length] within each head of tokens [heads, tokens, axes]; all of
-    them, or some that are live."""
+def _segments(placed: Tensor, size: int, multiple: int, how: str) -> Tensor:
+    """Positions [heads, segments, length] within each head of tokens [heads, tokens, axes]."""
     heads, tokens = placed.shape[:2]
-    if live is not None:
-        assert heads == 1
-        segments = arranged(placed[0][live], size, multiple, how).segments
-        return torch.where(segments >= 0, live[segments], -1).unsqueeze(0)
     depth, length = leaf_layout(tokens, size)
     length += -length % multiple
     place = torch.arange(length << depth, device=placed.device)

@@ -39,7 +39,7 @@ from ..kernels.rectangle import (
 )
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
-from .dispatch import Finish
+from .dispatch import Forward
 from .exact import empty_results, finished, precision
 
 
@@ -69,7 +69,7 @@ class Split:
     shared: bool  # whether heads that share keys have the same large ones
 
 
-def begin(problem: Problem, plan: Plan) -> Finish:
+def forward(problem: Problem, plan: Plan) -> Forward:
     split = _split(problem, plan)
     sums = _Sums.of(problem, plan, split, shared=split.shared)
     if not split.keys.most:
@@ -82,8 +82,7 @@ def begin(problem: Problem, plan: Plan) -> Finish:
     if split.rows.most:
         output = output.contiguous()
         exact_rows(*_tokens(problem), _large_rows(problem, split), output, lse)
-    output = output.contiguous()
-    return lambda: (output, lse, None)
+    return output.contiguous(), lse, None
 
 
 def gradients(

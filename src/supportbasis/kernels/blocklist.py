@@ -11,6 +11,7 @@ order and the result is the same in every run. No call waits for the device.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from .polynomial import check_inputs, rows_of
 
 GRANULE = 16
 LOG2E = math.log2(math.e)
+HALVES = {torch.bfloat16, torch.float16}
 
 
 @dataclass(frozen=True)
@@ -125,55 +127,100 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, log_weight, offsets, indices, out, lse = ctx.saved_tensors
-        call, grad = ctx.call, rows_of(grads[0])
-        batch, heads, n, d = query.shape
-        (key_heads, m), dv = key.shape[1:3], value.shape[-1]
-        blocks, granules = cdiv(n, call.block), cdiv(m, GRANULE)
-        width, value_width = power_of_two(d), power_of_two(dv)
+        grad = rows_of(grads[0])
+        (batch, heads, n), dv = lse.shape, value.shape[-1]
         delta = torch.empty_like(lse)
         kernels.row_terms[(cdiv(n, 64), batch * heads)](
             grad, out, grads[1].contiguous(), delta, heads, n, dv, *grad.stride()[:3],
-            value_width, 64, True,
+            power_of_two(dv), 64, True,
         )  # fmt: skip
-        grad_query, grad_key, grad_value = (
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
-        )
-        grad_weight = lse if log_weight is None else torch.empty_like(log_weight)
-        shared = (
-            heads, key_heads, n, m, d, dv, blocks, call.scale * LOG2E, call.scale,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3],
-            width, value_width, call.block,
-        )  # fmt: skip
-        weight = lse if log_weight is None else log_weight
-        kernels.query_gradient[(blocks, batch * heads)](
-            query, key, value, weight, offsets, indices, grad, lse, delta, grad_query, *shared,
-            min(call.tiles.keys, 64), GRANULE, log_weight is not None, call.precision,
-            num_warps=call.tiles.warps, num_stages=min(call.tiles.stages, 2),
-        )  # fmt: skip
-        bounds, rows = inverse_lists(
-            offsets, indices, blocks * heads // key_heads, granules, batch * key_heads
-        )
-        kernels.key_gradient[(granules, batch * key_heads)](
-            query, key, value, weight, bounds, rows, grad, lse, delta,
-            grad_key, grad_value, grad_weight, *shared,
-            GRANULE, log_weight is not None, call.precision,
-            num_warps=4, num_stages=min(call.tiles.stages, 2),
-        )  # fmt: skip
-        made = (grad_query, grad_key, grad_value, None if log_weight is None else grad_weight)
-        return (*made, None, None, None)
+        given = (query, key, value, log_weight, offsets, indices, grad, lse, delta, ctx.call)
+        *made, to_weight = _gradients(*given, (query.dtype, key.dtype, value.dtype))
+        return (*made, None if log_weight is None else to_weight, None, None, None)
+
+
+def _gradients(
+    query: Tensor, key: Tensor, value: Tensor, log_weight: Tensor | None, offsets: Tensor,
+    indices: Tensor, grad: Tensor, lse: Tensor, delta: Tensor, call: Call,
+    dtypes: Sequence[torch.dtype],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of queries, keys and values, in these dtypes, and of log-weights."""
+    batch, heads, n, d = query.shape
+    (key_heads, m), dv = key.shape[1:3], value.shape[-1]
+    blocks, granules = cdiv(n, call.block), cdiv(m, GRANULE)
+    grad_query, grad_key, grad_value = (
+        torch.empty(x.shape, dtype=dtype, device=x.device)
+        for x, dtype in zip((query, key, value), dtypes, strict=True)
+    )
+    weight = lse if log_weight is None else log_weight
+    grad_weight = lse if log_weight is None else torch.empty_like(log_weight)
+    shared = (
+        heads, key_heads, n, m, d, dv, blocks, call.scale * LOG2E, call.scale,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3],
+        power_of_two(d), power_of_two(dv), call.block,
+    )  # fmt: skip
+    kernels.query_gradient[(blocks, batch * heads)](
+        query, key, value, weight, offsets, indices, grad, lse, delta, grad_query, *shared,
+        min(call.tiles.keys, 64), GRANULE, log_weight is not None, call.precision,
+        num_warps=call.tiles.warps, num_stages=min(call.tiles.stages, 2),
+    )  # fmt: skip
+    bounds, rows = inverse_lists(
+        offsets, indices, blocks * heads // key_heads, granules, batch * key_heads
+    )
+    kernels.key_gradient[(granules, batch * key_heads)](
+        query, key, value, weight, bounds, rows, grad, lse, delta,
+        grad_key, grad_value, grad_weight, *shared,
+        GRANULE, log_weight is not None, call.precision,
+        num_warps=4, num_stages=min(call.tiles.stages, 2),
+    )  # fmt: skip
+    return grad_query, grad_key, grad_value, grad_weight
+
+
+def block_list_gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    indices: Tensor,
+    grad: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    log_weight: Tensor,
+    scale: float,
+    block: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients in float32 of query, key, value and log-weights of `block_list_attention`, given
+    those of its output; ``lse`` is that of whole rows (inf: a row counts for nothing), ``delta``
+    what every score of a row subtracts (see `row_terms`)."""
+    call = _call(query, value, scale, block, "tf32x3", None, True)
+    given = (query, key, value, log_weight, offsets, indices, grad, lse, delta, call)
+    return _gradients(*given, (torch.float32,) * 3)
 
 
 def _check_value(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Values may have another 16-bit dtype than tokens where nobody asks for gradients."""
+    """Values may have another 16-bit dtype than tokens."""
     if value.dim() != 4 or value.shape[:3] != key.shape[:3] or not 0 < value.shape[3] <= 256:
         raise InputError(f"value: got {tuple(value.shape)} with key {tuple(key.shape)}")
-    if value.dtype == query.dtype and value.device == query.device:
-        return
-    asked = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    if asked or {value.dtype, query.dtype} != {torch.bfloat16, torch.float16}:
+    alike = value.dtype == query.dtype or {value.dtype, query.dtype} == HALVES
+    if not alike or value.device != query.device:
         raise InputError(
             f"value: got {value.dtype} on {value.device}, expected {query.dtype} on {query.device}"
         )
+
+
+def _call(
+    query: Tensor, value: Tensor, scale: float, block: int, precision: str,
+    tiles: ListTiles | None, weighted: bool,
+) -> Call:  # fmt: skip
+    width = power_of_two(max(query.shape[-1], value.shape[-1]))
+    full = query.dtype == torch.float32 or interpreted()
+    if full and block * width > 64 * 128:
+        raise InputError(
+            f"block: got {block}, expected at most {64 * 128 // width} for float32 of this width"
+        )
+    tiles = tiles or choose_list_tiles(width, full, weighted)
+    return Call(block, scale, precision if full else None, tiles)
 
 
 def block_list_attention(
@@ -203,15 +250,8 @@ def block_list_attention(
         raise InputError(f"offsets: got {offsets.numel()} entries, expected {rows + 1}")
     if block not in (16, 32, 64, 128):
         raise InputError(f"block: got {block}, expected 16, 32, 64 or 128")
-    width = power_of_two(max(query.shape[-1], value.shape[-1]))
-    full = query.dtype == torch.float32 or interpreted()
-    if full and block * width > 64 * 128:
-        raise InputError(
-            f"block: got {block}, expected at most {64 * 128 // width} for float32 of this width"
-        )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    tiles = tiles or choose_list_tiles(width, full, log_weight is not None)
-    call = Call(block, scale, precision if full else None, tiles)
+    call = _call(query, value, scale, block, precision, tiles, log_weight is not None)
     if log_weight is not None:
         log_weight = log_weight.float().expand(key.shape[:3]).contiguous()
     return _Attention.apply(query, key, value, log_weight, offsets, indices, call)  # type: ignore[no-untyped-call]

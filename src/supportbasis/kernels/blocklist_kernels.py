@@ -146,7 +146,10 @@ def query_gradient(
     D: tl.constexpr, E: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr,
     GRANULE: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The same walk as `forward`; ``slope`` scales the scores, ``scale`` their base-2 form."""
+    """The same walk as `forward`; ``slope`` scales the scores, ``scale`` their base-2 form.
+
+    Operands of products that carry gradients have the dtype of the values.
+    """
     block, bh = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     kh = h // (heads // key_heads)
@@ -164,7 +167,7 @@ def query_gradient(
     change = tl.load(
         grad + near[:, None] * g_n + cols[None, :],
         mask=live[:, None] & (cols < dv)[None, :], other=0.0,
-    ).to(query.dtype)  # fmt: skip
+    ).to(v.dtype.element_ty)  # fmt: skip
     level = tl.load(lse + bh * n + start + near, mask=live, other=0.0)
     level = tl.where(level == float("-inf"), 0.0, level) * 1.4426950408889634
     term = tl.load(delta + bh * n + start + near, mask=live, other=0.0)
@@ -189,7 +192,8 @@ def query_gradient(
             score = tl.where(here[None, :], score, float("-inf"))
         weight = tl.exp2(score - level[:, None])
         steep = tl.dot(change, value_t, input_precision=PRECISION) - term[:, None]
-        steep = (weight * steep).to(query.dtype)
+        steep = (weight * steep).to(change.dtype)
+        key_row = key_row.to(change.dtype)
         total = tl.dot(steep, key_row, total, input_precision=PRECISION)
     target = grad_q + bh * n * d + start * d + near[:, None] * d + dims[None, :]
     inside = live[:, None] & (dims < d)[None, :]
@@ -239,17 +243,18 @@ def key_gradient(
         change = tl.load(
             grad + b * g_b + (bh % heads) * g_h + near[:, None] * g_n + cols[None, :],
             mask=live[:, None] & (cols < dv)[None, :], other=0.0,
-        ).to(query.dtype)  # fmt: skip
+        ).to(v.dtype.element_ty)  # fmt: skip
         level = tl.load(lse + bh * n + near, mask=live, other=float("inf"))
         level = tl.where(level == float("-inf"), 0.0, level) * 1.4426950408889634
         term = tl.load(delta + bh * n + near, mask=live, other=0.0)
         score = tl.dot(key_row, tl.trans(query), input_precision=PRECISION) * scale
         weight = tl.exp2(score + bias[:, None] - level[None, :])
-        total_v = tl.dot(weight.to(query.dtype), change, total_v, input_precision=PRECISION)
+        total_v = tl.dot(weight.to(change.dtype), change, total_v, input_precision=PRECISION)
         steep = tl.dot(value, tl.trans(change), input_precision=PRECISION) - term[None, :]
         steep = weight * steep
         total_w += tl.sum(steep, 1)
-        total_k = tl.dot(steep.to(query.dtype), query, total_k, input_precision=PRECISION)
+        query = query.to(change.dtype)
+        total_k = tl.dot(steep.to(change.dtype), query, total_k, input_precision=PRECISION)
     at_k = grad_k + bkh * m * d + key[:, None] * d + dims[None, :]
     known = here[:, None] & (dims < d)[None, :]
     tl.store(at_k, (total_k * slope).to(grad_k.dtype.element_ty), mask=known)

@@ -90,7 +90,7 @@ def project(
 
 @jit
 def split(
-    x, position, sign, along, ordered, size, segment, tokens, width,
+    x, position, sign, axes, along, ordered, size, segment, tokens, width,
     A: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
     """A whole node at once: its tokens in the order of their projections on its axis.
@@ -106,6 +106,7 @@ def split(
     part = tokens_at(x, node * size // segment * tokens + place, here, width, A)
     start = tl.load(sign + cols, mask=cols < width, other=0.0)
     axis = principal_axis(part, here, size, start, A, ITERATIONS)
+    tl.store(axes + node * width + cols, axis, mask=cols < width)
     bits = tl.sum(part * axis[None, :], 1).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # in the order of the numbers
     along += node * size

@@ -1,12 +1,12 @@
 """The nodes of trees on a device: what `supportbasis.forest.build` makes of ordered keys.
 
 One launch for the leaves and one for each level above. Leaves are copied in the dtypes in which
-they are attended to.
+they are attended to. On the way back `to_tokens` is the last step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -64,6 +64,40 @@ def summarised(
         **fields, child=child, leaf=leaf, roots=node[:segments],
         leaf_key=leaf_key, leaf_value=leaf_value, leaf_weight=leaf_weight,
     )  # fmt: skip
+
+
+def halves(head: Head, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean keys, mean values and log masses of halves of leaves [halves, size]."""
+    (count, size), (d, dv), new = position.shape, (head.dim, head.value_dim), head.key.new_empty
+    made = new(count, d), new(count, dv), new(count)
+    widths = (power_of_two(d, 1), power_of_two(dv, 1))
+    kernels.halves[(count,)](
+        head.key, head.value, head.key_log_weight, position, *made,
+        size, d, dv, *widths, power_of_two(size, 2), num_warps=1 if max(widths) <= 64 else 2,
+    )  # fmt: skip
+    return made
+
+
+def to_tokens(
+    head: Head,
+    position: Tensor,
+    log_mass: Tensor,
+    sums: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of keys, values and log-weights at ``position`` [halves, size]: from those of their
+    halves, of key, its square, value, product and log mass (`device.nodes_backward`), and those of
+    the tables of leaves. Tokens that are nowhere have none."""
+    (count, size), (d, dv) = position.shape, (head.dim, head.value_dim)
+    new = head.key.new_zeros
+    made = new(head.m, d), new(head.m, dv), new(head.m)
+    widths = (power_of_two(d, 1), power_of_two(dv, 1))
+    kernels.to_tokens[(count,)](
+        head.key, head.value, head.key_log_weight, position, log_mass, *sums,
+        *(x.contiguous() for x in leaves), *made, size, d, dv, sums[3].shape[1],
+        *widths, power_of_two(size, 2), num_warps=1 if max(widths) <= 64 else 2,
+    )  # fmt: skip
+    return made
 
 
 def _sums(

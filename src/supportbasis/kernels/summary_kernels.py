@@ -175,3 +175,77 @@ def parents(
     tl.store(s_key + node * d + dims, sum_key, mask=dims < d)
     tl.store(s_key_square + node * d + dims, key_square, mask=dims < d)
     tl.store(s_value + node * dv + cols, sum_value, mask=cols < dv)
+
+
+@jit
+def half_tokens(
+    key, value, log_weight, position, half, size, d, dv,
+    D: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Where the tokens of half a leaf are, which are there, and what they are."""
+    near, dims, cols = tl.arange(0, S), tl.arange(0, D), tl.arange(0, E)
+    place = tl.load(position + half * size + near, mask=near < size, other=-1)
+    here = place >= 0
+    place = tl.where(here, place, 0).to(tl.int64)
+    inside = here[:, None] & (dims < d)[None, :]
+    k = tl.load(key + place[:, None] * d + dims[None, :], mask=inside, other=0.0)
+    inside = here[:, None] & (cols < dv)[None, :]
+    v = tl.load(value + place[:, None] * dv + cols[None, :], mask=inside, other=0.0)
+    w = tl.load(log_weight + place, mask=here, other=float("-inf"))
+    return place, here, k, v.to(tl.float32), w
+
+
+@jit
+def halves(
+    key, value, log_weight, position, out_key, out_value, out_mass, size, d, dv,
+    D: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Mean key, mean value and log mass of half a leaf."""
+    half = tl.program_id(0).to(tl.int64)
+    dims, cols = tl.arange(0, D), tl.arange(0, E)
+    _, _, k, v, w = half_tokens(key, value, log_weight, position, half, size, d, dv, D, E, S)
+    top = tl.max(w, 0)
+    unit = tl.where(top == float("-inf"), 0.0, top)
+    w = tl.exp(w - unit)
+    mass = tl.sum(w, 0)
+    safe = tl.maximum(mass, 1.1754944e-38)
+    tl.store(out_key + half * d + dims, tl.sum(k * w[:, None], 0) / safe, mask=dims < d)
+    tl.store(out_value + half * dv + cols, tl.sum(v * w[:, None], 0) / safe, mask=cols < dv)
+    tl.store(out_mass + half, tl.where(mass > 0, tl.log(safe) + unit, float("-inf")))
+
+
+@jit
+def to_tokens(
+    key, value, log_weight, position, mass, d_key, d_square, d_value, d_product, d_rest,
+    leaf_key, leaf_value, leaf_weight, out_key, out_value, out_weight, size, d, dv, known,
+    D: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the tokens of half a leaf, from those of its sums and of the leaf's table."""
+    half = tl.program_id(0).to(tl.int64)
+    near, dims, cols = tl.arange(0, S), tl.arange(0, D), tl.arange(0, E)
+    place, here, k, v, w = half_tokens(key, value, log_weight, position, half, size, d, dv, D, E, S)
+    total = tl.load(mass + half)
+    share = tl.exp(w - tl.where(total == float("-inf"), 0.0, total))
+    line = tl.load(d_key + half * d + dims, mask=dims < d, other=0.0)[None, :]
+    square = k * tl.load(d_square + half * d + dims, mask=dims < d, other=0.0)[None, :]
+    to_weight = tl.load(d_rest + half) + tl.sum(k * (line + square), 1)
+    to_key = line + 2 * square
+    to_value = v * 0.0 + tl.load(d_value + half * dv + cols, mask=cols < dv, other=0.0)[None, :]
+    for r in range(known):
+        row = tl.load(d_product + (half * known + r) * dv + cols, mask=cols < dv, other=0.0)
+        lead = dims == r
+        across = tl.sum(v * row[None, :], 1)
+        to_key += tl.where(lead[None, :], across[:, None], 0.0)
+        to_value += tl.sum(tl.where(lead[None, :], k, 0.0), 1)[:, None] * row[None, :]
+    to_weight += tl.sum(v * to_value, 1)
+    slot = half * size + near
+    inside = here[:, None] & (dims < d)[None, :]
+    exact = tl.load(leaf_key + slot[:, None] * d + dims[None, :], mask=inside, other=0.0)
+    target = out_key + place[:, None] * d + dims[None, :]
+    tl.store(target, to_key * share[:, None] + exact, mask=inside)
+    inside = here[:, None] & (cols < dv)[None, :]
+    exact = tl.load(leaf_value + slot[:, None] * dv + cols[None, :], mask=inside, other=0.0)
+    target = out_value + place[:, None] * dv + cols[None, :]
+    tl.store(target, to_value * share[:, None] + exact, mask=inside)
+    exact = tl.load(leaf_weight + slot, mask=here, other=0.0)
+    tl.store(out_weight + place, to_weight * share + exact, mask=here)

@@ -46,7 +46,12 @@ def curved(heads: int, n: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
 def list_works() -> list[Work]:
     """Lists by budget, and the layers of tsp50 if the environment names a folder with it."""
     lists = BlockSupport(0.05, tail="coarse")
-    return [Work("lists, budget 0.05, curved", lists, curved, LONG, 64, limit=2e-2), *_trained()]
+    name = "lists, budget 0.05, curved"
+    return [
+        Work(name, lists, curved, LONG, 64, limit=2e-2),
+        Work(name, lists, curved, LONG // 2, 64, backward=True, limit=2e-2),
+        *_trained(),
+    ]
 
 
 def _trained() -> list[Work]:
