@@ -30,6 +30,7 @@ PLANNING_SECONDS = {"cpu": 0.02, "cuda": 1e-3}
 SHARES = (0.0, 0.001, 0.004, 0.015, 0.05)  # of tokens that a candidate threshold makes large
 # rows that share a list, and their order; large blocks gather less, and select for more
 BLOCKS = ((64, "auto"), (64, "sequence"), (512, "auto"), (64, PLACES))
+CAUSAL_BLOCKS = ((64, PLACES), (64, "tree"), (512, "tree"))
 DEVICE_BLOCKS = ((128, "tree"), (128, "sequence"), (512, "tree"))  # where kernels take them
 CLEARLY = 1.5  # times as fast must other blocks be predicted to be, to be taken instead
 FAST = 4.0  # predicted speed of lists above which no other blocks are tried
@@ -90,9 +91,10 @@ class Auto(Method):
         best: HeadPlan | None = None
         head = first.head
         blocks = DEVICE_BLOCKS if handling(head) is DEVICE else BLOCKS
+        blocks = CAUSAL_BLOCKS if head.is_causal else blocks
         for size, order in blocks if not head.is_density else ():
-            if head.is_causal and order == "sequence":
-                continue  # causal windows are in sequence anyway
+            if order == PLACES and head.query.is_cuda:
+                continue  # made for a CPU
             if best is not None and best.speedup > FAST:
                 break
             if BlockSearch.highest_speedup(head, size, order) <= speedup:
