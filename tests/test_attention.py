@@ -361,7 +361,7 @@ SMALL = [(1, 1, 1), (1, 3, 2), (3, 1, 2), (2, 2, 3), (4, 7, 2), (7, 4, 2), (1, 3
 
 @pytest.mark.parametrize("signs", [(0, 0), (1, 1), (1, -1), (1, 0)])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("n", "m", "d"), SMALL)
 def test_a_bad_entry_in_any_place_is_noticed_when_an_exact_plan_is_reused(
     n, m, d, dtype, is_causal, signs
@@ -386,8 +386,9 @@ def test_a_bad_entry_in_any_place_is_noticed_when_an_exact_plan_is_reused(
     torch.testing.assert_close(plain, expected, rtol=0, atol=0)
 
 
-def test_an_exact_plan_that_is_reused_takes_groups_of_heads(monkeypatch):
-    q, k, v = qkv(2, 4, n=20, m=9, d=8, dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_exact_plan_that_is_reused_takes_groups_of_heads(dtype, monkeypatch):
+    q, k, v = qkv(2, 4, n=20, m=9, d=8, dtype=dtype)
     k, v = k[:, :2], v[:, :2]
     plan = sb.plan(q, k, v, enable_gqa=True, method=sb.Exact())
     expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)

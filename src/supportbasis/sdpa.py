@@ -169,36 +169,37 @@ def plainly(
 
     A short call should take no longer than PyTorch's own, which leaves time for a few questions
     only. Dtypes and devices that do not agree are left to PyTorch, whose refusal is answered by
-    None. Its output alone would not show bad entries: a query of NaN gives zeros. A product that
-    is not finite answers for two tensors at a time.
+    None. Its output alone would not show bad entries: a query of NaN gives zeros.
     """
     if not (plan.is_exact and type(query) is type(key) is type(value) is Tensor):
         return None
     shape, keys = query.shape, key.shape
     if keys != value.shape or not (shape == keys or _fit(shape, keys, enable_gqa)):
         return None
-    if len(shape) != 4 or 0 in shape or not query.is_cpu or query.dtype not in PLAIN:
+    if len(shape) != 4 or 0 in shape or not query.is_cpu:
         return None
     if shape[0] != plan.batch or shape[1] != plan.num_heads or shape[3] != plan.dim:
         return None
-    if type(is_causal) is not bool:
+    if type(is_causal) is not bool or query.dtype not in KNOWN:
         return None
     if scale is not None and not (type(scale) is float and 0 < scale < math.inf):
         return None
     try:
-        if not math.isfinite(_product(key, value)):
+        if not _are_finite(key, value):
             return None
+        grouped = shape[1] != keys[1]
         output = F.scaled_dot_product_attention(
-            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=shape != keys
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped
         )
         if output.dtype != query.dtype:
             return None  # autocast has narrowed it
-        return output if math.isfinite(_product(query, output)) else None
+        return output if _are_finite(query, output) else None
     except RuntimeError:
         return None
 
 
-PLAIN = (torch.float32, torch.float64)  # products of 16-bit entries are slow, or overflow
+PLAIN = (torch.float32, torch.float64)
+KNOWN = (*PLAIN, torch.bfloat16, torch.float16)
 
 
 def _fit(shape: torch.Size, keys: torch.Size, enable_gqa: bool) -> bool:
@@ -209,9 +210,12 @@ def _fit(shape: torch.Size, keys: torch.Size, enable_gqa: bool) -> bool:
     return alike and shape[0] == keys[0] and shape[3] == keys[3]
 
 
-def _product(x: Tensor, y: Tensor) -> float:
-    """The sum of products of two tensors' entries, in any order; not finite if an entry is not."""
-    return torch.dot(_flat(x), _flat(y)).item()
+def _are_finite(x: Tensor, y: Tensor) -> bool:
+    """Whether all entries of two tensors of one size are finite. One product answers for both: it
+    is not finite if an entry is not (or if it overflows). Those of 16 bits are slow or overflow."""
+    if x.dtype in PLAIN:
+        return math.isfinite(torch.dot(_flat(x), _flat(y)).item())
+    return all(math.isfinite(end.item()) for z in (x, y) for end in z.aminmax())
 
 
 def _flat(x: Tensor) -> Tensor:
