@@ -44,7 +44,7 @@ def extra(n: int, d: int, *, causal: bool) -> tuple[float, float]:
 
 def main() -> None:
     with torch.no_grad():
-        for n in (256, 512, 1024, 2048, 4096):
+        for n in (128, 256, 512, 1024, 2048, 4096):
             for d in (16, 64):
                 for causal in (False, True):
                     baseline, more = extra(n, d, causal=causal)

@@ -8,12 +8,13 @@ import torch
 
 import supportbasis as sb
 from cases import dense_attention, qkv
-from supportbasis import selection
+from supportbasis import cost, selection
 from supportbasis.blocks import BlockSettings, remembered, structure
 from supportbasis.components import BlockSum, ExactSum, evaluate
 from supportbasis.forest import Nodes, build, tilted
 from supportbasis.frame import balanced, framed, own_frame
 from supportbasis.inputs import attention_problem
+from supportbasis.methods import BlockSupport
 from supportbasis.tree import assign, leading, leaf_layout, order
 
 
@@ -580,3 +581,21 @@ def test_a_sequence_pays_for_no_tree():
         for name in ("tree", "sequence")
     ]
     assert [x.levels for x in made] == [7 + 8, 2 + 3]
+
+
+def test_orders_that_kernels_leave_to_pytorch_are_costed_as_such(monkeypatch):
+    monkeypatch.setattr(cost, "_has_kernels", lambda head: True)
+    q, k, v = clustered(clusters=40, noise=0.02)
+    head = head_of(q, k, v)
+    expected = {"tree": cost.DEVICE, "sequence": cost.DEVICE, "groups": cost.ENGINE}
+    assert all(cost.handling(head, order) is expected[order] for order in expected)
+    assert cost.handling(head_of(q, k, v, causal=True)) is cost.ENGINE
+    seconds = {
+        order: cost.block_work(
+            head, BlockSettings(1.0, 64, 16, 64, order), 10, 8, 100.0, 50.0, 1000
+        ).seconds(head)
+        for order in expected
+    }
+    assert seconds["groups"] > seconds["tree"] + 0.9 * cost.ENGINE.trees
+    first = next(BlockSupport(0.2)._searches(head))
+    assert first.order == "tree"

@@ -9,9 +9,9 @@ import torch
 
 import supportbasis as sb
 from cases import dense_attention, qkv
-from supportbasis import places
+from supportbasis import cost, places, selection
 from supportbasis.blocks import PLACES, BlockSettings, remembered
-from supportbasis.components import BlockSum, evaluate
+from supportbasis.components import BlockSum, blocks, evaluate
 from supportbasis.frame import plain_frame
 from supportbasis.methods.block_support import BlockSearch
 from supportbasis.places import Profile
@@ -176,6 +176,31 @@ def test_heads_that_look_at_places_are_cheap_there(causal):
     error = relative(sb.attention(q, k, v, is_causal=causal, plan=plan), exact)
     assert error < 0.05
     assert plan.heads[0].measured == pytest.approx(error, rel=0.5)
+
+
+SLOW_PAIRS = cost.Rates(((4.0, 1e-7), (64.0, 1e-7)), 1e-7, 1e-8, 1e-10)  # all else is quick
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_auto_tries_places(causal, monkeypatch):
+    monkeypatch.setattr(cost, "calibrate", lambda *_: SLOW_PAIRS)
+    q, k, v = local(2048)
+    exact, _ = dense_attention(q, k, v, is_causal=causal)
+    plan = sb.plan(q, k, v, is_causal=causal, method=sb.Auto(0.1))
+    assert not causal or plan.heads[0].blocks.order == PLACES
+    assert plan.speedup > 1.5
+    assert relative(sb.attention(q, k, v, is_causal=causal, plan=plan), exact) < 0.125
+
+
+def test_pieces_add_up_to_the_whole(monkeypatch):
+    q, k, v = local(600)
+    plan = sb.plan(q, k, v, is_causal=True, method=sb.BlockSupport(0.4, order=PLACES))
+    assert plan.heads[0].blocks.order == PLACES
+    whole = sb.attention(q, k, v, is_causal=True, plan=plan)
+    monkeypatch.setattr(selection, "PRODUCTS", 7)
+    monkeypatch.setattr(blocks, "GROUP_ENTRIES", 2**12)
+    pieces = sb.attention(q, k, v, is_causal=True, plan=plan)
+    torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-6)
 
 
 def test_costs_are_those_of_all_blocks():

@@ -8,6 +8,7 @@ import torch
 
 import supportbasis as sb
 from cases import dense_attention, qkv
+from supportbasis import cost
 from supportbasis.basis import support_basis
 from supportbasis.components import ExactSum, PolynomialSum
 from supportbasis.inputs import attention_problem
@@ -218,3 +219,15 @@ def test_methods_take_numbers_of_other_kinds():
     assert method == sb.SingleThreshold(0.5, 2)
     assert type(method.threshold) is float
     assert sb.Polynomial(numpy.int64(1), numpy.float64(2.0)) == sb.Polynomial(1, 2.0)
+
+
+def test_causal_attention_waits_for_the_thread_with_the_last_rows(monkeypatch):
+    q, k, v = qkv(1, 1, n=4096, d=8, dtype=torch.float32)
+    whole, causal = (
+        attention_problem(q, k, v, None, 0.0, is_causal, None, False).head(0, 0)
+        for is_causal in (False, True)
+    )
+    for threads, part in ((1, 0.5), (2, 0.75), (4, 0.875)):  # of all pairs, in units of all threads
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        ratio = cost.exact_seconds(causal) / cost.exact_seconds(whole)
+        assert ratio == pytest.approx(part, rel=0.05)

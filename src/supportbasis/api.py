@@ -71,10 +71,10 @@ def attention(
                 method=method, plan=plan, return_result=return_result,
                 implementation=implementation,
             )  # fmt: skip
-    elif isinstance(plan, Plan) and not (dropout_p or enable_gqa or return_result):
+    elif isinstance(plan, Plan) and attn_mask is None and method is None:
         output = None
-        if attn_mask is None and method is None and implementation == "auto":
-            output = sdpa.plainly(query, key, value, is_causal, scale, plan)
+        if dropout_p == 0 and not return_result and implementation == "auto":
+            output = sdpa.plainly(query, key, value, is_causal, scale, enable_gqa, plan)
         if output is not None:
             return output
     implementation = check_implementation(implementation)

@@ -48,14 +48,15 @@ class Handling:
 ENGINE = Handling(90, 0, 80, 40, 40, 3e-4, 0.02)
 DEVICE = Handling(3, 6, 0.2, 0, 0.2, 1e-4, 1e-4)  # many heads at once, by kernels (see `device`)
 CAUSAL = Handling(3, 170, 0.2, 0, 0.2, 1e-4, 1e-4)  # in layers, each of which has all tokens
+KERNEL_ORDERS = ("tree", "sequence")  # others are made by PyTorch there too
 DEAR = 64  # multiply-adds of exact attention there in the time of one of selection
 
 
-def handling(head: Head) -> Handling:
-    """How trees and lists of a head are handled."""
-    if not _has_kernels(head):
-        return ENGINE
-    return CAUSAL if head.is_causal else DEVICE
+def handling(head: Head, order: str = "tree") -> Handling:
+    """How trees and lists of a head in this order are handled: kernels take some."""
+    if head.is_causal:  # ordered by trees
+        return CAUSAL if order != PLACES and _has_kernels(head) else ENGINE
+    return DEVICE if order in KERNEL_ORDERS and _has_kernels(head) else ENGINE
 
 
 def _has_kernels(head: Head) -> bool:
@@ -80,6 +81,7 @@ class Work:
     products: int = 0  # multiply-adds of sketches and of their features with the values
     moved: int = 0  # entries gathered and sorted by trees and lists: time, but no arithmetic
     priced: int = 0  # multiply-adds of exact attention in the time of that: cost, but no time
+    trees: float = 0.0  # seconds that making trees takes, whatever their size
 
     def __add__(self, other: Work) -> Work:
         """Both kinds of work; of features, at most one side may have any."""
@@ -94,6 +96,7 @@ class Work:
             self.products + other.products,
             self.moved + other.moved,
             self.priced + other.priced,
+            self.trees + other.trees,
         )
 
     def multiply_adds(self, head: Head) -> float:
@@ -123,8 +126,7 @@ class Work:
         pairs = (1.3 * self.exact_pairs + 2.0 * self.dense_pairs) * pair
         sketches = self.formed * rates.feature + self.products * rates.product
         reading = self.scanned * rates.scan + self.moved * min(rates.scan, MOVE_SECONDS)
-        handled = handling(head)
-        calls = handled.call + (handled.trees if self.moved else 0.0)
+        calls = handling(head).call + self.trees
         return calls + pairs + features + sketches + reading
 
     def _feature_seconds(self, head: Head, rates: Rates) -> float:
@@ -147,9 +149,11 @@ class Work:
 
 
 def exact_seconds(head: Head) -> float:
-    """Predicted time of SDPA on this head. Its causal kernel saves less than half the pairs."""
+    """Predicted time of SDPA on this head. Its causal kernel hands out equal parts of the rows, and
+    all wait for the thread that has the last of them, with the most pairs."""
     pair = _rates(head).pair(head)
-    causal = 1.5 if head.is_causal else 1.0
+    threads = torch.get_num_threads() if head.query.device.type == "cpu" else 2
+    causal = 2 - 1 / threads if head.is_causal else 1.0
     return 2e-5 + head.pairs * pair * causal
 
 
@@ -222,7 +226,7 @@ def block_work(
     dim, tokens = head.dim, head.n + head.m
     trees = (levels * split_work(axes) + compared * axes) * tokens // 2
     trees += head.m * (4 * dim + 9 * head.value_dim)
-    blocks, handled = head.n / settings.block_size, handling(head)
+    blocks, handled = head.n / settings.block_size, handling(head, settings.order)
     moved = handled.split * tokens * levels / 2 * axes + handled.carried * tokens * dim
     moved += handled.judged * visited * (4 * dim + head.value_dim)
     moved += handled.listed * blocks * keys * (dim + head.value_dim)
@@ -230,7 +234,10 @@ def block_work(
     judged = visited * (11 * dim + head.value_dim)
     tilted = int(blocks * coarse * (5 * dim + 10 * head.value_dim))
     work = Work(
-        exact_pairs=int(head.n * keys), products=int(_frame_work(head) + trees), moved=int(moved)
+        exact_pairs=int(head.n * keys),
+        products=int(_frame_work(head) + trees),
+        moved=int(moved),
+        trees=handled.trees,
     )
     if handled is not ENGINE:
         return work + Work(priced=DEAR * (judged + tilted))
@@ -254,6 +261,7 @@ def _place_work(
         products=int(summaries + tilted + profile),
         scanned=visited * (dim + PLACE_SCALARS),
         moved=int(moved),
+        trees=ENGINE.trees,
     )
 
 

@@ -156,48 +156,68 @@ def sdpa_noise(problem: Problem) -> Tensor:
 
 
 def plainly(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, plan: Plan
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    plan: Plan,
 ) -> Tensor | None:
     """The output of an exact plan used again, for plain tensors of four dims on a CPU; None where
     anything is out of the ordinary, an entry that is not finite included.
 
     A short call should take no longer than PyTorch's own, which leaves time for a few questions
     only. Dtypes and devices that do not agree are left to PyTorch, whose refusal is answered by
-    None. Sums of squares are finite only if all entries are; where they are not huge either, no
-    score overflows, and an output is a mean of values: nobody has to look at it.
+    None. Its output alone would not show bad entries: a query of NaN gives zeros.
     """
     if not (plan.is_exact and type(query) is type(key) is type(value) is Tensor):
         return None
-    shape, keys, values = query.shape, key.shape, value.shape
-    if len(shape) != 4 or 0 in shape or not (shape == keys == values or _fit(shape, keys, values)):
+    shape, keys = query.shape, key.shape
+    if keys != value.shape or not (shape == keys or _fit(shape, keys, enable_gqa)):
         return None
-    batch, heads, _, dim = shape
-    if batch != plan.batch or heads != plan.num_heads or dim != plan.dim or not query.is_cpu:
+    if len(shape) != 4 or 0 in shape or not query.is_cpu:
         return None
-    if type(is_causal) is not bool or query.dtype not in PLAIN:
+    if shape[0] != plan.batch or shape[1] != plan.num_heads or shape[3] != plan.dim:
         return None
-    if scale is not None and not (type(scale) is float and 0 < scale < MODERATE):
+    if type(is_causal) is not bool or query.dtype not in KNOWN:
+        return None
+    if scale is not None and not (type(scale) is float and 0 < scale < math.inf):
         return None
     try:
-        if not _square(query) + _square(key) + _square(value) < MODERATE**4:
+        if not _are_finite(key, value):
             return None
-        output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
+        grouped = shape[1] != keys[1]
+        output = F.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        )
+        if output.dtype != query.dtype:
+            return None  # autocast has narrowed it
+        return output if _are_finite(query, output) else None
     except RuntimeError:
         return None
-    return output if output.dtype == query.dtype else None  # autocast may have narrowed it
-
-
-def _fit(shape: torch.Size, keys: torch.Size, values: torch.Size) -> bool:
-    """Whether keys and values are of the same heads, and there are some."""
-    alike = len(keys) == len(values) == 4 and shape[:2] == keys[:2] and keys[:3] == values[:3]
-    return alike and shape[3] == keys[3] and 0 not in (*keys, *values)
 
 
 PLAIN = (torch.float32, torch.float64)
-MODERATE = 1e8  # scores stay below its fifth power, within what float32 holds
+KNOWN = (*PLAIN, torch.bfloat16, torch.float16)
 
 
-def _square(x: Tensor) -> float:
-    """The sum of squares of [batch, heads, tokens, dim]; not finite if an entry is not."""
-    flat = x.view(-1) if x.is_contiguous() else x.detach().transpose(1, 2).reshape(-1)
-    return torch.dot(flat, flat).item()
+def _fit(shape: torch.Size, keys: torch.Size, enable_gqa: bool) -> bool:
+    """Whether there are keys, of the heads of the queries or each of a group of them."""
+    if len(shape) != 4 or len(keys) != 4 or 0 in keys:
+        return False
+    alike = shape[1] == keys[1] or (enable_gqa and shape[1] % keys[1] == 0)
+    return alike and shape[0] == keys[0] and shape[3] == keys[3]
+
+
+def _are_finite(x: Tensor, y: Tensor) -> bool:
+    """Whether all entries of two tensors of one size are finite. One product answers for both: it
+    is not finite if an entry is not (or if it overflows). Those of 16 bits are slow or overflow."""
+    if x.dtype in PLAIN:
+        return math.isfinite(torch.dot(_flat(x), _flat(y)).item())
+    return all(math.isfinite(end.item()) for z in (x, y) for end in z.aminmax())
+
+
+def _flat(x: Tensor) -> Tensor:
+    """The entries of [batch, heads, tokens, dim] in the order of memory, where there is one."""
+    return x.view(-1) if x.is_contiguous() else x.detach().transpose(1, 2).reshape(-1)

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .forest import Forest
+from .forest import Forest, taken
 
 EXPONENT = 6.0  # score variances beyond are as bad as they get
 LARGEST_DRIFT = 1.0  # variance over the queries of a block: beyond, it says nothing more
+PRODUCTS = 2**14  # inner products at a time
 HARDLY = 8.0  # halves of neighbours err nearly as much as the whole: only exact leaves do not
 
 Pairs = tuple[Tensor, Tensor]  # block and node of each pair, sorted by block
@@ -69,8 +70,9 @@ class Column:
         """Items of some blocks: the item, which member it belongs to, its place in the list."""
         count = self.count[members]
         owner = torch.arange(len(members), device=members.device).repeat_interleave(count)
-        place = torch.arange(len(owner), device=members.device) - (count.cumsum(0) - count)[owner]
-        return self.item[self.first[members][owner] + place], owner, place
+        begin = taken(count.cumsum(0) - count, owner)
+        place = torch.arange(len(owner), device=members.device) - begin
+        return taken(self.item, taken(self.first[members], owner) + place), owner, place
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,20 +126,21 @@ class Glance:
         self, forest: Forest, blocks: Blocks, block: Tensor, node: Tensor, settled: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As `View.judge`, over the squared size of the values."""
-        spread = self.spread[node]
-        inner = self.strength[block] * spread
-        mass = (blocks.mean[block] * forest.key[node]).sum(1) + forest.log_mass[node]
-        mass = mass + torch.minimum(inner / 2, (inner * forest.others[node]).sqrt())
+        spread, leaves = taken(self.spread, node), taken(self.leaves, node)
+        inner = taken(self.strength, block) * spread
+        mass = _products(blocks.mean, block, forest.key, node) + taken(forest.log_mass, node)
+        mass = mass + torch.minimum(inner / 2, (inner * taken(forest.others, node)).sqrt())
         total = torch.logaddexp(settled, _log_sums(mass, block, len(settled)))
-        begin = self.first[node] - self.place[block] + (len(self.near) // 2 - 1)
-        begin, end = (x.clamp(0, len(self.near) - 1) for x in (begin, begin + self.leaves[node]))
-        usual = self.near[end] - self.near[begin] + self.start[node]
-        share = (mass - total[block]).exp() + torch.where(mass > -math.inf, usual, 0.0)
-        outer = self.width[block] * spread
+        begin = taken(self.first, node) - taken(self.place, block) + (len(self.near) // 2 - 1)
+        begin, end = (x.clamp(0, len(self.near) - 1) for x in (begin, begin + leaves))
+        usual = taken(self.near, end) - taken(self.near, begin) + taken(self.start, node)
+        share = (mass - taken(total, block)).exp() + torch.where(mass > -math.inf, usual, 0.0)
+        outer = taken(self.width, block) * spread
         both = (inner + outer).clamp(max=EXPONENT)
         off = (both.pow(1.5) / 6 + outer).clamp(max=2)
-        error = torch.expm1(both) * self.scatter[node] + off.square() * self.away[node]
-        gained = torch.where(self.leaves[node] > 1, 1 / HARDLY, 1.0)
+        error = torch.expm1(both) * taken(self.scatter, node)
+        error = error + off.square() * taken(self.away, node)
+        gained = torch.where(leaves > 1, 1 / HARDLY, 1.0)
         return mass, share.square() * error * gained
 
 
@@ -153,7 +156,7 @@ def select(
     while True:
         visited += len(node)
         mass, error = view.judge(forest, blocks, block, node, settled)
-        leaf = forest.child[node] < 0
+        leaf = taken(forest.child, node) < 0
         added = torch.where(leaf, float(forest.leaf_size - 1), 1.0)
         opened = error > price * added
         coarse.append((block[~opened], node[~opened]))
@@ -169,10 +172,16 @@ def select(
     return Lists(_sorted(coarse), _sorted(exact), visited, error_left)
 
 
+def _products(left: Tensor, row: Tensor, right: Tensor, column: Tensor) -> Tensor:
+    """Inner products of pairs of rows, some at a time so that copies stay in the caches."""
+    pieces = zip(row.split(PRODUCTS), column.split(PRODUCTS), strict=True)
+    return torch.cat([(taken(left, i) * taken(right, j)).sum(1) for i, j in pieces])
+
+
 def children(forest: Forest, pairs: Pairs) -> Pairs:
     """Both children of every node, which must have them."""
     block, node = pairs
-    first = forest.child[node]
+    first = taken(forest.child, node)
     return block.repeat_interleave(2), torch.stack([first, first + 1], 1).flatten()
 
 
@@ -180,7 +189,7 @@ def descend(forest: Forest, pairs: Pairs, levels: int) -> Pairs:
     """The same keys some levels down; leaves stay."""
     for _ in range(levels):
         block, node = pairs
-        inner = forest.child[node] >= 0
+        inner = taken(forest.child, node) >= 0
         below = children(forest, (block[inner], node[inner]))
         pairs = _sorted([(block[~inner], node[~inner]), below])
     return pairs
@@ -189,23 +198,23 @@ def descend(forest: Forest, pairs: Pairs, levels: int) -> Pairs:
 def _sorted(parts: list[Pairs]) -> Pairs:
     block, item = (torch.cat(column) for column in zip(*parts, strict=True))
     order = block.argsort(stable=True)
-    return block[order], item[order]
+    return taken(block, order), taken(item, order)
 
 
 @torch.no_grad()
 def look(forest: Forest, blocks: Blocks, start: Pairs) -> View:
     """Every block with its first nodes: a softmax over coarse keys."""
     block, node = start
-    count, value = len(blocks.mean), forest.value[node]
+    count, value = len(blocks.mean), taken(forest.value, node)
     log_mass = _masses(forest, blocks, block, node).least
     total = _log_sums(log_mass, block, count)
-    share = (log_mass - total[block]).exp().nan_to_num(0.0)
+    share = (log_mass - taken(total, block)).exp().nan_to_num(0.0)
     tiny = torch.finfo(share.dtype).tiny
     output = value.new_zeros(count, value.shape[1]).index_add_(0, block, share.unsqueeze(1) * value)
-    key = forest.key[node]
+    key = taken(forest.key, node)
     mean_key = key.new_zeros(count, key.shape[1]).index_add_(0, block, share.unsqueeze(1) * key)
     size = output.square().sum(1)
-    size = size.index_add_(0, block, share.square() * forest.scatter[node])
+    size = size.index_add_(0, block, share.square() * taken(forest.scatter, node))
     return View(total, mean_key, output, size.clamp(min=tiny))
 
 
@@ -213,7 +222,7 @@ def _log_sums(log_mass: Tensor, block: Tensor, count: int) -> Tensor:
     """Log-sum-exp of the pairs of each block; -inf where there are none."""
     top = log_mass.new_full((count,), -math.inf).scatter_reduce_(0, block, log_mass, "amax")
     unit = torch.where(top > -math.inf, top, 0.0)
-    weight = (log_mass - unit[block]).exp()
+    weight = (log_mass - taken(unit, block)).exp()
     return weight.new_zeros(count).index_add_(0, block, weight).log() + unit
 
 
@@ -231,13 +240,14 @@ class _Masses(NamedTuple):
 def _masses(forest: Forest, blocks: Blocks, block: Tensor, node: Tensor) -> _Masses:
     """The mean of exp over Gaussian scores of variance t is exp(t/2); over N scores of any kind it
     is below the largest, and none of N numbers is more than sqrt((N - 1) t) above their mean."""
-    mean, variance, gap = blocks.mean[block], forest.variance[node], forest.gap[node]
+    mean, apart = taken(blocks.mean, block), taken(blocks.variance, block)
+    variance, gap = taken(forest.variance, node), taken(forest.gap, node)
     across = (mean * gap).sum(1).square()
     inner = (mean.square() * variance).sum(1) + across
-    wide = (blocks.variance[block] * gap.square()).sum(1)
-    outer = (blocks.variance[block] * variance).sum(1) + wide
-    least = (mean * forest.key[node]).sum(1) + forest.log_mass[node]
-    above = torch.minimum(inner / 2, (inner * forest.others[node]).sqrt())
+    wide = (apart * gap.square()).sum(1)
+    outer = (apart * variance).sum(1) + wide
+    least = (mean * taken(forest.key, node)).sum(1) + taken(forest.log_mass, node)
+    above = torch.minimum(inner / 2, (inner * taken(forest.others, node)).sqrt())
     return _Masses(least, least + above, inner, outer, across, wide)
 
 
@@ -259,17 +269,18 @@ def _error(
     than that of the mean query where the node lies far from what the block attends to.
     """
     both = (mass.inner + mass.outer).clamp(max=EXPONENT)
-    linked = forest.linked[node]
+    linked = taken(forest.linked, node)
     known = linked.shape[1]
-    error = torch.expm1(both) * forest.scatter[node]
-    stride = forest.stride[node]
-    error += (blocks.variance[block, :known] * linked).sum(1) + mass.wide * stride
+    error = torch.expm1(both) * taken(forest.scatter, node)
+    stride, variance = taken(forest.stride, node), taken(blocks.variance, block)
+    error += (variance[:, :known] * linked).sum(1) + mass.wide * stride
     second = (both.square() / 4).clamp(max=1)
-    bent = (blocks.mean[block, :known].square() * linked).sum(1) + mass.across * stride
+    mean = taken(blocks.mean[:, :known], block)
+    bent = (mean.square() * linked).sum(1) + mass.across * stride
     error += second * bent
     off = (both.pow(1.5) / 6 + mass.outer).clamp(max=2)
-    error += off.square() * (forest.value[node] - view.output[block]).square().sum(1)
-    away = (forest.key[node] - view.key[block]).square()
-    drift = (blocks.variance[block] * away).sum(1).clamp(max=LARGEST_DRIFT)
-    share = (mass.likely + drift - total[block]).clamp(max=0).mul(2).exp()
-    return share * error / view.size[block]
+    error += off.square() * (taken(forest.value, node) - taken(view.output, block)).square().sum(1)
+    away = (taken(forest.key, node) - taken(view.key, block)).square()
+    drift = (variance * away).sum(1).clamp(max=LARGEST_DRIFT)
+    share = (mass.likely + drift - taken(total, block)).clamp(max=0).mul(2).exp()
+    return share * error / taken(view.size, block)

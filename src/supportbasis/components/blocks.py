@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..blocks import BlockSettings, Layer, Structure, remembered
 from ..cotangent import Cotangent, Gradients
-from ..forest import Forest, Nodes, tilted
+from ..forest import Forest, Nodes, taken, tilted
 from ..frame import Frame
 from ..partial import Partial
 from ..problem import Head
@@ -25,7 +25,7 @@ from ..rounding import gamma, product_roundoff, sum_depth
 from ..selection import Column, Lists
 from .exact import KERNEL, SUM_BLOCK
 
-GROUP_KEYS = 2**18  # in one attention call, over all of its blocks
+GROUP_ENTRIES = 2**22  # of keys and values in one attention call: more leave the caches
 UNEVEN = 1.25  # longest list of a group over its shortest
 
 
@@ -66,10 +66,10 @@ def _relative_noise(head: Head) -> Tensor:
 
 def block_sums(made: Structure, lists: Sequence[Lists], chunk: int) -> Partial:
     """Sums of all rows over their lists in every layer, and over their own chunk."""
-    head = made.head
+    head, limit = made.head, _group_keys(made.head)
     total = Partial.empty(head.n, head.value_dim, head.query, head.dtype)
     for layer, items in zip(made.layers, lists, strict=True):
-        for members, places in grouped(made.forest, layer, items, GROUP_KEYS):
+        for members, places in grouped(made.forest, layer, items, limit):
             pieces = Pieces.of(made.forest, layer, places)
             key, value, bias = pieces.joined(places)
             query, rows = layer.query[members], layer.rows[members]
@@ -133,17 +133,21 @@ class Places(NamedTuple):
     node_at: Tensor  # place in the lists of all cells, one after the other
     leaf: Tensor
     leaf_at: Tensor  # [leaves * leaf size]
+    empty_at: Tensor  # where a list is shorter than the longest
 
     @staticmethod
     def of(forest: Forest, coarse: Column, exact: Column, cell: Tensor) -> Places:
         size = forest.leaf_size
-        width = int((coarse.count[cell] + exact.count[cell] * size).max())
+        length = coarse.count[cell] + exact.count[cell] * size
+        width = int(length.max())
         node, node_owner, place = coarse.of_members(cell)
         node_at = node_owner * width + place
         leaf, owner, place = exact.of_members(cell)
-        at = owner * width + coarse.count[cell][owner] + place * size
+        at = owner * width + taken(coarse.count[cell], owner) + place * size
         at = (at.unsqueeze(1) + torch.arange(size, device=at.device)).flatten()
-        return Places(cell, width, node, node_owner, node_at, leaf, at)
+        beyond = torch.arange(width, device=at.device) >= length.unsqueeze(1)
+        empty_at = beyond.flatten().nonzero().squeeze(1)
+        return Places(cell, width, node, node_owner, node_at, leaf, at, empty_at)
 
 
 class Pieces(NamedTuple):
@@ -157,21 +161,20 @@ class Pieces(NamedTuple):
 
     @staticmethod
     def of(forest: Forest, layer: Layer, places: Places) -> Pieces:
-        nodes = Nodes(*(field[places.node] for field in forest.nodes))
+        nodes = Nodes(*(taken(field, places.node) for field in forest.nodes))
         tables = (forest.leaf_key, forest.leaf_value, forest.leaf_weight)
-        return Pieces(nodes, layer.cells.mean[places.cell], *(x[places.leaf] for x in tables))
+        mean = taken(layer.cells.mean, places.cell)
+        return Pieces(nodes, mean, *(taken(x, places.leaf) for x in tables))
 
     def joined(self, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and log-weights of the lists, [cells, longest, ...]."""
         shape = (len(places.cell), places.width)
-        count, new = shape[0] * shape[1], self.mean.new_zeros
-        coarse = tilted(self.nodes, self.mean[places.node_owner])
+        coarse = tilted(self.nodes, taken(self.mean, places.node_owner))
         exact = (self.leaf_key, self.leaf_value, self.leaf_weight)
         lists = []
         for part, leaves, empty in zip(coarse, exact, (0.0, 0.0, -math.inf), strict=True):
-            table = new(count, *part.shape[1:])
-            if empty:
-                table.fill_(empty)
+            table = part.new_empty(shape[0] * shape[1], *part.shape[1:])
+            table.index_fill_(0, places.empty_at, empty)
             table.index_copy_(0, places.node_at, part)
             table.index_copy_(0, places.leaf_at, leaves.flatten(0, 1))
             lists.append(table.view(*shape, *part.shape[1:]))
@@ -181,8 +184,13 @@ class Pieces(NamedTuple):
 
 def add_chunks(made: Structure, chunk: int, total: Partial) -> None:
     """Causal: the keys of each row's own chunk, exactly, none of which may lie ahead."""
-    for rows, query, key, value, bias in chunked(made, chunk, GROUP_KEYS):
+    for rows, query, key, value, bias in chunked(made, chunk, _group_keys(made.head)):
         _add_attention(total, rows, query, key, value, bias)
+
+
+def _group_keys(head: Head) -> int:
+    """Keys in one attention call, over all of its blocks."""
+    return max(1, GROUP_ENTRIES // (head.dim + head.value_dim))
 
 
 def chunked(made: Structure, chunk: int, most: int) -> Iterator[tuple[Tensor, ...]]:

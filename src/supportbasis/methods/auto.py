@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 
 from ..basis import split_of
+from ..blocks import PLACES
 from ..cost import ENGINE, exact_seconds, handling, polynomial_work
 from ..density import NormBins, density_scale
 from ..errors import InputError
@@ -28,7 +29,8 @@ from .single_threshold import threshold_plan
 PLANNING_SECONDS = {"cpu": 0.02, "cuda": 1e-3}
 SHARES = (0.0, 0.001, 0.004, 0.015, 0.05)  # of tokens that a candidate threshold makes large
 # rows that share a list, and their order; large blocks gather less, and select for more
-BLOCKS = ((64, "auto"), (64, "sequence"), (512, "auto"))
+BLOCKS = ((64, "auto"), (64, "sequence"), (512, "auto"), (64, PLACES))
+CAUSAL_BLOCKS = ((64, PLACES), (64, "tree"), (512, "tree"))
 DEVICE_BLOCKS = ((128, "tree"), (128, "sequence"), (512, "tree"))  # where kernels take them
 CLEARLY = 1.5  # times as fast must other blocks be predicted to be, to be taken instead
 FAST = 4.0  # predicted speed of lists above which no other blocks are tried
@@ -88,13 +90,12 @@ class Auto(Method):
         """Lists of exact and coarse keys within the tolerance, where they can be faster."""
         best: HeadPlan | None = None
         head = first.head
-        blocks = BLOCKS if handling(head) is ENGINE else DEVICE_BLOCKS
-        for size, order in blocks if not head.is_density else ():
-            if head.is_causal and order == "sequence":
-                continue  # causal windows are in sequence anyway
+        for size, order in _tried(head) if not head.is_density else ():
+            if order == PLACES and head.query.is_cuda:
+                continue  # made for a CPU
             if best is not None and best.speedup > FAST:
                 break
-            if BlockSearch.highest_speedup(head, size) <= speedup:
+            if BlockSearch.highest_speedup(head, size, order) <= speedup:
                 continue
             search = BlockSearch.of(head, size, self.seed, order)
             if isinstance(search, str) or search.plan(1.0).speedup <= speedup:
@@ -104,6 +105,15 @@ class Auto(Method):
             if plan is not None:
                 best, speedup = plan, plan.speedup
         return best
+
+
+def _tried(head: Head) -> tuple[tuple[int, str], ...]:
+    """Sizes and orders of blocks."""
+    if handling(head) is ENGINE:
+        return CAUSAL_BLOCKS if head.is_causal else BLOCKS
+    if head.is_causal:  # in sequence anyway
+        return tuple(block for block in DEVICE_BLOCKS if block[1] != "sequence")
+    return DEVICE_BLOCKS
 
 
 class _Search:

@@ -116,8 +116,11 @@ class BlockSupport(Method):
 
     def _searches(self, head: Head) -> Iterator[BlockSearch | FittedSearch | str]:
         if self.tail != "polynomial":
-            size = self.block_size or (BLOCK if handling(head) is ENGINE else DEVICE_BLOCK)
-            first = BlockSearch.of(head, size, self.seed, self.order)
+            order = self.order
+            if order == "auto" and handling(head) is not ENGINE:
+                order = "tree"  # groups would be left to PyTorch
+            size = self.block_size or (BLOCK if handling(head, order) is ENGINE else DEVICE_BLOCK)
+            first = BlockSearch.of(head, size, self.seed, order)
             yield first
             if isinstance(first, BlockSearch):
                 yield from self._further(first, size)
@@ -233,9 +236,10 @@ class BlockSearch:
         )
 
     @staticmethod
-    def highest_speedup(head: Head, block_size: int) -> float:
+    def highest_speedup(head: Head, block_size: int, order: str) -> float:
         """What lists could reach at best, before anything is built."""
-        settings = BlockSettings(1.0, block_size, LEAF, chunk_of(head, block_size))
+        block_size = max(1, block_size // PARTS) if order == PLACES else block_size
+        settings = BlockSettings(1.0, block_size, LEAF, chunk_of(head, block_size), order)
         levels = leaf_layout(head.n, block_size)[0] + leaf_layout(head.m, LEAF)[0] + 2
         visited = START_NODES * math.ceil(head.n / block_size)
         nodes = float(START_NODES)
@@ -320,11 +324,14 @@ class _Sampled:
     count: int  # rows of the whole layer
 
     @staticmethod
-    def draw(layer: Layer, head: Head, generator: torch.Generator) -> _Sampled:
-        sample = _sampled_blocks(layer, generator)
+    def draw(
+        layer: Layer, head: Head, blocks: int, count: int, generator: torch.Generator
+    ) -> _Sampled:
+        """At most ``count`` rows of so many ``blocks``."""
+        sample = _sampled_blocks(layer, blocks, generator)
         rows = layer.rows[sample.rows]
         order = torch.rand(rows.shape, generator=generator).to(rows.device)
-        order = order.masked_fill(rows < 0, 2.0).argsort(1)[:, :CHECKED_ROWS]
+        order = order.masked_fill(rows < 0, 2.0).argsort(1)[:, :count]
         rows = rows.gather(1, order)
         rows = torch.where(rows >= 0, rows, rows[:, :1]).clamp(min=0)  # short blocks repeat a row
         exact = exact_rows(head, rows.flatten()).view(*rows.shape, -1)
@@ -353,7 +360,10 @@ class BlockCheck:
         generator = torch.Generator().manual_seed(seed)
         # every row is in all layers of a causal head: the widest windows stand for them
         layers = whole.layers if whole.chunks is None else whole.layers[-1:]
-        parts = tuple(_Sampled.draw(layer, head, generator) for layer in layers)
+        count = (CHECKED_BLOCKS, CHECKED_ROWS)
+        if whole.order == PLACES:  # small blocks, of which a few err most
+            count = (PARTS * CHECKED_BLOCKS, CHECKED_ROWS // 2)
+        parts = tuple(_Sampled.draw(layer, head, *count, generator) for layer in layers)
         rows = torch.cat([part.rows.flatten() for part in parts])
         return BlockCheck(whole.around(rows, chunk), parts, chunk)
 
@@ -368,13 +378,13 @@ class BlockCheck:
         return math.sqrt(measured), math.sqrt(limit)
 
 
-def _sampled_blocks(layer: Layer, generator: torch.Generator) -> RowSample:
+def _sampled_blocks(layer: Layer, count: int, generator: torch.Generator) -> RowSample:
     """Blocks of a layer: those whose queries are furthest apart, which err most and are few, and
-    a sample that stands for the others."""
+    a sample of ``count`` that stands for the others."""
     size = (layer.query - layer.query.mean(1, keepdim=True)).square().sum((1, 2))
     order = size.argsort(descending=True)
     census, others = order[:WIDEST_BLOCKS], order[WIDEST_BLOCKS:]
-    chosen = torch.randperm(len(others), generator=generator)[:CHECKED_BLOCKS].to(order.device)
+    chosen = torch.randperm(len(others), generator=generator)[:count].to(order.device)
     blocks, at = torch.cat([census, others[chosen]]).sort()
     return RowSample(blocks, at < len(census), len(order))
 
