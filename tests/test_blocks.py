@@ -589,7 +589,9 @@ def test_orders_that_kernels_leave_to_pytorch_are_costed_as_such(monkeypatch):
     head = head_of(q, k, v)
     expected = {"tree": cost.DEVICE, "sequence": cost.DEVICE, "groups": cost.ENGINE}
     assert all(cost.handling(head, order) is expected[order] for order in expected)
-    assert cost.handling(head_of(q, k, v, causal=True)) is cost.ENGINE
+    causal = head_of(q, k, v, causal=True)
+    assert cost.handling(causal, "auto") is cost.CAUSAL
+    assert cost.handling(causal, "places") is cost.ENGINE
     seconds = {
         order: cost.block_work(
             head, BlockSettings(1.0, 64, 16, 64, order), 10, 8, 100.0, 50.0, 1000
