@@ -848,14 +848,7 @@ def test_nothing_waits_and_a_call_can_be_recorded(tail, masked, causal):
     torch.cuda.synchronize()
     for _ in range(3):  # the first waits, the second is recorded
         call()
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():  # the mode that forbids waiting warns about itself
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            call()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    without_waiting(call)
     graph, output = record(call)
     for x in tokens:
         x.copy_(x.flip(2))
@@ -890,14 +883,7 @@ def test_nothing_waits_on_the_way_back_either(masked, causal):
 
     for _ in range(3):  # run, recorded, replayed
         call()
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():  # the mode that forbids waiting warns about itself
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            call()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    without_waiting(call)
     graph, results = record(call)
     with torch.no_grad():
         for x in tokens:
@@ -914,6 +900,17 @@ def test_nothing_waits_on_the_way_back_either(masked, causal):
     wanted = torch.autograd.grad(dense_attention(*exact, bias, causal)[0], exact, grad.double())
     for mine, theirs in zip(results[1:], wanted, strict=True):
         assert relative(mine, theirs) < 2.0**-6
+
+
+def without_waiting(call):
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():  # the mode that forbids waiting warns about itself
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def record(call):
