@@ -4,9 +4,12 @@
 `dispatch`     which heads run through which kernels, and the way there and back
 `threshold`    polynomials and single thresholds (a head without large tokens is a polynomial)
 `exact`        exact heads
-`lists`        lists of exact and coarse keys; `lists_backward`: their gradients
+`lists`        lists of exact and coarse keys; `causal`: those of causal heads; their gradients
+               are `lists_backward`, `causal_backward` and, down the trees, `nodes_backward`
+`granules`     lists as granules, and the attention over them
 `fitted`       fitted polynomials, by PyTorch's products
-`framed`       heads in their frames, for these two
+`framed`       heads in their frames, for all of these
+`run`          calls of them that wait for nothing: recorded (`replay`), with `room` to spare
 =============  ==============================================================================
 
 `dispatch` is the only module that others import. Those with kernels are imported by it when a call
