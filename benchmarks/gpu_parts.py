@@ -19,12 +19,12 @@ SHOWN = 24  # kernels of a work, the longest first
 def parts(work: Work) -> None:
     """Print the kernels of one call with a plan."""
     tokens = work.inputs(work.heads, work.n, work.d)
-    plan = sb.plan(*tokens, method=work.method)
+    plan = sb.plan(*tokens, is_causal=work.causal, method=work.method)
     for x in tokens:
         x.requires_grad_(work.backward)
 
     def call() -> None:
-        output = sb.attention(*tokens, plan=plan)
+        output = sb.attention(*tokens, is_causal=work.causal, plan=plan)
         if work.backward:
             torch.autograd.grad(output, tokens, output.detach())
         torch.cuda.synchronize()

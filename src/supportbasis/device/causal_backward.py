@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from ..blocks import BlockSettings
-from ..cotangent import Gradients
 from ..forest import Nodes
 from ..kernels.rectangle import Totals, add_gradients, slopes
 from ..plans import Plan
 from ..problem import Problem
 from .causal import Chunks, Seen, first_rows, run_of, seen
-from .dispatch import by_key_head
 from .exact import precision
 from .framed import settings_of
 from .lists_backward import InForest, out_of
@@ -30,22 +28,11 @@ from .room import Sizes, all_unless
 from .run import parted
 
 
-def gradients(
-    problem: Problem,
-    plan: Plan,
-    output: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    for_weights: bool,
-) -> Gradients:
-    """Of query, key, value and key log-weights."""
-    back = (output, lse, grad, *(() if grad_lse is None else (grad_lse,)))
+def gradients(problem: Problem, plan: Plan, *back: Tensor) -> tuple[Tensor, ...]:
+    """As those of `lists_backward`."""
     settings, first = settings_of(plan.heads[0]), min(plan.heads[0].exact_rows, problem.n)
     work = partial(_all_heads, settings, first, problem.scale, len(back))
-    query, key, value, weight = run_of(problem, plan).back("causal back", work, *back)
-    key, value = (by_key_head(x, problem) for x in (key, value))
-    return Gradients(query, key, value, weight if for_weights else None)
+    return run_of(problem, plan).back("causal back", work, *back)
 
 
 def _all_heads(

@@ -32,11 +32,6 @@ class Inside(NamedTuple):
     masked: bool  # whether some keys may be hidden
 
     @staticmethod
-    def of(problem: Problem, plan: Plan) -> Inside:
-        given = (problem.query, problem.key, problem.value, *frames_of(problem, plan))
-        return Inside.made(*given).weighted(problem.key_log_weight)
-
-    @staticmethod
     def made(query: Tensor, key: Tensor, value: Tensor, *frames: Tensor) -> Inside:
         """Heads without key weights; some may share their keys."""
         stack, group = Stack(*frames), query.shape[1] // key.shape[1]

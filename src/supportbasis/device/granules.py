@@ -1,7 +1,7 @@
 """Lists as granules: where the coarse keys of each cell go, the table, and the attention over it.
 
 Granules of leaves come first in the table, then those of coarse keys, list by list. How long lists
-are is known on the device only: there is room for so many (`room`), or the host waits for it.
+are is known on the device only: there is room for so many (`room`).
 """
 
 from __future__ import annotations

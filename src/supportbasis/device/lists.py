@@ -28,6 +28,7 @@ from ..blocks import (
     BlockSettings,
     levels_above,
 )
+from ..cost import KERNEL_ORDERS
 from ..cotangent import Gradients
 from ..forest import Forest
 from ..kernels import selection
@@ -38,7 +39,7 @@ from ..problem import Problem
 from ..selection import Blocks, Column
 from ..tree import leaf_layout, positions
 from . import causal
-from .dispatch import Forward
+from .dispatch import Forward, by_key_head
 from .exact import precision
 from .framed import Inside, prices_of, settings_of
 from .granules import Listed, Placed, attended, largest_entry, none_unless, token_dtype
@@ -46,12 +47,11 @@ from .room import Sizes, enough, exact_unless
 from .run import Run, parted
 
 LEAVES = 4  # of a segment
-TOGETHER = ("tree", "sequence")  # orders that are the same work for every head
 
 
 def refusal(head: HeadPlan) -> str | None:
     order = settings_of(head).order
-    if order in TOGETHER or (head.exact_rows and order != PLACES):  # causal: ordered by trees
+    if order in KERNEL_ORDERS or (head.exact_rows and order != PLACES):  # causal: ordered by trees
         return None
     return f"its order is {order!r}: such blocks are made by PyTorch"
 
@@ -73,8 +73,11 @@ def gradients(
     """Gradients of query, key, value and key log-weights, as `supportbasis.backward`."""
     from . import causal_backward, lists_backward
 
+    back = (output, lse, grad, *(() if grad_lse is None else (grad_lse,)))
     way = causal_backward if problem.is_causal else lists_backward
-    return way.gradients(problem, plan, output, lse, grad, grad_lse, for_weights)
+    query, key, value, weight = way.gradients(problem, plan, *back)
+    key, value = (by_key_head(x, problem) for x in (key, value))
+    return Gradients(query, key, value, weight if for_weights else None)
 
 
 def forward(problem: Problem, plan: Plan) -> Forward:

@@ -20,13 +20,11 @@ import torch
 from torch import Tensor
 
 from ..blocks import BlockSettings
-from ..cotangent import Gradients
 from ..forest import Forest, Nodes
 from ..kernels import coarse, rectangle
 from ..kernels.cells import Gathered
 from ..plans import Plan
 from ..problem import Problem
-from .dispatch import by_key_head
 from .exact import precision
 from .framed import Stack, settings_of
 from .granules import Filled, Listed, Placed, pulled_back
@@ -36,21 +34,11 @@ from .room import Sizes, all_unless
 from .run import parted
 
 
-def gradients(
-    problem: Problem,
-    plan: Plan,
-    output: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    for_weights: bool,
-) -> Gradients:
-    """Gradients of heads that are not causal."""
-    back = (output, lse, grad, *(() if grad_lse is None else (grad_lse,)))
+def gradients(problem: Problem, plan: Plan, *back: Tensor) -> tuple[Tensor, ...]:
+    """Of query, key, value and log-weights, for each head of the queries; given are output, lse,
+    the gradient of the output and, if there is one, that of lse."""
     work = partial(_all_heads, settings_of(plan.heads[0]), problem.scale, len(back))
-    query, key, value, weight = run_of(problem, plan).back("lists back", work, *back)
-    key, value = (by_key_head(x, problem) for x in (key, value))
-    return Gradients(query, key, value, weight if for_weights else None)
+    return run_of(problem, plan).back("lists back", work, *back)
 
 
 def _all_heads(

@@ -50,6 +50,9 @@ def list_works() -> list[Work]:
     return [
         Work(name, lists, curved, LONG, 64, limit=2e-2),
         Work(name, lists, curved, LONG // 2, 64, backward=True, limit=2e-2),
+        Work(name, lists, curved, LONG, 64, causal=True, limit=2e-2),
+        Work(name, lists, curved, 2 * LONG, 64, causal=True, limit=2e-2),
+        Work(name, lists, curved, LONG, 64, causal=True, backward=True, limit=2e-2),
         *_trained(),
     ]
 
