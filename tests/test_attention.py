@@ -310,6 +310,17 @@ def test_values_that_overflow_a_sum_are_refused():
         sb.attention(huge, huge, v, scale=1.0, method=sb.Exact())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("query", "key"), [(1e30, 1e30), (1e10, 1e30), (1e30, 1e10)])
+def test_scores_that_overflow_are_refused_when_an_exact_plan_is_reused(query, key, dtype):
+    """One entry of one query and one of another token's key: NaN from PyTorch."""
+    q, k, v = qkv(1, 2, n=20, d=8, dtype=dtype)
+    plan = sb.plan(q, k, v, method=sb.Exact())
+    q[0, 1, 3, 2], k[0, 1, 5, 2] = query, key
+    with pytest.raises(sb.InputError, match="overflows"):
+        sb.attention(q, k, v, plan=plan)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["query", "key", "value"])

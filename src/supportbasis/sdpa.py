@@ -55,15 +55,27 @@ def sdpa(problem: Problem) -> Tensor:
 
 
 def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Query, key, value and mask in one dtype: the input's, unless it cannot hold the mask."""
-    mask, tensors = _mask(problem), (problem.query, problem.key, problem.value)
-    if mask is None or mask.dtype == torch.bool:
-        return (*tensors, mask)
-    narrow = mask.to(problem.query.dtype)
-    if bool((narrow.to(mask.dtype) == mask).all()):
-        return (*tensors, narrow)
-    query, key, value = (x.to(problem.dtype) for x in tensors)
-    return query, key, value, mask.to(problem.dtype)
+    """Query, key, value and mask in one dtype: the input's, unless it cannot hold the mask, or
+    scores may overflow in it unseen."""
+    mask, query, key, value = _mask(problem), problem.query, problem.key, problem.value
+    bias = None if mask is None or mask.dtype == torch.bool else mask
+    if _may_hide(problem) or (bias is not None and not _fits(bias, query.dtype)):
+        query, key, value = (x.to(problem.dtype) for x in (query, key, value))
+    return query, key, value, mask if bias is None else bias.to(query.dtype)
+
+
+def _fits(bias: Tensor, dtype: torch.dtype) -> bool:
+    return bool((bias.to(dtype).to(bias.dtype) == bias).all())
+
+
+def _may_hide(problem: Problem) -> bool:
+    """Whether scores may overflow where the kernel would not show it: of rows in bfloat16, which a
+    CPU answers with zeros."""
+    if problem.query.dtype != torch.bfloat16 or not problem.query.is_cpu or is_watched():
+        return False
+    query, key = (float(x.detach().abs().max()) for x in (problem.query, problem.key))
+    reach = abs(problem.scale) * problem.query.shape[-1] * query * key
+    return not reach < torch.finfo(torch.float32).max
 
 
 def sdpa_with_lse(problem: Problem) -> tuple[Tensor, Tensor] | None:
@@ -168,8 +180,8 @@ def plainly(
     anything is out of the ordinary, an entry that is not finite included.
 
     A short call should take no longer than PyTorch's own, which leaves time for a few questions
-    only. Dtypes and devices that do not agree are left to PyTorch, whose refusal is answered by
-    None. Its output alone would not show bad entries: a query of NaN gives zeros.
+    only, and all of them before its kernel runs: after it, nothing is in the caches. Dtypes and
+    devices that do not agree are left to PyTorch, whose refusal is answered by None.
     """
     if not (plan.is_exact and type(query) is type(key) is type(value) is Tensor):
         return None
@@ -182,24 +194,22 @@ def plainly(
         return None
     if type(is_causal) is not bool or query.dtype not in KNOWN:
         return None
-    if scale is not None and not (type(scale) is float and 0 < scale < math.inf):
+    if scale is not None and not (type(scale) is float and 0 < scale < ORDINARY):
         return None
     try:
-        if not _are_finite(key, value):
+        if not _are_ordinary(query, key, value):
             return None
-        grouped = shape[1] != keys[1]
         output = F.scaled_dot_product_attention(
-            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=shape[1] != keys[1]
         )
-        if output.dtype != query.dtype:
-            return None  # autocast has narrowed it
-        return output if _are_finite(query, output) else None
+        return output if output.dtype == query.dtype else None  # autocast has narrowed it
     except RuntimeError:
         return None
 
 
 PLAIN = (torch.float32, torch.float64)
 KNOWN = (*PLAIN, torch.bfloat16, torch.float16)
+ORDINARY = 1e15  # below this nothing overflows
 
 
 def _fit(shape: torch.Size, keys: torch.Size, enable_gqa: bool) -> bool:
@@ -210,12 +220,19 @@ def _fit(shape: torch.Size, keys: torch.Size, enable_gqa: bool) -> bool:
     return alike and shape[0] == keys[0] and shape[3] == keys[3]
 
 
-def _are_finite(x: Tensor, y: Tensor) -> bool:
-    """Whether all entries of two tensors of one size are finite. One product answers for both: it
-    is not finite if an entry is not (or if it overflows). Those of 16 bits are slow or overflow."""
-    if x.dtype in PLAIN:
-        return math.isfinite(torch.dot(_flat(x), _flat(y)).item())
-    return all(math.isfinite(end.item()) for z in (x, y) for end in z.aminmax())
+def _are_ordinary(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether all entries are finite, and none of them large enough for scores to overflow.
+
+    One product answers for keys and values, which have one size: it is not finite if an entry of
+    either is not. A key that overflows a score passes only if its values are next to zero; the
+    output then has NaN, as PyTorch's has. Products of 16 bits are slow, or overflow.
+    """
+    if query.dtype not in PLAIN:
+        ends = [end.item() for x in (query, key, value) for end in x.aminmax()]
+        return all(-ORDINARY < end < ORDINARY for end in ends)
+    queries = _flat(query)
+    square = torch.dot(queries, queries).item()
+    return square < ORDINARY and -ORDINARY < torch.dot(_flat(key), _flat(value)).item() < ORDINARY
 
 
 def _flat(x: Tensor) -> Tensor:
