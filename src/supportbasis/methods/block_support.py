@@ -7,12 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from ..arrangement import ORDERS
-from ..blocks import PARTS, PLACES, START_NODES, BlockSettings, Layer, Structure, remembered
-from ..components.blocks import block_sums
+from ..blocks import PARTS, PLACES, START_NODES, BlockSettings, Structure, remembered
 from ..cost import ENGINE, block_work, handling
 from ..errors import InputError
 from ..frame import own_frame, plain_frame, prefix_of
@@ -20,9 +16,9 @@ from ..places import Profile
 from ..plans import HeadPlan
 from ..problem import Head
 from ..rows import RowCheck
-from ..sampling import RowSample, exact_rows
 from ..tree import leaf_layout
 from .base import Method, check_seed, exact_plan, is_positive
+from .block_check import BlockCheck
 from .fitted import FittedSearch
 
 TAILS = ("auto", "coarse", "polynomial")
@@ -32,7 +28,6 @@ SAMPLED_BLOCKS = 48
 LEAST, MOST = -36.0, 0.0  # logarithms of the prices that are tried
 STEPS = 14
 LARGEST_SCORES = 100.0  # standard deviation: beyond, one key takes it all and no mean key helps
-WIDEST_BLOCKS, CHECKED_BLOCKS, CHECKED_ROWS = 12, 40, 8
 FIRST_GUESS = 10.0  # tolerance over the root of the first price that is tried
 USELESS = 0.9  # measured error from which a plan is no answer, however cheap
 SEQUENCE = "sequence"
@@ -284,7 +279,7 @@ class BlockSearch:
         if not pays(at):
             return None
         assert self.base.blocks is not None
-        check = BlockCheck.draw(self.whole, self.head, self.base.blocks.chunk, seed)
+        check = BlockCheck.draw(self.whole, self.head, self.base.blocks.chunk, seed, tolerance)
         measured: dict[float, float] = {}
 
         def holds(log_price: float) -> bool:
@@ -312,81 +307,6 @@ class BlockSearch:
             middle = (good + bad) / 2
             good, bad = (middle, bad) if holds(middle) else (good, middle)
         return replace(self.plan(math.exp(good)), measured=measured[good])
-
-
-@dataclass(frozen=True, eq=False)
-class _Sampled:
-    """A few rows of some blocks of one layer, with their exact output."""
-
-    rows: Tensor  # [blocks, rows]
-    exact: Tensor  # [blocks, rows, dv]
-    sample: RowSample  # of blocks
-    count: int  # rows of the whole layer
-
-    @staticmethod
-    def draw(
-        layer: Layer, head: Head, blocks: int, count: int, generator: torch.Generator
-    ) -> _Sampled:
-        """At most ``count`` rows of so many ``blocks``."""
-        sample = _sampled_blocks(layer, blocks, generator)
-        rows = layer.rows[sample.rows]
-        order = torch.rand(rows.shape, generator=generator).to(rows.device)
-        order = order.masked_fill(rows < 0, 2.0).argsort(1)[:, :count]
-        rows = rows.gather(1, order)
-        rows = torch.where(rows >= 0, rows, rows[:, :1]).clamp(min=0)  # short blocks repeat a row
-        exact = exact_rows(head, rows.flatten()).view(*rows.shape, -1)
-        return _Sampled(rows, exact, sample, int((layer.rows >= 0).sum()))
-
-    def error(self, output: Tensor) -> tuple[float, float, float]:
-        """Squared size of the layer's output; relative squared error, and its upper limit: whole
-        blocks are the units of the sample, because the rows of a block fail together."""
-        squared = (output[self.rows].double() - self.exact).square().sum((1, 2))
-        size = self.exact.square().sum((1, 2))
-        measured, limit = self.sample.frobenius_limit(squared, size)
-        whole = float(size.mean()) / self.rows.shape[1] * self.count
-        return whole, measured**2, limit**2
-
-
-@dataclass(frozen=True, eq=False)
-class BlockCheck:
-    """Sampled rows of every kind of block: what lists of any price are held to."""
-
-    structure: Structure  # of the cells that hold the rows
-    parts: tuple[_Sampled, ...]
-    chunk: int
-
-    @staticmethod
-    def draw(whole: Structure, head: Head, chunk: int, seed: int) -> BlockCheck:
-        generator = torch.Generator().manual_seed(seed)
-        # every row is in all layers of a causal head: the widest windows stand for them
-        layers = whole.layers if whole.chunks is None else whole.layers[-1:]
-        count = (CHECKED_BLOCKS, CHECKED_ROWS)
-        if whole.order == PLACES:  # small blocks, of which a few err most
-            count = (PARTS * CHECKED_BLOCKS, CHECKED_ROWS // 2)
-        parts = tuple(_Sampled.draw(layer, head, *count, generator) for layer in layers)
-        rows = torch.cat([part.rows.flatten() for part in parts])
-        return BlockCheck(whole.around(rows, chunk), parts, chunk)
-
-    def error(self, price: float) -> tuple[float, float]:
-        """Relative Frobenius error of all rows as the sample has it, and its upper limit."""
-        total = block_sums(self.structure, self.structure.select(price), self.chunk)
-        output = total.divide_(total.seen)[0]
-        parts = [part.error(output) for part in self.parts]
-        size = max(sum(part[0] for part in parts), 1e-300)
-        measured = sum(part[0] * part[1] for part in parts) / size
-        limit = sum(part[0] * part[2] for part in parts) / size
-        return math.sqrt(measured), math.sqrt(limit)
-
-
-def _sampled_blocks(layer: Layer, count: int, generator: torch.Generator) -> RowSample:
-    """Blocks of a layer: those whose queries are furthest apart, which err most and are few, and
-    a sample of ``count`` that stands for the others."""
-    size = (layer.query - layer.query.mean(1, keepdim=True)).square().sum((1, 2))
-    order = size.argsort(descending=True)
-    census, others = order[:WIDEST_BLOCKS], order[WIDEST_BLOCKS:]
-    chosen = torch.randperm(len(others), generator=generator)[:count].to(order.device)
-    blocks, at = torch.cat([census, others[chosen]]).sort()
-    return RowSample(blocks, at < len(census), len(order))
 
 
 def chunk_of(head: Head, block_size: int) -> int:
