@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from ..arrangement import ORDERS
 from ..blocks import PARTS, PLACES, START_NODES, BlockSettings, Structure, remembered
-from ..cost import ENGINE, block_work, handling
+from ..cost import ENGINE, ListSizes, block_work, handling
 from ..errors import InputError
 from ..frame import own_frame, plain_frame, prefix_of
 from ..places import Profile
@@ -208,7 +208,8 @@ class BlockSearch:
         settings = self.base.blocks
         assert settings is not None
         keys = float(settings.chunk) / 2 if self.head.is_causal else 0.0
-        coarse, visited, leaf = 0.0, 0.0, self.sample.forest.leaf_size
+        coarse, visited, listed, tilted = 0.0, 0.0, 0.0, 0.0
+        leaf = self.sample.forest.leaf_size
         for layer, lists, whole in zip(
             self.sample.layers, self.sample.select(price), self.whole.layers, strict=True
         ):
@@ -217,11 +218,15 @@ class BlockSearch:
             rows = layer.rows.shape[1] * blocks / self.head.n
             few, many = (count[layer.owner].double().sum() for count in lists.lengths(leaf))
             coarse, keys = coarse + float(few) * rows, keys + float(few + many) * rows
+            tilted, listed = tilted + float(few) * blocks, listed + float(few + many) * blocks
             visited += lists.visited * share
         exact = self.base.exact_rows**2 / 2 / max(1, self.head.n)
         made = self.whole
-        sizes = (made.levels, made.axes, keys + exact, coarse, int(visited), made.compared)
-        work = block_work(self.head, settings, *sizes)
+        sizes = ListSizes(
+            made.levels, made.axes, keys + exact, coarse, int(visited), listed, tilted,
+            made.compared, len(made.layers),
+        )  # fmt: skip
+        work = block_work(self.head, settings, sizes)
         return replace(
             self.base,
             blocks=replace(settings, price=price),
@@ -236,9 +241,9 @@ class BlockSearch:
         block_size = max(1, block_size // PARTS) if order == PLACES else block_size
         settings = BlockSettings(1.0, block_size, LEAF, chunk_of(head, block_size), order)
         levels = leaf_layout(head.n, block_size)[0] + leaf_layout(head.m, LEAF)[0] + 2
-        visited = START_NODES * math.ceil(head.n / block_size)
-        nodes = float(START_NODES)
-        return block_work(head, settings, levels, 1, nodes, nodes, visited).speedup(head)
+        visited, nodes = START_NODES * math.ceil(head.n / block_size), float(START_NODES)
+        sizes = ListSizes(levels, 1, nodes, nodes, visited, visited, visited)
+        return block_work(head, settings, sizes).speedup(head)
 
     def affordable(self, budget: float) -> HeadPlan | None:
         """The plan of the lowest price within the budget."""
@@ -268,10 +273,12 @@ class BlockSearch:
 
         Errors fall slowly with the price, so prices are tried in large steps, then in halves.
         """
+        plans: dict[float, HeadPlan] = {}
 
         def pays(log_price: float) -> bool:
-            plan = self.plan(math.exp(log_price))
-            return plan.cost < 1 and plan.speedup > speedup
+            if log_price not in plans:
+                plans[log_price] = self.plan(math.exp(log_price))
+            return plans[log_price].cost < 1 and plans[log_price].speedup > speedup
 
         at = min(MOST, 2 * math.log(tolerance / FIRST_GUESS))
         while at < MOST and not pays(at):
