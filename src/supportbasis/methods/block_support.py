@@ -31,6 +31,7 @@ LARGEST_SCORES = 100.0  # standard deviation: beyond, one key takes it all and n
 FIRST_GUESS = 10.0  # tolerance over the root of the first price that is tried
 USELESS = 0.9  # measured error from which a plan is no answer, however cheap
 SEQUENCE = "sequence"
+STEEPEST = 1.0  # logarithm of the error over that of the price: it hardly ever falls faster
 STRIDE, HALVES = 4.0, 3  # steps of the logarithm of the price, and how often the last is halved
 
 
@@ -302,6 +303,8 @@ class BlockSearch:
                     break
             else:
                 bad = at
+            if good is None and not pays(_hoped(at, measured[at] / tolerance)):
+                break
             while good is None and step > 1 and not pays(at - step):
                 step /= 2
             at = min(MOST, at + STRIDE) if bad is None else at - step
@@ -314,6 +317,11 @@ class BlockSearch:
             middle = (good + bad) / 2
             good, bad = (middle, bad) if holds(middle) else (good, middle)
         return replace(self.plan(math.exp(good)), measured=measured[good])
+
+
+def _hoped(log_price: float, excess: float) -> float:
+    """The highest price at which an error could be so many times smaller."""
+    return max(LEAST, log_price - math.log(max(1.0, excess)) / STEEPEST)
 
 
 def chunk_of(head: Head, block_size: int) -> int:
