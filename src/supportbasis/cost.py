@@ -26,7 +26,10 @@ from .sketch import PolySketch
 from .tree import split_work
 
 BLOCK_SECONDS = 5e-6  # of one elementwise operation of a feature block
-MOVE_SECONDS = 1e-10  # of an entry that is moved, by two threads; part of it is not shared
+MOVE_SECONDS = 1e-10  # of an entry that is moved, at most, on a GPU
+MOVED = 1 / 32  # of an entry that is moved on a CPU, in exact pairs of one thread at 64 dims
+UNSHARED = 0.5  # of that, which more threads do not make faster
+FITTED_SECONDS, FITTED_TOKEN, FITTED_FEATURE = 2e-3, 30, 3  # of a head; moved for each entry
 ROUNDS, REPEATS = 4, 3  # of what is timed: in turns, and at a time
 KERNEL_PRODUCT = 2.5  # of a feature in a GPU kernel, in multiply-adds of exact attention
 KERNEL_READS = 0.5  # of every entry there, in reads of a reduction
@@ -84,9 +87,9 @@ class Work:
     scanned: int = 0  # entries read to split, to bound norms and to sample
     formed: int = 0  # features of sketches, and of what is sketched
     products: int = 0  # multiply-adds of sketches and of their features with the values
-    moved: int = 0  # entries gathered and sorted by trees and lists: time, but no arithmetic
+    moved: int = 0  # entries gathered, sorted and copied: time, but no arithmetic
     priced: int = 0  # multiply-adds of exact attention in the time of that: cost, but no time
-    trees: float = 0.0  # seconds that making trees takes, whatever their size
+    trees: float = 0.0  # seconds that trees, lists and fits take, whatever their size
 
     def __add__(self, other: Work) -> Work:
         """Both kinds of work; of features, at most one side may have any."""
@@ -156,7 +159,8 @@ class Work:
 def _move_seconds(head: Head, rates: Rates) -> float:
     if head.query.is_cuda:
         return min(rates.scan, MOVE_SECONDS)
-    return MOVE_SECONDS * (0.5 + 1 / torch.get_num_threads())
+    threads = torch.get_num_threads()
+    return MOVED * rates.pairs[-1][1] * threads * (UNSHARED + 1 / threads)
 
 
 def exact_seconds(head: Head) -> float:
@@ -207,11 +211,14 @@ def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
     tokens = head.n + head.m
     far = far_rows * head.m + (head.n - far_rows) * far_keys
     share = head.pairs / max(1, head.n * head.m)
+    kernels = head.query.is_cuda
     return Work(
         exact_pairs=int(far * share),
         dense_pairs=head.n * CAUSAL_CHUNK // 2 if head.is_causal else 0,
         formed=tokens * count,
         products=tokens * count * (head.value_dim + 1) + _frame_work(head),
+        moved=0 if kernels else tokens * (FITTED_TOKEN * head.dim + FITTED_FEATURE * count),
+        trees=0.0 if kernels else FITTED_SECONDS,
     )
 
 
