@@ -21,8 +21,8 @@ from ..plans import Plan
 from ..problem import Problem
 from .causal import Chunks, Seen, first_rows, run_of, seen
 from .exact import precision
-from .framed import settings_of
-from .lists_backward import InForest, out_of
+from .framed import out_of, settings_of, shift_factor
+from .lists_backward import InForest
 from .nodes_backward import token_gradients
 from .room import Sizes, all_unless
 from .run import parted
@@ -54,7 +54,7 @@ def _all_heads(
     left = torch.where(late & made.fits, lse, math.inf)
     chunks = Chunks.of(query, settings)
     inside = _inside(made, grad, left, slope)
-    factor = _shift_factor(chunks.attended(*tokens, scale, made.weight), grad, left, slope)
+    factor = shift_factor(chunks.attended(*tokens, scale, made.weight), grad, left, slope)
     if grad_lse is not None:
         factor = factor + torch.where(left.isfinite(), grad_lse.float(), 0.0).flatten()
     moved = out_of(parted(tuple(frames))[0], inside, factor.view(inside[0].shape[:2]))
@@ -68,13 +68,6 @@ def _all_heads(
         whole = all_unless(made.fits, query, key, scale, made.weight, precision(), causal=True)
         add_gradients(total, grad, slope, lse, *tokens, whole)
     return total.query, total.key, total.value, total.weight, made.needed
-
-
-def _shift_factor(own: tuple[Tensor, Tensor], grad: Tensor, lse: Tensor, slope: Tensor) -> Tensor:
-    """What scores of their own chunks take from the shifts of rows: less what all of them get."""
-    output, size = own
-    share = (size - lse.flatten()).exp().nan_to_num(0.0)  # a row without keys has none
-    return -share * ((grad.float().flatten(0, 2) * output).sum(1) + slope.flatten())
 
 
 def _inside(

@@ -26,7 +26,7 @@ from ..kernels.cells import Gathered
 from ..plans import Plan
 from ..problem import Problem
 from .exact import precision
-from .framed import Stack, settings_of
+from .framed import out_of, settings_of
 from .granules import Filled, Listed, Placed, pulled_back
 from .lists import Seen, run_of, seen
 from .nodes_backward import token_gradients
@@ -59,20 +59,6 @@ def _all_heads(
         whole = all_unless(made.fits, query, key, scale, made.weight, precision())
         rectangle.add_gradients(total, grad, slope, lse, query, key, value, whole)
     return total.query, total.key, total.value, total.weight, made.needed
-
-
-def out_of(
-    stack: Stack, inside: tuple[Tensor, Tensor, Tensor, Tensor], factor: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys, values and log-weights [heads, tokens, ...] from those in the
-    frames of the heads; ``factor`` are those of the rows' shifts."""
-    query, key, value, weight = inside
-    query = query @ stack.query_map.transpose(1, 2)
-    if factor is not None:
-        query += factor.unsqueeze(2) * stack.shift_map.transpose(1, 2)
-    key = key @ stack.key_map.transpose(1, 2)
-    key += weight.unsqueeze(2) * stack.weight_map.transpose(1, 2)
-    return query, key, value, weight
 
 
 def _inside(
