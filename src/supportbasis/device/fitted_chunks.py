@@ -23,7 +23,7 @@ from . import fitted_sums
 from .fitted_sums import Back, Features, Near, Rows, finite, with_ones
 
 CHUNK = 256  # tokens
-GROUP = 256  # chunks at most: beyond, their sums would cost as much as those of tokens
+GROUP = 256  # chunks at most: each is summed with all before it, which costs as much as a product
 
 
 def sums(kernel: FittedKernel, near: Near) -> tuple[Tensor, Tensor]:
@@ -152,9 +152,10 @@ class _Cut(NamedTuple):
             yield part, edges[1:], made[1:] * features.weights
 
     def _groups(self, features: Features) -> Iterator[slice]:
-        """Chunks whose features, with their gradients, and pairs fit into memory."""
+        """Chunks whose features, with their gradients, and pairs take half of the memory: the more
+        there are, the more their sums cost."""
         chunk = CHUNK * max(2 * features.map.count, 8 * CHUNK)
-        step = min(GROUP, max(1, fitted_sums.ENTRIES // chunk))
+        step = min(GROUP, max(1, fitted_sums.ENTRIES // (2 * chunk)))
         return (slice(at, min(self.number, at + step)) for at in range(0, self.number, step))
 
 
