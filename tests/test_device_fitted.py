@@ -12,6 +12,7 @@ import torch
 
 import supportbasis as sb
 from cases import dense_attention, qkv
+from supportbasis.basis import split_of
 from supportbasis.inputs import attention_problem
 from supportbasis.methods.fitted import FittedSearch
 from supportbasis.plans import Plan
@@ -47,8 +48,8 @@ def case(causal, n=136, m=None, biased=True, scale=0.6):
     m = m or n
     q, k, v = qkv(1, 2, key_heads=1, n=n, m=m, d=6, dv=5, scale=scale, dtype=torch.float64)
     k += torch.linspace(-1, 1, 6)  # frames shift rows
-    q[0, 0, 100:103] *= 8
-    k[0, 0, 40:43] *= 9
+    q[0, 0, 100] *= 8
+    k[0, 0, 40] *= 9
     bias = None
     if biased:
         bias = torch.randn(m, generator=torch.Generator().manual_seed(3)).double()
@@ -56,6 +57,9 @@ def case(causal, n=136, m=None, biased=True, scale=0.6):
     call = {"is_causal": causal, "enable_gqa": True}
     plan = fit_of((q, k, v), bias, call)
     assert all(bool(head.exact_rows) == causal for head in plan.heads)
+    problem = attention_problem(q, k, v, bias, 0.0, causal, None, True)
+    rows, keys = split_of(plan.heads[0], problem.head(0, 0))
+    assert 100 in rows.large and keys.large.tolist() == [40]
     wide = [None if x is None else x.to(DEVICE) for x in (q, k, v, bias)]
     return wide, short(wide), call, plan
 
@@ -159,7 +163,7 @@ def test_what_did_not_fit_goes_back_exactly(small, causal):
     wide, tokens, call, plan = case(causal)
     problem = attention_problem(*tokens, 0.0, causal, None, True)
     room = fitted.run_of(problem, plan).room
-    room.sizes, room.known = (1, 1), True
+    room.sizes, room.known = (1, 1) if causal else (0, 1), True
     made, back = outcome_of(tokens, call, plan, "fitted")
     leaves = [x.requires_grad_() for x in wide]
     results = dense_attention(*leaves, causal)

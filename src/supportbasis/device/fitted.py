@@ -93,8 +93,8 @@ def _warn_once(plan: Plan, room: Room, rows: int) -> None:
     if room.told and room.told[0] > RESCUED_SHARE * rows and "warned" not in plan.memory:
         plan.memory["warned"] = True
         warnings.warn(
-            "supportbasis: the last call with this plan that the host has heard of lost more than "
-            "1 % of a head's rows to a fit, which were computed exactly instead; use a new plan or "
+            "supportbasis: the last call with this plan whose counts are known lost more than 1 % "
+            "of a head's rows to a fit, which were computed exactly instead; use a new plan or "
             "another method",
             UserWarning,
             stacklevel=2,
