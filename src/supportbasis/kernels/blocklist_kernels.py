@@ -38,7 +38,7 @@ def granule_weights(
 def forward(
     q, k, v, log_weight, columns, offsets, indices, out, lse,
     heads, key_heads, n, m, d, dv, blocks, scale, least,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
+    q_b, q_h, q_n, k_b, k_h, k_n: tl.constexpr, v_b, v_h, v_n: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr,
     GRANULE: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
