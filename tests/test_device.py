@@ -169,8 +169,7 @@ def saved(plan: sb.Plan, folder: Path) -> sb.Plan:
 
 
 @needs_triton
-@pytest.mark.parametrize("bias", ["none", "heads"])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("causal", "bias"), [(False, "heads"), (True, "none")])
 def test_a_loaded_plan_splits_again(tmp_path, causal, bias):
     """Calls with no large token, with some (for which there is no room yet, so that all rows are
     exact), with as many, and with more than there is room for."""
