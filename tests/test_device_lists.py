@@ -45,11 +45,11 @@ from supportbasis.device import (  # noqa: E402
 from supportbasis.device.framed import Stack  # noqa: E402
 from supportbasis.device.room import Room, with_spare  # noqa: E402
 from supportbasis.kernels import (  # noqa: E402
-    adding,
     cells,
     coarse,
     framing,
     ordering,
+    placing,
     selection,
     summary,
 )
@@ -252,7 +252,7 @@ def test_means_are_added_where_they_belong(dtype):
     size[::4] = -math.inf
     shift = torch.randn(90, generator=generator)
     given = [x.clone().to(DEVICE) for x in (output, lse, rows, more.to(dtype), size, shift)]
-    adding.add_means(*given)
+    placing.add_means(*given)
     wanted, total = output.double(), lse.double()
     for place, row in enumerate(rows.tolist()):
         extra = float(size[place] + shift[row])
@@ -264,6 +264,33 @@ def test_means_are_added_where_they_belong(dtype):
         total[row] = both.logsumexp(0)
     torch.testing.assert_close(given[0].cpu().double(), wanted, rtol=0, atol=1e-5)
     torch.testing.assert_close(given[1].cpu().double(), total, rtol=1e-6, atol=1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("largest", [math.inf, 1.5])
+@pytest.mark.parametrize("size", [1, 3, 40])
+def test_rows_are_taken_summarised_and_added_to(size, largest):
+    generator = torch.Generator().manual_seed(11)
+    table = torch.randn(130, 5, generator=generator)
+    rows = torch.randperm(130, generator=generator)[: 120 // size * size].view(-1, size)
+    mean, variance = placing.measured(table.to(DEVICE), rows.to(DEVICE))
+    whole = table[rows].double()
+    torch.testing.assert_close(mean.cpu().double(), whole.mean(1), rtol=0, atol=1e-6)
+    wanted = whole.var(1, unbiased=False)
+    torch.testing.assert_close(variance.cpu().double(), wanted, rtol=1e-5, atol=1e-6)
+    rows[::2, 0] = -1
+    here = (rows >= 0).unsqueeze(2)
+    wanted = torch.where(here, table[rows].clamp(-largest, largest), 0.0).half()
+    taken = placing.taken(table.to(DEVICE), rows.to(DEVICE), torch.float16, largest)
+    assert torch.equal(taken.cpu(), wanted)
+    for each in (False, True):  # a row for each place, or for each block
+        more = torch.randn(len(rows) if each else rows.numel(), 5, generator=generator)
+        added = more.unsqueeze(1) if each else more.view(*rows.shape, 5)
+        wanted = torch.cat([table, table.new_zeros(1, 5)])
+        wanted[rows] += torch.where(here, added.expand(*rows.shape, 5), 0.0)
+        total = table.clone().to(DEVICE)
+        placing.add_rows(total, (rows if each else rows.flatten()).to(DEVICE), more.to(DEVICE))
+        assert torch.equal(total.cpu(), wanted[:-1])
 
 
 @needs_triton

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..blocks import BlockSettings
 from ..forest import Nodes
+from ..kernels.placing import add_rows
 from ..kernels.rectangle import Totals, add_gradients, slopes
 from ..plans import Plan
 from ..problem import Problem
@@ -78,15 +79,13 @@ def _inside(
     forest, inside = made.forest, made.inside
     heads, n, d = inside.query.shape
     rows = (grad.flatten(0, 2), lse.flatten() - inside.shift.flatten(), -slope.flatten())
-    query, total = inside.query.new_zeros(heads * n + 1, d), InForest.none(forest)
+    query, total = inside.query.new_zeros(heads * n, d), InForest.none(forest)
     for members, part, length in zip(made.members, made.found, made.lengths, strict=True):
         to_query, to_mean = total.add(forest, *part, length, rows, inside.value.dtype)
-        at = torch.where(part[0].rows >= 0, part[0].rows, heads * n)
-        query.index_add_(0, at.flatten(), to_query.flatten(0, 1).float())
-        each = (to_mean[:-1] / members.shape[1]).repeat_interleave(members.shape[1], 0)
-        query.index_add_(0, members.flatten(), each)
+        add_rows(query, part[0].rows.flatten(), to_query.flatten(0, 1))
+        add_rows(query, members, to_mean[:-1] / members.shape[1])
     key, value, weight = _to_keys(made, total)
-    return query[:-1].view(heads, n, d), key, value, weight
+    return query.view(heads, n, d), key, value, weight
 
 
 def _to_keys(made: Seen, total: InForest) -> tuple[Tensor, ...]:

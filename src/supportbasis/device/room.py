@@ -108,6 +108,16 @@ def enough(needed: Tensor, sizes: Sizes) -> Tensor:
     return torch.stack([need <= size for need, size in pairs]).all()
 
 
+def marked(flags: Tensor, most: int) -> Tokens:
+    """The first tokens that are flagged in each head [heads, tokens]."""
+    heads, tokens = flags.shape
+    at = flags.cumsum(1) - 1
+    at = torch.where(flags & (at < most), at, most)
+    place = torch.arange(tokens, dtype=torch.int32, device=flags.device).expand(heads, -1)
+    index = place.new_zeros(heads, most + 1).scatter_(1, at, place)[:, :most].contiguous()
+    return Tokens(most, index, flags.sum(1).clamp(max=most).int())
+
+
 def all_unless(
     fits: Tensor,
     query: Tensor,
