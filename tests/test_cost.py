@@ -57,6 +57,18 @@ def test_work_grows_linearly_for_polynomials_and_quadratically_for_exact():
     assert works[1] == pytest.approx(4 * works[0], rel=1e-9)
 
 
+def test_features_of_fits_are_dear_on_a_gpu(monkeypatch):
+    """A budget there buys as many as exact attention leaves time for."""
+    one = head(4096, 16)
+    plain = cost.fitted_work(one, 200, 3, 5)
+    monkeypatch.setattr(cost, "_has_kernels", lambda head: True)
+    there = cost.fitted_work(one, 200, 3, 5)
+    features = 2 * 4096 * 200 * (one.value_dim + 1)
+    more = there.multiply_adds(one) - plain.multiply_adds(one)
+    assert more == (cost.DEAR_FEATURE - 1) * features
+    assert there.seconds(one) <= plain.seconds(one)  # time is what it was
+
+
 def test_kernels_take_what_was_recorded():
     """Predictions from the time of SDPA in the same rows; the memory of that GPU moves 4.3 TB/s."""
     path = Path(__file__).parents[1] / "benchmarks/results/bench-cuda-2026-11-15.csv"

@@ -715,7 +715,7 @@ def test_fitted_polynomials_equal_those_of_blocks_of_tokens(masked):
     k[0, 1, :4] *= 9  # and keys
     mask = torch.rand(600, generator=torch.Generator().manual_seed(0)) < 0.8 if masked else None
     mask = None if mask is None else mask.to(DEVICE)
-    plan = sb.plan(q, k, v, mask, method=sb.BlockSupport(0.4, tail="polynomial"))
+    plan = planned(q, k, v, mask, method=sb.BlockSupport(0.4, tail="polynomial"))
     assert all(head.kind == "fitted" for head in plan.heads)
     wanted = sb.attention(q, k, v, mask, plan=plan, return_result=True)
     problem = attention_problem(q, k, v, mask, 0.0, False, None, False)
@@ -730,7 +730,7 @@ def test_rows_that_a_fit_loses_are_exact_and_counted():
     """A plan reused on other data, as the component engine does it: output, counts and the way
     back, which is told what was lost."""
     q, k, v = (x.to(DEVICE) for x in qkv(1, 1, n=600, d=4, scale=0.5, dtype=torch.float32))
-    plan = sb.plan(q, k, v, method=sb.BlockSupport(0.4, tail="polynomial"))
+    plan = planned(q, k, v, method=sb.BlockSupport(0.4, tail="polynomial"))
     kernel = replace(plan.heads[0].fitted, query_radius=math.inf)
     plan = replace(plan, heads=(replace(plan.heads[0], fitted=kernel),))
     q = 30 * q

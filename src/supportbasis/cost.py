@@ -50,6 +50,7 @@ DEVICE = Handling(3, 6, 0.2, 0, 0.2, 1e-4, 1e-4)  # many heads at once, by kerne
 CAUSAL = Handling(3, 170, 0.2, 0, 0.2, 1e-4, 1e-4)  # in layers, each of which has all tokens
 KERNEL_ORDERS = ("tree", "sequence")  # others are made by PyTorch there too
 DEAR = 64  # multiply-adds of exact attention there in the time of one of selection
+DEAR_FEATURE = 32  # and of one of the features of a fit, which are float32 and go through memory
 
 
 def handling(head: Head, order: str = "tree") -> Handling:
@@ -192,15 +193,18 @@ def _frame_work(head: Head) -> int:
 
 
 def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
-    """Frame, ``count`` features and far tokens of a fitted polynomial."""
+    """Frame, ``count`` features and far tokens of a fitted polynomial; on a GPU features count as
+    the multiply-adds that exact attention does meanwhile."""
     tokens = head.n + head.m
     far = far_rows * head.m + (head.n - far_rows) * far_keys
     share = head.pairs / max(1, head.n * head.m)
+    products = tokens * count * (head.value_dim + 1)
     return Work(
         exact_pairs=int(far * share),
         dense_pairs=head.n * CAUSAL_CHUNK // 2 if head.is_causal else 0,
         formed=tokens * count,
-        products=tokens * count * (head.value_dim + 1) + _frame_work(head),
+        products=products + _frame_work(head),
+        priced=(DEAR_FEATURE - 1) * products if _has_kernels(head) else 0,
     )
 
 

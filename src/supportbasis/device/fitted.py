@@ -29,7 +29,7 @@ from .dispatch import Forward, by_key_head
 from .exact import precision
 from .fitted_sums import Near
 from .framed import Inside
-from .room import Room, Sizes, enough, exact_unless
+from .room import Room, Sizes, enough, exact_unless, marked
 from .run import Run, parted
 
 
@@ -161,10 +161,10 @@ class Seen(NamedTuple):
         return torch.stack([self.far_keys.sum(1).amax(), rows])
 
     def rows_alone(self, lost: Tensor, most: int) -> Rectangle:
-        return replace(self.whole, rows=_marked(self.exact_rows | lost, most))
+        return replace(self.whole, rows=marked(self.exact_rows | lost, most))
 
     def keys_alone(self, most: int) -> Rectangle:
-        return replace(self.whole, keys=_marked(self.far_keys, most))
+        return replace(self.whole, keys=marked(self.far_keys, most))
 
 
 def seen(call: Call, query: Tensor, key: Tensor, value: Tensor, *frames: Tensor) -> Seen:
@@ -190,16 +190,6 @@ def over_far_keys(
     output, lse = new(*shape, tokens[2].shape[3]), new(shape)
     exact_rows(*tokens, made.keys_alone(most), output, lse)
     return output, lse
-
-
-def _marked(flags: Tensor, most: int) -> Tokens:
-    """The first tokens that are flagged in each head [heads, tokens]."""
-    heads, tokens = flags.shape
-    at = flags.cumsum(1) - 1
-    at = torch.where(flags & (at < most), at, most)
-    place = torch.arange(tokens, dtype=torch.int32, device=flags.device).expand(heads, -1)
-    index = place.new_zeros(heads, most + 1).scatter_(1, at, place)[:, :most].contiguous()
-    return Tokens(most, index, flags.sum(1).clamp(max=most).int())
 
 
 def _with(total: Tensor, unit: Tensor, more: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,11 +228,11 @@ def _least(inside: Inside, causal: bool) -> Tensor:
 
 
 def _least_so_far(inside: Inside) -> Tensor:
-    """Of one causal head, [n]; running sums are in float64."""
+    """Of one causal head, [n]; running sums are in float64, along rows: columns would be slow."""
     query, key, log_weight = inside.query[0], inside.key[0], inside.log_weight[0].double()
     top = fitted_sums.finite(log_weight.max())
     weight = (log_weight - top).exp()
     at = torch.arange(len(query), device=query.device).clamp(max=len(key) - 1)
-    mass, total = weight.cumsum(0)[at], (key * weight.unsqueeze(1)).cumsum(0)[at]
-    score = (query * total).sum(1) / torch.where(mass > 0, mass, 1.0)
+    mass, total = weight.cumsum(0)[at], (key.T.contiguous() * weight).cumsum(1)[:, at]
+    score = (query.T * total).sum(0) / torch.where(mass > 0, mass, 1.0)
     return (score + mass.log() + top).float()
