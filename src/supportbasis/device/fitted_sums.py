@@ -99,7 +99,7 @@ class Features(NamedTuple):
     units: tuple[float, float]
 
     @staticmethod
-    @lru_cache(maxsize=64)
+    @lru_cache(maxsize=512)  # one for each head of a model
     def of(kernel: FittedKernel, device: torch.device) -> Features:
         query_unit, key_unit = (
             radius if radius < math.inf else 1.0
@@ -179,4 +179,5 @@ class Written(NamedTuple):
             torch.matmul(state[..., 1 + start : 1 + stop, :], columns, out=out)
 
         grad = self.map.pull_back(self.buffer, fill, columns.shape[-1]).mT
+        grad = grad.clone(memory_format=torch.contiguous_format)  # those of all features may go
         return grad if self.in_lanes else grad[0]
