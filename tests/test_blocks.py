@@ -592,10 +592,9 @@ def test_orders_that_kernels_leave_to_pytorch_are_costed_as_such(monkeypatch):
     causal = head_of(q, k, v, causal=True)
     assert cost.handling(causal, "auto") is cost.CAUSAL
     assert cost.handling(causal, "places") is cost.ENGINE
+    sizes = cost.ListSizes(10, 8, 100.0, 50.0, 1000, 500.0, 250.0)
     seconds = {
-        order: cost.block_work(
-            head, BlockSettings(1.0, 64, 16, 64, order), 10, 8, 100.0, 50.0, 1000
-        ).seconds(head)
+        order: cost.block_work(head, BlockSettings(1.0, 64, 16, 64, order), sizes).seconds(head)
         for order in expected
     }
     assert seconds["groups"] > seconds["tree"] + 0.9 * cost.ENGINE.trees

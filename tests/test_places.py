@@ -197,7 +197,7 @@ def test_pieces_add_up_to_the_whole(monkeypatch):
     plan = sb.plan(q, k, v, is_causal=True, method=sb.BlockSupport(0.4, order=PLACES))
     assert plan.heads[0].blocks.order == PLACES
     whole = sb.attention(q, k, v, is_causal=True, plan=plan)
-    monkeypatch.setattr(selection, "PRODUCTS", 7)
+    monkeypatch.setattr(selection, "PAIRS", 7)
     monkeypatch.setattr(blocks, "GROUP_ENTRIES", 2**12)
     pieces = sb.attention(q, k, v, is_causal=True, plan=plan)
     torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-6)

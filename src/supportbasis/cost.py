@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from itertools import pairwise
 
@@ -26,28 +26,36 @@ from .sketch import PolySketch
 from .tree import split_work
 
 BLOCK_SECONDS = 5e-6  # of one elementwise operation of a feature block
-MOVE_SECONDS = 1e-10  # of an entry that is moved, at most: a busy moment must not rule trees out
+MOVE_SECONDS = 1e-10  # of an entry that is moved, at most, on a GPU
+MOVED = 1 / 32  # of an entry that is moved on a CPU, in exact pairs of one thread at 64 dims
+UNSHARED = 0.5  # of that, which more threads do not make faster
+FITTED_SECONDS, FITTED_TOKEN, FITTED_FEATURE = 2e-3, 30, 3  # of a head; moved for each entry
+ROUNDS, REPEATS = 4, 3  # of what is timed: in turns, and at a time
 KERNEL_PRODUCT = 2.5  # of a feature in a GPU kernel, in multiply-adds of exact attention
 KERNEL_READS = 0.5  # of every entry there, in reads of a reduction
 
 
 @dataclass(frozen=True)
 class Handling:
-    """What trees and lists cost beyond their arithmetic: each entry that is moved, in reads of a
-    reduction, and each head, in seconds."""
+    """What trees and lists cost beyond their arithmetic: each entry that is moved, in reads, and
+    each head, in seconds."""
 
     split: float  # a coordinate of a token, at each level of a tree
+    level: float  # a token, at each level of a tree
     carried: float  # an entry of a token, as a whole
+    compared: float  # a token with the leader of a group
     judged: float  # an entry of a node that a block looks at
     listed: float  # an entry of a key of a list
     tilted: float  # an entry of what makes a coarse key
     call: float  # a head, whatever its size
-    trees: float  # and one with trees
+    trees: float  # and each layer of its blocks, with trees
 
 
-ENGINE = Handling(90, 0, 80, 40, 40, 3e-4, 0.02)
-DEVICE = Handling(3, 6, 0.2, 0, 0.2, 1e-4, 1e-4)  # many heads at once, by kernels (see `device`)
-CAUSAL = Handling(3, 170, 0.2, 0, 0.2, 1e-4, 1e-4)  # in layers, each of which has all tokens
+ENGINE = Handling(20, 640, 200, 60, 10, 15, 12, 3e-4, 0.01)
+PLACED = Handling(0, 0, 100, 0, 12, 10, 28, 3e-4, 0.014)  # the same in places, where little is made
+LAYERED = 1.5  # times as much is carried there with causal attention: every layer has all tokens
+DEVICE = Handling(3, 0, 6, 0, 0.2, 0, 0.2, 1e-4, 1e-4)  # many heads at once, by kernels
+CAUSAL = Handling(3, 0, 170, 0, 0.2, 0, 0.2, 1e-4, 1e-4)  # in layers
 KERNEL_ORDERS = ("tree", "sequence")  # others are made by PyTorch there too
 DEAR = 64  # multiply-adds of exact attention there in the time of one of selection
 DEAR_FEATURE = 32  # and of one of the features of a fit, which are float32 and go through memory
@@ -85,9 +93,9 @@ class Work:
     scanned: int = 0  # entries read to split, to bound norms and to sample
     formed: int = 0  # features of sketches, and of what is sketched
     products: int = 0  # multiply-adds of sketches and of their features with the values
-    moved: int = 0  # entries gathered and sorted by trees and lists: time, but no arithmetic
+    moved: int = 0  # entries gathered, sorted and copied: time, but no arithmetic
     priced: int = 0  # multiply-adds of exact attention in the time of that: cost, but no time
-    trees: float = 0.0  # seconds that making trees takes, whatever their size
+    trees: float = 0.0  # seconds that trees, lists and fits take, whatever their size
 
     def __add__(self, other: Work) -> Work:
         """Both kinds of work; of features, at most one side may have any."""
@@ -131,7 +139,7 @@ class Work:
         features = (self._kernel_seconds if by_kernels else self._feature_seconds)(head, rates)
         pairs = (1.3 * self.exact_pairs + 2.0 * self.dense_pairs) * pair
         sketches = self.formed * rates.feature + self.products * rates.product
-        reading = self.scanned * rates.scan + self.moved * min(rates.scan, MOVE_SECONDS)
+        reading = self.scanned * rates.scan + self.moved * _move_seconds(head, rates)
         calls = handling(head).call + self.trees
         return calls + pairs + features + sketches + reading
 
@@ -152,6 +160,13 @@ class Work:
     def speedup(self, head: Head) -> float:
         """Predicted time of exact attention over predicted time of this work."""
         return exact_seconds(head) / self.seconds(head)
+
+
+def _move_seconds(head: Head, rates: Rates) -> float:
+    if head.query.is_cuda:
+        return min(rates.scan, MOVE_SECONDS)
+    threads = torch.get_num_threads()
+    return MOVED * rates.pairs[-1][1] * threads * (UNSHARED + 1 / threads)
 
 
 def exact_seconds(head: Head) -> float:
@@ -207,80 +222,93 @@ def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
     far = far_rows * head.m + (head.n - far_rows) * far_keys
     share = head.pairs / max(1, head.n * head.m)
     products = tokens * count * (head.value_dim + 1)
-    moved = priced = 0
+    moved, priced, trees = 0, 0, 0.0
     if _has_kernels(head):
         moved = int(FIT_ENTRY * tokens * (head.dim + head.value_dim))
         if head.is_causal:
             moved += int(FIT_FEATURE * tokens * count + FIT_PAIR * head.n * FIT_CHUNK)
         priced = (DEAR_FEATURE - 1) * products + DEAR_MOVE * moved
+    elif not head.query.is_cuda:
+        moved = tokens * (FITTED_TOKEN * head.dim + FITTED_FEATURE * count)
+        trees = FITTED_SECONDS
     return Work(
         exact_pairs=int(far * share),
         dense_pairs=head.n * CAUSAL_CHUNK // 2 if head.is_causal else 0,
         formed=tokens * count,
         products=products + _frame_work(head),
         moved=moved,
+        trees=trees,
         priced=priced,
     )
 
 
-def block_work(
-    head: Head,
-    settings: BlockSettings,
-    levels: int,
-    axes: int,
-    keys: float,
-    coarse: float,
-    visited: int,
-    compared: int = 0,
-) -> Work:
-    """Frame, trees, selection and lists of a block support.
+@dataclass(frozen=True)
+class ListSizes:
+    """How large the trees and lists of a head are."""
 
-    ``levels`` of splits that a token goes through as a query and as a key, in ``axes`` coordinates;
-    ``keys`` a query, of which some ``coarse``; pairs of blocks and nodes that are ``visited``;
-    leaders ``compared`` with. On a GPU a budget is worth what it buys there: selection counts as
-    the multiply-adds that exact attention does meanwhile.
-    """
+    levels: int  # of splits that a token goes through as a query and as a key
+    axes: int  # coordinates that they are made in
+    keys: float  # a query
+    coarse: float  # of these
+    visited: int  # pairs of blocks and nodes
+    listed: float  # keys in all lists
+    tilted: float  # of these, coarse ones
+    compared: int = 0  # leaders of groups that a token is compared with
+    layers: int = 1  # of blocks
+
+
+def block_work(head: Head, settings: BlockSettings, sizes: ListSizes) -> Work:
+    """Frame, trees, selection and lists of a block support. On a GPU a budget is worth what it buys
+    there: selection counts as the multiply-adds that exact attention does meanwhile."""
     if settings.order == PLACES:
-        return _place_work(head, settings, keys, coarse, visited)
-    dim, tokens = head.dim, head.n + head.m
-    trees = (levels * split_work(axes) + compared * axes) * tokens // 2
-    trees += head.m * (4 * dim + 9 * head.value_dim)
+        return _place_work(head, settings, sizes)
+    dim, tokens, width = head.dim, head.n + head.m, head.value_dim
+    splits = sizes.levels * tokens / 2
+    trees = int(splits * split_work(sizes.axes)) + sizes.compared * sizes.axes * tokens // 2
+    trees += head.m * (4 * dim + 9 * width)
     blocks, handled = head.n / settings.block_size, handling(head, settings.order)
-    moved = handled.split * tokens * levels / 2 * axes + handled.carried * tokens * dim
-    moved += handled.judged * visited * (4 * dim + head.value_dim)
-    moved += handled.listed * blocks * keys * (dim + head.value_dim)
-    moved += handled.tilted * blocks * coarse * (dim + 9 * head.value_dim)
-    judged = visited * (11 * dim + head.value_dim)
-    tilted = int(blocks * coarse * (5 * dim + 10 * head.value_dim))
+    carried = handled.carried * (LAYERED if handled is ENGINE and head.is_causal else 1.0)
+    moved = splits * (handled.split * sizes.axes + handled.level) + carried * tokens * dim
+    moved += handled.compared * tokens / 2 * sizes.compared
+    moved += handled.judged * sizes.visited * (4 * dim + width)
+    moved += handled.listed * (sizes.listed + _own_keys(head)) * (dim + width)
+    moved += handled.tilted * sizes.tilted * (dim + 9 * width)
+    made = sizes.layers + (1 if sizes.compared else 0)
+    judged = sizes.visited * (11 * dim + width)
+    tilted = int(blocks * sizes.coarse * (5 * dim + 10 * width))
     work = Work(
-        exact_pairs=int(head.n * keys),
+        exact_pairs=int(head.n * sizes.keys),
         products=int(_frame_work(head) + trees),
         moved=int(moved),
-        trees=handled.trees,
+        trees=handled.trees * (made if handled is ENGINE else 1),
     )
     if handled is not ENGINE:
         return work + Work(priced=DEAR * (judged + tilted))
-    return work + Work(products=tilted, scanned=judged)
+    return work + Work(products=tilted + judged)
 
 
-def _place_work(
-    head: Head, settings: BlockSettings, keys: float, coarse: float, visited: int
-) -> Work:
+def _own_keys(head: Head) -> int:
+    """Keys that rows see in their own chunk, which are copied as those of lists are."""
+    return head.n if head.is_causal else 0
+
+
+def _place_work(head: Head, settings: BlockSettings, sizes: ListSizes) -> Work:
     """The same for consecutive queries and keys: no frame and no order, but rows whose attention
     shows which places matter."""
     dim, width = head.dim, head.value_dim
     blocks = head.n / settings.block_size
     summaries = head.m * (4 * dim + 2 * width) + head.n * 3 * dim
-    tilted = blocks * coarse * (5 * dim + 2 * width)
-    moved = ENGINE.judged * visited * dim + ENGINE.listed * blocks * keys * (dim + width)
-    moved += ENGINE.tilted * blocks * coarse * (dim + width)
+    tilted = blocks * sizes.coarse * (5 * dim + 2 * width)
+    judged = sizes.visited * (dim + PLACE_SCALARS)
+    moved = PLACED.carried * (head.n + head.m) * dim + PLACED.judged * judged
+    moved += PLACED.listed * (sizes.listed + _own_keys(head)) * (dim + width)
+    moved += PLACED.tilted * sizes.tilted * (dim + width)
     profile = PROFILE_ROWS * head.m * dim if len(settings.profile) > 1 else 0
     return Work(
-        exact_pairs=int(head.n * keys),
-        products=int(summaries + tilted + profile),
-        scanned=visited * (dim + PLACE_SCALARS),
+        exact_pairs=int(head.n * sizes.keys),
+        products=int(summaries + tilted + profile + judged),
         moved=int(moved),
-        trees=ENGINE.trees,
+        trees=PLACED.trees,
     )
 
 
@@ -313,7 +341,6 @@ def _rates(head: Head) -> Rates:
 def calibrate(device: str, dtype: torch.dtype) -> Rates:
     """Measure the machine once a process, in about a tenth of a second. A GPU gets more to do:
     small work would only measure how long a launch takes."""
-    pairs = tuple((float(dim), _time_sdpa(dim, device, dtype)) for dim in (4, 16, 64))
     features = FeatureMap(48, 2)
     lanes, rows = lane_count(device), 504 if device == "cpu" else 64 * 504
     x = _numbers((lanes, rows, 48), device)
@@ -326,6 +353,7 @@ def calibrate(device: str, dtype: torch.dtype) -> Rates:
     product = _best(lambda: state.baddbmm_(written, value), device) / count
     wide = x if device == "cpu" else written
     scan = _best(lambda: wide.abs().amax(-1), device) / wide.numel()
+    pairs = _time_sdpa((4, 16, 64), device, dtype)
     return Rates(pairs, write, product / 64, scan)
 
 
@@ -334,15 +362,23 @@ def _numbers(shape: tuple[int, ...], device: str) -> Tensor:
     return torch.randn(shape, generator=generator).to(device)
 
 
-def _time_sdpa(dim: int, device: str, dtype: torch.dtype) -> float:
+def _time_sdpa(
+    dims: Sequence[int], device: str, dtype: torch.dtype
+) -> tuple[tuple[float, float], ...]:
+    """Seconds of a pair at each dim, in turns: a busy moment must not hit all calls of one."""
     heads, tokens = (1, 1536) if device == "cpu" else (16, 8192)
-    dim = dim if device == "cpu" else max(8, dim)  # fast kernels want multiples of 8
-    q, k, v = _numbers((3, 1, heads, tokens, dim), device).to(dtype).unbind(0)
-    seconds = _best(lambda: F.scaled_dot_product_attention(q, k, v), device)
-    return seconds / (heads * tokens**2)
+    found, calls = dict.fromkeys(dims, math.inf), {}
+    for dim in dims:
+        wide = dim if device == "cpu" else max(8, dim)  # fast kernels want multiples of 8
+        q, k, v = _numbers((3, 1, heads, tokens, wide), device).to(dtype).unbind(0)
+        calls[dim] = partial(F.scaled_dot_product_attention, q, k, v)
+    for _ in range(ROUNDS):
+        for dim, call in calls.items():
+            found[dim] = min(found[dim], _best(call, device, REPEATS) / (heads * tokens**2))
+    return tuple((float(dim), seconds) for dim, seconds in found.items())
 
 
-def _best(run: Callable[[], object], device: str, repeats: int = 7) -> float:
+def _best(run: Callable[[], object], device: str, repeats: int = ROUNDS * REPEATS) -> float:
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

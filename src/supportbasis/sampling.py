@@ -41,6 +41,16 @@ class RowSample:
         rows, at = torch.cat([census, chosen]).sort()
         return RowSample(rows, at < len(census), head.n)
 
+    def _weight(self, like: Tensor) -> Tensor:
+        """How many rows each of the rows stands for."""
+        count = int((~self.in_census).sum())
+        others = self.n - int(self.in_census.sum())
+        return torch.where(self.in_census, 1.0, others / max(1, count)).to(like.dtype)
+
+    def total(self, x: Tensor) -> float:
+        """The sum over all rows of what was measured on the sampled ones."""
+        return float((self._weight(x) * x).sum())
+
     def frobenius_limit(self, squared: Tensor, size: Tensor) -> tuple[float, float]:
         """sqrt(sum e_i^2 / sum s_i^2) over all rows, and its upper confidence limit.
 
@@ -50,8 +60,7 @@ class RowSample:
         """
         sampled = ~self.in_census
         others, count = self.n - int(self.in_census.sum()), int(sampled.sum())
-        weight = torch.where(sampled, others / max(1, count), 1.0).to(squared.dtype)
-        error, total = float((weight * squared).sum()), float((weight * size).sum())
+        error, total = self.total(squared), self.total(size)
         if total == 0.0:
             return (0.0, 0.0) if error == 0.0 else (math.inf, math.inf)
         ratio = error / total
@@ -64,11 +73,14 @@ class RowSample:
 
 
 def exact_rows(
-    head: Head, rows: Tensor, log_scale: float = 0.0, component: Component | None = None
+    head: Head,
+    rows: Tensor,
+    log_scale: float = 0.0,
+    component: Component | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """The exact result of some rows, in any order, in float64 (``component``: of another kernel
-    than exp)."""
-    wide = replace(head, precision=torch.float64)
+    """The exact result of some rows, in any order (``component``: of another kernel than exp)."""
+    wide = replace(head, precision=dtype)
     ordered, at = rows.sort()  # causal sums skip what lies ahead of the last row of a tile
     total = evaluate([component or ExactSum(head.live_keys)], wide, ordered)[at.argsort()]
     if head.normalise:

@@ -19,7 +19,7 @@ from .forest import Forest, taken
 
 EXPONENT = 6.0  # score variances beyond are as bad as they get
 LARGEST_DRIFT = 1.0  # variance over the queries of a block: beyond, it says nothing more
-PRODUCTS = 2**14  # inner products at a time
+PAIRS = 2**13  # at a time, on a CPU
 HARDLY = 8.0  # halves of neighbours err nearly as much as the whole: only exact leaves do not
 
 Pairs = tuple[Tensor, Tensor]  # block and node of each pair, sorted by block
@@ -93,10 +93,16 @@ class View:
     ) -> tuple[Tensor, Tensor]:
         """Log masses of nodes, and their squared errors as coarse keys over the squared size of
         the output; ``settled`` is the log mass of what each block has decided on."""
-        mass = _masses(forest, blocks, block, node)
-        total = torch.logaddexp(settled, _log_sums(mass.least, block, len(settled)))
+        pieces = _pieces((block, node))
+        masses = [_masses(forest, blocks, *piece) for piece in pieces]
+        least = torch.cat([mass.least for mass in masses])
+        total = torch.logaddexp(settled, _log_sums(least, block, len(settled)))
         total = torch.maximum(total, self.log_mass)
-        return mass.least, _error(forest, blocks, self, block, node, mass, total)
+        errors = [
+            _error(forest, blocks, self, *piece, mass, total)
+            for piece, mass in zip(pieces, masses, strict=True)
+        ]
+        return least, torch.cat(errors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,9 +179,16 @@ def select(
 
 
 def _products(left: Tensor, row: Tensor, right: Tensor, column: Tensor) -> Tensor:
-    """Inner products of pairs of rows, some at a time so that copies stay in the caches."""
-    pieces = zip(row.split(PRODUCTS), column.split(PRODUCTS), strict=True)
+    """Inner products of pairs of rows."""
+    pieces = _pieces((row, column))
     return torch.cat([(taken(left, i) * taken(right, j)).sum(1) for i, j in pieces])
+
+
+def _pieces(pairs: Pairs) -> list[Pairs]:
+    """Some pairs at a time, so that copies stay in the caches; a GPU takes all at once."""
+    block, node = pairs
+    step = PAIRS if block.device.type == "cpu" else max(1, len(block))
+    return list(zip(block.split(step), node.split(step), strict=True))
 
 
 def children(forest: Forest, pairs: Pairs) -> Pairs:
@@ -206,7 +219,7 @@ def look(forest: Forest, blocks: Blocks, start: Pairs) -> View:
     """Every block with its first nodes: a softmax over coarse keys."""
     block, node = start
     count, value = len(blocks.mean), taken(forest.value, node)
-    log_mass = _masses(forest, blocks, block, node).least
+    log_mass = torch.cat([_masses(forest, blocks, *piece).least for piece in _pieces(start)])
     total = _log_sums(log_mass, block, count)
     share = (log_mass - taken(total, block)).exp().nan_to_num(0.0)
     tiny = torch.finfo(share.dtype).tiny

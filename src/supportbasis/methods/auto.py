@@ -30,11 +30,11 @@ PLANNING_SECONDS = {"cpu": 0.02, "cuda": 1e-3}
 SHARES = (0.0, 0.001, 0.004, 0.015, 0.05)  # of tokens that a candidate threshold makes large
 # rows that share a list, and their order; large blocks gather less, and select for more
 BLOCKS = ((64, "auto"), (64, "sequence"), (512, "auto"), (64, PLACES))
-CAUSAL_BLOCKS = ((64, PLACES), (64, "tree"), (512, "tree"))
+CAUSAL_BLOCKS = ((64, PLACES), (512, "tree"))
 DEVICE_BLOCKS = ((128, "tree"), (128, "sequence"), (512, "tree"))  # where kernels take them
 CLEARLY = 1.5  # times as fast must other blocks be predicted to be, to be taken instead
 FAST = 4.0  # predicted speed of lists above which no other blocks are tried
-WORTHWHILE = 1.1  # predicted speed against exact attention, below which nothing is gained
+WORTHWHILE = 1.3  # predicted speed against exact attention that leaves room for a wrong prediction
 MARGIN = 0.8  # of the tolerance that an estimate may use up before it is verified
 
 
@@ -72,7 +72,7 @@ class Auto(Method):
                 found.append(replace(plan, measured=measured))
                 break
         for candidate in (self._fitted, self._blocks):
-            other = candidate(search, max((plan.speedup for plan in found), default=1.0))
+            other = candidate(search, max([WORTHWHILE, *(plan.speedup for plan in found)]))
             found += [] if other is None else [other]
         best = max(found, key=lambda plan: plan.speedup, default=None)
         if best is None or best.speedup <= WORTHWHILE:

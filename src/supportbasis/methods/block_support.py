@@ -7,22 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from ..arrangement import ORDERS
-from ..blocks import PARTS, PLACES, START_NODES, BlockSettings, Layer, Structure, remembered
-from ..components.blocks import block_sums
-from ..cost import ENGINE, block_work, handling
+from ..blocks import PARTS, PLACES, START_NODES, BlockSettings, Structure, remembered
+from ..cost import ENGINE, ListSizes, block_work, handling
 from ..errors import InputError
 from ..frame import own_frame, plain_frame, prefix_of
 from ..places import Profile
 from ..plans import HeadPlan
 from ..problem import Head
 from ..rows import RowCheck
-from ..sampling import RowSample, exact_rows
 from ..tree import leaf_layout
 from .base import Method, check_seed, exact_plan, is_positive
+from .block_check import BlockCheck
 from .fitted import FittedSearch
 
 TAILS = ("auto", "coarse", "polynomial")
@@ -32,10 +28,10 @@ SAMPLED_BLOCKS = 48
 LEAST, MOST = -36.0, 0.0  # logarithms of the prices that are tried
 STEPS = 14
 LARGEST_SCORES = 100.0  # standard deviation: beyond, one key takes it all and no mean key helps
-WIDEST_BLOCKS, CHECKED_BLOCKS, CHECKED_ROWS = 12, 40, 8
 FIRST_GUESS = 10.0  # tolerance over the root of the first price that is tried
 USELESS = 0.9  # measured error from which a plan is no answer, however cheap
 SEQUENCE = "sequence"
+STEEPEST = 1.0  # logarithm of the error over that of the price: it hardly ever falls faster
 STRIDE, HALVES = 4.0, 3  # steps of the logarithm of the price, and how often the last is halved
 
 
@@ -213,7 +209,8 @@ class BlockSearch:
         settings = self.base.blocks
         assert settings is not None
         keys = float(settings.chunk) / 2 if self.head.is_causal else 0.0
-        coarse, visited, leaf = 0.0, 0.0, self.sample.forest.leaf_size
+        coarse, visited, listed, tilted = 0.0, 0.0, 0.0, 0.0
+        leaf = self.sample.forest.leaf_size
         for layer, lists, whole in zip(
             self.sample.layers, self.sample.select(price), self.whole.layers, strict=True
         ):
@@ -222,11 +219,15 @@ class BlockSearch:
             rows = layer.rows.shape[1] * blocks / self.head.n
             few, many = (count[layer.owner].double().sum() for count in lists.lengths(leaf))
             coarse, keys = coarse + float(few) * rows, keys + float(few + many) * rows
+            tilted, listed = tilted + float(few) * blocks, listed + float(few + many) * blocks
             visited += lists.visited * share
         exact = self.base.exact_rows**2 / 2 / max(1, self.head.n)
         made = self.whole
-        sizes = (made.levels, made.axes, keys + exact, coarse, int(visited), made.compared)
-        work = block_work(self.head, settings, *sizes)
+        sizes = ListSizes(
+            made.levels, made.axes, keys + exact, coarse, int(visited), listed, tilted,
+            made.compared, len(made.layers),
+        )  # fmt: skip
+        work = block_work(self.head, settings, sizes)
         return replace(
             self.base,
             blocks=replace(settings, price=price),
@@ -241,9 +242,9 @@ class BlockSearch:
         block_size = max(1, block_size // PARTS) if order == PLACES else block_size
         settings = BlockSettings(1.0, block_size, LEAF, chunk_of(head, block_size), order)
         levels = leaf_layout(head.n, block_size)[0] + leaf_layout(head.m, LEAF)[0] + 2
-        visited = START_NODES * math.ceil(head.n / block_size)
-        nodes = float(START_NODES)
-        return block_work(head, settings, levels, 1, nodes, nodes, visited).speedup(head)
+        visited, nodes = START_NODES * math.ceil(head.n / block_size), float(START_NODES)
+        sizes = ListSizes(levels, 1, nodes, nodes, visited, visited, visited)
+        return block_work(head, settings, sizes).speedup(head)
 
     def affordable(self, budget: float) -> HeadPlan | None:
         """The plan of the lowest price within the budget."""
@@ -273,10 +274,12 @@ class BlockSearch:
 
         Errors fall slowly with the price, so prices are tried in large steps, then in halves.
         """
+        plans: dict[float, HeadPlan] = {}
 
         def pays(log_price: float) -> bool:
-            plan = self.plan(math.exp(log_price))
-            return plan.cost < 1 and plan.speedup > speedup
+            if log_price not in plans:
+                plans[log_price] = self.plan(math.exp(log_price))
+            return plans[log_price].cost < 1 and plans[log_price].speedup > speedup
 
         at = min(MOST, 2 * math.log(tolerance / FIRST_GUESS))
         while at < MOST and not pays(at):
@@ -284,7 +287,7 @@ class BlockSearch:
         if not pays(at):
             return None
         assert self.base.blocks is not None
-        check = BlockCheck.draw(self.whole, self.head, self.base.blocks.chunk, seed)
+        check = BlockCheck.draw(self.whole, self.head, self.base.blocks.chunk, seed, tolerance)
         measured: dict[float, float] = {}
 
         def holds(log_price: float) -> bool:
@@ -300,6 +303,8 @@ class BlockSearch:
                     break
             else:
                 bad = at
+            if good is None and not pays(_hoped(at, measured[at] / tolerance)):
+                break
             while good is None and step > 1 and not pays(at - step):
                 step /= 2
             at = min(MOST, at + STRIDE) if bad is None else at - step
@@ -314,79 +319,9 @@ class BlockSearch:
         return replace(self.plan(math.exp(good)), measured=measured[good])
 
 
-@dataclass(frozen=True, eq=False)
-class _Sampled:
-    """A few rows of some blocks of one layer, with their exact output."""
-
-    rows: Tensor  # [blocks, rows]
-    exact: Tensor  # [blocks, rows, dv]
-    sample: RowSample  # of blocks
-    count: int  # rows of the whole layer
-
-    @staticmethod
-    def draw(
-        layer: Layer, head: Head, blocks: int, count: int, generator: torch.Generator
-    ) -> _Sampled:
-        """At most ``count`` rows of so many ``blocks``."""
-        sample = _sampled_blocks(layer, blocks, generator)
-        rows = layer.rows[sample.rows]
-        order = torch.rand(rows.shape, generator=generator).to(rows.device)
-        order = order.masked_fill(rows < 0, 2.0).argsort(1)[:, :count]
-        rows = rows.gather(1, order)
-        rows = torch.where(rows >= 0, rows, rows[:, :1]).clamp(min=0)  # short blocks repeat a row
-        exact = exact_rows(head, rows.flatten()).view(*rows.shape, -1)
-        return _Sampled(rows, exact, sample, int((layer.rows >= 0).sum()))
-
-    def error(self, output: Tensor) -> tuple[float, float, float]:
-        """Squared size of the layer's output; relative squared error, and its upper limit: whole
-        blocks are the units of the sample, because the rows of a block fail together."""
-        squared = (output[self.rows].double() - self.exact).square().sum((1, 2))
-        size = self.exact.square().sum((1, 2))
-        measured, limit = self.sample.frobenius_limit(squared, size)
-        whole = float(size.mean()) / self.rows.shape[1] * self.count
-        return whole, measured**2, limit**2
-
-
-@dataclass(frozen=True, eq=False)
-class BlockCheck:
-    """Sampled rows of every kind of block: what lists of any price are held to."""
-
-    structure: Structure  # of the cells that hold the rows
-    parts: tuple[_Sampled, ...]
-    chunk: int
-
-    @staticmethod
-    def draw(whole: Structure, head: Head, chunk: int, seed: int) -> BlockCheck:
-        generator = torch.Generator().manual_seed(seed)
-        # every row is in all layers of a causal head: the widest windows stand for them
-        layers = whole.layers if whole.chunks is None else whole.layers[-1:]
-        count = (CHECKED_BLOCKS, CHECKED_ROWS)
-        if whole.order == PLACES:  # small blocks, of which a few err most
-            count = (PARTS * CHECKED_BLOCKS, CHECKED_ROWS // 2)
-        parts = tuple(_Sampled.draw(layer, head, *count, generator) for layer in layers)
-        rows = torch.cat([part.rows.flatten() for part in parts])
-        return BlockCheck(whole.around(rows, chunk), parts, chunk)
-
-    def error(self, price: float) -> tuple[float, float]:
-        """Relative Frobenius error of all rows as the sample has it, and its upper limit."""
-        total = block_sums(self.structure, self.structure.select(price), self.chunk)
-        output = total.divide_(total.seen)[0]
-        parts = [part.error(output) for part in self.parts]
-        size = max(sum(part[0] for part in parts), 1e-300)
-        measured = sum(part[0] * part[1] for part in parts) / size
-        limit = sum(part[0] * part[2] for part in parts) / size
-        return math.sqrt(measured), math.sqrt(limit)
-
-
-def _sampled_blocks(layer: Layer, count: int, generator: torch.Generator) -> RowSample:
-    """Blocks of a layer: those whose queries are furthest apart, which err most and are few, and
-    a sample of ``count`` that stands for the others."""
-    size = (layer.query - layer.query.mean(1, keepdim=True)).square().sum((1, 2))
-    order = size.argsort(descending=True)
-    census, others = order[:WIDEST_BLOCKS], order[WIDEST_BLOCKS:]
-    chosen = torch.randperm(len(others), generator=generator)[:count].to(order.device)
-    blocks, at = torch.cat([census, others[chosen]]).sort()
-    return RowSample(blocks, at < len(census), len(order))
+def _hoped(log_price: float, excess: float) -> float:
+    """The highest price at which an error could be so many times smaller."""
+    return max(LEAST, log_price - math.log(max(1.0, excess)) / STEEPEST)
 
 
 def chunk_of(head: Head, block_size: int) -> int:

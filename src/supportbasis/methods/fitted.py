@@ -77,9 +77,13 @@ class FittedSearch:
     def within(self, tolerance: float, check: RowCheck, speedup: float) -> HeadPlan | None:
         """The plan of fewest features whose measured error, at its upper limit, is within
         tolerance, if it is predicted to be faster than ``speedup``."""
+        most = self._most(speedup)
+        last = None if most < FEWEST else self.plan(most)
+        if last is None or self._expected(last) > HOPEFUL * tolerance:
+            return None
         features, found, short = FEWEST, None, 0
-        while found is None and features <= MOST:
-            plan = self.plan(features)
+        while found is None and features <= most:
+            plan = last if features == most else self.plan(features)
             if plan is None or plan.speedup <= speedup:
                 return None
             found = self._measured(plan, tolerance, check)
@@ -93,6 +97,16 @@ class FittedSearch:
             else:
                 found, features = plan, middle
         return found
+
+    def _most(self, speedup: float) -> int:
+        """The most features that are predicted to be faster than ``speedup``; 0: none are."""
+        features = FEWEST
+        while features <= MOST:
+            work = self._work(choose_spans(self.frame.spectrum, features))
+            if work.speedup(self.head) <= speedup:
+                break
+            features *= 2
+        return features // 2 if features > FEWEST else 0
 
     def _measured(self, plan: HeadPlan, tolerance: float, check: RowCheck) -> HeadPlan | None:
         """The plan with its measured error, if that is within tolerance."""
