@@ -163,7 +163,7 @@ class Work:
 
 
 def _move_seconds(head: Head, rates: Rates) -> float:
-    if head.query.is_cuda:
+    if head.query.device.type != "cpu":
         return min(rates.scan, MOVE_SECONDS)
     threads = torch.get_num_threads()
     return MOVED * rates.pairs[-1][1] * threads * (UNSHARED + 1 / threads)
@@ -228,7 +228,7 @@ def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
         if head.is_causal:
             moved += int(FIT_FEATURE * tokens * count + FIT_PAIR * head.n * FIT_CHUNK)
         priced = (DEAR_FEATURE - 1) * products + DEAR_MOVE * moved
-    elif not head.query.is_cuda:
+    elif head.query.device.type == "cpu":
         moved = tokens * (FITTED_TOKEN * head.dim + FITTED_FEATURE * count)
         trees = FITTED_SECONDS
     return Work(
