@@ -21,11 +21,10 @@ from test_device_lists import (  # kernels are imported there: see what is set b
     directions,
     dispatch,
     fitted,
+    followed,
     needs_triton,
-    record,
     relative,
     smooth,
-    without_waiting,
 )
 
 from test_device_lists import pytestmark as marks  # isort: skip
@@ -223,16 +222,7 @@ def test_nothing_waits_there_and_back(masked, causal):
         output = sb.attention(*tokens, mask, **how, plan=plan)
         return [output, *torch.autograd.grad(output, tokens, grad)]
 
-    for _ in range(3):  # run, recorded, replayed
-        call()
-    without_waiting(call)
-    graph, results = record(call)
-    with torch.no_grad():
-        for x in tokens:
-            x.copy_(x.flip(2))
-    graph.replay()
-    for mine, theirs in zip(results, call(), strict=True):
-        assert relative(mine.detach(), theirs.detach()) < 1e-2
+    graph, results = followed(call, tokens)
     with torch.no_grad():
         tokens[0][:, :, ::2] *= 9  # rows that are far: there is no room for them
     graph.replay()
