@@ -11,6 +11,7 @@ import supportbasis as sb
 from cases import qkv
 from supportbasis import cost
 from supportbasis.inputs import attention_problem
+from supportbasis.problem import Head
 
 REAL = cost.calibrate  # the fixture in conftest replaces it
 
@@ -55,6 +56,38 @@ def test_work_grows_linearly_for_polynomials_and_quadratically_for_exact():
     assert ratio == pytest.approx(16, rel=0.1)
     works = [cost.polynomial_work(h, h.n, h.m, 2).multiply_adds(h) for h in (small, large)]
     assert works[1] == pytest.approx(4 * works[0], rel=1e-9)
+
+
+def on_a_gpu(n, causal):
+    """A head of which nothing but the shape is known."""
+    token = torch.empty(n, 64, dtype=torch.bfloat16, device="meta")
+    return Head(token, token, token, None, None, 0.125, causal, True)
+
+
+def test_causal_sdpa_on_a_gpu_takes_what_was_recorded(monkeypatch):
+    """Of the time for all pairs, in rows of `bench-cuda-2026-11-15.csv`."""
+    rates = cost.Rates(((4.0, 5e-13), (64.0, 5e-13)), 0.0, 0.0, 0.0)
+    monkeypatch.setattr(cost, "_rates", lambda head: rates)
+    for n, part in ((8192, 0.69), (32768, 0.53), (131072, 0.51)):
+        whole, causal = (cost.exact_seconds(on_a_gpu(n, x)) - 2e-5 for x in (False, True))
+        assert causal / whole == pytest.approx(part, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("causal", "features", "ms"),
+    [(False, 300, 12.36), (False, 2200, 47.08), (True, 300, 35.35), (True, 2200, 112.39)],
+)
+def test_fits_take_what_they_took_on_a_gpu(monkeypatch, causal, features, ms):
+    """8 heads of 131072 tokens on an H200, where SDPA takes 75.9 ms, causal 37.5; features and
+    products as long as they took alone. A budget is worth what it buys there."""
+    n, sdpa = 131072, 37.5 if causal else 75.9
+    one, pair = on_a_gpu(n, causal), 75.9e-3 / 8 / n**2
+    rates = cost.Rates(((4.0, pair), (64.0, pair), (128.0, pair)), 5e-12, 5.1e-14, 3e-12)
+    monkeypatch.setattr(cost, "_has_kernels", lambda head: True)
+    monkeypatch.setattr(cost, "_rates", lambda head: rates)
+    work = cost.fitted_work(one, features, 0, 0)
+    assert 8e3 * work.seconds(one) == pytest.approx(ms, rel=0.15)
+    assert work.cost(one) == pytest.approx(ms / sdpa, rel=0.15)
 
 
 def test_kernels_take_what_was_recorded():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,16 +162,36 @@ def test_heads_of_several_kinds(monkeypatch):
         sb.attention(*leaves, **call, plan=plan, implementation="triton")
 
 
+def saved(plan: sb.Plan, folder: Path) -> sb.Plan:
+    """The plan as it comes from a file: without index sets."""
+    plan.save(folder / "plan.json")
+    return sb.Plan.load(folder / "plan.json")
+
+
 @needs_triton
-def test_a_loaded_plan_splits_again(tmp_path):
+@pytest.mark.parametrize(("causal", "bias"), [(False, "heads"), (True, "none")])
+def test_a_loaded_plan_splits_again(tmp_path, causal, bias):
+    """Calls with no large token, with some (for which there is no room yet, so that all rows are
+    exact), with as many, and with more than there is room for."""
     q, k, v = tokens(1, 2, 1, 50, 40, 16, 16)
-    plan = sb.plan(q, k, v, enable_gqa=True, method=sb.SingleThreshold(1.2, 2))
-    plan.save(tmp_path / "plan.json")
-    loaded = sb.Plan.load(tmp_path / "plan.json")
-    q2, k2, v2 = q.roll(1, 2), k[:, :, :30], v[:, :, :30]
-    call = call_of(None, False, True)
-    output = sb.attention(q2, k2, v2, **call, plan=loaded, implementation="triton")
-    assert relative(output, twin(q2, k2, v2, loaded, call)[0]) < 64 * UNIT[torch.float32]
+    call = call_of(bias_of(bias, 1, 2, 40), causal, True)
+    plan = saved(sb.plan(q, k, v, **call, method=sb.SingleThreshold(1.2, 2)), tmp_path)
+    exact = sb.plan(q, k, v, **call, method=sb.Exact())
+    generator = torch.Generator().manual_seed(3)
+    grad = torch.randn(q.shape, generator=generator).to(DEVICE)
+    small = [0.9 * x / x.abs().amax() for x in (q, k)]
+    for change, all_exact in ((small, False), ([q, k], True), ([q.flip(2), k.flip(2)], False),
+                              ([2 * q, 2 * k], True)):  # fmt: skip
+        leaves = [x.clone().requires_grad_() for x in (*change, v)]
+        wide = [x.detach().double().requires_grad_() for x in leaves]
+        output = sb.attention(*leaves, **call, plan=plan, implementation="triton")
+        what = exact if all_exact else plan
+        wanted = sb.attention(*wide, **call, plan=what, implementation="eager")
+        assert relative(output, wanted) < 64 * UNIT[torch.float32]
+        made = torch.autograd.grad(output, leaves, grad)
+        slow = torch.autograd.grad(wanted, wide, grad.double())
+        for mine, theirs in zip(made, slow, strict=True):
+            assert (mine - theirs).norm() <= 256 * UNIT[torch.float32] * theirs.norm()
 
 
 @needs_triton
@@ -256,11 +277,13 @@ class TestOnDevice:
 
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize("bias", ["none", "padding", "heads"])
-    @pytest.mark.parametrize("method", ["single2", "polynomial2", "exact"])
-    def test_a_call_with_a_plan_waits_for_nothing(self, method, bias, causal):
+    @pytest.mark.parametrize("method", ["single2", "loaded", "polynomial2", "exact"])
+    def test_a_call_with_a_plan_waits_for_nothing(self, method, bias, causal, tmp_path):
         leaves = [x.requires_grad_() for x in tokens(1, 4, 2, 600, 500, 64, 64, torch.bfloat16)]
         call = call_of(bias_of(bias, 1, 4, 500), causal, True)
-        plan = sb.plan(*(x.detach() for x in leaves), **call, method=METHODS[method])
+        chosen = METHODS["single2" if method == "loaded" else method]
+        plan = sb.plan(*(x.detach() for x in leaves), **call, method=chosen)
+        plan = saved(plan, tmp_path) if method == "loaded" else plan
         grad = torch.randn_like(leaves[0])
 
         def forward() -> list[Tensor]:

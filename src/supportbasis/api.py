@@ -52,7 +52,8 @@ def attention(
     PyTorch operations elsewhere; "eager" sums without kernels; "triton" raises where they cannot
     run, and says why. A result says what ran. Where kernels run, a call with a plan looks at no
     entries, neither of inputs nor of sums: it waits for nothing and can be captured in a CUDA
-    graph. Lists are the exception: how long they are has to be known.
+    graph. Where entries decide how much there is to do (lists, fits, the large tokens of a loaded
+    plan) the first call with a plan waits until it knows.
 
     Gradients flow through the output and the lse of a result to query, key, value and a key bias,
     in the time and memory order of the call itself. They are those of the function that ran, with

@@ -58,6 +58,12 @@ DEVICE = Handling(3, 0, 6, 0, 0.2, 0, 0.2, 1e-4, 1e-4)  # many heads at once, by
 CAUSAL = Handling(3, 0, 170, 0, 0.2, 0, 0.2, 1e-4, 1e-4)  # in layers
 KERNEL_ORDERS = ("tree", "sequence")  # others are made by PyTorch there too
 DEAR = 64  # multiply-adds of exact attention there in the time of one of selection
+DEAR_FEATURE = 32  # and of one of the features of a fit, which are float32 and go through memory
+DEAR_MOVE = 700  # and of one entry that is moved
+FIT_ENTRY = 7.0  # entries moved by a fit there, for each of a token and its value,
+FIT_FEATURE, FIT_PAIR = 3.5, 20.0  # in causal heads also for each feature and pair of a chunk
+FIT_CHUNK = 256
+CAUSAL_TOKENS = 3072  # that SDPA's causal kernels there need before they gain anything
 
 
 def handling(head: Head, order: str = "tree") -> Handling:
@@ -157,18 +163,21 @@ class Work:
 
 
 def _move_seconds(head: Head, rates: Rates) -> float:
-    if head.query.is_cuda:
+    if head.query.device.type != "cpu":
         return min(rates.scan, MOVE_SECONDS)
     threads = torch.get_num_threads()
     return MOVED * rates.pairs[-1][1] * threads * (UNSHARED + 1 / threads)
 
 
 def exact_seconds(head: Head) -> float:
-    """Predicted time of SDPA on this head. Its causal kernel hands out equal parts of the rows, and
-    all wait for the thread that has the last of them, with the most pairs."""
-    pair = _rates(head).pair(head)
-    threads = torch.get_num_threads() if head.query.device.type == "cpu" else 2
-    causal = 2 - 1 / threads if head.is_causal else 1.0
+    """Predicted time of SDPA on this head. On a CPU its causal kernel hands out equal parts of the
+    rows, and all wait for the thread that has the last of them, with the most pairs; on a GPU it
+    takes half of the time where heads are long."""
+    pair, causal = _rates(head).pair(head), 1.0
+    if head.is_causal and head.query.device.type == "cpu":
+        causal = 2 - 1 / torch.get_num_threads()
+    elif head.is_causal:
+        causal = min(2.0, 1 + CAUSAL_TOKENS / max(1, head.n))
     return 2e-5 + head.pairs * pair * causal
 
 
@@ -207,18 +216,29 @@ def _frame_work(head: Head) -> int:
 
 
 def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
-    """Frame, ``count`` features and far tokens of a fitted polynomial."""
+    """Frame, ``count`` features and far tokens of a fitted polynomial; on a GPU features and what
+    is moved count as the multiply-adds that exact attention does meanwhile."""
     tokens = head.n + head.m
     far = far_rows * head.m + (head.n - far_rows) * far_keys
     share = head.pairs / max(1, head.n * head.m)
-    kernels = head.query.is_cuda
+    products = tokens * count * (head.value_dim + 1)
+    moved, priced, trees = 0, 0, 0.0
+    if _has_kernels(head):
+        moved = int(FIT_ENTRY * tokens * (head.dim + head.value_dim))
+        if head.is_causal:
+            moved += int(FIT_FEATURE * tokens * count + FIT_PAIR * head.n * FIT_CHUNK)
+        priced = (DEAR_FEATURE - 1) * products + DEAR_MOVE * moved
+    elif head.query.device.type == "cpu":
+        moved = tokens * (FITTED_TOKEN * head.dim + FITTED_FEATURE * count)
+        trees = FITTED_SECONDS
     return Work(
         exact_pairs=int(far * share),
         dense_pairs=head.n * CAUSAL_CHUNK // 2 if head.is_causal else 0,
         formed=tokens * count,
-        products=tokens * count * (head.value_dim + 1) + _frame_work(head),
-        moved=0 if kernels else tokens * (FITTED_TOKEN * head.dim + FITTED_FEATURE * count),
-        trees=0.0 if kernels else FITTED_SECONDS,
+        products=products + _frame_work(head),
+        moved=moved,
+        trees=trees,
+        priced=priced,
     )
 
 

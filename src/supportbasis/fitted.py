@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,12 +51,22 @@ class FittedKernel:
         return count_features(self.spans)
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """The kernel of all pairs of tokens x [n, d] and y [m, d], whose coordinates are ordered
-        as those of a frame."""
-        result = x.new_full((len(x), len(y)), self.coefficients[0])
+        """The kernel of all pairs of tokens x [..., n, d] and y [..., m, d], whose coordinates are
+        ordered as those of a frame."""
+        result = x.new_full((*x.shape[:-1], y.shape[-2]), self.coefficients[0])
         for k, power in enumerate(_powers(x, y, self.spans), 1):
             result += power * self.coefficients[k]
         return result
+
+    def gradients(self, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of both sides' tokens from those of the kernel of all pairs."""
+        to_x, to_y = torch.zeros_like(x), torch.zeros_like(y)
+        for k, r in enumerate(self.spans, 1):
+            one, other = x[..., :r], y[..., :r]
+            slope = (one @ other.mT).pow_(k - 1).mul_(grad).mul_(k * self.coefficients[k])
+            to_x[..., :r] += slope @ other
+            to_y[..., :r] += slope.mT @ one
+        return to_x, to_y
 
     def __str__(self) -> str:
         spans = ", ".join(str(span) for span in self.spans)
@@ -121,16 +131,14 @@ def _complete_symmetric(x: Sequence[float]) -> list[list[float]]:
     return table
 
 
-def _powers(x: Tensor, y: Tensor, spans: Sequence[int]) -> list[Tensor]:
-    """<x, y>_k ^ k for every degree."""
-    powers = []
+def _powers(x: Tensor, y: Tensor, spans: Sequence[int]) -> Iterator[Tensor]:
+    """<x, y>_k ^ k for every degree, one after the other."""
     for k, r in enumerate(spans, 1):
-        score = x[:, :r] @ y[:, :r].T
+        score = x[..., :r] @ y[..., :r].mT
         power = score.clone()
         for _ in range(k - 1):
             power *= score
-        powers.append(power)
-    return powers
+        yield power
 
 
 @dataclass(frozen=True, eq=False)

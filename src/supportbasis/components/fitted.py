@@ -91,13 +91,9 @@ class _FittedTask(Task):
     def kernel_gradients(
         self, query: Tensor, tokens: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor]:
-        grad_query, grad_tokens = torch.zeros_like(query), torch.zeros_like(tokens)
-        for k, span in enumerate(self.fitted.spans, 1):
-            x, y = query[:, -span:], tokens[:, -span:]
-            slope = (x @ y.T).pow_(k - 1).mul_(grad).mul_(k * self.coefficients[k])
-            grad_query[:, -span:] += slope @ y
-            grad_tokens[:, -span:] += slope.T @ x
-        return grad_query, grad_tokens
+        scaled = FittedKernel(tuple(self.coefficients), self.fitted.spans)
+        of_query, of_tokens = scaled.gradients(query.flip(1), tokens.flip(1), grad)
+        return of_query.flip(1), of_tokens.flip(1)
 
     def add_query_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
         part = total.query[:, : self.features.dim]

@@ -7,7 +7,8 @@
 `lists`        lists of exact and coarse keys; `causal`: those of causal heads; their gradients
                are `lists_backward`, `causal_backward` and, down the trees, `nodes_backward`
 `granules`     lists as granules, and the attention over them
-`fitted`       fitted polynomials, by PyTorch's products
+`fitted`       fitted polynomials, by PyTorch's products: `fitted_sums`, of causal heads
+               `fitted_chunks`; their gradients are `fitted_backward`
 `framed`       heads in their frames, for all of these
 `run`          calls of them that wait for nothing: recorded (`replay`), with `room` to spare
 =============  ==============================================================================

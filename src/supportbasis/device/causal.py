@@ -21,8 +21,8 @@ from ..arrangement import repeated
 from ..blocks import BASE, START_NODES, BlockSettings
 from ..forest import Forest, joined
 from ..kernels import selection
-from ..kernels.adding import add_means
 from ..kernels.language import cdiv
+from ..kernels.placing import add_means, measured, taken
 from ..kernels.rectangle import Rectangle, Tokens, exact_rows
 from ..kernels.summary import summarised
 from ..plans import Plan
@@ -32,7 +32,7 @@ from ..tree import assign, leaf_layout, order, positions
 from .dispatch import Forward
 from .exact import precision
 from .framed import Inside, prices_of, settings_of
-from .granules import Listed, Placed, attended, largest_entry, none_unless, short, token_dtype
+from .granules import Listed, Placed, attended, largest_entry, none_unless, token_dtype
 from .room import Sizes, enough, exact_unless
 from .run import Run, parted
 
@@ -217,20 +217,18 @@ def _layer(
     before, own = (rows[:, x].flatten(0, 1) for x in (after - 1, after))
     at, splits = order(placed[before], depth)
     former = before.gather(1, at).view(-1, size)
-    members = query[former]
     fallen = assign(placed[own.clamp(min=0)], splits)
     count = len(own) << depth
     cell = (torch.arange(len(own), device=at.device).unsqueeze(1) << depth) + fallen
     held, owner = _packed(own.flatten(), torch.where(own >= 0, cell, count).flatten(), count, size)
-    cells = Blocks(
-        F.pad(members.mean(1), (0, 0, 0, 1)), F.pad(members.var(1, unbiased=False), (0, 0, 0, 1))
-    )
+    cells = Blocks(*(F.pad(x, (0, 0, 0, 1)) for x in measured(query, former)))
     start, seen = _starts(heads, levels, number, depth, query.device)
     view = selection.look(forest, cells, seen)
     price = F.pad(prices.repeat_interleave(count // heads), (0, 1))
     longest = min(max(selection.LONGEST, START_NODES * 4), len(forest.key))
     coarse, exact = selection.select(forest, cells, view, start, price, longest)
-    tokens = short(query, token_dtype(inside.value.dtype))[held.clamp(min=0)]
+    dtype = token_dtype(inside.value.dtype)
+    tokens = taken(query, held, dtype, largest_entry(dtype))
     return Listed(tokens, held, cells.mean, owner, coarse, exact), former
 
 
@@ -257,7 +255,8 @@ def _seeing(level: Level, device: torch.device) -> Tensor:
 def _packed(rows: Tensor, cell: Tensor, cells: int, size: int) -> tuple[Tensor, Tensor]:
     """Rows of each cell in blocks [blocks, size] filled up with -1, and the cell of each block, as
     many as there may be; ``cells`` is that of rows and blocks which are none."""
-    cell, at = cell.sort(stable=True)
+    narrow, at = cell.int().sort(stable=True)  # half the passes
+    cell = narrow.long()
     edges = torch.searchsorted(cell, torch.arange(cells + 1, device=cell.device))
     last = ((edges.diff() + (size - 1)) // size).cumsum(0)  # block after those of each cell
     most = cdiv(len(rows), size) + cells

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from ..blocks import BlockSettings
 from ..forest import Nodes
+from ..kernels.placing import add_rows
 from ..kernels.rectangle import Totals, add_gradients, slopes
 from ..plans import Plan
 from ..problem import Problem
 from .causal import Chunks, Seen, first_rows, run_of, seen
 from .exact import precision
-from .framed import settings_of
-from .lists_backward import InForest, out_of
+from .framed import out_of, settings_of, shift_factor
+from .lists_backward import InForest
 from .nodes_backward import token_gradients
 from .room import Sizes, all_unless
 from .run import parted
@@ -54,7 +55,7 @@ def _all_heads(
     left = torch.where(late & made.fits, lse, math.inf)
     chunks = Chunks.of(query, settings)
     inside = _inside(made, grad, left, slope)
-    factor = _shift_factor(chunks.attended(*tokens, scale, made.weight), grad, left, slope)
+    factor = shift_factor(chunks.attended(*tokens, scale, made.weight), grad, left, slope)
     if grad_lse is not None:
         factor = factor + torch.where(left.isfinite(), grad_lse.float(), 0.0).flatten()
     moved = out_of(parted(tuple(frames))[0], inside, factor.view(inside[0].shape[:2]))
@@ -70,13 +71,6 @@ def _all_heads(
     return total.query, total.key, total.value, total.weight, made.needed
 
 
-def _shift_factor(own: tuple[Tensor, Tensor], grad: Tensor, lse: Tensor, slope: Tensor) -> Tensor:
-    """What scores of their own chunks take from the shifts of rows: less what all of them get."""
-    output, size = own
-    share = (size - lse.flatten()).exp().nan_to_num(0.0)  # a row without keys has none
-    return -share * ((grad.float().flatten(0, 2) * output).sum(1) + slope.flatten())
-
-
 def _inside(
     made: Seen, grad: Tensor, lse: Tensor, slope: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -85,15 +79,13 @@ def _inside(
     forest, inside = made.forest, made.inside
     heads, n, d = inside.query.shape
     rows = (grad.flatten(0, 2), lse.flatten() - inside.shift.flatten(), -slope.flatten())
-    query, total = inside.query.new_zeros(heads * n + 1, d), InForest.none(forest)
+    query, total = inside.query.new_zeros(heads * n, d), InForest.none(forest)
     for members, part, length in zip(made.members, made.found, made.lengths, strict=True):
         to_query, to_mean = total.add(forest, *part, length, rows, inside.value.dtype)
-        at = torch.where(part[0].rows >= 0, part[0].rows, heads * n)
-        query.index_add_(0, at.flatten(), to_query.flatten(0, 1).float())
-        each = (to_mean[:-1] / members.shape[1]).repeat_interleave(members.shape[1], 0)
-        query.index_add_(0, members.flatten(), each)
+        add_rows(query, part[0].rows.flatten(), to_query.flatten(0, 1))
+        add_rows(query, members, to_mean[:-1] / members.shape[1])
     key, value, weight = _to_keys(made, total)
-    return query[:-1].view(heads, n, d), key, value, weight
+    return query.view(heads, n, d), key, value, weight
 
 
 def _to_keys(made: Seen, total: InForest) -> tuple[Tensor, ...]:

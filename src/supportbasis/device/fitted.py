@@ -1,44 +1,44 @@
-"""Fitted polynomials on the device: features of all tokens of a head at once, by PyTorch.
+"""Fitted polynomials on the device, all heads in one recording.
 
-What `components.fitted` does block by block for the sake of a cache is done here for as many tokens
-as fit into memory, without looking at any number on the way. Units are the radii of the plan
-instead of the largest norms. Keys that are far, and rows that are far or lost, are exact, as many
-as there is room for (`room`): so all this is replayed, and the host waits for nothing.
+Near rows read near keys through the sums of `fitted_sums`, those of causal heads through the sums
+of `fitted_chunks`. Keys that are far, and rows that are far or lost, are exact, as many as there is
+room for (`room`): so all this is replayed, and the host waits for nothing. How many rows were lost
+it hears at the next call, and says so then. The way back is `fitted_backward`.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..backward import backward
+from ..certificate import RESCUED_SHARE
 from ..cotangent import Gradients
 from ..execute import LOST
-from ..features import FeatureMap
 from ..fitted import FittedKernel
 from ..kernels.rectangle import Rectangle, Tokens, exact_rows
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
-from .dispatch import Forward
+from . import fitted_chunks, fitted_sums
+from .dispatch import Forward, by_key_head
 from .exact import precision
+from .fitted_sums import Near
 from .framed import Inside
-from .room import Sizes, enough, exact_unless
+from .room import Room, Sizes, enough, exact_unless, marked
 from .run import Run, parted
-
-ENTRIES = 2**28  # of features in memory at a time
-PRODUCTS = 128  # at most, that one sum over tokens is made of
 
 
 def refusal(head: HeadPlan) -> str | None:
-    return "causal fitted polynomials run chunk by chunk" if head.exact_rows else None
+    return None
 
 
 def family(head: HeadPlan) -> object:
-    return "fitted"
+    return "fitted", head.exact_rows
 
 
 def gradients(
@@ -51,20 +51,58 @@ def gradients(
     grad_lse: Tensor | None,
     for_weights: bool,
 ) -> Gradients:
-    return backward(problem, plan, output, lse, rescued, grad, grad_lse, for_weights=for_weights)
+    """Gradients of query, key, value and key log-weights, as `supportbasis.backward`."""
+    from . import fitted_backward
+
+    back = (output, lse, rescued, grad, *(() if grad_lse is None else (grad_lse,)))
+    query, key, value, weight = fitted_backward.gradients(problem, plan, *back)
+    key, value = (by_key_head(x, problem) for x in (key, value))
+    return Gradients(query, key, value, weight if for_weights else None)
 
 
 def forward(problem: Problem, plan: Plan) -> Forward:
     """Output, lse, and which rows were lost and computed exactly instead."""
-    kernels = tuple(_kernel(head) for head in plan.heads)
-    run = Run.of(problem, plan, kernels, (0, 0))
-    output, lse, lost = run.there("fitted", partial(_all_heads, kernels, problem.scale))
+    run, call = run_of(problem, plan), Call.of(problem, plan)
+    output, lse, lost = run.there("fitted", partial(_all_heads, call))
+    _warn_once(plan, run.room, problem.n)
     return output, lse, lost
 
 
+class Call(NamedTuple):
+    """What the work depends on beside tensors."""
+
+    kernels: tuple[FittedKernel, ...]
+    first: int  # rows that are exact at the start
+    scale: float
+    causal: bool
+
+    @staticmethod
+    def of(problem: Problem, plan: Plan) -> Call:
+        kernels = tuple(_kernel(head) for head in plan.heads)
+        first = min(plan.heads[0].exact_rows, problem.n)
+        return Call(kernels, first, problem.scale, problem.is_causal)
+
+
+def run_of(problem: Problem, plan: Plan) -> Run:
+    """A call, there or back: with room for keys that are far, and rows that are exact."""
+    return Run.of(problem, plan, Call.of(problem, plan), (0, 0))
+
+
+def _warn_once(plan: Plan, room: Room, rows: int) -> None:
+    """Say that the last call whose counts are known has lost many rows; once for each plan."""
+    if room.told and room.told[0] > RESCUED_SHARE * rows and "warned" not in plan.memory:
+        plan.memory["warned"] = True
+        warnings.warn(
+            "supportbasis: the last call with this plan whose counts are known lost more than 1 % "
+            "of a head's rows to a fit, which were computed exactly instead; use a new plan or "
+            "another method",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
 def _all_heads(
-    kernels: tuple[FittedKernel, ...],
-    scale: float,
+    call: Call,
     sizes: Sizes,
     sure: bool,
     query: Tensor,
@@ -72,59 +110,99 @@ def _all_heads(
     value: Tensor,
     *frames: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, lse, which rows were lost, and how many keys of a head are far and rows far or lost,
-    for which ``sizes`` is the room. Nothing here waits."""
-    stack, weight = parted(frames)
-    inside = Inside.made(query, key, value, *stack).weighted(weight)
-    key_radius, query_radius = _radii(kernels, query.device)
-    live = inside.log_weight > -math.inf
-    far_keys = (torch.linalg.vector_norm(inside.key, dim=2) > key_radius) & live
-    far_rows = torch.linalg.vector_norm(inside.query, dim=2) > query_radius
-    near = inside.log_weight.masked_fill(far_keys, -math.inf)
-    sums = [_sums(inside.one(i), near[i], kernel) for i, kernel in enumerate(kernels)]
-    num, lse = (torch.stack(x) for x in zip(*sums, strict=True))
-    lse = lse + inside.shift
-    tokens, like = (query, key, value), Rectangle(
-        Tokens(query.shape[2]), Tokens(key.shape[2]), scale, log_weight=weight,
-        precision=precision(),
-    )  # fmt: skip
+    """Output, lse, which rows were lost, and how many keys of a head are far and rows exact, for
+    which ``sizes`` is the room, and how many rows were lost. Nothing here waits."""
+    tokens = (query, key, value)
+    made = seen(call, *tokens, *frames)
+    inside, way = made.inside, fitted_chunks if call.causal else fitted_sums
+    sums = [way.sums(kernel, made.near(i)) for i, kernel in enumerate(call.kernels)]
+    total, unit = (torch.stack(x) for x in zip(*sums, strict=True))
+    unit = unit + inside.shift
     if sizes[0]:
-        keys = replace(like, keys=_marked(far_keys, sizes[0]))
-        num, lse = _with_keys(num, lse, tokens, keys)
-    lost = ~(lse >= _least(inside) + inside.shift + math.log(LOST))
-    bad = lost | far_rows
-    needed = torch.stack([far_keys.sum(1).amax(), bad.sum(1).amax()])
+        total, unit = _with(total, unit, *over_far_keys(made, sizes[0], tokens))
+    num, lse = _divided(total, fitted_sums.finite(unit))
+    lost = ~(
+        (lse >= _least(inside, call.causal) + inside.shift + math.log(LOST)) & (lse < math.inf)
+    )
+    lost &= ~made.exact_rows
+    needed = made.needed(lost)
     output = num.to(value.dtype).view(*query.shape[:3], -1)
     lse = lse.view(query.shape[:3]).contiguous()
     if sizes[1]:
-        exact_rows(*tokens, replace(like, rows=_marked(bad, sizes[1])), output, lse)
+        exact_rows(*tokens, made.rows_alone(lost, sizes[1]), output, lse)
     if sure:
-        exact_unless(enough(needed, sizes), *tokens, scale, weight, precision(), output, lse)
-    return output, lse, (lost & ~far_rows).view(lse.shape), needed
+        whole = (*tokens, call.scale, made.weight, precision())
+        exact_unless(enough(needed, sizes), *whole, output, lse, causal=call.causal)
+    told = torch.cat([needed, lost.sum(1).amax().view(1)])
+    return output, lse, lost.view(lse.shape), told
 
 
-def _marked(flags: Tensor, most: int) -> Tokens:
-    """The first tokens that are flagged in each head [heads, tokens]."""
-    heads, tokens = flags.shape
-    at = flags.cumsum(1) - 1
-    at = torch.where(flags & (at < most), at, most)
-    place = torch.arange(tokens, dtype=torch.int32, device=flags.device).expand(heads, -1)
-    index = place.new_zeros(heads, most + 1).scatter_(1, at, place)[:, :most].contiguous()
-    return Tokens(most, index, flags.sum(1).clamp(max=most).int())
+class Seen(NamedTuple):
+    """All heads in their frames, and what is exact: the same on the way back as there."""
+
+    inside: Inside
+    weight: Tensor | None  # log-weights of the keys that were given
+    far_keys: Tensor  # [heads, m]
+    exact_rows: Tensor  # [heads, n]: those that are far, and the first ones
+    whole: Rectangle  # all rows and keys
+
+    def near(self, head: int, lost: Tensor | None = None) -> Near:
+        """One head without what is exact; ``lost`` rows [heads, n] are, too."""
+        inside, rows = self.inside, self.exact_rows[head]
+        rows = rows if lost is None else rows | lost[head]
+        log_weight = inside.log_weight[head].masked_fill(self.far_keys[head], -math.inf)
+        key = inside.key[head].masked_fill((log_weight == -math.inf).unsqueeze(1), 0.0)
+        query = inside.query[head].masked_fill(rows.unsqueeze(1), 0.0)
+        return Near(query, key, inside.value[head], log_weight)
+
+    def needed(self, lost: Tensor) -> Tensor:
+        """How many keys of a head are far, and how many of its rows exact."""
+        rows = (self.exact_rows | lost).sum(1).amax()
+        return torch.stack([self.far_keys.sum(1).amax(), rows])
+
+    def rows_alone(self, lost: Tensor, most: int) -> Rectangle:
+        return replace(self.whole, rows=marked(self.exact_rows | lost, most))
+
+    def keys_alone(self, most: int) -> Rectangle:
+        return replace(self.whole, keys=marked(self.far_keys, most))
 
 
-def _with_keys(
-    num: Tensor, lse: Tensor, tokens: tuple[Tensor, Tensor, Tensor], rectangle: Rectangle
+def seen(call: Call, query: Tensor, key: Tensor, value: Tensor, *frames: Tensor) -> Seen:
+    """What is near and what is far."""
+    stack, weight = parted(frames)
+    inside = Inside.made(query, key, value, *stack).weighted(weight)
+    key_radius, query_radius = _radii(call.kernels, query.device)
+    far_keys = torch.linalg.vector_norm(inside.key, dim=2) > key_radius
+    far_rows = torch.linalg.vector_norm(inside.query, dim=2) > query_radius
+    far_rows |= torch.arange(query.shape[2], device=query.device) < call.first
+    whole = Rectangle(
+        Tokens(query.shape[2]), Tokens(key.shape[2]), call.scale, call.causal, weight,
+        precision=precision(),
+    )  # fmt: skip
+    return Seen(inside, weight, far_keys & (inside.log_weight > -math.inf), far_rows, whole)
+
+
+def over_far_keys(
+    made: Seen, most: int, tokens: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Mean values and log-sums of all rows with those over some more keys, exactly."""
-    more, size = torch.empty_like(num), torch.empty_like(lse)
-    exact_rows(*tokens, rectangle, more, size)
-    known = torch.where(lse > -math.inf, lse, -math.inf)  # what is no number has no weight
-    total = torch.logaddexp(known, size)
-    unit = torch.where(total > -math.inf, total, 0.0)
-    num = torch.where((known > -math.inf).unsqueeze(2), num, 0.0)
-    mine, theirs = ((x - unit).exp().unsqueeze(2) for x in (known, size))
-    return num * mine + more * theirs, total
+    """Mean values [heads, n, dv] and log-sums [heads, n] of all rows over far keys, exactly."""
+    shape, new = made.exact_rows.shape, made.inside.query.new_empty
+    output, lse = new(*shape, tokens[2].shape[3]), new(shape)
+    exact_rows(*tokens, made.keys_alone(most), output, lse)
+    return output, lse
+
+
+def _with(total: Tensor, unit: Tensor, more: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums [heads, n, dv + 1] of all rows in units of exp(unit), and those over some more keys."""
+    top = torch.maximum(unit, size)
+    mine, theirs = ((x - fitted_sums.finite(top)).exp().unsqueeze(2) for x in (unit, size))
+    return total * mine + fitted_sums.with_ones(more) * theirs, top
+
+
+def _divided(total: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean values and log-sums; zero and -inf for a row without keys."""
+    num, den = total[..., :-1], total[..., -1]
+    return torch.where(den.unsqueeze(2) == 0, 0.0, num / den.unsqueeze(2)), den.log() + unit
 
 
 @lru_cache(maxsize=64)
@@ -139,59 +217,22 @@ def _kernel(head: HeadPlan) -> FittedKernel:
     return head.fitted
 
 
-def _least(inside: Inside) -> Tensor:
-    """Lower bound of the log-sums of all rows, by Jensen's inequality: that of the mean key."""
+def _least(inside: Inside, causal: bool) -> Tensor:
+    """Lower bound of the log-sums of all rows, by Jensen's inequality: that of the mean key; of
+    causal rows, of the keys so far."""
+    if causal:
+        return torch.stack([_least_so_far(inside.one(i)) for i in range(len(inside.key))])
     log_mass = inside.log_weight.logsumexp(1, keepdim=True)
     share = (inside.log_weight - log_mass).exp().nan_to_num(0.0).unsqueeze(1)
     return (inside.query @ (share @ inside.key).transpose(1, 2)).squeeze(2) + log_mass
 
 
-def _sums(inside: Inside, log_weight: Tensor, kernel: FittedKernel) -> tuple[Tensor, Tensor]:
-    """Mean value [n, dv] and log-sum [n] of every row by the kernel; NaN where that is not > 0."""
-    query, key, value = inside.query[0], inside.key[0], inside.value[0]
-    features, weights, units = _prepared(kernel, query.device)
-    top = log_weight.max()
-    top = torch.where(top > -math.inf, top, 0.0)
-    weight = (log_weight - top).exp().unsqueeze(1)
-    columns = torch.cat([value * weight, weight], 1)
-    step = max(PRODUCTS, ENTRIES // features.count // PRODUCTS * PRODUCTS)
-    state = columns.new_zeros(features.count, columns.shape[1])
-    for start in range(0, len(key), step):
-        part = columns[start : start + step]
-        state[0] += part.sum(0)
-        state[1:] += _summed(_written(features, key[start : start + step], units[1])[0], part)
-    state *= weights
-    sums = [
-        _written(features, query[start : start + step], units[0])[0].T @ state[1:] + state[0]
-        for start in range(0, len(query), step)
-    ]
-    total = torch.cat(sums)
-    return total[:, :-1] / total[:, -1:], total[:, -1].log() + top
-
-
-def _summed(features: Tensor, columns: Tensor) -> Tensor:
-    """Features [count, tokens] times columns [tokens, width], as many products of a part of the
-    tokens: one product so long and thin would keep few of the device's units busy."""
-    parts = math.gcd(len(columns), PRODUCTS)
-    split = features.unflatten(1, (parts, -1)).transpose(0, 1)
-    return (split @ columns.unflatten(0, (parts, -1))).sum(0)
-
-
-@lru_cache(maxsize=64)
-def _prepared(
-    kernel: FittedKernel, device: torch.device
-) -> tuple[FeatureMap, Tensor, tuple[float, float]]:
-    """The map, the weight of each feature, and the units of queries and keys."""
-    query_unit, key_unit = (
-        radius if radius < math.inf else 1.0 for radius in (kernel.query_radius, kernel.key_radius)
-    )
-    features = FeatureMap(kernel.spans[0], kernel.degree, kernel.spans)
-    scaled = [a * (query_unit * key_unit) ** k for k, a in enumerate(kernel.coefficients)]
-    weights = features.multiplicity * torch.tensor(scaled, dtype=torch.float64)[features.order]
-    return features, weights.float().to(device).unsqueeze(1), (query_unit, key_unit)
-
-
-def _written(features: FeatureMap, tokens: Tensor, unit: float) -> Tensor:
-    """Features of the leading coordinates, which are the last of the map's variables."""
-    x = (tokens[:, : features.dim] / unit).flip(1).unsqueeze(0)
-    return features.write(x, features.buffer(1, len(tokens), x))
+def _least_so_far(inside: Inside) -> Tensor:
+    """Of one causal head, [n]; running sums are in float64, along rows: columns would be slow."""
+    query, key, log_weight = inside.query[0], inside.key[0], inside.log_weight[0].double()
+    top = fitted_sums.finite(log_weight.max())
+    weight = (log_weight - top).exp()
+    at = torch.arange(len(query), device=query.device).clamp(max=len(key) - 1)
+    mass, total = weight.cumsum(0)[at], (key.T.contiguous() * weight).cumsum(1)[:, at]
+    score = (query.T * total).sum(0) / torch.where(mass > 0, mass, 1.0)
+    return (score + mass.log() + top).float()

@@ -120,6 +120,29 @@ def _stack(frames: Sequence[Frame], scale: float, device: torch.device) -> Stack
     )
 
 
+def out_of(
+    stack: Stack, inside: tuple[Tensor, Tensor, Tensor, Tensor], factor: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys, values and log-weights [heads, tokens, ...] from those in the
+    frames of the heads; ``factor`` are those of the rows' shifts."""
+    query, key, value, weight = inside
+    query = query @ stack.query_map.transpose(1, 2)
+    if factor is not None:
+        query += factor.unsqueeze(2) * stack.shift_map.transpose(1, 2)
+    key = key @ stack.key_map.transpose(1, 2)
+    key += weight.unsqueeze(2) * stack.weight_map.transpose(1, 2)
+    return query, key, value, weight
+
+
+def shift_factor(own: tuple[Tensor, Tensor], grad: Tensor, lse: Tensor, slope: Tensor) -> Tensor:
+    """What some keys, exact outside of the frame, leave out of the gradients of the rows' shifts,
+    [heads * n]; ``own`` are the mean values and log-sums of all rows over them."""
+    output, size = own
+    share = (size.flatten() - lse.flatten()).exp().nan_to_num(0.0)  # a row without keys has none
+    along = (grad.float().flatten(0, 2) * output.view(-1, output.shape[-1])).sum(1)
+    return -share * (along + slope.flatten())
+
+
 def settings_of(head: HeadPlan) -> BlockSettings:
     assert head.blocks is not None
     return head.blocks

@@ -19,6 +19,7 @@ from ..forest import Forest
 from ..kernels import selection
 from ..kernels.blocklist import GRANULE, block_list_attention, block_list_gradients
 from ..kernels.language import power_of_two
+from ..kernels.placing import taken
 from ..selection import Column
 
 WIDEST_BLOCK = 128  # queries that one program attends for
@@ -199,11 +200,11 @@ def pulled_back(
     missing = -size % block
     query = F.pad(query, (0, 0, 0, missing))
     at = F.pad(listed.rows, (0, missing), value=-1).flatten()
-    real = at.clamp(min=0)
+    real, slope = at.clamp(min=0), taken(grad, at, grad.dtype, math.inf)
     key, value, weight = (x.flatten(0, 1)[None, None] for x in table)
     to_query, *made = block_list_gradients(
         query.reshape(1, 1, -1, query.shape[2]), key, value, filled.offsets, filled.indices,
-        grad[real][None, None], torch.where(at >= 0, lse[real], math.inf)[None, None],
+        slope[None, None], torch.where(at >= 0, lse[real], math.inf)[None, None],
         delta[real][None, None], log_weight=weight, scale=1.0, block=block,
     )  # fmt: skip
     to_key, to_value, to_weight = (x[0, 0].unflatten(0, (-1, GRANULE)) for x in made)

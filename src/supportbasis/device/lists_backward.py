@@ -23,10 +23,11 @@ from ..blocks import BlockSettings
 from ..forest import Forest, Nodes
 from ..kernels import coarse, rectangle
 from ..kernels.cells import Gathered
+from ..kernels.placing import add_rows
 from ..plans import Plan
 from ..problem import Problem
 from .exact import precision
-from .framed import Stack, settings_of
+from .framed import out_of, settings_of
 from .granules import Filled, Listed, Placed, pulled_back
 from .lists import Seen, run_of, seen
 from .nodes_backward import token_gradients
@@ -61,20 +62,6 @@ def _all_heads(
     return total.query, total.key, total.value, total.weight, made.needed
 
 
-def out_of(
-    stack: Stack, inside: tuple[Tensor, Tensor, Tensor, Tensor], factor: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys, values and log-weights [heads, tokens, ...] from those in the
-    frames of the heads; ``factor`` are those of the rows' shifts."""
-    query, key, value, weight = inside
-    query = query @ stack.query_map.transpose(1, 2)
-    if factor is not None:
-        query += factor.unsqueeze(2) * stack.shift_map.transpose(1, 2)
-    key = key @ stack.key_map.transpose(1, 2)
-    key += weight.unsqueeze(2) * stack.weight_map.transpose(1, 2)
-    return query, key, value, weight
-
-
 def _inside(
     made: Seen, grad: Tensor, lse: Tensor, slope: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -82,14 +69,14 @@ def _inside(
     forest, inside = made.forest, made.inside
     heads, n, d = inside.query.shape
     rows = (grad.flatten(0, 2), lse.flatten() - inside.shift.flatten(), -slope.flatten())
-    query, total = inside.query.new_zeros(heads * n + 1, d), InForest.none(forest)
+    query, total = inside.query.new_zeros(heads * n, d), InForest.none(forest)
     for blocks, part, length in zip(made.blocks, made.found, made.lengths, strict=True):
         to_query, to_mean = total.add(forest, *part, length, rows, inside.value.dtype)
         _add_to_rows(query, blocks, to_query, to_mean)
     flat = inside.flat()
     to_key, to_value, to_weight = token_gradients(forest, flat, made.position, *total)
     key, value, weight = (x.unflatten(0, (heads, -1)) for x in (to_key, to_value, to_weight))
-    return query[:-1].view(heads, n, d), key, value, weight
+    return query.view(heads, n, d), key, value, weight
 
 
 class InForest(NamedTuple):
@@ -126,8 +113,7 @@ class InForest(NamedTuple):
 
 
 def _add_to_rows(query: Tensor, blocks: Gathered, to_query: Tensor, to_mean: Tensor) -> None:
-    """Add gradients of the queries of blocks and of their means to those of all rows; the last is
-    that of no row.
+    """Add gradients of the queries of blocks and of their means to those of all rows.
 
     The mean is over all places of a block: empty ones repeat its rows, and those that are left
     alone count as the mean of all.
@@ -141,5 +127,4 @@ def _add_to_rows(query: Tensor, blocks: Gathered, to_query: Tensor, to_mean: Ten
     part = times * (1 - far + (times * far).sum(1, keepdim=True) / size) / size
     change = part.unsqueeze(2) * to_mean.unsqueeze(1)
     change += torch.where((blocks.rows >= 0).unsqueeze(2), to_query, 0.0)
-    at = torch.where(here, rows, len(query) - 1)
-    query.index_add_(0, at.flatten(), change.flatten(0, 1))
+    add_rows(query, rows.flatten(), change.flatten(0, 1))

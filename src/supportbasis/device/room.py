@@ -28,6 +28,7 @@ class Room:
 
     def __init__(self, usual: Sizes) -> None:
         self.sizes, self.known = usual, False
+        self.told: list[int] = []  # what the last call that was heard of says beside its sizes
         self._news: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     @staticmethod
@@ -44,8 +45,9 @@ class Room:
         return room
 
     def run(self, work: Callable[[Sizes, bool], tuple[Result, Tensor]]) -> Result:
-        """What ``work(sizes, sure)`` returns beside the sizes that it needed; it has to be
-        ``sure`` of its result for whatever sizes, unless the host looks at them at once."""
+        """What ``work(sizes, sure)`` returns beside the sizes that it needed and what else it
+        tells; it has to be ``sure`` of its result for whatever sizes, unless the host looks at
+        them at once."""
         if _capturing():
             return work(self.sizes, True)[0]
         if self.known:
@@ -67,6 +69,7 @@ class Room:
     def _grow(self, needed: list[int]) -> bool:
         """Whether there has to be more room than there was."""
         before = self.sizes
+        needed, self.told = needed[: len(before)], needed[len(before) :]
         self.sizes = tuple(
             size if need <= size else with_spare(need)
             for size, need in zip(before, needed, strict=True)
@@ -103,6 +106,16 @@ def enough(needed: Tensor, sizes: Sizes) -> Tensor:
     """Whether everything fits, on the device."""
     pairs = zip(needed.unbind(), sizes, strict=True)
     return torch.stack([need <= size for need, size in pairs]).all()
+
+
+def marked(flags: Tensor, most: int) -> Tokens:
+    """The first tokens that are flagged in each head [heads, tokens]."""
+    heads, tokens = flags.shape
+    at = flags.cumsum(1) - 1
+    at = torch.where(flags & (at < most), at, most)
+    place = torch.arange(tokens, dtype=torch.int32, device=flags.device).expand(heads, -1)
+    index = place.new_zeros(heads, most + 1).scatter_(1, at, place)[:, :most].contiguous()
+    return Tokens(most, index, flags.sum(1).clamp(max=most).int())
 
 
 def all_unless(

@@ -4,7 +4,7 @@ Large keys have weight zero in the feature sums, so no small token is gathered. 
 these sums with the large keys, exactly (`kernels.rectangle`), and there is one division; rows that
 are large are written once more, exactly, over all keys. The index sets of a plan are kept on the
 device with the plan, so a call with a plan waits for nothing. A loaded plan has none and splits
-again at every call, which does wait.
+again at every call, in the room that it has (`room`).
 
 A polynomial runs here only if it is certified to be positive on its range: then no row can lose its
 denominator as long as scores stay within it. Beyond (a plan reused on other data), a row whose
@@ -13,13 +13,14 @@ denominator is not positive gets zeros and lse -inf. Nothing is rescued here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..basis import large_tokens
 from ..cotangent import Gradients
 from ..kernels.polynomial import (
     Polynomials,
@@ -39,8 +40,10 @@ from ..kernels.rectangle import (
 )
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
+from ..split import row_maxima
 from .dispatch import Forward
 from .exact import empty_results, finished, precision
+from .room import Room, Sizes, all_unless, enough, marked
 
 
 def refusal(head: HeadPlan) -> str | None:
@@ -70,7 +73,21 @@ class Split:
 
 
 def forward(problem: Problem, plan: Plan) -> Forward:
-    split = _split(problem, plan)
+    if not _splits_again(plan):
+        return (*_attended(problem, plan, _kept_split(problem, plan)), None)
+
+    def work(sizes: Sizes, sure: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        split, needed = _new_split(problem, plan, sizes)
+        output, lse = _attended(problem, plan, split)
+        if sure:
+            exact_rows(*_tokens(problem), _all_rows(problem, enough(needed, sizes)), output, lse)
+        return (output, lse), needed
+
+    return (*Room.of(plan, problem, (0, 0)).run(work), None)
+
+
+def _attended(problem: Problem, plan: Plan, split: Split) -> tuple[Tensor, Tensor]:
+    """Output and lse of all rows."""
     sums = _Sums.of(problem, plan, split, shared=split.shared)
     if not split.keys.most:
         output, lse = (x.reshape(problem.query.shape[:3] + x.shape[3:]) for x in sums.attention())
@@ -79,10 +96,10 @@ def forward(problem: Problem, plan: Plan) -> Forward:
         num, den = sums.sums()
         start = Start(num.contiguous(), den, sums.polynomials.unit)
         exact_rows(*_tokens(problem), _small_rows(problem, split), output, lse, start)
+    output, lse = output.contiguous(), lse.contiguous()
     if split.rows.most:
-        output = output.contiguous()
         exact_rows(*_tokens(problem), _large_rows(problem, split), output, lse)
-    return output.contiguous(), lse, None
+    return output, lse
 
 
 def gradients(
@@ -95,8 +112,30 @@ def gradients(
     grad_lse: Tensor | None,
     for_weights: bool,
 ) -> Gradients:
-    split = _split(problem, plan)
-    mixed = bool(split.keys.most or split.rows.most)
+    pulled = partial(_pulled_back, problem, plan, output, lse, grad, grad_lse, for_weights)
+    if not _splits_again(plan):
+        return pulled(_kept_split(problem, plan), None)
+
+    def work(sizes: Sizes, sure: bool) -> tuple[Gradients, Tensor]:
+        split, needed = _new_split(problem, plan, sizes)
+        return pulled(split, _all_rows(problem, enough(needed, sizes)) if sure else None), needed
+
+    return Room.of(plan, problem, (0, 0)).again(work)
+
+
+def _pulled_back(
+    problem: Problem,
+    plan: Plan,
+    output: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    for_weights: bool,
+    split: Split,
+    instead: Rectangle | None,
+) -> Gradients:
+    """Gradients through sums and rectangles; ``instead`` is what ran where a split did not fit."""
+    mixed = bool(split.keys.most or split.rows.most or instead is not None)
     sums = _Sums.of(problem, plan, split, shared=split.shared and not for_weights)
     made = sums.gradients(grad, grad_lse, output, lse, split, for_weights, wide=mixed)
     if not mixed:
@@ -112,7 +151,8 @@ def gradients(
         new(*shape, problem.m) if weight is None else weight.contiguous(),
     )
     slope = slopes(grad, grad_lse, output)
-    for rectangle in (_small_rows(problem, split), _large_rows(problem, split)):
+    rectangles = [_small_rows(problem, split), _large_rows(problem, split)]
+    for rectangle in rectangles + ([] if instead is None else [instead]):
         add_gradients(total, grad, slope, lse, *_tokens(problem), rectangle)
     found = finished(total, problem, for_weights)
     if apart:
@@ -138,6 +178,12 @@ def _large_rows(problem: Problem, split: Split) -> Rectangle:
         split.rows, Tokens(problem.m), problem.scale, problem.is_causal,
         problem.key_log_weight, None, precision(),
     )  # fmt: skip
+
+
+def _all_rows(problem: Problem, fits: Tensor) -> Rectangle:
+    """All rows and keys where a split does not fit, else nothing."""
+    weight, causal = problem.key_log_weight, problem.is_causal
+    return all_unless(fits, problem.query, problem.key, problem.scale, weight, precision(), causal)
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,10 +268,51 @@ class _Sums:
 # ---- the plan on the device --------------------------------------------------------------------
 
 
-def _split(problem: Problem, plan: Plan) -> Split:
-    """Kept with the plan, unless the plan has to split again. Index sets belong to one length."""
-    if any(_splits_again(head) for head in plan.heads):
-        return _make_split(problem, plan)
+def _splits_again(plan: Plan) -> bool:
+    return any(head.kind == "single-threshold" and head.large_rows is None for head in plan.heads)
+
+
+def _new_split(problem: Problem, plan: Plan, sizes: Sizes) -> tuple[Split, Tensor]:
+    """By the thresholds of a loaded plan, for so many large rows and keys of a head; and how many
+    there are. Where that does not fit, all rows are left out. Nothing here waits."""
+    table, unit, limit = _table(problem, plan)
+    query, key, group = problem.query.detach(), problem.key.detach(), problem.group
+    rows = (row_maxima(query).double() > limit).flatten(0, 1)
+    large = row_maxima(key).double().repeat_interleave(group, 1) > limit
+    if problem.key_log_weight is not None:
+        large &= problem.key_log_weight > -math.inf
+    keys = large.flatten(0, 1)
+    needed = torch.stack([rows.sum(1).amax(), keys.sum(1).amax()])
+    fits = enough(needed, sizes)
+    thresholds = [_limit(head) for head in plan.heads]
+    groups = (thresholds[first : first + group] for first in range(0, len(thresholds), group))
+    bias = problem.key_log_weight
+    shared = all(len(set(each)) == 1 for each in groups) and (bias is None or bias.stride(1) == 0)
+    large_row = (rows | ~fits).view(query.shape[:3]).byte()
+    small_key = 1.0 - large.float() if sizes[1] else None
+    sets = marked(rows & fits, sizes[0]), marked(keys, sizes[1])
+    return Split(table, unit, *sets, large_row, small_key, shared), needed
+
+
+def _table(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """Coefficients and units, and the thresholds [batch, heads, 1], on the device with the plan."""
+    device = problem.query.device
+    key = ("thresholds", device, problem.scale)
+    if key not in plan.memory:
+        limit = torch.tensor([_limit(head) for head in plan.heads], dtype=torch.float64)
+        limit = limit.view(problem.batch, problem.heads, 1).to(device)
+        plan.memory[key] = (*_polynomials(problem, plan), limit)
+    found = plan.memory[key]
+    assert isinstance(found, tuple)
+    return found
+
+
+def _limit(head: HeadPlan) -> float:
+    return math.inf if head.threshold is None else head.threshold
+
+
+def _kept_split(problem: Problem, plan: Plan) -> Split:
+    """By the index sets of a plan, which belong to one length."""
     key = ("split", problem.query.device, problem.scale)
     if key not in plan.memory:
         plan.memory[key] = _make_split(problem, plan)
@@ -234,31 +321,31 @@ def _split(problem: Problem, plan: Plan) -> Split:
     return split
 
 
-def _splits_again(head: HeadPlan) -> bool:
-    return head.kind == "single-threshold" and head.large_rows is None
-
-
 def _make_split(problem: Problem, plan: Plan) -> Split:
     device, n, m = problem.query.device, problem.n, problem.m
-    pairs = [_large(problem, plan, number) for number in range(len(plan.heads))]
+    pairs = [_large(head) for head in plan.heads]
     rows, keys = (_listed(side, device) for side in zip(*pairs, strict=True))
     shape = (problem.batch, problem.heads)
     large_row = small_key = None
     if rows.most:
-        large_row = _marked(rows, n).view(*shape, n)
+        large_row = _flags(rows, n).view(*shape, n)
     if keys.most:
-        small_key = 1.0 - _marked(keys, m).view(*shape, m).float()
+        small_key = 1.0 - _flags(keys, m).view(*shape, m).float()
     shared = problem.group == 1 or small_key is None
     if small_key is not None and not shared:
         apart = small_key.unflatten(1, (-1, problem.group))
         shared = bool((apart == apart[:, :, :1]).all())
+    return Split(*_polynomials(problem, plan), rows, keys, large_row, small_key, shared)
+
+
+def _polynomials(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Coefficients and units of all heads, on the device."""
     coefficients = torch.tensor(
         [_coefficients(head, problem.scale) for head in plan.heads], dtype=torch.float64
     )
     unit = torch.tensor([head.bound or 0.0 for head in plan.heads])
-    return Split(
-        coefficients.float().to(device), unit.to(device), rows, keys, large_row, small_key, shared
-    )
+    device = problem.query.device
+    return coefficients.float().to(device), unit.to(device)
 
 
 def _coefficients(head: HeadPlan, scale: float) -> tuple[float, float, float]:
@@ -270,16 +357,13 @@ def _coefficients(head: HeadPlan, scale: float) -> tuple[float, float, float]:
     return (c[0], c[1] if len(c) > 1 else 0.0, c[2] if len(c) > 2 else 0.0)
 
 
-def _large(problem: Problem, plan: Plan, number: int) -> tuple[Tensor, Tensor]:
+def _large(head: HeadPlan) -> tuple[Tensor, Tensor]:
     """Large rows and keys of one head."""
-    head = plan.heads[number]
     if head.kind != "single-threshold":
         none = torch.zeros(0, dtype=torch.long)
         return none, none
-    if head.large_rows is not None and head.large_keys is not None:
-        return head.large_rows, head.large_keys
-    assert head.threshold is not None
-    return large_tokens(problem.head(*divmod(number, problem.heads)), head.threshold)
+    assert head.large_rows is not None and head.large_keys is not None
+    return head.large_rows, head.large_keys
 
 
 def _listed(sets: Sequence[Tensor], device: torch.device) -> Tokens:
@@ -292,7 +376,7 @@ def _listed(sets: Sequence[Tensor], device: torch.device) -> Tokens:
     return Tokens(most, index, count)
 
 
-def _marked(tokens: Tokens, total: int) -> Tensor:
+def _flags(tokens: Tokens, total: int) -> Tensor:
     """1 for the tokens of each set, [sets, total] uint8."""
     assert tokens.index is not None and tokens.count is not None
     real = torch.arange(tokens.most, device=tokens.index.device) < tokens.count.unsqueeze(1)

@@ -53,7 +53,7 @@ def choose_list_tiles(width: int, full_precision: bool, weighted: bool) -> ListT
     if full_precision:
         return ListTiles(16 if width > 128 else 32, 4, 1)
     if width <= 64:
-        return ListTiles(128, 4, 2 if weighted else 3)
+        return ListTiles(128, 4, 3)
     return ListTiles(64, 4, 2, columns=weighted)
 
 
@@ -65,8 +65,10 @@ def inverse_lists(
     row = torch.searchsorted(offsets, entry.to(offsets.dtype), right=True) - 1
     place = row // rows_per_key_head * granules + indices
     place = torch.where(row < offsets.numel() - 1, place, key_heads * granules)  # spare entries
+    if key_heads * granules < 2**31:
+        place = place.int()  # half the passes
     place, order = place.sort(stable=True)
-    bounds = torch.arange(key_heads * granules + 1, device=indices.device)
+    bounds = torch.arange(key_heads * granules + 1, dtype=place.dtype, device=indices.device)
     return torch.searchsorted(place, bounds), row[order]
 
 

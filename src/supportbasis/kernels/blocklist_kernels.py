@@ -20,10 +20,25 @@ def listed_keys(indices, at, last, m, GRANULE: tl.constexpr, BN: tl.constexpr):
 
 
 @jit
+def granule_weights(
+    log_weight, row, known, m,
+    GRANULE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Log-weights of granules, a row of 16 each; -inf past a list and past the keys."""
+    if WIDE:
+        row = row.to(tl.int64)
+    slot = row[:, None] * GRANULE + tl.arange(0, GRANULE)[None, :]
+    inside = known[:, None]
+    if not EVEN:
+        inside = inside & (slot < m)
+    return tl.load(log_weight + slot, mask=inside, other=float("-inf"))
+
+
+@jit
 def forward(
     q, k, v, log_weight, columns, offsets, indices, out, lse,
     heads, key_heads, n, m, d, dv, blocks, scale, least,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
+    q_b, q_h, q_n, k_b, k_h, k_n: tl.constexpr, v_b, v_h, v_n: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr,
     GRANULE: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -57,15 +72,25 @@ def forward(
     step = tl.arange(0, BN)
     place = first + step // GRANULE
     granule = tl.load(indices + place, mask=place < last, other=0)
+    if WEIGHTED and not COLUMNS:
+        each = first + tl.arange(0, BN // GRANULE)
+        row = tl.load(indices + each, mask=each < last, other=0)
+        weights = granule_weights(log_weight, row, each < last, m, GRANULE, EVEN, WIDE)
+        row = tl.load(indices + each + BN // GRANULE, mask=each + BN // GRANULE < last, other=0)
     for at in range(first, last, BN // GRANULE):
         place = at + step // GRANULE
         key = granule * GRANULE + step % GRANULE
         if WIDE:
             key = key.to(tl.int64)
-        # the next granules are asked for now: waiting for them before their keys costs the most
+        # the next granules, and their log-weights, are asked for now: waiting for them costs most
         granule = tl.load(
             indices + place + BN // GRANULE, mask=place + BN // GRANULE < last, other=0
         )
+        if WEIGHTED and not COLUMNS:
+            these = weights
+            each = at + BN // GRANULE + tl.arange(0, BN // GRANULE)
+            weights = granule_weights(log_weight, row, each < last, m, GRANULE, EVEN, WIDE)
+            row = tl.load(indices + each + BN // GRANULE, mask=each + BN // GRANULE < last, other=0)
         at_k = k + key[:, None] * k_n + dims[None, :]
         at_v = v + key[:, None] * v_n + cols[None, :]
         if EVEN:  # places past the list have granule 0 and weight 0
@@ -83,16 +108,7 @@ def forward(
             score = score * scale
         else:
             if WEIGHTED:
-                each = at + tl.arange(0, BN // GRANULE)
-                row = tl.load(indices + each, mask=each < last, other=0)
-                if WIDE:
-                    row = row.to(tl.int64)
-                slot = row[:, None] * GRANULE + tl.arange(0, GRANULE)[None, :]
-                inside = (each < last)[:, None]
-                if not EVEN:
-                    inside = inside & (slot < m)
-                bias = tl.load(log_weight + slot, mask=inside, other=float("-inf"))
-                bias = tl.reshape(bias, (BN,))
+                bias = tl.reshape(these, (BN,))
             else:
                 bias = tl.where(here, 0.0, float("-inf"))
             score = score * scale + bias[None, :]
