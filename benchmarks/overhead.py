@@ -20,14 +20,16 @@ HEADS = 8
 SECONDS = 2.0  # of calls, for each line
 
 
-def extra(n: int, d: int, *, causal: bool) -> tuple[float, float]:
+def extra(n: int, d: int, *, causal: bool, grouped: bool = False) -> tuple[float, float]:
     """Seconds of PyTorch's call, and what ours takes longer."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, HEADS, n, d, generator=generator) for _ in range(3))
-    plan = sb.plan(q, k, v, is_causal=causal, method=sb.Exact())
+    shapes = [(1, HEADS // 2 if grouped and side else HEADS, n, d) for side in range(3)]
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    how = {"is_causal": causal, "enable_gqa": grouped}
+    plan = sb.plan(q, k, v, **how, method=sb.Exact())
     calls: list[Callable[[], object]] = [
-        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
-        lambda: sb.attention(q, k, v, is_causal=causal, plan=plan),
+        lambda: F.scaled_dot_product_attention(q, k, v, **how),
+        lambda: sb.attention(q, k, v, **how, plan=plan),
     ]
     times: dict[int, list[float]] = {0: [], 1: []}
     turns, end = random.Random(0), time.perf_counter() + SECONDS
@@ -45,10 +47,10 @@ def extra(n: int, d: int, *, causal: bool) -> tuple[float, float]:
 def main() -> None:
     with torch.no_grad():
         for n in (128, 256, 512, 1024, 2048, 4096):
-            for d in (16, 64):
-                for causal in (False, True):
-                    baseline, more = extra(n, d, causal=causal)
-                    what = f"n={n}, d={d}{', causal' if causal else ''}"
+            for d in (8, 16, 64):
+                for causal, grouped in ((False, False), (True, False), (True, True)):
+                    baseline, more = extra(n, d, causal=causal, grouped=grouped)
+                    what = f"n={n}, d={d}{', causal' * causal}{', grouped' * grouped}"
                     print(
                         f"{what}: SDPA {1e3 * baseline:.3f} ms, ours {1e6 * more:+.0f} µs "
                         f"({100 * more / baseline:+.1f} %)",

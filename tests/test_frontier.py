@@ -489,6 +489,9 @@ def test_the_command_measures_writes_and_says(
     for r in rows:
         assert float(r["cost"]) <= float(r["budget"]) * 1.001 or r["ran"].startswith("exact")
     assert {r["kind"] for r in read(out / "times.csv")} <= {"block", "exact", "fitted"}
+    for r in read(out / "plans.csv"):  # what Auto promises is timed, too
+        promised = float(r["tolerance"]) in timing.PROMISED
+        assert bool(r["speedup"]) == (promised and r["kind"] != "exact")
     page = (out / "report.html").read_text(encoding="utf-8")
     assert str(tmp_path) not in page
     assert "Which heads stay exact" in page

@@ -62,7 +62,7 @@ DEAR_FEATURE = 32  # and of one of the features of a fit, which are float32 and 
 DEAR_MOVE = 700  # and of one entry that is moved
 FIT_ENTRY = 7.0  # entries moved by a fit there, for each of a token and its value,
 FIT_FEATURE, FIT_PAIR = 3.5, 20.0  # in causal heads also for each feature and pair of a chunk
-FIT_CHUNK = 256
+FIT_CHUNK = 256  # tokens
 CAUSAL_TOKENS = 3072  # that SDPA's causal kernels there need before they gain anything
 
 

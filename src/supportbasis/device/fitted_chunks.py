@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..cost import FIT_CHUNK
 from ..fitted import FittedKernel
 from ..kernels.language import cdiv
 from . import fitted_sums
 from .fitted_sums import Back, Features, Near, Rows, finite, with_ones
 
-CHUNK = 256  # tokens
+CHUNK = FIT_CHUNK
 GROUP = 256  # chunks at most: each is summed with all before it, which costs as much as a product
 
 

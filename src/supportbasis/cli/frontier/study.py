@@ -77,7 +77,7 @@ def _measure(
     raced = _races(models, extent, seed) if timed else []
     with Steps(console, len(compared) + len(raced)) as steps:
         for source in compared:
-            _compare(source, extent, seed, measured, steps)
+            _compare(source, extent, seed, measured, steps, timing.in_turns if timed else None)
             _write_tables(measured, machine, out)
         for source, race in raced:
             with steps.step(f"time of {source}") as tick:
@@ -86,8 +86,15 @@ def _measure(
     return measured
 
 
-def _compare(source: Source, extent: Extent, seed: int, measured: Measured, steps: Steps) -> None:
-    """Errors of all methods and the plan of `Auto`, head by head."""
+def _compare(
+    source: Source,
+    extent: Extent,
+    seed: int,
+    measured: Measured,
+    steps: Steps,
+    race: timing.Race | None,
+) -> None:
+    """Errors of all methods and the plans of `Auto`, head by head; these are timed in a race."""
     budgets, ours = extent.budgets_at(source.n), extent.our_budgets_at(source.n)
     with steps.step(str(source)) as tick:
         for done, head in enumerate(source.make()):
@@ -96,7 +103,7 @@ def _compare(source: Source, extent: Extent, seed: int, measured: Measured, step
             )
             measured.autos.append(timing.measure_auto(head, seed))
             for tolerance in timing.PROMISED:
-                measured.promises.append(timing.measure_auto(head, seed, tolerance=tolerance))
+                measured.promises.append(timing.measure_auto(head, seed, race, tolerance))
 
 
 def _races(models: Models, extent: Extent, seed: int) -> list[tuple[Source, timing.Race]]:
