@@ -176,35 +176,33 @@ def plainly(
     enable_gqa: bool,
     plan: Plan,
 ) -> Tensor | None:
-    """The output of an exact plan used again, for plain tensors of four dims on a CPU; None where
-    anything is out of the ordinary, an entry that is not finite included.
+    """The output of a plan that is exact in every head, used again for plain tensors of four dims
+    on a CPU; None where anything is out of the ordinary, an entry that is not finite included.
 
     A short call should take no longer than PyTorch's own, which leaves time for a few questions
     only, and all of them before its kernel runs: after it, nothing is in the caches. Dtypes and
     devices that do not agree are left to PyTorch, whose refusal is answered by None.
     """
-    if not (plan.is_exact and type(query) is type(key) is type(value) is Tensor):
+    if not (type(query) is type(key) is type(value) is Tensor and query.is_cpu):
         return None
-    shape, keys = query.shape, key.shape
+    shape, keys, dtype = query.shape, key.shape, query.dtype
     if keys != value.shape or not (shape == keys or _fit(shape, keys, enable_gqa)):
         return None
-    if len(shape) != 4 or 0 in shape or not query.is_cpu:
+    if len(shape) != 4 or 0 in shape or dtype not in KNOWN or type(is_causal) is not bool:
         return None
     if shape[0] != plan.batch or shape[1] != plan.num_heads or shape[3] != plan.dim:
-        return None
-    if type(is_causal) is not bool or query.dtype not in KNOWN:
         return None
     if scale is not None and not (type(scale) is float and 0 < scale < ORDINARY):
         return None
     try:
-        if not _are_ordinary(query, key, value):
+        if not _are_ordinary(query, key, value, dtype):
             return None
         output = F.scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=shape[1] != keys[1]
         )
-        return output if output.dtype == query.dtype else None  # autocast has narrowed it
     except RuntimeError:
         return None
+    return output if output.dtype is dtype else None  # autocast has narrowed it
 
 
 PLAIN = (torch.float32, torch.float64)
@@ -220,21 +218,18 @@ def _fit(shape: torch.Size, keys: torch.Size, enable_gqa: bool) -> bool:
     return alike and shape[0] == keys[0] and shape[3] == keys[3]
 
 
-def _are_ordinary(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _are_ordinary(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
     """Whether all entries are finite, and none of them large enough for scores to overflow.
 
     One product answers for keys and values, which have one size: it is not finite if an entry of
     either is not. A key that overflows a score passes only if its values are next to zero; the
     output then has NaN, as PyTorch's has. Products of 16 bits are slow, or overflow.
     """
-    if query.dtype not in PLAIN:
+    if dtype not in PLAIN:
         ends = [end.item() for x in (query, key, value) for end in x.aminmax()]
         return all(-ORDINARY < end < ORDINARY for end in ends)
-    queries = _flat(query)
-    square = torch.dot(queries, queries).item()
-    return square < ORDINARY and -ORDINARY < torch.dot(_flat(key), _flat(value)).item() < ORDINARY
-
-
-def _flat(x: Tensor) -> Tensor:
-    """The entries of [batch, heads, tokens, dim] in the order of memory, where there is one."""
-    return x.view(-1) if x.is_contiguous() else x.detach().transpose(1, 2).reshape(-1)
+    if query.is_contiguous() and key.is_contiguous() and value.is_contiguous():
+        q, k, v = query.view(-1), key.view(-1), value.view(-1)
+    else:
+        q, k, v = (x.detach().transpose(1, 2).reshape(-1) for x in (query, key, value))
+    return torch.dot(q, q).item() < ORDINARY and -ORDINARY < torch.dot(k, v).item() < ORDINARY
