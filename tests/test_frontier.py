@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 import supportbasis as sb  # noqa: E402
 from supportbasis.cli import app as app_module  # noqa: E402
-from supportbasis.cli.frontier import claims, errors, shipped, sources, summary, timing  # noqa: E402
+from supportbasis.cli.frontier import claims, errors, language, shipped, sources, summary, timing  # noqa: E402
 from supportbasis.cli.frontier.baselines import (  # noqa: E402
     BASELINES,
     VARIANTS,
@@ -32,7 +33,7 @@ from supportbasis.cli.frontier.baselines import (  # noqa: E402
     sampling,
     windows,
 )
-from supportbasis.cli.frontier.encoder import Encoder, random_points  # noqa: E402
+from supportbasis.cli.frontier.encoder import Encoder  # noqa: E402
 from supportbasis.cli.frontier.heads import MAKERS, Capture, synthetic  # noqa: E402
 
 MODELS = Path(__file__).resolve().parents[2] / "shared" / "data" / "models"
@@ -266,11 +267,11 @@ def test_generated_heads_are_what_they_say() -> None:
     assert not torch.equal(other.query, again.query)
 
 
-def fake_encoder(folder: Path) -> dict[str, Tensor]:
-    """A file with the names and shapes of the trained encoder, and random weights."""
+def fake_encoder(folder: Path, told: int = 2) -> dict[str, Tensor]:
+    """A file with the names and shapes of a trained encoder, and random weights."""
     width, count = 128, iter(range(10**6))
     draw = lambda *shape: random(*shape, seed=next(count)) / math.sqrt(shape[-1])  # noqa: E731
-    weights = {"init_embed.weight": 3 * draw(width, 2), "init_embed.bias": draw(width)}
+    weights = {"init_embed.weight": 3 * draw(width, told), "init_embed.bias": draw(width)}
     for layer in range(3):
         at = f"embedder.layers.{layer}."
         for side in ("query", "key", "val"):
@@ -312,8 +313,9 @@ def naive_layer(weights: dict[str, Tensor], layer: int, hidden: Tensor) -> Tenso
 
 def test_captured_heads_are_those_of_the_encoder(tmp_path: Path) -> None:
     weights = fake_encoder(tmp_path / "tsp50")
-    points = random_points(60, 0)
-    heads = list(Encoder.load(tmp_path / "tsp50").captures(points, frozenset({0, 5, 8, 23})))
+    model = Encoder.load(tmp_path / "tsp50")
+    points = model.points(60, 0)
+    heads = list(model.captures(points, frozenset({0, 5, 8, 23})))
     assert [head.name for head in heads] == ["0.0", "0.5", "1.0", "2.7"]
     hidden = points.double() @ weights["init_embed.weight"].double().T
     hidden += weights["init_embed.bias"].double()
@@ -331,7 +333,7 @@ def test_heads_of_the_trained_encoder_have_their_known_spread() -> None:
     known = [0.4, 0.9, 2.0, 2.1, 1.0, 2.3, 1.8, 0.0, 5.0, 1.5, 8.5, 9.6, 1.6, 12.8, 3.3, 2.9]
     known += [2.3, 2.2, 4.6, 4.1, 7.1, 2.0, 7.8, 4.0]
     model = Encoder.load(MODELS / "tsp50")
-    heads = model.captures(random_points(1024, 0), frozenset(range(24)))
+    heads = model.captures(model.points(1024, 0), frozenset(range(24)))
     for head, sigma in zip(heads, known, strict=True):
         assert (head.n, head.d, head.dv) == (1024, 16, 16)
         assert head.sigma == pytest.approx(sigma, rel=0.1, abs=0.06)
@@ -346,13 +348,79 @@ def test_models_that_are_missing_are_explained(
         sources.Models.find(tmp_path / "nowhere")
     monkeypatch.setenv(sources.VARIABLE, str(tmp_path))
     found = sources.Models.find(None)
-    assert found.tsp50 is None and found.stories is None and len(found.notes) == 2
+    assert not found.encoders and not found.languages
+    assert found.notes == ("--models: there is no model in it.",)
     (tmp_path / "tsp50").mkdir()
-    with pytest.raises(sb.InputError, match=r"no file .*model\.safetensors"):
+    assert "tsp50 is left out: it has neither" in sources.Models.find(None).notes[0]
+    path = tmp_path / "tsp50" / "model.safetensors"
+    path.write_bytes(b"nothing of the kind")
+    with pytest.raises(sb.InputError, match=r"model\.safetensors is not a readable file"):
         sources.Models.find(None)
-    safetensors_torch.save_file({"x": torch.ones(1)}, tmp_path / "tsp50" / "model.safetensors")
+    safetensors_torch.save_file({"x": torch.ones(1)}, path)
     with pytest.raises(sb.InputError, match=r"no tensor init_embed\.weight"):
         sources.Models.find(None)
+    path.unlink()
+    path.parent.rmdir()
+    weights = fake_encoder(tmp_path / "tsp50")
+    name = "embedder.layers.1.0.module.W_query"
+    safetensors_torch.save_file(weights | {name: torch.ones(4, 128, 32)}, path)
+    with pytest.raises(sb.InputError, match=r"W_query is \(4, 128, 32\), expected 8 heads"):
+        sources.Models.find(None)
+
+
+def test_every_model_of_the_folder_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_encoder(tmp_path / "tsp50")
+    fake_encoder(tmp_path / "prizes", told=3)
+    config = {"num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 40}
+    (tmp_path / "story").mkdir()
+    (tmp_path / "story" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    found = sources.Models.find(tmp_path)
+    assert [model.name for model in found.encoders] == ["prizes", "tsp50"]
+    assert found.encoders[0].points(5, 0).shape == (5, 3)
+    heads = list(found.encoders[0].captures(found.encoders[0].points(50, 0), frozenset({1, 9})))
+    assert [(head.model, head.layer, head.head) for head in heads] == [
+        ("prizes", 0, "1"), ("prizes", 1, "1")
+    ]  # fmt: skip
+    assert [path.name for path in found.languages] == ["story"] and not found.notes
+    made = language.source(found.languages[0], 4)
+    assert (made.model, made.n, made.count) == ("story", 40, 4)
+    monkeypatch.setattr(language, "find_spec", lambda name: None)
+    alone = sources.Models.find(tmp_path)
+    assert not alone.languages and "pip install" in alone.notes[0]
+    for text, said in (("{", "not a readable file"), ("{}", "does not say 'num_hidden_layers'")):
+        (tmp_path / "story" / "config.json").write_text(text, encoding="utf-8")
+        with pytest.raises(sb.InputError, match=said):
+            language.source(found.languages[0], 4)
+
+
+def test_heads_of_a_language_model_are_those_of_its_layers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+
+    words = {word: number for number, word in enumerate(language.START.split())}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    config = transformers.LlamaConfig(
+        vocab_size=len(words), hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=24, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    folder = tmp_path / "story"
+    model.save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    made = language.source(sources.Models.find(tmp_path).languages[0], None)
+    heads = list(made.make())
+    assert (made.n, made.count, len(heads)) == (24, 8, 8)
+    for head in heads:
+        assert head.model == "story" and head.is_causal
+        assert (head.n, head.m, head.d, head.dv) == (24, 24, 4, 4)
+    assert torch.equal(heads[0].key, heads[1].key) and torch.equal(heads[0].value, heads[1].value)
+    assert not torch.equal(heads[1].key, heads[2].key)  # of another group
+    assert not torch.equal(heads[0].query, heads[1].query)
 
 
 # ---- numbers ---------------------------------------------------------------------------------
@@ -441,7 +509,7 @@ def test_the_shipped_heads_are_left_out_with_a_reason(tmp_path: Path) -> None:
     assert shipped.missing() is None
     assert "no weights" in str(shipped.missing(tmp_path))
     assert [source.count for source in shipped.sources(3, 0, 4096)] == [3, 3]
-    assert not [item for item in sources.sources(sources.Models(None, None, ()), TINY, 0)
+    assert not [item for item in sources.sources(sources.Models((), (), ()), TINY, 0)
                 if item.model in shipped.NAMES.values()]  # fmt: skip
 
 
@@ -477,7 +545,7 @@ def test_the_command_measures_writes_and_says(
     code, text = invoke("--quick", "--time", "--heads", 2, "--models", tmp_path / "models",
                         "--out", out)  # fmt: skip
     assert code == 0
-    assert "no folder stories260K" in text and "report.html" in text
+    assert "left out" not in text and "report.html" in text
     names = {path.name for path in out.iterdir()}
     assert names == {
         "report.html", "errors.csv", "plans.csv", "keys.csv", "times.csv", "frontier.png",

@@ -72,11 +72,13 @@ def attention(
                 method=method, plan=plan, return_result=return_result,
                 implementation=implementation,
             )  # fmt: skip
-    elif isinstance(plan, Plan) and plan.is_exact and attn_mask is None and method is None:
-        if dropout_p == 0 and not return_result and implementation == "auto":
-            output = sdpa.plainly(query, key, value, is_causal, scale, enable_gqa, plan)
-            if output is not None:
-                return output
+    elif (
+        isinstance(plan, Plan) and plan.is_exact and attn_mask is None and dropout_p == 0
+        and method is None and not return_result and implementation == "auto"
+    ):  # fmt: skip
+        output = sdpa.plainly(query, key, value, is_causal, scale, enable_gqa, plan)
+        if output is not None:
+            return output
     implementation = check_implementation(implementation)
     query, key, value = _autocast(query, key, value)
     checked = plan is None

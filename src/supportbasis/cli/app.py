@@ -139,7 +139,8 @@ def frontier(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder with tsp50/ and stories260K/. [default: $SUPPORTBASIS_MODELS]",
+            help="Folder of trained models, a folder each: encoders of points (tsp50) and causal "
+            "language models (stories260K). [default: $SUPPORTBASIS_MODELS]",
         ),
     ] = None,
     n: Annotated[

@@ -1,8 +1,9 @@
 """Error against cost of our method and of published ones: what is measured, drawn and said.
 
 ``heads``       queries, keys and values of a head; generated heads
-``encoder``     the heads of tsp50
-``stories``     the heads of stories260K
+``encoder``     the heads of encoders of points, such as tsp50
+``language``    the heads of causal language models, such as stories260K
+``shipped``     the heads of the models that come with the package
 ``sources``     what is found in a models folder, and how much is measured
 ``baselines``   published methods at a given budget
 ``errors``      errors of all methods on one head

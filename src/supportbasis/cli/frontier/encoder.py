@@ -1,6 +1,6 @@
-"""The heads of tsp50, an attention encoder trained on travelling-salesman points.
+"""The heads of attention encoders trained on points of a plane, such as tsp50 on tours.
 
-It has no positional encoding: it takes any number of points of the unit square.
+They have no positional encoding: they take any number of points of the unit square.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from ...errors import InputError
 from ...methods import Auto
 from .heads import Capture
 
-MODEL = "tsp50"
+MODEL = "tsp50"  # the one that statements are about
+FILE = "model.safetensors"
+INPUT = "init_embed"
 LAYERS, HEADS = 3, 8
 EPSILON = 1e-5  # of batch normalisation
 LONGEST_EXACT = 131072  # beyond, layers are passed with an error of 0.1 % instead of exactly
@@ -27,42 +29,52 @@ PASSING = Auto(1e-3)
 
 @dataclass(frozen=True, eq=False)
 class Encoder:
-    """The weights by their names in the file."""
+    """The weights by their names in the file, and the name of its folder."""
 
+    name: str
     weights: dict[str, Tensor]
 
     @staticmethod
     def load(folder: Path) -> Encoder:
-        """Read ``model.safetensors`` of a folder."""
+        """Read the file of a folder."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        path = folder / "model.safetensors"
+        path = folder / FILE
         if not path.is_file():
             raise InputError(f"--models: there is no file {path}")
         try:
             weights = load_file(path)
         except (SafetensorError, OSError) as error:
             raise InputError(f"--models: {path} is not a readable file ({error})") from None
-        needed = ["init_embed.weight", *(f"{_layer(i)}0.module.W_query" for i in range(LAYERS))]
-        missing = [name for name in needed if name not in weights]
-        if missing:
-            raise InputError(f"--models: {path} has no tensor {missing[0]}; expected {MODEL}")
-        return Encoder(weights)
+        heads = [f"{_layer(i)}0.module.W_query" for i in range(LAYERS)]
+        for name in (f"{INPUT}.weight", *heads):
+            if name not in weights:
+                raise InputError(f"--models: {path} has no tensor {name}; expected that of {MODEL}")
+        for name in heads:
+            if len(weights[name]) != HEADS:
+                shape = tuple(weights[name].shape)
+                raise InputError(f"--models: {path}: {name} is {shape}, expected {HEADS} heads")
+        return Encoder(folder.name, weights)
+
+    def points(self, n: int, seed: int) -> Tensor:
+        """Uniform in the unit square; of an encoder that is told more, in the unit cube."""
+        dim = self.weights[f"{INPUT}.weight"].shape[1]
+        return torch.rand(n, dim, generator=torch.Generator().manual_seed(seed))
 
     @torch.no_grad()
     def captures(self, points: Tensor, chosen: frozenset[int]) -> Iterator[Capture]:
-        """Heads of ``chosen`` numbers (8 · layer + head) as they see points [n, 2].
+        """Heads of ``chosen`` numbers (8 · layer + head) as they see points [n, dim].
 
         A layer is computed only when a head beyond it is asked for.
         """
-        hidden = F.linear(points, *self._linear("init_embed"))
+        hidden = F.linear(points, *self._linear(INPUT))
         for layer in range(LAYERS):
             query, key, value = (self._project(layer, x, hidden) for x in ("query", "key", "val"))
             for head in range(HEADS):
                 if HEADS * layer + head in chosen:
                     parts = (query[head], key[head], value[head])
-                    yield Capture(MODEL, layer, str(head), *parts)
+                    yield Capture(self.name, layer, str(head), *parts)
             if max(chosen, default=0) >= HEADS * (layer + 1):
                 hidden = self._after(layer, hidden, query, key, value)
 
@@ -105,8 +117,3 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def _layer(index: int) -> str:
     return f"embedder.layers.{index}."
-
-
-def random_points(n: int, seed: int) -> Tensor:
-    """Points uniform in the unit square."""
-    return torch.rand(n, 2, generator=torch.Generator().manual_seed(seed))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import InputError
 from ..folders import VARIABLE, models_from_environment
-from . import encoder, shipped, stories
-from .heads import MAKERS, SYNTHETIC, Capture, Source, spread, synthetic
+from . import language, shipped
+from .encoder import FILE, HEADS, LAYERS, Encoder
+from .heads import MAKERS, SYNTHETIC, Source, spread, synthetic
 
 
 @dataclass(frozen=True)
@@ -70,53 +71,55 @@ def frontier_extent(extent: Extent, lengths: Sequence[int] | None, heads: int | 
 class Models:
     """What was found, and what the user should know about it."""
 
-    tsp50: encoder.Encoder | None
-    stories: Path | None
+    encoders: tuple[Encoder, ...]
+    languages: tuple[Path, ...]
     notes: tuple[str, ...]
 
     @staticmethod
     def find(folder: Path | None) -> Models:
-        """The models in the folder, or in that of the environment variable."""
+        """The models in the folder, or in that of the environment variable: encoders, and causal
+        language models where transformers is there to run them."""
         named = folder or models_from_environment()
         if named is None:
             note = (
-                f"No trained models: neither --models nor {VARIABLE} names a folder with tsp50/ "
-                "and stories260K/. Only generated heads are measured."
+                f"No trained models: neither --models nor {VARIABLE} names a folder with folders "
+                "such as tsp50 and stories260K. Only generated heads are measured."
             )
-            return Models(None, None, (note,))
+            return Models((), (), (note,))
         if not named.is_dir():
             raise InputError(f"--models: there is no folder {named}")
-        loaded, path, notes = None, named / stories.MODEL, []
-        if (named / encoder.MODEL).is_dir():
-            loaded = encoder.Encoder.load(named / encoder.MODEL)
-        else:
-            notes.append(f"--models: no folder {encoder.MODEL} in it; its heads are left out.")
-        problem = stories.missing(path)
+        found = sorted(path for path in named.iterdir() if path.is_dir())
+        languages = [path for path in found if (path / language.CONFIG).is_file()]
+        points = [path for path in found if path not in languages and (path / FILE).is_file()]
+        notes = [
+            f"--models: {path.name} is left out: it has neither {FILE} nor {language.CONFIG}."
+            for path in found
+            if path not in languages and path not in points
+        ]
+        if not points and not languages:
+            notes.append("--models: there is no model in it.")
+        problem = language.missing() if languages else None
         if problem:
             notes.append(problem)
-        return Models(loaded, None if problem else path, tuple(notes))
+            languages = []
+        return Models(tuple(map(Encoder.load, points)), tuple(languages), tuple(notes))
 
-    def tsp_source(self, n: int, seed: int, chosen: Sequence[int]) -> Source:
-        """The chosen heads of tsp50 with n points."""
-        assert self.tsp50 is not None
-        model, wanted = self.tsp50, frozenset(chosen)
 
-        def make() -> Iterator[Capture]:
-            return model.captures(encoder.random_points(n, seed), wanted)
-
-        return Source(encoder.MODEL, n, len(wanted), make)
+def encoder_source(model: Encoder, n: int, seed: int, chosen: Sequence[int]) -> Source:
+    """The chosen heads of an encoder with n points."""
+    wanted = frozenset(chosen)
+    return Source(model.name, n, len(wanted), lambda: model.captures(model.points(n, seed), wanted))
 
 
 def sources(models: Models, extent: Extent, seed: int) -> list[Source]:
     """Everything whose errors are measured, shortest first."""
     made = [synthetic_source(n, seed, extent.heads) for n in extent.synthetic]
-    if models.stories is not None:
-        made.append(stories.source(models.stories, extent.heads))
+    made += [language.source(folder, extent.heads) for folder in models.languages]
     if shipped.missing() is None:
         made += [found for n in extent.shipped for found in shipped.sources(extent.heads, seed, n)]
-    if models.tsp50 is not None:
-        chosen = spread(encoder.LAYERS * encoder.HEADS, extent.heads)
-        made += [models.tsp_source(n, seed, chosen) for n in extent.lengths]
+    chosen = spread(LAYERS * HEADS, extent.heads)
+    for n in extent.lengths:
+        made += [encoder_source(model, n, seed, chosen) for model in models.encoders]
     return made
 
 

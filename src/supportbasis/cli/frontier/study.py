@@ -16,7 +16,7 @@ from ..report import write_table
 from . import claims, encoder, pictures, shipped, tables, timing
 from .errors import ROWS, Row, measure_head
 from .heads import SYNTHETIC, Source, spread
-from .sources import Extent, Models, sources, synthetic_source
+from .sources import Extent, Models, encoder_source, sources, synthetic_source
 from .summary import Group, KeysNeeded, groups, keys_needed
 
 TITLE = "supportbasis bench frontier"
@@ -111,15 +111,14 @@ def _races(models: Models, extent: Extent, seed: int) -> list[tuple[Source, timi
     made: list[tuple[Source, timing.Race]] = [
         (synthetic_source(n, seed, extent.heads), timing.in_turns) for n in extent.timed_synthetic
     ]
-    if models.tsp50 is None:
-        return made
     count = encoder.LAYERS * encoder.HEADS
     chosen = spread(count, extent.heads)
-    made += [(models.tsp_source(n, seed, chosen), timing.in_turns) for n in extent.timed]
     few = spread(count, min(extent.growth_heads, len(chosen)))
-    for n in extent.growth:
-        if n not in extent.timed or not set(few) <= set(chosen):
-            made.append((models.tsp_source(n, seed, few), timing.alone))
+    for model in models.encoders:
+        made += [(encoder_source(model, n, seed, chosen), timing.in_turns) for n in extent.timed]
+        for n in extent.growth:
+            if n not in extent.timed or not set(few) <= set(chosen):
+                made.append((encoder_source(model, n, seed, few), timing.alone))
     return made
 
 
@@ -171,8 +170,8 @@ def _asked(measured: Measured) -> Chapter:
 
 def _trained(made: Sequence[Group], out: Path) -> Chapter:
     text = (
-        "Heads of trained models: tsp50, an encoder, on random points in the order in which they "
-        "were drawn; the diffusion model that comes with the package on generated text, longer "
+        "Heads of trained models: encoders on random points in the order in which they were "
+        "drawn; the diffusion model that comes with the package on generated text, longer "
         "than the 1024 tokens it was trained on. "
         "Medians and percentiles are over heads; where a method has no answer within the budget "
         "its error counts as infinite. “Heads” is on how many ours has a plan within the budget. "

@@ -71,10 +71,10 @@ def _trained() -> list[Work]:
 
 def _layer_of(folder: Path, layer: int) -> Inputs:
     def make(heads: int, n: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
-        weights = encoder.Encoder.load(folder).weights
-        model = encoder.Encoder({name: x.cuda() for name, x in weights.items()})
+        loaded = encoder.Encoder.load(folder)
+        model = encoder.Encoder(loaded.name, {name: x.cuda() for name, x in loaded.weights.items()})
         first = encoder.HEADS * layer
-        points = encoder.random_points(n, 0).cuda()
+        points = loaded.points(n, 0).cuda()
         found = list(model.captures(points, frozenset(range(first, first + heads))))
         sides = (
             [getattr(capture, name) for capture in found] for name in ("query", "key", "value")

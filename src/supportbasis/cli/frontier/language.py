@@ -1,0 +1,83 @@
+"""The heads of a causal language model in the form of transformers, as it tells a story."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from ..capture import observed
+from .heads import Capture, Source, spread
+
+CONFIG = "config.json"  # a folder that holds one is such a model
+LONGEST = 512  # tokens, and no more than the model's context
+START = "Once upon a time"
+
+Recorded = list[tuple[Tensor, Tensor, Tensor]]
+
+
+def missing() -> str | None:
+    """Why heads of such models cannot be measured; None: they can."""
+    if find_spec("transformers") is None:
+        return 'Heads of language models are left out: they need pip install "supportbasis[hf]".'
+    return None
+
+
+def source(folder: Path, limit: int | None) -> Source:
+    """Some heads of the model in a folder, evenly spread."""
+    layers, heads, tokens = _sizes(folder)
+    chosen = spread(layers * heads, limit)
+
+    def make() -> Iterator[Capture]:
+        recorded = _record(folder, tokens)
+        for number in chosen:
+            layer, head = divmod(number, heads)
+            query, key, value = (x[head].float().contiguous() for x in recorded[layer])
+            yield Capture(folder.name, layer, str(head), query, key, value, is_causal=True)
+
+    return Source(folder.name, tokens, len(chosen), make)
+
+
+def _sizes(folder: Path) -> tuple[int, int, int]:
+    """Layers, heads and tokens, from the configuration."""
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        names = ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+        layers, heads, context = (int(config[name]) for name in names)
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"--models: {path} is not a readable file ({error})") from None
+    except KeyError as error:
+        raise InputError(f"--models: {path} does not say {error}") from None
+    return layers, heads, min(context, LONGEST)
+
+
+@torch.no_grad()
+def _record(folder: Path, tokens: int) -> Recorded:
+    """Queries and keys after rotation, and values, of each layer: [heads, tokens, dim]."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    recorded: Recorded = []
+
+    def observe(_: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        recorded.append((query[0], key[0], value[0]))
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    start = AutoTokenizer.from_pretrained(folder, local_files_only=True)(
+        START, return_tensors="pt"
+    ).input_ids
+    length = tokens - start.shape[1]
+    story = model.generate(
+        start, do_sample=False, min_new_tokens=length, max_new_tokens=length, pad_token_id=0
+    )
+    with observed(model, observe):
+        model(story, use_cache=False)
+    return recorded
