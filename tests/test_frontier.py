@@ -347,25 +347,28 @@ def test_models_that_are_missing_are_explained(
     with pytest.raises(sb.InputError, match="no folder"):
         sources.Models.find(tmp_path / "nowhere")
     monkeypatch.setenv(sources.VARIABLE, str(tmp_path))
-    found = sources.Models.find(None)
-    assert not found.encoders and not found.languages
-    assert found.notes == ("--models: there is no model in it.",)
+
+    def note() -> str:
+        found = sources.Models.find(None)
+        assert not found.encoders and not found.languages
+        *first, last = found.notes
+        assert "there is no model in" in last
+        return "".join(first)
+
+    assert not note()
     (tmp_path / "tsp50").mkdir()
-    assert "tsp50 is left out: it has neither" in sources.Models.find(None).notes[0]
+    assert "tsp50 is left out: it has no file model.safetensors" in note()
     path = tmp_path / "tsp50" / "model.safetensors"
     path.write_bytes(b"nothing of the kind")
-    with pytest.raises(sb.InputError, match=r"model\.safetensors is not a readable file"):
-        sources.Models.find(None)
+    assert "model.safetensors cannot be read" in note()
     safetensors_torch.save_file({"x": torch.ones(1)}, path)
-    with pytest.raises(sb.InputError, match=r"no tensor init_embed\.weight"):
-        sources.Models.find(None)
+    assert "no tensor init_embed.weight" in note()
     path.unlink()
     path.parent.rmdir()
     weights = fake_encoder(tmp_path / "tsp50")
     name = "embedder.layers.1.0.module.W_query"
     safetensors_torch.save_file(weights | {name: torch.ones(4, 128, 32)}, path)
-    with pytest.raises(sb.InputError, match=r"W_query is \(4, 128, 32\), expected 8 heads"):
-        sources.Models.find(None)
+    assert "W_query is (4, 128, 32), expected 8 heads" in note()
 
 
 def test_every_model_of_the_folder_is_found(
@@ -386,13 +389,12 @@ def test_every_model_of_the_folder_is_found(
     assert [path.name for path in found.languages] == ["story"] and not found.notes
     made = language.source(found.languages[0], 4)
     assert (made.model, made.n, made.count) == ("story", 40, 4)
+    for text, said in (("{", "cannot be read"), ("{}", "does not say 'num_hidden_layers'")):
+        (tmp_path / "story" / "config.json").write_text(text, encoding="utf-8")
+        assert said in sources.Models.find(tmp_path).notes[0]
     monkeypatch.setattr(language, "find_spec", lambda name: None)
     alone = sources.Models.find(tmp_path)
-    assert not alone.languages and "pip install" in alone.notes[0]
-    for text, said in (("{", "not a readable file"), ("{}", "does not say 'num_hidden_layers'")):
-        (tmp_path / "story" / "config.json").write_text(text, encoding="utf-8")
-        with pytest.raises(sb.InputError, match=said):
-            language.source(found.languages[0], 4)
+    assert len(alone.encoders) == 2 and not alone.languages and "pip install" in alone.notes[0]
 
 
 def test_heads_of_a_language_model_are_those_of_its_layers(tmp_path: Path) -> None:

@@ -42,19 +42,19 @@ class Encoder:
 
         path = folder / FILE
         if not path.is_file():
-            raise InputError(f"--models: there is no file {path}")
+            raise InputError(f"it has no file {FILE}")
         try:
             weights = load_file(path)
         except (SafetensorError, OSError) as error:
-            raise InputError(f"--models: {path} is not a readable file ({error})") from None
+            raise InputError(f"{FILE} cannot be read ({error})") from None
         heads = [f"{_layer(i)}0.module.W_query" for i in range(LAYERS)]
         for name in (f"{INPUT}.weight", *heads):
             if name not in weights:
-                raise InputError(f"--models: {path} has no tensor {name}; expected that of {MODEL}")
+                raise InputError(f"{FILE} has no tensor {name}, which {MODEL} has")
         for name in heads:
             if len(weights[name]) != HEADS:
                 shape = tuple(weights[name].shape)
-                raise InputError(f"--models: {path}: {name} is {shape}, expected {HEADS} heads")
+                raise InputError(f"{name} is {shape}, expected {HEADS} heads")
         return Encoder(folder.name, weights)
 
     def points(self, n: int, seed: int) -> Tensor:

@@ -21,11 +21,11 @@ START = "Once upon a time"
 Recorded = list[tuple[Tensor, Tensor, Tensor]]
 
 
-def missing() -> str | None:
-    """Why heads of such models cannot be measured; None: they can."""
+def check(folder: Path) -> None:
+    """Raise where the heads of a model cannot be measured."""
     if find_spec("transformers") is None:
-        return 'Heads of language models are left out: they need pip install "supportbasis[hf]".'
-    return None
+        raise InputError('it needs pip install "supportbasis[hf]"')
+    _sizes(folder)
 
 
 def source(folder: Path, limit: int | None) -> Source:
@@ -45,15 +45,14 @@ def source(folder: Path, limit: int | None) -> Source:
 
 def _sizes(folder: Path) -> tuple[int, int, int]:
     """Layers, heads and tokens, from the configuration."""
-    path = folder / CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         names = ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
         layers, heads, context = (int(config[name]) for name in names)
     except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"--models: {path} is not a readable file ({error})") from None
+        raise InputError(f"{CONFIG} cannot be read ({error})") from None
     except KeyError as error:
-        raise InputError(f"--models: {path} does not say {error}") from None
+        raise InputError(f"{CONFIG} does not say {error}") from None
     return layers, heads, min(context, LONGEST)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...errors import InputError
 from ..folders import VARIABLE, models_from_environment
 from . import language, shipped
-from .encoder import FILE, HEADS, LAYERS, Encoder
+from .encoder import HEADS, LAYERS, Encoder
 from .heads import MAKERS, SYNTHETIC, Source, spread, synthetic
 
 
@@ -88,21 +88,21 @@ class Models:
             return Models((), (), (note,))
         if not named.is_dir():
             raise InputError(f"--models: there is no folder {named}")
-        found = sorted(path for path in named.iterdir() if path.is_dir())
-        languages = [path for path in found if (path / language.CONFIG).is_file()]
-        points = [path for path in found if path not in languages and (path / FILE).is_file()]
-        notes = [
-            f"--models: {path.name} is left out: it has neither {FILE} nor {language.CONFIG}."
-            for path in found
-            if path not in languages and path not in points
-        ]
-        if not points and not languages:
-            notes.append("--models: there is no model in it.")
-        problem = language.missing() if languages else None
-        if problem:
-            notes.append(problem)
-            languages = []
-        return Models(tuple(map(Encoder.load, points)), tuple(languages), tuple(notes))
+        encoders: list[Encoder] = []
+        languages: list[Path] = []
+        notes: list[str] = []
+        for path in sorted(path for path in named.iterdir() if path.is_dir()):
+            try:
+                if (path / language.CONFIG).is_file():
+                    language.check(path)
+                    languages.append(path)
+                else:
+                    encoders.append(Encoder.load(path))
+            except InputError as error:
+                notes.append(f"--models: {path.name} is left out: {error}.")
+        if not encoders and not languages:
+            notes.append(f"--models: there is no model in {named}.")
+        return Models(tuple(encoders), tuple(languages), tuple(notes))
 
 
 def encoder_source(model: Encoder, n: int, seed: int, chosen: Sequence[int]) -> Source:
