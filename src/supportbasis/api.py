@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -106,6 +107,9 @@ def plan(
 ) -> Plan:
     """What `attention` would do with these inputs: a printable, reusable `Plan`.
 
+    A plan that is asked for is taken to serve many calls: `Auto` searches for one from shorter
+    inputs on than it does within a call, where the search has to pay at once.
+
     Without ``value``, a method that measures errors judges them with random values of dim d.
     """
     if value is None and isinstance(key, Tensor) and key.is_floating_point():
@@ -115,7 +119,7 @@ def plan(
     problem = attention_problem(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
     )
-    return _the_plan(problem, method, None)
+    return _the_plan(replace(problem, is_reused=True), method, None)
 
 
 def kernel_sum(

@@ -46,6 +46,7 @@ class Head:
     normalise: bool  # attention divides by the row sum, a kernel sum does not
     mask: Tensor | None = None  # [n, m] bool or bias; only exact sums know what to do with it
     precision: torch.dtype | None = None  # of all sums; None: chosen from the input
+    is_reused: bool = False  # whether its plan will serve many calls, and may take some time
     memory: dict[object, object] = field(default_factory=dict, init=False, repr=False)  # of trees
 
     @property
@@ -135,6 +136,7 @@ class Problem:
     normalise: bool
     leading: tuple[int, ...]  # the caller's leading dims, heads included
     kept: Kept | None = None  # filled by a forward pass for the way back
+    is_reused: bool = False  # whether the plan will serve many calls
 
     @property
     def batch(self) -> int:
@@ -198,6 +200,7 @@ class Problem:
             self.is_causal,
             self.normalise,
             None if self.mask is None else self.mask[batch, head],
+            is_reused=self.is_reused,
         )
 
     def each_head(self) -> Iterator[tuple[int, int, Head]]:

@@ -24,9 +24,9 @@ from .block_support import BlockSearch
 from .fitted import FittedSearch
 from .single_threshold import threshold_plan
 
-# exact attention that takes less is left alone: on a CPU what a search costs; on a GPU, where one
-# costs more than it can save in a call, what may be worth a plan that is used many times
-PLANNING_SECONDS = {"cpu": 0.02, "cuda": 1e-3}
+# exact attention that takes less is left alone: what a search costs, or what is worth one whose
+# plan is used many times; on a GPU, where a search costs more than it saves in a call, always that
+PLANNING_SECONDS, REUSED_SECONDS = {"cpu": 0.02, "cuda": 1e-3}, {"cpu": 5e-3, "cuda": 1e-3}
 SHARES = (0.0, 0.001, 0.004, 0.015, 0.05)  # of tokens that a candidate threshold makes large
 # rows that share a list, and their order; large blocks gather less, and select for more
 BLOCKS = ((64, "auto"), (64, "sequence"), (512, "auto"), (64, PLACES))
@@ -47,7 +47,8 @@ class Auto(Method):
     largest error over the largest density). Polynomials are screened on a sample of scores; the
     fastest, and fits and lists where they can be faster, are verified on sampled query rows
     against all keys, where the upper limit of the error (95 % confidence) must be within the
-    tolerance. Else the head is exact.
+    tolerance. Else the head is exact, as it is where exact attention takes less than a search;
+    `sb.plan`, whose plan may serve many calls, searches where a call would not.
     """
 
     tolerance: float = 1e-2
@@ -61,7 +62,8 @@ class Auto(Method):
     def plan_head(self, head: Head) -> HeadPlan:
         limit = exact_seconds(head)
         cheapest = polynomial_work(head, head.n, head.m, 0).seconds(head)
-        least = PLANNING_SECONDS.get(head.query.device.type, PLANNING_SECONDS["cpu"])
+        seconds = REUSED_SECONDS if head.is_reused else PLANNING_SECONDS
+        least = seconds.get(head.query.device.type, seconds["cpu"])
         if limit < least + cheapest:
             return exact_plan(head, "below the length where an approximation pays")
         search = _Search(head, self.tolerance, self.seed)
