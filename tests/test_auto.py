@@ -1,5 +1,6 @@
 """Auto: the cheapest plan within the tolerance, else exact."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import supportbasis as sb
 from cases import dense_attention, qkv
 from supportbasis.inputs import attention_problem
+from supportbasis.methods import auto
 from supportbasis.rows import RowCheck
 
 
@@ -104,3 +106,18 @@ def test_the_row_check_sees_what_the_plan_does():
         (output - exact).square().sum(-1), exact.square().sum(-1)
     )
     assert check.error(plan.heads[0])[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_plan_that_is_asked_for_may_take_longer_to_find(monkeypatch):
+    """Within a call a search has to pay at once; a plan of its own may serve many calls."""
+    monkeypatch.setattr(auto, "PLANNING_SECONDS", {"cpu": math.inf})
+    monkeypatch.setattr(auto, "REUSED_SECONDS", {"cpu": 0.0})
+    q, k, v = qkv(1, 2, n=8192, d=16, scale=0.1, dtype=torch.float32)
+    within = sb.attention(q, k, v, method=sb.Auto(1e-2), return_result=True).plan
+    assert {head.reason for head in within.heads} == {
+        "below the length where an approximation pays"
+    }
+    asked = sb.plan(q, k, v, method=sb.Auto(1e-2))
+    assert all(head.kind != "exact" for head in asked.heads)
+    exact, _ = dense_attention(q, k, v)
+    assert relative(sb.attention(q, k, v, plan=asked), exact) <= 1e-2
