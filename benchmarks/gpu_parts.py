@@ -1,7 +1,7 @@
 """Where the time of lists on a GPU goes, kernel by kernel: `python benchmarks/gpu_parts.py`.
 
 The works of `supportbasis bench --device cuda --only lists` and, where SUPPORTBASIS_MODELS names a
-folder with tsp50, those of its layers; each is planned, run twice, and profiled once.
+folder of encoders, those of their layers; each is planned, run twice, and profiled once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Works of lists: heads on a curved surface, and those of tsp50 where the trained model is at hand.
+"""Works of lists: heads on a curved surface, and those of trained encoders that are at hand.
 
 Independent Gaussian tokens have no short lists, whatever the method; heads as models have them do,
 because their tokens lie close to something of few dimensions.
@@ -7,15 +7,14 @@ because their tokens lie close to something of few dimensions.
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ...methods import Auto, BlockSupport
-from ..folders import VARIABLE
-from ..frontier import encoder
+from ..folders import models_from_environment
+from ..frontier import Models
+from ..frontier.encoder import HEADS, LAYERS, Encoder
 from .works import LONG, Inputs, Work
 
 DIMENSIONS, SPREAD = 3, 2.0  # of the surface; of the scores
@@ -44,7 +43,7 @@ def curved(heads: int, n: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def list_works() -> list[Work]:
-    """Lists by budget, and the layers of tsp50 if the environment names a folder with it."""
+    """Lists by budget, and the layers of the encoders in the folder that the environment names."""
     lists = BlockSupport(0.05, tail="coarse")
     name = "lists, budget 0.05, curved"
     return [
@@ -58,24 +57,21 @@ def list_works() -> list[Work]:
 
 
 def _trained() -> list[Work]:
-    named = os.environ.get(VARIABLE)
-    folder = Path(named, encoder.MODEL) if named else None
-    if folder is None or not folder.is_dir():
+    if models_from_environment() is None:
         return []
     return [
-        Work(f"Auto, tsp50 layer {layer}", Auto(TOLERANCE), _layer_of(folder, layer), LONG, 16,
-             heads=encoder.HEADS, limit=TOLERANCE)
-        for layer in range(encoder.LAYERS)
+        Work(f"Auto, {model.name} layer {layer}", Auto(TOLERANCE), _layer_of(model, layer), LONG,
+             16, heads=HEADS, limit=TOLERANCE)
+        for model in Models.find(None).encoders
+        for layer in range(LAYERS)
     ]  # fmt: skip
 
 
-def _layer_of(folder: Path, layer: int) -> Inputs:
+def _layer_of(model: Encoder, layer: int) -> Inputs:
     def make(heads: int, n: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
-        loaded = encoder.Encoder.load(folder)
-        model = encoder.Encoder(loaded.name, {name: x.cuda() for name, x in loaded.weights.items()})
-        first = encoder.HEADS * layer
-        points = loaded.points(n, 0).cuda()
-        found = list(model.captures(points, frozenset(range(first, first + heads))))
+        there = Encoder(model.name, {name: x.cuda() for name, x in model.weights.items()})
+        chosen = frozenset(range(HEADS * layer, HEADS * layer + heads))
+        found = list(there.captures(model.points(n, 0).cuda(), chosen))
         sides = (
             [getattr(capture, name) for capture in found] for name in ("query", "key", "value")
         )
