@@ -11,12 +11,10 @@ from torch import Tensor
 
 from .basis import RowGroup, exact_component, support_basis
 from .components import evaluate
-from .jensen import lower_lse
+from .jensen import least_lse
 from .partial import Partial
 from .plans import HeadPlan, Plan
 from .problem import Head, Problem
-
-LOST = 1 / 64  # of what a row's sum must at least be: below, the row is lost
 
 
 @dataclass
@@ -89,8 +87,8 @@ def _usable(plan: HeadPlan, head: Head, rows: Tensor | None, total: Partial) -> 
     fitted polynomial."""
     usable = total.usable if head.normalise else total.finite
     if plan.may_lose_rows:
-        least = lower_lse(plan, head, rows) + math.log(LOST)
-        usable &= total.den.double().log() + total.log_scale >= least
+        log_sum = total.den.double().log() + total.log_scale
+        usable &= log_sum >= least_lse(plan, head, rows)
     return usable
 
 

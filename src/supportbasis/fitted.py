@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from .problem import Head
-from .scores import pick
 
 HIGHEST_DEGREE = 8
-ROWS, KEYS = 128, 1024  # pairs that are fitted to
+ROWS, KEYS = 512, 256  # pairs that are fitted to
+LONGEST = 4  # one in so many of them is there because of its length
 USUAL, BEYOND = 0.99, 1.5  # the radius: that quantile of the norms, and so much more
 RIDGE = 1e-12  # of the largest entry of the normal equations
 
@@ -143,11 +143,14 @@ def _powers(x: Tensor, y: Tensor, spans: Sequence[int]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class PairSample:
-    """Sampled queries and keys of a head in its frame, and their weights."""
+    """Sampled queries and keys of a head in its frame: the longest, where a polynomial that was
+    fitted without them goes wrong, and some that stand for all others."""
 
     query: Tensor  # [rows, d], float64
     key: Tensor  # [keys, d]
-    log_weight: Tensor  # [keys]
+    log_weight: Tensor  # [keys], of all that a key stands for
+    row_count: Tensor  # [rows]: how many each stands for
+    key_count: Tensor  # [keys]
     query_radius: float
     key_radius: float
 
@@ -155,28 +158,32 @@ class PairSample:
     def draw(head: Head, seed: int) -> PairSample:
         """From the tokens within the radius; the head has both queries and live keys."""
         query_radius, key_radius = _radius(head.query), _radius(head.key)
-        rows = (head.query.norm(dim=1) <= query_radius).nonzero().squeeze(1)
-        near = head.key.norm(dim=1) <= key_radius
-        if head.key_log_weight is not None:
-            near &= head.key_log_weight > -math.inf
-        row = pick(rows, len(rows), ROWS, seed, rows.device)
-        keys = near.nonzero().squeeze(1)
-        key = pick(keys, len(keys), KEYS, seed + 1, keys.device)
-        log_weight = head.key.new_zeros(len(key), dtype=torch.float64)
-        if head.key_log_weight is not None:
-            log_weight = head.key_log_weight[key].double()
-        query, near_key = head.query[row].double(), head.key[key].double()
-        return PairSample(query, near_key, log_weight, query_radius, key_radius)
+        live = head.key_log_weight
+        row, row_count = _pick(head.query, query_radius, None, ROWS, seed)
+        key, key_count = _pick(head.key, key_radius, live, KEYS, seed + 1)
+        log_weight = key_count.log()
+        if live is not None:
+            log_weight = log_weight + live[key].double()
+        return PairSample(
+            head.query[row].double(),
+            head.key[key].double(),
+            log_weight,
+            row_count,
+            key_count,
+            query_radius,
+            key_radius,
+        )
 
     def fit(self, spans: tuple[int, ...]) -> FittedKernel | None:
         """Least squares for the weights of every row relative to their length, as random values
         would weigh them; None where the scores leave nothing to solve."""
         if not len(self.query) or not len(self.key) or not spans:
             return None
-        size = self.exact.norm(dim=1, keepdim=True)
-        unit = self.unit / size
+        size = (self.exact * self._share).norm(dim=1, keepdim=True)
+        share = self._share * self.row_count.sqrt().unsqueeze(1) / size
+        unit = self.unit * share
         columns = [unit, *(power * unit for power in _powers(self.query, self.key, spans))]
-        design, target = torch.stack(columns).flatten(1), (self.exact / size).flatten()
+        design, target = torch.stack(columns).flatten(1), (self.exact * share).flatten()
         size = design.norm(dim=1, keepdim=True)
         if not bool((size > 0).all() & size.isfinite().all()):
             return None
@@ -192,7 +199,14 @@ class PairSample:
         """Relative root-mean-square error of the weights: of the output, for random values."""
         given = kernel(self.query, self.key) * self.unit
         given = given / given.sum(1, keepdim=True)
-        return float(((given - self.exact).norm() / self.exact.norm()).nan_to_num(math.inf))
+        share = self._share * self.row_count.sqrt().unsqueeze(1)
+        error = ((given - self.exact) * share).norm() / (self.exact * share).norm()
+        return float(error.nan_to_num(math.inf))
+
+    @cached_property
+    def _share(self) -> Tensor:
+        """What the error of a key that stands for several independent ones is multiplied with."""
+        return self.key_count.rsqrt()
 
     @cached_property
     def _log_sums(self) -> Tensor:
@@ -207,6 +221,27 @@ class PairSample:
     def unit(self) -> Tensor:
         """What the exponential of a score is multiplied with to give that."""
         return (self.log_weight - self._log_sums).exp()
+
+
+def _pick(
+    tokens: Tensor, radius: float, log_weight: Tensor | None, count: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """The longest live tokens within the radius and a sample of the others, and how many of them
+    each stands for."""
+    norms = tokens.norm(dim=1)
+    near = norms <= radius
+    if log_weight is not None:
+        near &= log_weight > -math.inf
+    index = near.nonzero().squeeze(1)
+    if len(index) <= count:
+        return index, torch.ones_like(index, dtype=torch.float64)
+    order = index[norms[index].argsort(descending=True)]
+    longest, others = order[: count // LONGEST], order[count // LONGEST :]
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(len(others), generator=generator)[: count - len(longest)]
+    each = torch.ones(count, dtype=torch.float64, device=tokens.device)
+    each[len(longest) :] = len(others) / len(chosen)
+    return torch.cat([longest, others[chosen.to(tokens.device)]]), each
 
 
 def _radius(tokens: Tensor) -> float:

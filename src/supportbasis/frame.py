@@ -45,6 +45,11 @@ class Frame:
         maps = (x.cpu() for x in (self.query_map, self.key_map))
         return not centres and all(torch.equal(x, identity) for x in maps)
 
+    @cached_property
+    def spread(self) -> float:
+        """The standard deviation of <x, y>."""
+        return float(self.spectrum.square().sum().sqrt())
+
     def apply(self, head: Head) -> Head:
         """The same head in this frame: scale 1, and key log-weights that hold the third term."""
         root, like = math.sqrt(head.scale), head.query.new_empty((), dtype=head.dtype)

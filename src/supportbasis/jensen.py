@@ -1,9 +1,13 @@
-"""A lower bound on every row's true sum of weights, at the price of one mean.
+"""A lower bound on every row's true sum of weights, at the price of a few means.
 
 Weights are convex functions of the score (exp, even powers), so by Jensen's inequality
 ``sum_j w_j f(z_ij) >= W f(<q_i, kbar> scale)`` with W the sum of the key weights and kbar the
 weighted mean key; for causal rows, those of the keys so far. A sketched sum that falls far below
 it has provably lost its row.
+
+Sums of fitted polynomials have no noise and need not fall far: one that is half of the bound is
+wrong. Scores that spread make a bound by one mean loose, so keys are split by the signs of their
+leading coordinates, and the bounds of the groups are added up; not those of causal heads.
 """
 
 from __future__ import annotations
@@ -14,10 +18,53 @@ import torch
 from torch import Tensor
 
 from .components.exact import take, take_index
+from .frame import framed
 from .plans import HeadPlan
 from .problem import Head
 
 BLOCK = 4096  # tokens in float64 at a time
+LOST = 1 / 64  # of the bound: a sketched sum below that is lost
+WRONG = 1 / 2  # the same of a fitted polynomial
+SIGNS = 4  # coordinates that split keys into groups
+
+
+def least_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:
+    """Log of what the sums of the given rows (None: all) must at least be, or they are lost."""
+    if plan.fitted is None:
+        return lower_lse(plan, head, rows) + math.log(LOST)
+    by_groups = not head.is_causal and head.m > 0
+    bound = _grouped_lse(plan, head, rows) if by_groups else lower_lse(plan, head, rows)
+    return bound + math.log(WRONG)
+
+
+def _grouped_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:
+    """The bound by groups of keys, in the frame of the plan."""
+    assert plan.frame is not None
+    inside = framed(head, plan.frame)
+    assert inside.key_log_weight is not None
+    query = inside.query if rows is None else inside.query[rows]
+    least = grouped_lse(query[None], inside.key[None], inside.key_log_weight[None])
+    return (least[0] + plan.frame.row_shift(head, rows)).double()
+
+
+def grouped_lse(query: Tensor, key: Tensor, log_weight: Tensor) -> Tensor:
+    """Log of the bound [heads, n] for queries [heads, n, d] in the frame of the keys [heads, m, d],
+    of which those with the same signs in their leading coordinates are a group. A group that has
+    next to no weight counts as nothing."""
+    signs = min(SIGNS, key.shape[2])
+    bits = 2 ** torch.arange(signs, device=key.device)
+    label = ((key[..., :signs] > 0) * bits).sum(-1).unsqueeze(1)
+    top = log_weight.amax(1, keepdim=True)
+    top = torch.where(top > -math.inf, top, 0.0)
+    weight = (log_weight - top).exp().unsqueeze(1)
+    member = (label == torch.arange(2**signs, device=key.device).unsqueeze(1)) * weight
+    mass = member.sum(2, keepdim=True)
+    mean = (member @ key) / torch.where(mass > 0, mass, 1.0)
+    score = torch.baddbmm(mass.log() + top.unsqueeze(2), mean, query.mT)  # [heads, groups, n]
+    best = score.amax(1, keepdim=True)
+    best = torch.where(best > -math.inf, best, 0.0)
+    least = (score - best).exp_().sum(1).log_() + best.squeeze(1)
+    return torch.where(least.isnan(), math.inf, least)  # scores that overflow: nothing is known
 
 
 def lower_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:

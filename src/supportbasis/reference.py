@@ -13,8 +13,7 @@ from torch import Tensor
 
 from .basis import buckets_of
 from .components.sketched import Sketched
-from .execute import LOST
-from .jensen import lower_lse
+from .jensen import least_lse
 from .plans import HeadPlan, Plan
 from .powers import PowerKernel
 from .problem import Head, Problem
@@ -45,8 +44,7 @@ def run_head(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
         kernel = None if plan.kernel is None else replace(plan.kernel, sketch_size=None)
         exact_plan = replace(plan, pairs=(), kernel=kernel, fitted=None)
         exact, exact_top = weights(head, exact_plan)
-        least = lower_lse(plan, head, None) + math.log(LOST)
-        lost = ~(den.log() + top >= least) | (den == 0)
+        lost = ~(den.log() + top >= least_lse(plan, head, None)) | (den == 0)
         weight = torch.where(lost.unsqueeze(1), exact, weight)
         top, den = torch.where(lost, exact_top, top), weight.sum(1)
     num = weight @ head.value.double()

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from .basis import split_of
+from .certificate import RESCUED_SHARE
 from .frame import framed
+from .jensen import least_lse
 from .plans import HeadPlan
 from .problem import Head
 from .sampling import RowSample
@@ -20,11 +22,13 @@ ENTRIES = 2**24
 class RowCheck:
     """Exact output of sampled rows, computed once, against which any plan can be compared."""
 
-    def __init__(self, head: Head, tolerance: float, seed: int):
+    def __init__(
+        self, head: Head, tolerance: float, seed: int, sample: RowSample | None = None
+    ) -> None:
         self.head = head
         dtype = torch.float64 if tolerance < 1e-5 else head.dtype
         count = max(16, min(ROWS, ENTRIES // max(1, head.m)))
-        self.sample = RowSample.draw(head, count, seed)
+        self.sample = RowSample.draw(head, count, seed) if sample is None else sample
         self.rows = self.sample.rows
         self.scores = (head.query[self.rows].to(dtype) * head.scale) @ head.key.to(dtype).T
         self.log_weight = self._log_weight(dtype)
@@ -57,6 +61,12 @@ class RowCheck:
         weight = self._fitted(plan) if plan.fitted is not None else self._polynomial(plan)
         if plan.kind != "polynomial":
             self._restore_exact(plan, weight)
+        if plan.fitted is not None:
+            log_sum = weight.sum(1).log().double() + self.top.squeeze(1)
+            lost = ~(log_sum >= least_lse(plan, self.head, self.rows))
+            if self.sample.total(lost.double()) > RESCUED_SHARE * self.sample.n:
+                return math.inf, math.inf  # exact rows are not what was paid for
+            weight[lost] = self.weight[lost]
         squared = (self._output(weight) - self.exact).double().square().sum(-1)
         size = self.exact.double().square().sum(-1)
         return self.sample.frobenius_limit(squared, size)

@@ -24,7 +24,8 @@ class RowSample:
 
     rows: Tensor  # sorted
     in_census: Tensor  # bool, for each of the rows
-    n: int
+    n: int  # rows that they stand for
+    of: int = 0  # more rows, which those n are a random sample of themselves
 
     @staticmethod
     def draw(head: Head, count: int, seed: int) -> RowSample:
@@ -56,7 +57,8 @@ class RowSample:
 
         The sampled rows stand for all rows outside the census. The limit takes the standard error
         of the linearised ratio, with the finite-population factor, on the logarithm of the ratio,
-        which suits the long right tail that squared errors have.
+        which suits the long right tail that squared errors have. Where the rows that are stood for
+        are a sample themselves, their own standard error is added.
         """
         sampled = ~self.in_census
         others, count = self.n - int(self.in_census.sum()), int(sampled.sum())
@@ -64,11 +66,14 @@ class RowSample:
         if total == 0.0:
             return (0.0, 0.0) if error == 0.0 else (math.inf, math.inf)
         ratio = error / total
-        if count in (0, others) or ratio == 0.0 or not math.isfinite(ratio):
+        if ratio == 0.0 or not math.isfinite(ratio):
             return math.sqrt(ratio), math.sqrt(ratio)
-        residual = (squared - ratio * size)[sampled]
-        variance = float(residual.var()) / count * (1 - count / others)
-        standard = others * math.sqrt(variance) / total
+        residual, variance = squared - ratio * size, 0.0
+        if count not in (0, others):
+            variance += others**2 * float(residual[sampled].var()) / count * (1 - count / others)
+        if self.of > self.n:
+            variance += self.total(residual.square()) * (1 - self.n / self.of)
+        standard = math.sqrt(variance) / total
         return math.sqrt(ratio), math.sqrt(ratio) * math.exp(QUANTILE * standard / ratio / 2)
 
 

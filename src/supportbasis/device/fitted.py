@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..certificate import RESCUED_SHARE
 from ..cotangent import Gradients
-from ..execute import LOST
 from ..fitted import FittedKernel
+from ..jensen import WRONG, grouped_lse
 from ..kernels.rectangle import Rectangle, Tokens, exact_rows
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
@@ -121,9 +121,8 @@ def _all_heads(
     if sizes[0]:
         total, unit = _with(total, unit, *over_far_keys(made, sizes[0], tokens))
     num, lse = _divided(total, fitted_sums.finite(unit))
-    lost = ~(
-        (lse >= _least(inside, call.causal) + inside.shift + math.log(LOST)) & (lse < math.inf)
-    )
+    least = _least(inside, call.causal) + inside.shift + math.log(WRONG)
+    lost = ~((lse >= least) & (lse < math.inf))
     lost &= ~made.exact_rows
     needed = made.needed(lost)
     output = num.to(value.dtype).view(*query.shape[:3], -1)
@@ -218,13 +217,12 @@ def _kernel(head: HeadPlan) -> FittedKernel:
 
 
 def _least(inside: Inside, causal: bool) -> Tensor:
-    """Lower bound of the log-sums of all rows, by Jensen's inequality: that of the mean key; of
-    causal rows, of the keys so far."""
+    """Lower bound of the log-sums of all rows, by Jensen's inequality: that of the mean keys of
+    groups; of causal rows, of the mean key so far."""
     if causal:
         return torch.stack([_least_so_far(inside.one(i)) for i in range(len(inside.key))])
-    log_mass = inside.log_weight.logsumexp(1, keepdim=True)
-    share = (inside.log_weight - log_mass).exp().nan_to_num(0.0).unsqueeze(1)
-    return (inside.query @ (share @ inside.key).transpose(1, 2)).squeeze(2) + log_mass
+    hidden = (inside.log_weight == -math.inf).unsqueeze(2)
+    return grouped_lse(inside.query, inside.key.masked_fill(hidden, 0.0), inside.log_weight)
 
 
 def _least_so_far(inside: Inside) -> Tensor:

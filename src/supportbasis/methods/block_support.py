@@ -146,7 +146,7 @@ class BlockSupport(Method):
             return plan
         if isinstance(search, BlockSearch):
             return search.measured(plan, self.seed)
-        return replace(plan, measured=RowCheck(head, 1.0, self.seed).error(plan)[0])
+        return search.measured(plan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +166,7 @@ class BlockSearch:
         if head.n < 2 * block_size or keys < 4 * LEAF:
             return "there are too few tokens for blocks and trees"
         frame = own_frame(head)
-        if not float(frame.spectrum.square().sum().sqrt()) < LARGEST_SCORES:
+        if not frame.spread < LARGEST_SCORES:
             return "scores are so large that one key takes it all"
         if order == PLACES:
             return BlockSearch.in_places(head, block_size, seed)

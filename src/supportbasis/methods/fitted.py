@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 from ..basis import split_of
@@ -13,6 +14,7 @@ from ..frame import Frame, framed, own_frame, prefix_of
 from ..plans import HeadPlan
 from ..problem import Head
 from ..rows import RowCheck
+from .fit_check import FitCheck
 
 FEWEST, MOST = 8, 2**15  # features
 HALVES = 2  # how often the step between too few features and enough is halved
@@ -29,6 +31,7 @@ class FittedSearch:
     sample: PairSample
     far_rows: int
     far_keys: int
+    seed: int
 
     @staticmethod
     def of(head: Head, seed: int) -> FittedSearch | str:
@@ -43,7 +46,8 @@ class FittedSearch:
             return "there is too little to fit a polynomial to"
         kernel = FittedKernel((1.0,), (), sample.query_radius, sample.key_radius)
         rows, keys = split_of(_plan(head, frame, kernel), head)
-        return FittedSearch(head, frame, sample, rows.count(head.n)[0], keys.count(head.m)[0])
+        far = rows.count(head.n)[0], keys.count(head.m)[0]
+        return FittedSearch(head, frame, sample, *far, seed)
 
     def plan(self, features: int) -> HeadPlan | None:
         """The plan with at most that many features, with its cost."""
@@ -112,8 +116,19 @@ class FittedSearch:
         """The plan with its measured error, if that is within tolerance."""
         if self._expected(plan) > HOPEFUL * tolerance:
             return None
-        measured, limit = check.error(plan)
+        if check.error(plan)[1] > tolerance:
+            return None
+        measured, limit = self.check.error(plan, tolerance)
         return replace(plan, measured=measured) if limit <= tolerance else None
+
+    @cached_property
+    def check(self) -> FitCheck:
+        """Rows that a fit is held to after it was right on those of a `RowCheck`."""
+        return FitCheck.draw(self.head, self.frame, self.seed)
+
+    def measured(self, plan: HeadPlan) -> HeadPlan:
+        """The plan with its measured error."""
+        return replace(plan, measured=self.check.error(plan, 1.0)[0])
 
     def _expected(self, plan: HeadPlan) -> float:
         assert plan.fitted is not None

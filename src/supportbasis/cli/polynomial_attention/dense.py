@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ...basis import buckets_of
 from ...components.sketched import Sketched
-from ...execute import LOST
-from ...jensen import lower_lse
+from ...jensen import least_lse
 from ...plans import HeadPlan
 from ...polynomials import CertifiedPolynomial
 from ...powers import PowerKernel
@@ -202,7 +201,7 @@ def measure_errors(head: Head, plan: HeadPlan, exact: Exact, *, rescue: bool) ->
     output = torch.empty_like(exact.output)
     dense = Dense(head, plan, exact.unit)
     value, lost = head.value.double()[dense.order], 0
-    least = lower_lse(plan, head, None) + math.log(LOST) - exact.unit
+    least = least_lse(plan, head, None) - exact.unit
     for rows, truth, given in dense:
         if plan.is_sketched:
             bad = given.sum(1).log() < least[rows]
