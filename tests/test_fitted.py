@@ -321,6 +321,18 @@ def test_a_fit_with_wrong_rows_is_not_taken():
     assert search.measured(plan.heads[0]).measured > 0.2
 
 
+def test_the_certificate_looks_where_sums_are_small():
+    """One row in thousands, which no sample would hold but for its small sum."""
+    problem, _, plan = skewed(wrong=1)
+    problem.query[..., ::100, 1] = 3.0  # longer, and right
+    error = error_of(problem, plan)
+    assert error > 0.02
+    result = sb.attention(
+        problem.query, problem.key, problem.value, scale=1.0, plan=plan, return_result=True
+    )
+    assert 0.9 * error < float(result.certificate.measured) < 1.1 * error
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_sums_below_half_of_the_bound_are_exact(causal):
     problem, head, plan = skewed(n=1024, wrong=8, reach=2.05, causal=causal)

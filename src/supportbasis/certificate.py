@@ -12,6 +12,7 @@ from .basis import exact_component
 from .density import density_error
 from .distortion import distortion
 from .execute import Outcome
+from .jensen import least_lse
 from .plans import HeadPlan, Plan
 from .problem import Head, Problem
 from .rounding import unit_roundoff
@@ -91,7 +92,8 @@ def certify(problem: Problem, plan: Plan, outcome: Outcome, *, seed: int = 0) ->
             at = (b, h)
             bound[at] = error_bound(head, plan.head(b, h), outcome, at)
             if head.n:
-                sample = RowSample.draw(head, SAMPLED_ROWS, seed)
+                suspicion = _suspicion(head, plan.head(b, h), outcome.lse[at])
+                sample = RowSample.draw(head, SAMPLED_ROWS, seed, suspicion)
                 measured[at], limit[at] = sampled_error(head, plan.head(b, h), outcome, at, sample)
     used = 0 if problem.dropout_p > 0 else min(problem.n, SAMPLED_ROWS)
     confidence = 1.0 if used == problem.n else CONFIDENCE
@@ -120,6 +122,13 @@ def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int
     invalid = int(outcome.invalid_rows[at]) > int(outcome.rescued_rows[at])
     total = polynomial + rounding + narrow + vanishing
     return min(trivial, max(total, 1.0) if invalid else total)
+
+
+def _suspicion(head: Head, plan: HeadPlan, lse: Tensor) -> Tensor | None:
+    """How close the sum of each row comes to what a fit may not fall below; None: no fit."""
+    if plan.fitted is None:
+        return None
+    return (least_lse(plan, head, None) - lse.double()).nan_to_num(-math.inf)
 
 
 def _smallest_row(outcome: Outcome, at: tuple[int, int]) -> float:

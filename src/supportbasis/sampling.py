@@ -16,7 +16,7 @@ QUANTILE = 1.96  # one-sided 97.5 % of a normal ratio: 95 % is left for one with
 
 @dataclass(frozen=True, eq=False)
 class RowSample:
-    """Rows that stand for all rows: a census of the longest queries and a sample of the rest.
+    """Rows that stand for all rows: a census of those that may err most and a sample of the rest.
 
     The error of a polynomial grows with the norm of the query, so a few long queries can carry
     most of it and would escape a plain sample.
@@ -28,12 +28,14 @@ class RowSample:
     of: int = 0  # more rows, which those n are a random sample of themselves
 
     @staticmethod
-    def draw(head: Head, count: int, seed: int) -> RowSample:
-        """At most ``count`` rows, one in eight of them by norm, from a private generator."""
+    def draw(head: Head, count: int, seed: int, suspicion: Tensor | None = None) -> RowSample:
+        """At most ``count`` rows, one in eight of them the most suspicious, or if nothing else is
+        known the longest; from a private generator."""
         if head.n <= count:
             rows = torch.arange(head.n, device=head.query.device)
             return RowSample(rows, torch.ones_like(rows, dtype=torch.bool), head.n)
-        census = head.query_norms.topk(count // 8).indices
+        suspicion = head.query_norms if suspicion is None else suspicion
+        census = suspicion.topk(count // 8).indices
         rest = torch.ones(head.n, dtype=torch.bool, device=head.query.device)
         rest[census] = False
         others = rest.nonzero().squeeze(1)
