@@ -726,6 +726,7 @@ def test_fitted_polynomials_equal_those_of_blocks_of_tokens(masked):
 
 
 @needs_triton
+@pytest.mark.filterwarnings("ignore:supportbasis. the last call")
 def test_rows_that_a_fit_loses_are_exact_and_counted():
     """A plan reused on other data, as the component engine does it: output, counts and the way
     back, which is told what was lost."""

@@ -26,6 +26,7 @@ BLOCK = 4096  # tokens in float64 at a time
 LOST = 1 / 64  # of the bound: a sketched sum below that is lost
 WRONG = 1 / 2  # the same of a fitted polynomial
 SIGNS = 4  # coordinates that split keys into groups
+PRODUCTS = 128  # at most, that one sum over keys is made of
 
 
 def least_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:
@@ -59,7 +60,11 @@ def grouped_lse(query: Tensor, key: Tensor, log_weight: Tensor) -> Tensor:
     weight = (log_weight - top).exp().unsqueeze(1)
     member = (label == torch.arange(2**signs, device=key.device).unsqueeze(1)) * weight
     mass = member.sum(2, keepdim=True)
-    mean = (member @ key) / torch.where(mass > 0, mass, 1.0)
+    # one product so long and thin would keep few units of a GPU busy
+    parts = math.gcd(key.shape[1], PRODUCTS)
+    split = member.unflatten(2, (parts, -1)).transpose(1, 2)
+    total = (split @ key.unflatten(1, (parts, -1))).sum(1)
+    mean = total / torch.where(mass > 0, mass, 1.0)
     score = torch.baddbmm(mass.log() + top.unsqueeze(2), mean, query.mT)  # [heads, groups, n]
     best = score.amax(1, keepdim=True)
     best = torch.where(best > -math.inf, best, 0.0)
