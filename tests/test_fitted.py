@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import supportbasis as sb
 from cases import dense_attention
-from supportbasis import reference
+from supportbasis import jensen, reference
 from supportbasis.execute import execute
 from supportbasis.features import FeatureMap
 from supportbasis.fitted import FittedKernel, PairSample, choose_spans, count_features
 from supportbasis.frame import balanced, framed, own_frame
 from supportbasis.inputs import attention_problem
-from supportbasis.jensen import WRONG, grouped_lse, least_lse
+from supportbasis.jensen import WRONG, grouped_lse, least_lse, lower_lse
 from supportbasis.methods.fit_check import FitCheck
 from supportbasis.methods.fitted import FittedSearch
 from supportbasis.plans import HeadPlan, Plan
@@ -277,20 +277,24 @@ def test_groups_tell_what_one_mean_does_not():
     assert bool((query @ key.mean(0) + math.log(400) < exact - 2).all())
 
 
-def skewed(n=8192, wrong=16, reach=1.5, causal=False):
+def skewed(n=8192, wrong=16, reach=1.5, causal=False, far=0):
     """A head whose keys are skewed along an axis, and a plan of degree 3 that is right for nearly
-    all rows; the sums of ``wrong`` rows, somewhere, come out too small."""
+    all rows; the sums of ``wrong`` rows, somewhere, come out too small, and ``far`` keys are so
+    long that they are exact."""
     generator = torch.Generator().manual_seed(0)
     key = 0.2 * torch.randn(n, 4, generator=generator, dtype=torch.float64)
     key[:, 0] = 1 + torch.rand(n, generator=generator, dtype=torch.float64).log()
+    key[:far, 1] = 60.0
     query = 0.1 * torch.randn(n, 4, generator=generator, dtype=torch.float64)
     query[torch.randperm(n, generator=generator)[:wrong], 0] = reach
     value = 1 + torch.randn(n, 3, generator=generator, dtype=torch.float64) + key[:, :1]
     tokens = [x[None, None] for x in (query, key, value)]
     problem = attention_problem(*tokens, None, 0.0, causal, 1.0, False)
     head = problem.head(0, 0)
-    kernel = FittedKernel((1.0, 1.0, 1 / 2, 1 / 6), (4, 4, 4))
-    plan = HeadPlan("fitted", "", n, n, 0.1, 1.0, fitted=kernel, frame=own_frame(head))
+    frame = own_frame(head)
+    radius = float(framed(head, frame).key[far:].norm(dim=1).max()) if far else math.inf
+    kernel = FittedKernel((1.0, 1.0, 1 / 2, 1 / 6), (4, 4, 4), key_radius=radius)
+    plan = HeadPlan("fitted", "", n, n, 0.1, 1.0, fitted=kernel, frame=frame)
     return problem, head, Plan(sb.BlockSupport(0.5, tail="polynomial"), 1, 1, 4, (plan,))
 
 
@@ -301,9 +305,9 @@ def error_of(problem, plan):
     return float((execute(problem, plan).output - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("wrong", [2, 16, 60])
-def test_a_few_wrong_rows_are_found(wrong):
-    problem, head, plan = skewed(wrong=wrong)
+@pytest.mark.parametrize(("wrong", "far"), [(2, 0), (16, 0), (60, 0), (16, 80)])
+def test_a_few_wrong_rows_are_found(wrong, far):
+    problem, head, plan = skewed(wrong=wrong, far=far)
     error = error_of(problem, plan)
     assert error > 0.04
     measured, limit = FitCheck.draw(head, plan.heads[0].frame, 0).error(plan.heads[0], 1e-2)
@@ -387,3 +391,28 @@ def test_rows_that_are_a_sample_themselves_are_less_certain():
     assert len({measured for measured, _ in limits}) == 1
     assert limits[0] == limits[1]
     assert limits[1][1] < limits[2][1] < limits[3][1]
+
+
+def test_glances_of_causal_heads_are_over_keys_that_are_seen():
+    problem = problem_of(100, m=5000, causal=True)
+    head = problem.head(0, 0)
+    check = FitCheck.draw(head, own_frame(head), 0)
+    assert int(check.keys.max()) < 100
+    sample = PairSample.draw(framed(head, own_frame(head)), 0)
+    assert float(sample.key_count.sum()) <= 100
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_bounds_of_rows_that_lie_apart_are_those_of_all(monkeypatch, hidden):
+    monkeypatch.setattr(jensen, "BLOCK", 16)
+    bias = torch.zeros(1, 1, 1, 500, dtype=torch.float64)
+    bias[..., 3::7] = -math.inf if hidden else -1.0
+    problem = problem_of(600, m=500, causal=True, bias=bias)
+    head = problem.head(0, 0)
+    plan = HeadPlan("fitted", "", 600, 500, 0.1, 1.0, fitted=FittedKernel((1.0,), ()))
+    whole = lower_lse(plan, head, None)
+    score = head.query @ head.key.T * head.scale + head.key_log_weight
+    score = score.masked_fill(torch.ones(600, 500).triu(1).bool(), -math.inf)
+    assert bool((whole <= score.logsumexp(1) + 1e-9).all())
+    rows = torch.tensor([0, 5, 6, 90, 340, 341, 499, 550, 599])
+    torch.testing.assert_close(lower_lse(plan, head, rows), whole[rows], rtol=0, atol=1e-12)

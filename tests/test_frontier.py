@@ -344,8 +344,11 @@ def test_models_that_are_missing_are_explained(
 ) -> None:
     monkeypatch.delenv(sources.VARIABLE, raising=False)
     assert "Only generated heads" in sources.Models.find(None).notes[0]
-    with pytest.raises(sb.InputError, match="no folder"):
+    with pytest.raises(sb.InputError, match="--models: there is no folder"):
         sources.Models.find(tmp_path / "nowhere")
+    monkeypatch.setenv(sources.VARIABLE, str(tmp_path / "nowhere"))
+    with pytest.raises(sb.InputError, match=f"{sources.VARIABLE}: there is no folder"):
+        sources.Models.find(None)
     monkeypatch.setenv(sources.VARIABLE, str(tmp_path))
 
     def note() -> str:
@@ -374,11 +377,13 @@ def test_models_that_are_missing_are_explained(
 def test_every_model_of_the_folder_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("transformers")
     fake_encoder(tmp_path / "tsp50")
     fake_encoder(tmp_path / "prizes", told=3)
-    config = {"num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 40}
+    config = {"model_type": "gpt2", "n_layer": 3, "n_head": 2, "n_positions": 40}
     (tmp_path / "story").mkdir()
     (tmp_path / "story" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / ".cache").mkdir()
     found = sources.Models.find(tmp_path)
     assert [model.name for model in found.encoders] == ["prizes", "tsp50"]
     assert found.encoders[0].points(5, 0).shape == (5, 3)
@@ -389,7 +394,14 @@ def test_every_model_of_the_folder_is_found(
     assert [path.name for path in found.languages] == ["story"] and not found.notes
     made = language.source(found.languages[0], 4)
     assert (made.model, made.n, made.count) == ("story", 40, 4)
-    for text, said in (("{", "cannot be read"), ("{}", "does not say 'num_hidden_layers'")):
+    with pytest.raises(sb.InputError, match="story cannot be run"):
+        list(made.make())  # there are no weights
+    for text, said in (
+        ("{", "cannot be used"),
+        ("{}", "cannot be used"),
+        (json.dumps({"model_type": "vit"}), "max_position_embeddings"),
+        (json.dumps({"model_type": "distilbert"}), "distilbert, no causal language model"),
+    ):
         (tmp_path / "story" / "config.json").write_text(text, encoding="utf-8")
         assert said in sources.Models.find(tmp_path).notes[0]
     monkeypatch.setattr(language, "find_spec", lambda name: None)
@@ -487,9 +499,10 @@ def test_growth_is_the_slope_of_heads_at_the_greatest_length() -> None:
         "tsp50", 0, "0", 1024, 16, 1.0, 0.02, "block", "", 0.1, 64.0, 5.0, 1.0, 0.01, 1.0, None, 3
     )  # fmt: skip
     rows = [plain, replace(plain, n=4096, seconds=4.0), replace(plain, head="1")]
+    rows += [replace(row, model="other", seconds=row.seconds**2) for row in rows[:2]]
     made = timing.growths(rows)
-    assert [item.head for item in made] == ["0.0"]
-    assert made[0].exponent == pytest.approx(1.0)
+    assert [item.head for item in made] == ["tsp50 0.0", "other 0.0"]
+    assert [item.exponent for item in made] == pytest.approx([1.0, 2.0])
 
 
 # ---- the shipped models ----------------------------------------------------------------------

@@ -105,10 +105,10 @@ def plan(
     *,
     method: Method | None = None,
 ) -> Plan:
-    """What `attention` would do with these inputs: a printable, reusable `Plan`.
+    """What `attention` can do with inputs like these: a printable, reusable `Plan`.
 
     A plan that is asked for is taken to serve many calls: `Auto` searches for one from shorter
-    inputs on than it does within a call, where the search has to pay at once.
+    inputs on than within a call without a plan, where the search has to pay at once.
 
     Without ``value``, a method that measures errors judges them with random values of dim d.
     """

@@ -158,12 +158,13 @@ class PairSample:
     def draw(head: Head, seed: int) -> PairSample:
         """From the tokens within the radius; the head has both queries and live keys."""
         query_radius, key_radius = _radius(head.query), _radius(head.key)
-        live = head.key_log_weight
+        seen = min(head.n, head.m) if head.is_causal else head.m  # by the last row
+        log_weights = None if head.key_log_weight is None else head.key_log_weight[:seen]
         row, row_count = _pick(head.query, query_radius, None, ROWS, seed)
-        key, key_count = _pick(head.key, key_radius, live, KEYS, seed + 1)
+        key, key_count = _pick(head.key[:seen], key_radius, log_weights, KEYS, seed + 1)
         log_weight = key_count.log()
-        if live is not None:
-            log_weight = log_weight + live[key].double()
+        if log_weights is not None:
+            log_weight = log_weight + log_weights[key].double()
         return PairSample(
             head.query[row].double(),
             head.key[key].double(),

@@ -106,6 +106,10 @@ class _Means:
         if not head.is_causal:
             return self._finish(self.mass, self.total)
         first, last = (min(int(rows[i]) + 1, head.m) for i in (0, -1))
+        if len(rows) > 1 and last - first > BLOCK:  # rows that lie apart
+            halves = [self.at(half) for half in rows.tensor_split(2)]
+            log_mass, mean = (torch.cat(pair) for pair in zip(*halves, strict=True))
+            return log_mass, mean
         self.add(self.seen, first)
         weight, weighted = self._block(first, last)
         mass = torch.cat([self.mass.view(1), self.mass + weight.cumsum(0)])

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..certificate import RESCUED_SHARE
 from ..cotangent import Gradients
 from ..fitted import FittedKernel
-from ..jensen import WRONG, grouped_lse
+from ..jensen import SIGNS, WRONG, grouped_lse
 from ..kernels.rectangle import Rectangle, Tokens, exact_rows
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
@@ -221,8 +221,16 @@ def _least(inside: Inside, causal: bool) -> Tensor:
     groups; of causal rows, of the mean key so far."""
     if causal:
         return torch.stack([_least_so_far(inside.one(i)) for i in range(len(inside.key))])
-    hidden = (inside.log_weight == -math.inf).unsqueeze(2)
-    return grouped_lse(inside.query, inside.key.masked_fill(hidden, 0.0), inside.log_weight)
+    tokens = max(inside.query.shape[1], inside.key.shape[1])
+    step = max(1, fitted_sums.ENTRIES // (4 * 2**SIGNS * tokens))  # heads at a time
+    found = []
+    for at in range(0, len(inside.key), step):
+        query, key, log_weight = (
+            x[at : at + step] for x in (inside.query, inside.key, inside.log_weight)
+        )
+        hidden = (log_weight == -math.inf).unsqueeze(2)
+        found.append(grouped_lse(query, key.masked_fill(hidden, 0.0), log_weight))
+    return torch.cat(found)
 
 
 def _least_so_far(inside: Inside) -> Tensor:

@@ -1,6 +1,6 @@
 """The heads of attention encoders trained on points of a plane, such as tsp50 on tours.
 
-They have no positional encoding: they take any number of points of the unit square.
+They have no positional encoding: they take any number of points of the unit square, or cube.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODEL = "tsp50"  # the one that statements are about
 FILE = "model.safetensors"
 INPUT = "init_embed"
 LAYERS, HEADS = 3, 8
-EPSILON = 1e-5  # of batch normalisation
+NORMALISING, EPSILON = ("running_mean", "running_var", "weight", "bias"), 1e-5
 LONGEST_EXACT = 131072  # beyond, layers are passed with an error of 0.1 % instead of exactly
 PASSING = Auto(1e-3)
 
@@ -47,15 +47,19 @@ class Encoder:
             weights = load_file(path)
         except (SafetensorError, OSError) as error:
             raise InputError(f"{FILE} cannot be read ({error})") from None
-        heads = [f"{_layer(i)}0.module.W_query" for i in range(LAYERS)]
-        for name in (f"{INPUT}.weight", *heads):
+        for name in _names():
             if name not in weights:
                 raise InputError(f"{FILE} has no tensor {name}, which {MODEL} has")
-        for name in heads:
+        for name in (f"{_layer(i)}0.module.W_query" for i in range(LAYERS)):
             if len(weights[name]) != HEADS:
                 shape = tuple(weights[name].shape)
                 raise InputError(f"{name} is {shape}, expected {HEADS} heads")
         return Encoder(folder.name, weights)
+
+    @property
+    def dim(self) -> int:
+        """Of a head."""
+        return self.weights[f"{_layer(0)}0.module.W_query"].shape[2]
 
     def points(self, n: int, seed: int) -> Tensor:
         """Uniform in the unit square; of an encoder that is told more, in the unit cube."""
@@ -100,10 +104,7 @@ class Encoder:
         return self._normalise(f"{_layer(layer)}3.normalizer", mixed + wide)
 
     def _normalise(self, name: str, x: Tensor) -> Tensor:
-        mean, variance, weight, bias = (
-            self.weights[f"{name}.{part}"]
-            for part in ("running_mean", "running_var", "weight", "bias")
-        )
+        mean, variance, weight, bias = (self.weights[f"{name}.{part}"] for part in NORMALISING)
         return F.batch_norm(x, mean, variance, weight, bias, eps=EPSILON)
 
 
@@ -113,6 +114,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     output = attention(query, key, value, method=PASSING)
     assert isinstance(output, Tensor)
     return output
+
+
+def _names() -> list[str]:
+    """Of all tensors that are used."""
+    parts = [f"0.module.W_{side}" for side in ("query", "key", "val", "out")]
+    parts += [f"2.module.{i}.{kind}" for i in (0, 2) for kind in ("weight", "bias")]
+    parts += [f"{i}.normalizer.{kind}" for i in (1, 3) for kind in NORMALISING]
+    layers = [f"{_layer(index)}{part}" for index in range(LAYERS) for part in parts]
+    return [f"{INPUT}.weight", f"{INPUT}.bias", *layers]
 
 
 def _layer(index: int) -> str:

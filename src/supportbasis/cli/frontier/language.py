@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,7 +33,13 @@ def source(folder: Path, limit: int | None) -> Source:
     chosen = spread(layers * heads, limit)
 
     def make() -> Iterator[Capture]:
-        recorded = _record(folder, tokens)
+        try:
+            recorded = _record(folder, tokens)
+        except (OSError, ValueError) as error:
+            raise InputError(f"--models: {folder.name} cannot be run ({error})") from None
+        if len(recorded) != layers:
+            said = f"{len(recorded)} of {layers} layers of {folder.name} have such attention"
+            raise InputError(f"--models: {said}")
         for number in chosen:
             layer, head = divmod(number, heads)
             query, key, value = (x[head].float().contiguous() for x in recorded[layer])
@@ -45,14 +50,16 @@ def source(folder: Path, limit: int | None) -> Source:
 
 def _sizes(folder: Path) -> tuple[int, int, int]:
     """Layers, heads and tokens, from the configuration."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    names = ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        names = ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-        layers, heads, context = (int(config[name]) for name in names)
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{CONFIG} cannot be read ({error})") from None
-    except KeyError as error:
-        raise InputError(f"{CONFIG} does not say {error}") from None
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        layers, heads, context = (int(getattr(config, name)) for name in names)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"{CONFIG} cannot be used ({error})") from None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(f"{CONFIG} is of {config.model_type}, no causal language model")
     return layers, heads, min(context, LONGEST)
 
 

@@ -246,7 +246,7 @@ def _draw_growth(axes: Axes, rows: Sequence[AutoRow], growing: Sequence[Growth])
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     for index, item in enumerate(growing):
-        label = f"head {item.head}: exponent {item.exponent:.2f}"
+        label = f"{item.head}: exponent {item.exponent:.2f}"
         colour = COLOURS[index % len(COLOURS)]
         axes.plot(item.lengths, item.seconds, "-o", color=colour, ms=4, lw=1.4, label=label)
     exact = {row.n: row.sdpa_seconds for row in rows if row.sdpa_seconds and row.model != SYNTHETIC}

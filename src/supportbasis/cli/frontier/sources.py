@@ -87,11 +87,14 @@ class Models:
             )
             return Models((), (), (note,))
         if not named.is_dir():
-            raise InputError(f"--models: there is no folder {named}")
+            said = VARIABLE if folder is None else "--models"
+            raise InputError(f"{said}: there is no folder {named}")
         encoders: list[Encoder] = []
         languages: list[Path] = []
         notes: list[str] = []
-        for path in sorted(path for path in named.iterdir() if path.is_dir()):
+        for path in sorted(named.iterdir()):
+            if not path.is_dir() or path.name.startswith("."):
+                continue
             try:
                 if (path / language.CONFIG).is_file():
                     language.check(path)

@@ -164,7 +164,7 @@ def _through_a_file(plan: Plan) -> Plan:
 class Growth:
     """Seconds of one head at several lengths."""
 
-    head: str
+    head: str  # with its model
     lengths: tuple[int, ...]
     seconds: tuple[float, ...]
 
@@ -179,7 +179,7 @@ def growths(rows: Iterable[AutoRow]) -> list[Growth]:
     times: dict[str, dict[int, float]] = {}
     for row in rows:
         if row.seconds is not None and row.model != SYNTHETIC:
-            times.setdefault(row.name, {})[row.n] = row.seconds
+            times.setdefault(f"{row.model} {row.name}", {})[row.n] = row.seconds
     longest = max((n for by_length in times.values() for n in by_length), default=0)
     made = []
     for head, by_length in times.items():

@@ -61,7 +61,7 @@ def _trained() -> list[Work]:
         return []
     return [
         Work(f"Auto, {model.name} layer {layer}", Auto(TOLERANCE), _layer_of(model, layer), LONG,
-             16, heads=HEADS, limit=TOLERANCE)
+             model.dim, heads=HEADS, limit=TOLERANCE)
         for model in Models.find(None).encoders
         for layer in range(LAYERS)
     ]  # fmt: skip
