@@ -310,7 +310,10 @@ def test_a_few_wrong_rows_are_found(wrong, far):
     problem, head, plan = skewed(wrong=wrong, far=far)
     error = error_of(problem, plan)
     assert error > 0.04
-    measured, limit = FitCheck.draw(head, plan.heads[0].frame, 0).error(plan.heads[0], 1e-2)
+    check = FitCheck.draw(head, plan.heads[0].frame, 0)
+    sample = check._suspected(plan.heads[0])
+    assert (len(sample.rows), sample.n, sample.of) == (64, 4096, 8192)
+    measured, limit = check.error(plan.heads[0], 1e-2)
     assert 0.5 * error < measured < 2 * error
     assert limit > 0.9 * error
 
