@@ -52,7 +52,8 @@ def main() -> None:
             continue
         with torch.no_grad():
             baseline, more = extra(heads, n, d, causal=causal, grouped=grouped)
-        what = f"{heads} heads, n={n}, d={d}{', causal' * causal}{', grouped' * grouped}"
+        many = "one head" if heads == 1 else f"{heads} heads"
+        what = f"{many}, n={n}, d={d}{', causal' * causal}{', grouped' * grouped}"
         print(
             f"{what}: SDPA {1e3 * baseline:.3f} ms, ours {1e6 * more:+.0f} µs "
             f"({100 * more / baseline:+.1f} %)",

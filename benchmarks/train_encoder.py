@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from supportbasis.cli.frontier.encoder import FILE, HEADS, INPUT, LAYERS
 
 WIDTH, WIDE = 128, 512
-RATE, CLIP, LAST_QUARTER = 3e-4, 1.0, 4.0
+RATE, CLIP = 3e-4, 1.0
+FALLING = 4.0  # the rate falls in the last of so many parts of the time
 STARTS = 20  # tours of one input
 CENTRES, SPREAD = 8, 0.05  # of clustered points
 HIDDEN = -1e9  # bias of a point that was visited
@@ -146,7 +147,7 @@ def train(given: argparse.Namespace) -> Model:
         task = progress.add_task("training", total=given.seconds)
         while (passed := time.perf_counter() - start) < given.seconds:
             left = 1 - passed / given.seconds
-            optimiser.param_groups[0]["lr"] = RATE * min(1.0, LAST_QUARTER * left + 0.03)
+            optimiser.param_groups[0]["lr"] = RATE * min(1.0, FALLING * left + 0.03)
             points = drawn(given.batch, given.points, given.clustered, given.device)
             prize = torch.rand_like(points[..., :1])
             inputs = torch.cat([points, prize], -1) if given.prizes else points
@@ -177,6 +178,8 @@ def main() -> None:
     parser.add_argument("--clustered", action="store_true", help="points around eight centres")
     parser.add_argument("--prizes", action="store_true", help="visit half of the points for prizes")
     given = parser.parse_args()
+    if given.points < 4 or given.batch < 1 or not given.seconds > 0:
+        parser.error("expected --points of at least 4, --batch of at least 1 and --seconds > 0")
     model = train(given)
     given.out.mkdir(parents=True, exist_ok=True)
     save_file(model.saved(), given.out / FILE)

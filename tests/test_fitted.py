@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import supportbasis as sb
 from cases import dense_attention
-from supportbasis import jensen, reference
+from supportbasis import fitted, jensen, reference
 from supportbasis.execute import execute
 from supportbasis.features import FeatureMap
 from supportbasis.fitted import FittedKernel, PairSample, choose_spans, count_features
@@ -380,6 +380,24 @@ def test_the_longest_tokens_are_fitted_to():
     )
     assert len(few.query) == len(few.key) == 100
     assert bool((few.row_count == 1).all())
+
+
+def test_a_fit_to_a_sample_is_that_to_all_pairs(monkeypatch):
+    """Tokens that were picked for their length count once, others for all that they stand for."""
+    head = problem_of(3000, d=5).head(0, 0)
+    inside = framed(head, balanced(head))
+    sample = PairSample.draw(inside, 0)
+    monkeypatch.setattr(fitted, "ROWS", 3000)
+    monkeypatch.setattr(fitted, "KEYS", 3000)
+    whole = PairSample.draw(inside, 0)
+    size = whole.exact.norm(dim=1, keepdim=True)
+
+    def loss(kernel):
+        return float(((kernel(whole.query, whole.key) * whole.unit - whole.exact) / size).norm())
+
+    spans = (5, 5, 5)
+    least = loss(whole.fit(spans))
+    assert least <= loss(sample.fit(spans)) < 1.005 * least
 
 
 def test_rows_that_are_a_sample_themselves_are_less_certain():

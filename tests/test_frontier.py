@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -407,6 +409,20 @@ def test_every_model_of_the_folder_is_found(
     monkeypatch.setattr(language, "find_spec", lambda name: None)
     alone = sources.Models.find(tmp_path)
     assert len(alone.encoders) == 2 and not alone.languages and "pip install" in alone.notes[0]
+
+
+def test_an_encoder_is_trained_and_found(tmp_path: Path) -> None:
+    """By the script that makes models nobody has looked at."""
+    script = Path(__file__).parents[1] / "benchmarks" / "train_encoder.py"
+    given = ["--points", "6", "--batch", "4", "--seconds", "0.2", "--prizes"]
+    subprocess.run([sys.executable, script, tmp_path / "prizes", *given], check=True, timeout=120)
+    (model,) = sources.Models.find(tmp_path).encoders
+    assert (model.name, model.dim, model.points(3, 0).shape) == ("prizes", 16, (3, 3))
+    heads = list(model.captures(model.points(40, 0), frozenset(range(24))))
+    assert len(heads) == 24 and all(bool(head.query.isfinite().all()) for head in heads)
+    bad = subprocess.run([sys.executable, script, tmp_path / "x", "--points", "1"],
+                         capture_output=True, text=True, check=False, timeout=120)  # fmt: skip
+    assert bad.returncode == 2 and "--points of at least 4" in bad.stderr
 
 
 def test_heads_of_a_language_model_are_those_of_its_layers(tmp_path: Path) -> None:

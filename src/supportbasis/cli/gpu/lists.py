@@ -7,6 +7,7 @@ because their tokens lie close to something of few dimensions.
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 from torch import Tensor
@@ -59,10 +60,13 @@ def list_works() -> list[Work]:
 def _trained() -> list[Work]:
     if models_from_environment() is None:
         return []
+    found = Models.find(None)
+    for note in found.notes:
+        warnings.warn(f"supportbasis: {note}", UserWarning, stacklevel=3)
     return [
         Work(f"Auto, {model.name} layer {layer}", Auto(TOLERANCE), _layer_of(model, layer), LONG,
              model.dim, heads=HEADS, limit=TOLERANCE)
-        for model in Models.find(None).encoders
+        for model in found.encoders
         for layer in range(LAYERS)
     ]  # fmt: skip
 
