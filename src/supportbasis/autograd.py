@@ -47,9 +47,17 @@ def check_plan(problem: Problem, plan: Plan) -> None:
 
 
 def in_range(problem: Problem, plan: Plan) -> Plan:
-    """The plan with those heads exact whose scores leave the range they were planned for; on a GPU
-    that would wait for the device: see `device.range_check`."""
-    return ranges.in_range(problem, plan) if problem.query.device.type == "cpu" else plan
+    """The plan with those heads exact whose scores leave the range they were planned for. With
+    kernels on a GPU that is known at the next call: to look would synchronise with the host."""
+    if not _reports_later(problem, plan):
+        return ranges.in_range(problem, plan)
+    from .device.range_check import RangeCheck
+
+    return RangeCheck.of(plan, problem.query.device).reported(plan)
+
+
+def _reports_later(problem: Problem, plan: Plan) -> bool:
+    return problem.query.is_cuda and dispatch.has_triton() and not plan.is_exact
 
 
 def check_entries(problem: Problem) -> None:
@@ -95,6 +103,10 @@ def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
     if outcome is not None:
         check_output(problem, outcome.output)
         return outcome
+    if _reports_later(problem, plan):
+        from .device.range_check import RangeCheck
+
+        RangeCheck.of(plan, problem.query.device).ask(problem)
     batches = dispatch.batches(problem, plan, implementation)
     outcome = dispatch.run(problem, batches)
     if any(batch.kind is None for batch in batches):

@@ -46,7 +46,7 @@ class BucketPair:
 class ScoreRange(NamedTuple):
     """How large the scores could be that a head was planned for, by the norms of its tokens."""
 
-    largest: float  # |scale| max|q| max|k|; 0 where the largest score does not matter
+    largest: float | None  # |scale| max|q| max|k|; None where the largest does not matter
     mean: float  # |scale| mean|q| mean|k|
 
 

@@ -35,7 +35,7 @@ def score_range(plan: HeadPlan, head: Head) -> ScoreRange | None:
     if not query.numel() or not key.numel():
         return ScoreRange(0.0, 0.0)
     scale, bounded = abs(head.scale), plan.kind not in ("block", "fitted")
-    largest = scale * float(query.max()) * float(key.max()) if bounded else 0.0
+    largest = scale * float(query.max()) * float(key.max()) if bounded else None
     return ScoreRange(largest, scale * float(query.mean()) * float(key.mean()))
 
 
@@ -63,23 +63,21 @@ def check_call(problem: Problem, plan: Plan) -> None:
 
 def in_range(problem: Problem, plan: Plan) -> Plan:
     """The plan with those heads exact whose scores leave the range they were planned for."""
-    left = {
-        number: reason
-        for number, head in enumerate(plan.heads)
-        if (reason := _leaves(head, problem.head(*divmod(number, problem.heads)))) is not None
-    }
+    left: dict[int, str] = {}
+    for number, head in enumerate(plan.heads):
+        if head.scores is not None:
+            found = score_range(head, problem.head(*divmod(number, problem.heads)))
+            reason = leaves(head.scores, found)
+            left |= {} if reason is None else {number: reason}
     return exact_where(plan, left) if left else plan
 
 
-def _leaves(plan: HeadPlan, head: Head) -> str | None:
-    """In words how the scores of a head leave the range of its plan; None where they do not."""
-    made_for = plan.scores
-    if made_for is None:
+def leaves(made_for: ScoreRange | None, found: ScoreRange | None) -> str | None:
+    """In words how scores leave the range of a plan; None where they do not."""
+    if made_for is None or found is None:
         return None
-    found = score_range(plan, head)
-    assert found is not None
     for name, now, before in zip(("largest", "mean"), found, made_for, strict=True):
-        if not now <= HEADROOM * before:
+        if before is not None and now is not None and not now <= HEADROOM * before:
             return f"the {name} |score| may be {now:.3g}, the plan was made for {before:.3g}"
     return None
 
