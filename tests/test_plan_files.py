@@ -182,16 +182,16 @@ def test_damaged_files_are_refused_or_keep_their_bound(made, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "at", "expected"),
+    ("name", "at", "by", "expected"),
     [
-        ("one bucket", ("pairs", 0, "kernel", "polynomial", "coefficients", 0), "ran"),
-        ("fit", ("fitted", "coefficients", 0), "refused"),
-        ("fit", ("frame", "query_centre", 0), "refused"),
-        ("lists by tree", ("frame", "key_centre", 0), "refused"),
+        ("one bucket", ("pairs", 0, "kernel", "polynomial", "coefficients", 0), "1e308", "ran"),
+        ("fit", ("fitted", "coefficients", 0), "1e308", "refused"),
+        ("fit", ("frame", "query_centre", 0), "1e308", "refused"),
+        ("lists by tree", ("frame", "key_centre", 0), "1e25", "refused"),
     ],
 )
-def test_numbers_that_no_sum_can_hold(name, at, expected, made, tmp_path):
-    text = damage.replaced(made[name].text, ("heads", 0, *at), "1e308")
+def test_numbers_that_no_sum_can_hold(name, at, by, expected, made, tmp_path):
+    text = damage.replaced(made[name].text, ("heads", 0, *at), by)
     assert damage.outcome(made[name], text, tmp_path) == expected
 
 
