@@ -143,4 +143,4 @@ def test_ranges_are_those_of_norms():
     lengths = [x.norm(dim=-1) for x in (q, k)]
     assert found.largest == pytest.approx(0.5 * float(lengths[0].max() * lengths[1].max()))
     assert found.mean == pytest.approx(0.5 * float(lengths[0].mean() * lengths[1].mean()))
-    assert ranges.HEADROOM > 1
+    assert min(ranges.HEADROOM) > 1

@@ -14,7 +14,8 @@ from .errors import InputError
 from .plans import HeadPlan, Plan, ScoreRange
 from .problem import Head, Problem
 
-HEADROOM = 1.25  # new tokens of the same kind are somewhat longer by chance
+# times as large may scores be by chance, in new tokens of the same kind: the largest varies more
+HEADROOM = ScoreRange(largest=1.5, mean=1.25)
 SAME_SCALE = 1e-6  # relative: a scale may have been rounded to float32
 
 
@@ -76,8 +77,9 @@ def leaves(made_for: ScoreRange | None, found: ScoreRange | None) -> str | None:
     """In words how scores leave the range of a plan; None where they do not."""
     if made_for is None or found is None:
         return None
-    for name, now, before in zip(("largest", "mean"), found, made_for, strict=True):
-        if before is not None and now is not None and not now <= HEADROOM * before:
+    for name in ScoreRange._fields:
+        now, before, headroom = (getattr(x, name) for x in (found, made_for, HEADROOM))
+        if None not in (now, before) and not now <= headroom * before:
             return f"the {name} |score| may be {now:.3g}, the plan was made for {before:.3g}"
     return None
 

@@ -85,7 +85,9 @@ class RangeCheck:
 def _left(plan: Plan, asked: _Asked) -> dict[int, str]:
     """The heads that have left their range, and how."""
     sides, scale, left = [_reduced(x) for x in (asked.query, asked.key)], abs(asked.scale), {}
-    products = [[scale * q * k for q, k in zip(*pair, strict=True)] for pair in zip(*sides, strict=True)]
+    products = [
+        [scale * q * k for q, k in zip(*pair, strict=True)] for pair in zip(*sides, strict=True)
+    ]
     for number, (head, *found) in enumerate(zip(plan.heads, *products, strict=True)):
         reason = ranges.leaves(head.scores, ScoreRange(*found))
         if reason is not None:
