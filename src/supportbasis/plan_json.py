@@ -108,7 +108,7 @@ def _polynomial_from_json(content: dict[str, Any]) -> CertifiedPolynomial:
 
 def _kernel_to_json(kernel: PowerKernel) -> dict[str, Any]:
     poly = kernel.polynomial
-    content = {name: getattr(kernel, name) for name in ("power", "sketch_size", "seed")}
+    content = {name: getattr(kernel, name) for name in ("power", "sketch_size", "seed", "balance")}
     return content | {"polynomial": None if poly is None else _polynomial_to_json(poly)}
 
 
@@ -119,6 +119,7 @@ def _kernel_from_json(content: dict[str, Any]) -> PowerKernel:
         None if poly is None else _polynomial_from_json(poly),
         None if size is None else int(size),
         int(content["seed"]),
+        float(content["balance"]),
     )
 
 
