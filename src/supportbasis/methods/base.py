@@ -44,13 +44,6 @@ def check_degree(degree: object) -> int:
     return int(degree)
 
 
-def check_seed(seed: object) -> int:
-    """A seed as a plain int, or an error."""
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
-        raise InputError(f"seed must be an integer >= 0, got {seed!r}")
-    return int(seed)
-
-
 def check_sketch_size(size: object) -> int | None:
     """A sketch size as a plain int, None for no sketch, or an error."""
     if size is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..basis import buckets_of
 from ..buckets import check_ratio, edges, smallest_maximum
+from ..checks import check_seed
 from ..components.polynomial import LARGEST_REACH
 from ..cost import Work, kernel_work, pair_work, sketch_work
 from ..errors import InputError
@@ -20,7 +21,7 @@ from ..plans import BucketPair, HeadPlan
 from ..powers import LARGEST_POWER, PowerKernel, normalising_constant, smallest_power
 from ..problem import Head
 from ..scores import ScoreSample, best_polynomial
-from .base import Method, check_degree, check_seed, check_sketch_size, exact_plan
+from .base import Method, check_degree, check_sketch_size, exact_plan
 
 MOST_PAIRS = 4096
 MOST_POLYNOMIALS = 64  # pairs that always get a polynomial, which takes 3 ms to find: that is
