@@ -22,10 +22,11 @@ from . import ranges, sdpa
 from .certificate import RESCUED_SHARE
 from .checks import check_bias, check_finite, is_watched
 from .device import dispatch
-from .errors import InputError, SupportBasisError
+from .errors import InputError
 from .execute import Outcome
 from .plans import Plan
 from .problem import Kept, Problem, in_rows
+from .transforms import refuse_forward, refuse_second
 
 _in_graphs: dict[str, Plan] = {}  # a compiled graph holds a handle, so its plan has to live on
 
@@ -322,15 +323,8 @@ def _gradients(operator: Any, ctx: Any, *grads: Tensor | None) -> tuple[Tensor |
     return (*parts, weight if ctx.for_weights else None, *rest)
 
 
-def _refuse(ctx: Any, *grads: Tensor | None) -> None:
-    raise SupportBasisError(
-        "attention has no second derivatives so far: do not differentiate its gradients "
-        "(create_graph=True), or use F.scaled_dot_product_attention with the math backend"
-    )
-
-
 _attention.register_autograd(partial(_gradients, _backward), setup_context=_save)
-_backward.register_autograd(_refuse)
+_backward.register_autograd(refuse_second)
 
 
 def _one_by_one(
@@ -352,6 +346,7 @@ class _Attention(torch.autograd.Function):
 
     forward = staticmethod(_run_forward)
     setup_context = staticmethod(_save)
+    jvp = staticmethod(refuse_forward)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -366,7 +361,8 @@ class _AttentionBackward(torch.autograd.Function):
     """The way back of `_Attention`, which ends there."""
 
     forward = staticmethod(_run_backward)
-    backward = staticmethod(_refuse)
+    backward = staticmethod(refuse_second)
+    jvp = staticmethod(refuse_forward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -19,12 +19,11 @@ from .components import (
     PowerSum,
     SketchSum,
 )
+from .components.polynomial import LARGEST_REACH
 from .frame import framed
 from .plans import BucketPair, HeadPlan
 from .powers import PowerKernel
 from .problem import Head
-
-LARGEST_REACH = 1e300  # stands for every range that float64 cannot hold
 
 
 @dataclass(frozen=True, eq=False)

@@ -65,7 +65,7 @@ LARGEST_MOVE = 1e18  # squares of such lengths are still numbers in float32
 COUNT = integer(0, 2**48)
 POSITIVE = number(LEAST)
 AMOUNT = number(0.0, infinite=True)
-SCORES = record(ScoreRange, {"largest": optional(AMOUNT), "mean": AMOUNT})
+SCORES = record(ScoreRange, dict.fromkeys(ScoreRange._fields, optional(AMOUNT)))
 KINDS_OF: dict[type[Method], tuple[str, ...]] = {
     Exact: ("exact",),
     Polynomial: ("exact", "polynomial"),
@@ -256,6 +256,7 @@ def _pair_kernel(method: Method, dim: int) -> Field:
             "power": integer(2, LARGEST_POWER, step=2),
             "polynomial": _polynomial(None if sketch_size is None else dim),
             "sketch_size": _sketches(method),
+            "balance": POSITIVE,
         },
     )
 

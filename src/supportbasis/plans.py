@@ -44,7 +44,7 @@ class ScoreRange(NamedTuple):
     """How large the scores could be that a head was planned for, by the norms of its tokens."""
 
     largest: float | None  # |scale| max|q| max|k|; None where the largest does not matter
-    mean: float  # |scale| mean|q| mean|k|
+    mean: float | None  # |scale| mean|q| mean|k|; None where every score up to that is certified
 
 
 @dataclass(frozen=True, eq=False)

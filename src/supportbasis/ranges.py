@@ -9,13 +9,15 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 
+import torch
+
 from .basis import split_of
 from .errors import InputError
 from .plans import HeadPlan, Plan, ScoreRange
 from .problem import Head, Problem
 
 # times as large may scores be by chance, in new tokens of the same kind: the largest varies more
-HEADROOM = ScoreRange(largest=1.5, mean=1.25)
+HEADROOM = {"largest": 1.5, "mean": 1.25}
 SAME_SCALE = 1e-6  # relative: a scale may have been rounded to float32
 
 
@@ -23,8 +25,9 @@ def score_range(plan: HeadPlan, head: Head) -> ScoreRange | None:
     """What norms allow for the pairs that a head approximates: |scale| max|q| max|k| and |scale|
     mean|q| mean|k|. None where nothing is approximated, or nothing depends on the range.
 
-    Lists and fitted polynomials compute what lies apart exactly, so that the largest score says
-    nothing about them.
+    A polynomial is certified up to the largest score; where its error was measured too, what is
+    usual counts as well. Lists and fitted polynomials compute exactly what lies apart, so that only
+    what is usual counts for them.
     """
     if plan.kind in ("exact", "power"):
         return None
@@ -33,11 +36,13 @@ def score_range(plan: HeadPlan, head: Head) -> ScoreRange | None:
         rows, keys = (side.small for side in split_of(plan, head))
     query = head.query_norms if rows is None else head.query_norms[rows]
     key = head.key_norms if keys is None else head.key_norms[keys]
-    if not query.numel() or not key.numel():
-        return ScoreRange(0.0, 0.0)
-    scale, bounded = abs(head.scale), plan.kind not in ("block", "fitted")
-    largest = scale * float(query.max()) * float(key.max()) if bounded else None
-    return ScoreRange(largest, scale * float(query.mean()) * float(key.mean()))
+    certified, some = plan.kind not in ("block", "fitted"), query.numel() and key.numel()
+    largest, mean = (
+        abs(head.scale) * float(of(query)) * float(of(key)) if some else 0.0
+        for of in (torch.max, torch.mean)
+    )
+    is_measured = plan.measured is not None or not certified
+    return ScoreRange(largest if certified else None, mean if is_measured else None)
 
 
 def with_range(plan: HeadPlan, head: Head) -> HeadPlan:
@@ -77,8 +82,8 @@ def leaves(made_for: ScoreRange | None, found: ScoreRange | None) -> str | None:
     """In words how scores leave the range of a plan; None where they do not."""
     if made_for is None or found is None:
         return None
-    for name in ScoreRange._fields:
-        now, before, headroom = (getattr(x, name) for x in (found, made_for, HEADROOM))
+    for name, headroom in HEADROOM.items():
+        now, before = getattr(found, name), getattr(made_for, name)
         if None not in (now, before) and not now <= headroom * before:
             return f"the {name} |score| may be {now:.3g}, the plan was made for {before:.3g}"
     return None

@@ -41,13 +41,6 @@ def check_degree(degree: object) -> int:
     return int(degree)
 
 
-def check_seed(seed: object) -> int:
-    """A seed as a plain int, or an error."""
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**63:
-        raise InputError(f"seed must be an integer from 0 to 2^63 - 1, got {seed!r}")
-    return int(seed)
-
-
 def check_sketch_size(size: object) -> int | None:
     """A sketch size as a plain int, None for no sketch, or an error."""
     if size is None:

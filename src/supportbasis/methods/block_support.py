@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from ..arrangement import ORDERS
 from ..blocks import PARTS, PLACES, START_NODES, BlockSettings, Structure, remembered
+from ..checks import check_seed
 from ..cost import ENGINE, ListSizes, block_work, handling
 from ..errors import InputError
 from ..frame import own_frame, plain_frame, prefix_of
@@ -17,7 +18,7 @@ from ..plans import HeadPlan
 from ..problem import Head
 from ..rows import RowCheck
 from ..tree import leaf_layout
-from .base import Method, check_seed, exact_plan, is_positive
+from .base import Method, exact_plan, is_positive
 from .block_check import BlockCheck
 from .fitted import FittedSearch
 
