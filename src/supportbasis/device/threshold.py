@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..cotangent import Gradients
+from ..kernels.lengths import large, rounded_down
 from ..kernels.polynomial import (
     Polynomials,
     key_weights,
@@ -38,7 +39,6 @@ from ..kernels.rectangle import (
 )
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
-from ..split import row_maxima
 from .dispatch import Forward
 from .exact import empty_results, finished, precision
 from .room import Room, Sizes, all_unless, enough, marked
@@ -275,11 +275,9 @@ def _new_split(problem: Problem, plan: Plan, sizes: Sizes) -> tuple[Split, Tenso
     there are. Where that does not fit, all rows are left out. Nothing here waits."""
     table, unit, limit = _table(problem, plan)
     query, key, group = problem.query.detach(), problem.key.detach(), problem.group
-    rows = (row_maxima(query).double() > limit).flatten(0, 1)
-    large = row_maxima(key).double().repeat_interleave(group, 1) > limit
-    if problem.key_log_weight is not None:
-        large &= problem.key_log_weight > -math.inf
-    keys = large.flatten(0, 1)
+    weight = None if problem.key_log_weight is None else problem.key_log_weight.detach().float()
+    rows = large(query, problem.heads, limit, None)
+    keys = large(key, problem.heads, limit, weight)
     needed = torch.stack([rows.sum(1).amax(), keys.sum(1).amax()])
     fits = enough(needed, sizes)
     thresholds = [_limit(head) for head in plan.heads]
@@ -287,18 +285,19 @@ def _new_split(problem: Problem, plan: Plan, sizes: Sizes) -> tuple[Split, Tenso
     bias = problem.key_log_weight
     shared = all(len(set(each)) == 1 for each in groups) and (bias is None or bias.stride(1) == 0)
     large_row = (rows | ~fits).view(query.shape[:3]).byte()
-    small_key = 1.0 - large.float() if sizes[1] else None
+    small_key = None
+    if sizes[1]:
+        small_key = 1.0 - keys.view(*query.shape[:2], -1).float()
     sets = marked(rows & fits, sizes[0]), marked(keys, sizes[1])
     return Split(table, unit, *sets, large_row, small_key, shared), needed
 
 
 def _table(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """Coefficients and units, and the thresholds [batch, heads, 1], on the device with the plan."""
+    """Coefficients, units and thresholds [batch * heads], on the device with the plan."""
     device = problem.query.device
     key = ("thresholds", device, problem.scale)
     if key not in plan.memory:
-        limit = torch.tensor([_limit(head) for head in plan.heads], dtype=torch.float64)
-        limit = limit.view(problem.batch, problem.heads, 1).to(device)
+        limit = rounded_down([_limit(head) for head in plan.heads]).to(device)
         plan.memory[key] = (*_polynomials(problem, plan), limit)
     found = plan.memory[key]
     assert isinstance(found, tuple)
