@@ -18,8 +18,7 @@ from .. import ranges
 from ..kernels.lengths import lengths, rounded_down
 from ..plans import Plan, ScoreRange
 from ..problem import Problem
-from .report import Report
-from .room import capturing
+from .report import Report, capturing
 
 SECONDS = 1e-3  # between two calls that are asked about
 

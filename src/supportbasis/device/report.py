@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 class Report:
     """The last tensor that was sent, in memory that is allocated once."""
 
@@ -27,8 +32,9 @@ class Report:
         self.pending = True
 
     def read(self) -> Tensor | None:
-        """The tensor, once it has arrived; None where nothing new has."""
-        if not self.pending or not (self._event is None or self._event.query()):
+        """The tensor, once it has arrived; None where nothing new has, and while a CUDA graph is
+        captured, when no event can be asked."""
+        if not self.pending or capturing() or not (self._event is None or self._event.query()):
             return None
         self.pending = False
         return self._copy

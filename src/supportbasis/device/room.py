@@ -18,7 +18,7 @@ from ..kernels.language import cdiv, power_of_two
 from ..kernels.rectangle import Rectangle, Tokens, exact_rows
 from ..plans import Plan
 from ..problem import Problem
-from .report import Report
+from .report import Report, capturing
 
 Result = TypeVar("Result")
 Sizes = tuple[int, ...]
@@ -79,10 +79,6 @@ class Room:
             for size, need in zip(before, needed, strict=True)
         )
         return self.sizes != before
-
-
-def capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def with_spare(need: int) -> int:
