@@ -16,7 +16,7 @@ from test_triton import DEVICE, needs_triton, on_device
 
 # after the interpreter is chosen, which is read when a kernel is decorated
 from supportbasis.device.range_check import SECONDS, RangeCheck  # isort: skip
-from supportbasis.kernels.lengths import large, lengths, rounded_down  # isort: skip
+from supportbasis.kernels.lengths import large, lengths, listed, rounded_down  # isort: skip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -48,6 +48,18 @@ def test_sizes_are_those_of_the_tokens_that_count(n, m, d, dtype, weighted):
         torch.testing.assert_close(found[side, ..., 0].amax(1), size.amax(1).square(), **close)
         torch.testing.assert_close(found[side, ..., 1].sum(1), size.sum(1), **close)
         torch.testing.assert_close(found[side, ..., 2].sum(1), counted.sum(1).double())
+
+
+@needs_triton
+@pytest.mark.parametrize(("n", "most"), [(1, 1), (50, 7), (5000, 3000), (5000, 0)])
+def test_flagged_tokens_are_listed_in_order(n, most):
+    flags = torch.rand(3, n, generator=torch.Generator().manual_seed(n)) < 0.4
+    flags[1] = False
+    index, count = listed(flags.to(DEVICE), most)
+    assert count.tolist() == flags.sum(1).tolist()
+    for row, flag in zip(index.cpu(), flags, strict=True):
+        expected = flag.nonzero().squeeze(1)[:most]
+        assert row[: len(expected)].tolist() == expected.tolist()
 
 
 def test_limits_are_rounded_so_that_no_entry_changes_sides():

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from ..cotangent import Gradients
-from ..kernels.lengths import large, rounded_down
+from ..kernels.lengths import large, listed, rounded_down
 from ..kernels.polynomial import (
     Polynomials,
     key_weights,
@@ -41,7 +41,7 @@ from ..plans import HeadPlan, Plan
 from ..problem import Problem
 from .dispatch import Forward
 from .exact import empty_results, finished, precision
-from .room import Room, Sizes, all_unless, enough, marked
+from .room import Room, Sizes, all_unless, enough
 
 
 def refusal(head: HeadPlan) -> str | None:
@@ -278,18 +278,27 @@ def _new_split(problem: Problem, plan: Plan, sizes: Sizes) -> tuple[Split, Tenso
     weight = None if problem.key_log_weight is None else problem.key_log_weight.detach().float()
     rows = large(query, problem.heads, limit, None)
     keys = large(key, problem.heads, limit, weight)
-    needed = torch.stack([rows.sum(1).amax(), keys.sum(1).amax()])
-    fits = enough(needed, sizes)
+    (row_index, row_count), (key_index, key_count) = (
+        listed(flags, size) for flags, size in zip((rows, keys), sizes, strict=True)
+    )
+    needed = torch.stack([row_count, key_count]).amax(1)
+    fits = (needed <= _on_device(sizes, query.device)).all()
+    listed_rows = Tokens(sizes[0], row_index, row_count.clamp(max=sizes[0]) * fits)
+    listed_keys = Tokens(sizes[1], key_index, key_count.clamp(max=sizes[1]))
     thresholds = [_limit(head) for head in plan.heads]
     groups = (thresholds[first : first + group] for first in range(0, len(thresholds), group))
     bias = problem.key_log_weight
     shared = all(len(set(each)) == 1 for each in groups) and (bias is None or bias.stride(1) == 0)
-    large_row = (rows | ~fits).view(query.shape[:3]).byte()
+    large_row = (rows | ~fits).view(query.shape[:3]).view(torch.uint8)
     small_key = None
     if sizes[1]:
         small_key = 1.0 - keys.view(*query.shape[:2], -1).float()
-    sets = marked(rows & fits, sizes[0]), marked(keys, sizes[1])
-    return Split(table, unit, *sets, large_row, small_key, shared), needed
+    return Split(table, unit, listed_rows, listed_keys, large_row, small_key, shared), needed
+
+
+@lru_cache(maxsize=64)
+def _on_device(sizes: Sizes, device: torch.device) -> Tensor:
+    return torch.tensor(sizes, device=device)
 
 
 def _table(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ from . import lengths_kernels as kernels
 from .language import cdiv, power_of_two
 
 ROWS, PARTS = 64, 64
+LISTED = 2048  # tokens of a head at a time
 
 
 def lengths(query: Tensor, key: Tensor, limit: Tensor, log_weight: Tensor | None) -> Tensor:
@@ -42,6 +43,16 @@ def large(tokens: Tensor, heads: int, limit: Tensor, log_weight: Tensor | None) 
         *tokens.stride()[:3], ROWS, power_of_two(d), log_weight is not None,
     )  # fmt: skip
     return out.view(torch.bool)
+
+
+def listed(flags: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """The first ``most`` flagged tokens of each head [heads, tokens], [heads, most] int32, and the
+    number of all of them, [heads] int32."""
+    heads, n = flags.shape
+    index = torch.zeros(heads, most, dtype=torch.int32, device=flags.device)
+    count = torch.empty(heads, dtype=torch.int32, device=flags.device)
+    kernels.listed[(heads,)](flags.view(torch.uint8), index, count, n, most, LISTED)
+    return index, count
 
 
 def rounded_down(limits: Sequence[float]) -> Tensor:

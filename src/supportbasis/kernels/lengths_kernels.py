@@ -65,3 +65,18 @@ def large(
         weight = tl.load(log_weight + head * count + row, mask=row < count, other=0.0)
         beyond &= weight > float("-inf")
     tl.store(out + head * count + row, beyond.to(tl.uint8), mask=row < count)
+
+
+@jit
+def listed(flags, index, count, n, most, BT: tl.constexpr):
+    """The first flagged tokens of one head, ascending, and how many there are."""
+    head = tl.program_id(0).to(tl.int64)
+    flags, index = flags + head * n, index + head * most
+    total = 0
+    for first in range(0, n, BT):
+        row = first + tl.arange(0, BT)
+        flag = tl.load(flags + row, mask=row < n, other=0).to(tl.int32)
+        slot = total + tl.cumsum(flag, 0) - 1
+        tl.store(index + slot, row, mask=(flag > 0) & (slot < most))
+        total += tl.sum(flag, 0)
+    tl.store(count + head, total)
