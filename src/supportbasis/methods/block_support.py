@@ -33,8 +33,7 @@ FIRST_GUESS = 10.0  # tolerance over the root of the first price that is tried
 USELESS = 0.9  # measured error from which a plan is no answer, however cheap
 SEQUENCE = "sequence"
 STEEPEST = 1.0  # logarithm of the error over that of the price: it hardly ever falls faster
-CHECKED_ROWS, TRIES = 256, 4  # that a plan is verified on, and prices that may fail there
-LEAST_STEP = 1.5  # of errors, from one of these prices to the next
+CHECKED_ROWS, TRIES = 512, 4  # that a plan is verified on, and prices that may fail there
 STRIDE, HALVES = 4.0, 3  # steps of the logarithm of the price, and how often the last is halved
 
 
@@ -345,11 +344,11 @@ class BlockSearch:
         assert self.base.blocks is not None
         sample = RowSample.draw(self.head, CHECKED_ROWS, seed)
         check = BlockCheck.of_rows(self.whole, self.base, self.head, sample, tolerance)
-        for _ in range(TRIES):
+        for attempt in range(TRIES):
             measured, limit = check.error(math.exp(log_price))
             if limit <= tolerance:
                 return replace(self.plan(math.exp(log_price)), measured=measured)
-            log_price = _hoped(log_price, max(limit / tolerance, LEAST_STEP))
+            log_price = min(_hoped(log_price, limit / tolerance), log_price - 2.0**attempt)
             if clock.is_up or not pays(log_price):
                 break
         return None
