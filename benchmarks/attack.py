@@ -314,16 +314,15 @@ def share(count: int, total: int) -> str:
 def report_plans(rows: Sequence[PlanRow]) -> None:
     taken = [row for row in rows if row.true is not None and row.limit is not None]
     print(f"{len(rows)} plans, {len(taken)} not exact")
-    print(
-        f"{'attack':32} {'plans':>6} {'worst':>6} {f'>{EXCEEDED}x':>6} {'holds >2x':>9} {'> limit':>8}"
-    )
+    names = ("plans", "worst", f">{EXCEEDED}x", "holds >2x", "> limit")
+    print(f"{'attack':32} " + " ".join(f"{name:>9}" for name in names))
 
     def line(name: str, some: Sequence[PlanRow]) -> None:
         worst = max((row.true / row.tolerance for row in some), default=0.0)
         beyond = sum(row.true > EXCEEDED * row.tolerance for row in some)
         said = sum(row.limit <= row.tolerance and row.true > BROKEN * row.tolerance for row in some)
         above = sum(row.true > row.limit for row in some)
-        print(f"{name:32} {len(some):6} {worst:6.2f} {beyond:6} {said:9} {above:8}")
+        print(f"{name:32} {len(some):9} {worst:9.2f} {beyond:9} {said:9} {above:9}")
 
     for name in sorted({row.attack for row in taken}):
         line(name, [row for row in taken if row.attack == name])

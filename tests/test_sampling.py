@@ -115,6 +115,8 @@ def test_weights_and_sums_are_estimated(causal):
     largest = own[late].topk(20).indices
     top = sketch.measures[2][late].topk(64).indices
     assert len(set(largest.tolist()) & set(top.tolist())) >= 18
+    ratio = (sketch.measures[2] / own)[late]
+    assert 0.5 < float(ratio.median()) < 2
     no_keys = head_of(q, k, v, torch.zeros_like(mask), causal)
     assert len(RowSample.draw(no_keys, 32, 0).rows) == 32
 
@@ -128,6 +130,16 @@ def test_needle_rows_are_drawn(count, size):
         drawn = torch.isin(rows, sample.rows)
         assert int(drawn.sum()) >= min(count, 24) / 2
         assert float(sample.weight[torch.isin(sample.rows, rows)].max()) < 10
+
+
+def test_keys_that_only_pilot_rows_tell_are_found():
+    """Needle keys of the usual norm and value; rows that look for them are long."""
+    for seed in range(3):
+        rows, tensors = needles(size=10.0, score=7.0, seed=seed)
+        own = Sketch.of(head_of(*tensors), 0).measures[2]
+        others = torch.ones(4096, dtype=torch.bool)
+        others[rows] = False
+        assert float(own[rows].min()) > 20 * float(own[others].max())
 
 
 @pytest.mark.parametrize("size", [0.3, 1.0, 3.0])

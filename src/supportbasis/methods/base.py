@@ -15,7 +15,7 @@ from ..features import RANK_LIMIT
 from ..plans import HeadPlan
 from ..problem import Head
 
-SEARCH_TIMES, SEARCH_SECONDS = 8.0, 1.0  # of exact attention that a search may take, and more
+SEARCH_TIMES, SEARCH_SECONDS = 5.0, 1.0  # of exact attention that a search may take, and more
 LARGEST_SKETCH = math.isqrt(RANK_LIMIT)  # its square, halved by symmetry, is the number of features
 
 
