@@ -338,6 +338,7 @@ def _run(
                 return _run_sdpa(problem, need_lse)
             if not checked:
                 autograd.check_entries(problem)
+            autograd.check_scores(problem)
             outcome = _run_sdpa(problem, need_lse)
             autograd.check_output(problem, outcome.output)
             return outcome

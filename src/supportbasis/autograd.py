@@ -92,6 +92,8 @@ def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
     Rows that the component engine did not make are not looked at, since that would wait for the
     device.
     """
+    if not all(head.kind == "polynomial" for head in plan.heads):  # whose units are its own
+        check_scores(problem)
     batches = dispatch.batches(problem, plan, implementation)
     outcome = dispatch.run(problem, batches)
     if any(batch.kind is None for batch in batches):
@@ -118,6 +120,35 @@ def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
             stacklevel=4,
         )
     check_output(problem, outcome.output)
+
+
+def check_scores(problem: Problem) -> None:
+    """Raise if a score can overflow. One that becomes +inf shows in the output; if all scores of a
+    row become -inf, kernels take it for a row that may attend to nothing."""
+    query, key = problem.query.detach(), problem.key.detach()
+    if query.is_cuda or not query.numel() or not key.numel():
+        return
+    low, high = zip(*(x.aminmax() for x in (query, key)), strict=True)
+    sizes = [max(-float(least), float(most)) for least, most in zip(low, high, strict=True)]
+    if _largest_step(problem, *sizes) < torch.finfo(problem.dtype).max:
+        return
+    for _, _, head in problem.each_head():  # keys that are masked may hold anything
+        keys = head.key_maxima if head.live_keys is None else head.key_maxima[head.live_keys]
+        if not keys.numel() or not head.n:
+            continue
+        sizes = [float(head.query_maxima.max()), float(keys.max())]
+        if not _largest_step(problem, *sizes) < torch.finfo(problem.dtype).max:
+            raise InputError(
+                f"a score overflows {problem.dtype}: scale is {problem.scale:.3g}, the largest "
+                f"entries of query and key are {sizes[0]:.3g} and {sizes[1]:.3g}; scale them down "
+                "or use float64"
+            )
+
+
+def _largest_step(problem: Problem, query: float, key: float) -> float:
+    """No product on the way to a score is larger, whether the scale comes first or last."""
+    scale = abs(problem.scale)
+    return max(problem.query.shape[-1] * query * key * max(scale, 1.0), scale * max(query, key))
 
 
 def check_output(problem: Problem, output: Tensor) -> None:

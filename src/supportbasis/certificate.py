@@ -149,6 +149,8 @@ def sampled_error(
     error = outcome.output[at][sample.rows].double() - exact
     failed = plan.is_sketched and int(outcome.rescued_rows[at]) > RESCUED_SHARE * head.n
     if not head.is_density:
+        unit = max([1e-300, *(float(x.abs().max()) for x in (error, exact) if x.numel())])
+        error, exact = error / unit, exact / unit  # so that squares neither vanish nor overflow
         measured, limit = sample.frobenius_limit(error.square().sum(-1), exact.square().sum(-1))
         return measured, math.inf if failed else limit
     peak = max(float(exact.abs().max()), 1e-300)  # largest error over largest density

@@ -126,9 +126,10 @@ def _write_sums(head: Head, finished: Finished, outcome: Outcome, at: tuple[int,
     unit = top if top > -math.inf else 0.0
     outcome.log_scale[at] = unit
     for rows, total, valid in finished:
-        factor = torch.where(valid, (total.log_scale - unit).exp(), 0.0)
+        # where all sums are zero there is no unit that suits them, and none is needed
+        factor = torch.where(valid, (total.log_scale - unit).exp(), 0.0).unsqueeze(1)
         where = slice(None) if rows is None else rows
-        sums = total.num.nan_to_num(0.0).mul_(factor.unsqueeze(1))
+        sums = torch.where(total.num == 0, 0.0, total.num.nan_to_num(0.0) * factor)
         outcome.output[at][where] = sums.to(outcome.output.dtype)
         den = torch.where(valid & (total.den > 0), total.den.log() + total.log_scale, -math.inf)
         outcome.lse[at][where] = den.to(outcome.lse.dtype)

@@ -191,6 +191,8 @@ def _split_mask(
             f"attn_mask has shape {tuple(mask.shape)}, which does not broadcast to {shape}"
         ) from None
     batch, heads = math.prod(shape[:-3]), shape[-3] if len(shape) > 2 else 1
+    if mask.dim() >= 2 and mask.shape[-2] == 0:  # no queries, and a mask for each of them
+        return None, None
     if mask.dim() >= 2 and mask.shape[-2] > 1:
         if mask.stride(-2) != 0:
             if mask.requires_grad and torch.is_grad_enabled():
