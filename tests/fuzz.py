@@ -27,6 +27,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+
 from fuzz_cases import HEADS, Case, draw, draw_bound
 from fuzz_checks import Violation, check
 

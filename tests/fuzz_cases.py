@@ -167,7 +167,9 @@ def draw(seed: int, number: int) -> Case:
     n = pick(sizes)
     m = n if random_.random() < 0.5 else pick(sizes)
     d = pick((1, 2, 3, 4, 5, 8))
-    leading = (1,) if long else pick(((), (1,), (2,), (3,), (1, 2), (2, 3), (2, 1, 2), (0,), (2, 0)))
+    leading = (
+        (1,) if long else pick(((), (1,), (2,), (3,), (1, 2), (2, 3), (2, 1, 2), (0,), (2, 0)))
+    )
     key_leading, gqa = _key_leading(random_, leading, run)
     return Case(
         method,

@@ -254,6 +254,7 @@ def _the_plan(problem: Problem, method: Method | None, plan: Plan | None) -> Pla
         method = method or Auto()
         _check_gradients(problem)
         _check_power(problem, method)
+        autograd.check_scores(problem, method)
         return _make_plan(problem, method)
     if not isinstance(plan, Plan):
         raise InputError(f"plan must be an sb.Plan, got {type(plan).__name__}")
@@ -337,15 +338,14 @@ def _run(
             if is_watched():
                 return _run_sdpa(problem, need_lse)
             if not checked:
-                autograd.check_entries(problem)
-            autograd.check_scores(problem)
+                autograd.check_entries(problem, plan)
             outcome = _run_sdpa(problem, need_lse)
             autograd.check_output(problem, outcome.output)
             return outcome
         if autograd.is_needed(problem):
             return autograd.run(problem, plan, implementation)  # its operator checks
         if not checked:
-            autograd.check_entries(problem)
+            autograd.check_entries(problem, plan)
         return autograd.compute(problem, plan, implementation)
 
 

@@ -23,6 +23,7 @@ from .checks import check_bias, check_finite, is_watched
 from .device import dispatch
 from .errors import InputError, SupportBasisError
 from .execute import Outcome
+from .methods import Method, Polynomial
 from .plans import Plan
 from .problem import Kept, Problem
 
@@ -55,12 +56,14 @@ def check_plan(problem: Problem, plan: Plan) -> None:
             )
 
 
-def check_entries(problem: Problem) -> None:
-    """Raise if an entry is not finite; on a GPU that would wait for the device."""
+def check_entries(problem: Problem, plan: Plan) -> None:
+    """Raise if an entry is not finite, or so large that a score can overflow; on a GPU that would
+    wait for the device."""
     if problem.query.device.type == "cpu":
         check_finite(query=problem.query, key=problem.key, value=problem.value)
         if problem.key_log_weight is not None:
             check_bias(problem.key_log_weight)
+        check_scores(problem, plan.method)
 
 
 def run(problem: Problem, plan: Plan, implementation: str = "auto") -> Outcome:
@@ -92,8 +95,6 @@ def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
     Rows that the component engine did not make are not looked at, since that would wait for the
     device.
     """
-    if not all(head.kind == "polynomial" for head in plan.heads):  # whose units are its own
-        check_scores(problem)
     batches = dispatch.batches(problem, plan, implementation)
     outcome = dispatch.run(problem, batches)
     if any(batch.kind is None for batch in batches):
@@ -122,11 +123,12 @@ def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
     check_output(problem, outcome.output)
 
 
-def check_scores(problem: Problem) -> None:
-    """Raise if a score can overflow. One that becomes +inf shows in the output; if all scores of a
-    row become -inf, kernels take it for a row that may attend to nothing."""
+def check_scores(problem: Problem, method: Method) -> None:
+    """Raise if a score can overflow, unless all of them go through one polynomial, which has units
+    of its own. A score of +inf shows in the output; but if all scores of a row become -inf, kernels
+    take it for a row that may attend to nothing."""
     query, key = problem.query.detach(), problem.key.detach()
-    if query.is_cuda or not query.numel() or not key.numel():
+    if isinstance(method, Polynomial) or query.is_cuda or not query.numel() or not key.numel():
         return
     low, high = zip(*(x.aminmax() for x in (query, key)), strict=True)
     sizes = [max(-float(least), float(most)) for least, most in zip(low, high, strict=True)]
@@ -184,7 +186,7 @@ def _run_forward(
     problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal, kept)
     the_plan = Plan.known(plan)
     check_plan(problem, the_plan)
-    check_entries(problem)
+    check_entries(problem, the_plan)
     with torch.autocast(query.device.type, enabled=False):
         outcome = compute(problem, the_plan, implementation)
     counts = torch.stack([outcome.invalid_rows, outcome.rescued_rows, outcome.rounding])

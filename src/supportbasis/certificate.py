@@ -112,6 +112,7 @@ def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int
     spread, error, nonnegative = distortion(head, plan)
     if not head.normalise:
         lost = min(1.0, vanishing * _smallest_row(outcome, at))
+        lost += torch.finfo(head.dtype).smallest_normal / largest if largest else 0.0
         return error + (1 + error) * (1 + eta) * (eta + narrow) + lost
     output = float(outcome.output[at].abs().max()) if outcome.output[at].numel() else 0.0
     trivial = 1 + output / largest if largest > 0 else 0.0

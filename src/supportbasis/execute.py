@@ -15,6 +15,7 @@ from .jensen import least_lse
 from .partial import Partial
 from .plans import HeadPlan, Plan
 from .problem import Head, Problem
+from .rounding import unit_roundoff
 
 
 @dataclass
@@ -76,7 +77,8 @@ def run_head(
                 outcome.rescued[at][slice(None) if group.rows is None else group.rows] = rescued
         if bool(valid.any()):
             relative = (total.noise / total.den.abs())[valid].max()
-            outcome.rounding[at] = torch.maximum(outcome.rounding[at], relative.nan_to_num(1.0))
+            relative = relative.nan_to_num(1.0 if head.normalise else math.inf, posinf=math.inf)
+            outcome.rounding[at] = torch.maximum(outcome.rounding[at], relative)
         finished.append((group.rows, total, valid))
     write = _write_attention if head.normalise else _write_sums
     write(head, finished, outcome, at)
@@ -114,22 +116,29 @@ def _write_attention(head: Head, finished: Finished, outcome: Outcome, at: tuple
 
 
 def _write_sums(head: Head, finished: Finished, outcome: Outcome, at: tuple[int, int]) -> None:
-    """Unnormalised sums of all rows in one common unit, exp(log_scale), so that none overflows."""
-    top = -math.inf
+    """Unnormalised sums of all rows in one common unit, exp(log_scale), so that none overflows.
+
+    The unit is that of the largest sum, but not so small that a factor overflows. A factor e^x has
+    the rounding of x, and a few of exp.
+    """
+    top, least = -math.inf, -math.log(torch.finfo(head.dtype).max) / 2
     for rows, total, valid in finished:
         if head.query_log_weight is not None:
             factor = head.query_log_weight if rows is None else head.query_log_weight[rows]
             total.log_scale = total.log_scale + factor
-        size = total.num.abs().amax(-1).log() if head.value_dim else total.log_scale
-        size = torch.where(valid, size + total.log_scale, -math.inf)
+        largest = total.num.abs().amax(-1) if head.value_dim else torch.ones_like(total.den)
+        size = torch.where(valid, largest.log().clamp(min=least) + total.log_scale, -math.inf)
         top = max(top, float(size.max()) if size.numel() else -math.inf)
-    unit = top if top > -math.inf else 0.0
-    outcome.log_scale[at] = unit
+    outcome.log_scale[at] = top if top > -math.inf else 0.0
+    unit, longest = float(outcome.log_scale[at]), 0.0
     for rows, total, valid in finished:
-        # where all sums are zero there is no unit that suits them, and none is needed
-        factor = torch.where(valid, (total.log_scale - unit).exp(), 0.0).unsqueeze(1)
+        exponent = total.log_scale - unit
+        factor = torch.where(valid, exponent.exp(), 0.0)
+        if bool((factor > 0).any()):
+            longest = max(longest, float(exponent[factor > 0].abs().max()))
         where = slice(None) if rows is None else rows
-        sums = torch.where(total.num == 0, 0.0, total.num.nan_to_num(0.0) * factor)
+        sums = total.num.nan_to_num(0.0).mul_(factor.unsqueeze(1))
         outcome.output[at][where] = sums.to(outcome.output.dtype)
         den = torch.where(valid & (total.den > 0), total.den.log() + total.log_scale, -math.inf)
         outcome.lse[at][where] = den.to(outcome.lse.dtype)
+    outcome.rounding[at] += math.expm1((longest + 4) * unit_roundoff(head.dtype))

@@ -166,8 +166,11 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.new_zeros(dim), identity
     centre = x.mean(0)
     away = x - centre
+    largest = float(away.abs().max()) if dim else 0.0
+    unit = largest if largest > 1e100 else 1.0  # so that no square overflows
+    away = away / unit
     values, vectors = torch.linalg.eigh(away.T @ away / len(x))
     largest = float(values[-1]) if dim else 0.0
     if not largest > 0:
         return centre, identity
-    return centre, vectors * values.clamp(min=FLOOR * largest).sqrt()
+    return centre, vectors * values.clamp(min=FLOOR * largest).sqrt() * unit
