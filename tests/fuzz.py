@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from fuzz_cases import HEADS, Case, draw, draw_bound
+from fuzz_cases import HEADS, TURNS, Case, draw, draw_bound
 from fuzz_checks import Violation, check
 
 __all__ = ["Case", "check", "draw", "draw_bound"]
@@ -36,7 +36,7 @@ __all__ = ["Case", "check", "draw", "draw_bound"]
 FOLDER = Path("supportbasis-out/fuzz")
 CHUNK = 20  # calls that a process takes at a time
 DRAW = {"all": draw, "bound": draw_bound}
-CASES_A_CALL = {"all": 1, "bound": 4 * HEADS}  # an estimate: calls may be refused
+CASES_A_CALL = {"all": 1, "bound": HEADS * TURNS}  # an estimate: calls may be refused
 
 
 @dataclass

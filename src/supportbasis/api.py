@@ -368,8 +368,9 @@ def _run_sdpa(problem: Problem, need_lse: bool) -> Outcome:
         return Outcome(sdpa.sdpa(problem), empty, zero, zero, zero, zero, empty.bool())
     pair = sdpa.sdpa_with_lse(problem)
     if pair is None:
-        with torch.no_grad():
-            lse = execute(problem, _make_plan(problem, Exact())).lse
+        with torch.no_grad():  # which no value has a part in
+            plain = replace(problem, value=torch.zeros_like(problem.value[..., :1]))
+            lse = execute(plain, _make_plan(plain, Exact())).lse
         pair = (sdpa.sdpa(problem), lse)
     return Outcome(*pair, zero, zero, zero, sdpa.sdpa_noise(problem), empty.bool())
 

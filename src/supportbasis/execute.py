@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .basis import RowGroup, exact_component, support_basis
 from .components import evaluate
+from .errors import InputError
 from .jensen import least_lse
 from .partial import Partial
 from .plans import HeadPlan, Plan
@@ -75,6 +76,11 @@ def run_head(
                 rescued = lost & valid
                 outcome.rescued_rows[at] += rescued.sum()
                 outcome.rescued[at][slice(None) if group.rows is None else group.rows] = rescued
+        if plan.kind != "polynomial" and bool((total.seen & ~total.finite).any()):
+            raise InputError(
+                f"a sum overflows {head.dtype}: the largest value is "
+                f"{float(head.value.abs().max()):.3g}; scale values down or use float64"
+            )
         if bool(valid.any()):
             relative = (total.noise / total.den.abs())[valid].max()
             relative = relative.nan_to_num(1.0 if head.normalise else math.inf, posinf=math.inf)

@@ -149,13 +149,11 @@ def balanced(head: Head, tokens: int | None = None) -> Frame:
     query_centre = query_centre * min(1.0, LARGEST_LEAN / max(lean, LARGEST_LEAN))
     left, spectrum, right = torch.linalg.svd(query_root.T @ key_root)
     stretch = spectrum.sqrt()
-    return Frame(
-        query_centre,
-        key_centre,
-        torch.linalg.solve(query_root.T, left) * stretch,
-        torch.linalg.solve(key_root.T, right.T) * stretch,
-        spectrum * head.scale,
-    )
+    query_map = torch.linalg.solve(query_root.T, left) * stretch
+    key_map = torch.linalg.solve(key_root.T, right.T) * stretch
+    # in the order of a loaded plan: a product rounds otherwise in another one
+    maps = (query_map.contiguous(), key_map.contiguous())
+    return Frame(query_centre, key_centre, *maps, spectrum * head.scale)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
