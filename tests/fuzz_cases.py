@@ -268,7 +268,8 @@ class Inputs:
 
 
 def build(case: Case, turn: int = 0) -> Inputs:
-    """The tensors of a case; another ``turn`` has other numbers of the same kind."""
+    """The tensors of a case; another ``turn`` has other numbers of the same kind, every second one
+    with smaller scores, which do not leave the range of a plan."""
     generator = torch.Generator().manual_seed(case.seed + turn)
     key_leading = case.leading if case.key_leading is None else case.key_leading
     shapes = (
@@ -285,6 +286,8 @@ def build(case: Case, turn: int = 0) -> Inputs:
     )
     if case.data == "sinks" and case.m and query.numel():
         key[..., 0, :] = 6 * query[..., 0, :].reshape(-1, case.d)[0]
+    if turn % 2:
+        query = query / 2
     query, key, value = (
         laid_out(x, layout) for x, layout in zip((query, key, value), case.layouts, strict=True)
     )

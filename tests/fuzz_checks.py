@@ -23,7 +23,7 @@ from fuzz_cases import REFUSED_MASKS, TURNS, Case, Inputs, build
 from supportbasis import certificate, cost, reference
 from supportbasis.inputs import attention_problem
 from supportbasis.methods import auto
-from supportbasis.plans import HeadPlan, Plan
+from supportbasis.plans import HeadPlan
 
 Array = np.ndarray
 WIDE = np.longdouble
@@ -433,7 +433,7 @@ def _other_tokens(case: Case, inputs: Inputs, truth: Truth, result: sb.Result) -
     """A plan used on other tokens: its bound is that of those tokens."""
     other = build(case, turn=1)
     try:
-        again = _call(case, other, plan=_loaded(result.plan))
+        again = _call(case, other, plan=result.plan)
     except sb.SupportBasisError as error:
         _check_refusal(case, other, error)
         return 0
@@ -441,21 +441,15 @@ def _other_tokens(case: Case, inputs: Inputs, truth: Truth, result: sb.Result) -
     return again.certificate.bound.numel()
 
 
-def _loaded(plan: Plan) -> Plan:
-    """Without index sets, which belong to the tokens that it was made for."""
-    heads = [replace(head, large_rows=None, large_keys=None) for head in plan.heads]
-    return replace(plan, heads=tuple(heads))
-
-
 def _bound(case: Case, inputs: Inputs, truth: Truth, result: sb.Result) -> int:
     """More calls with the same plan and other tokens."""
     if case.run == "kernel_sum" or case.mask in ("pairs", "bias of pairs"):
         return 0
-    plan, heads = _loaded(result.plan), 0
+    heads = 0
     for turn in range(1, TURNS):
         other = build(case, turn)
         try:
-            again = _call(case, other, plan=plan)
+            again = _call(case, other, plan=result.plan)
         except sb.SupportBasisError as error:
             _check_refusal(case, other, error)
             continue

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import autograd, sdpa
+from . import autograd, ranges, sdpa
 from .certificate import certify
 from .checks import is_watched
 from .device.dispatch import batches, check_implementation, said
@@ -18,7 +18,7 @@ from .device.judge import judged
 from .errors import InputError
 from .execute import Outcome, execute
 from .inputs import attention_problem, kernel_problem, with_weights
-from .methods import Auto, Exact, Method, PowerAttention
+from .methods import Auto, Exact, Method, Polynomial, PowerAttention
 from .plans import Plan
 from .problem import Problem
 from .result import Result
@@ -254,7 +254,8 @@ def _the_plan(problem: Problem, method: Method | None, plan: Plan | None) -> Pla
         method = method or Auto()
         _check_gradients(problem)
         _check_power(problem, method)
-        autograd.check_scores(problem, method)
+        if not isinstance(method, Polynomial):
+            autograd.check_scores(problem)
         return _make_plan(problem, method)
     if not isinstance(plan, Plan):
         raise InputError(f"plan must be an sb.Plan, got {type(plan).__name__}")
@@ -265,7 +266,7 @@ def _the_plan(problem: Problem, method: Method | None, plan: Plan | None) -> Pla
     if problem.needs_exact:
         return _make_plan(problem, plan.method)
     autograd.check_plan(problem, plan)
-    return plan
+    return plan if is_watched() else autograd.in_range(problem, plan)
 
 
 def _fits_graph(
@@ -301,7 +302,9 @@ def _make_plan(problem: Problem, method: Method) -> Plan:
             method.plan_exactly(head, reason) if reason else method.plan_head(head)
             for head in everyone
         )
-    return Plan(method, problem.batch, problem.heads, problem.query.shape[-1], heads)
+        heads = tuple(map(ranges.with_range, heads, everyone))
+    shape = (problem.batch, problem.heads, problem.query.shape[-1])
+    return Plan(method, *shape, heads, problem.scale, problem.is_causal)
 
 
 def _check_gradients(problem: Problem) -> None:
@@ -352,6 +355,8 @@ def _run(
 def _is_sdpa(problem: Problem, plan: Plan, need_lse: bool, implementation: str) -> bool:
     if not plan.is_exact or implementation == "triton" or not sdpa.can_run(problem, need_lse):
         return False
+    if is_watched() and problem.query.is_cpu and problem.needs_exact is None:
+        return False  # entries are checked, which only operators can do here
     if implementation == "eager" or not problem.query.is_cuda:
         return True
     if not need_lse and problem.key_log_weight is None:
@@ -361,18 +366,19 @@ def _is_sdpa(problem: Problem, plan: Plan, need_lse: bool, implementation: str) 
 
 
 def _run_sdpa(problem: Problem, need_lse: bool) -> Outcome:
+    outcome = autograd.exact_outcome(problem) if need_lse else None
+    if outcome is not None:
+        return outcome
     shape = (problem.batch, problem.heads)
     zero = problem.query.new_zeros(shape, dtype=problem.dtype)
     empty = problem.query.new_zeros((*shape, 0), dtype=problem.dtype)
     if not need_lse:
         return Outcome(sdpa.sdpa(problem), empty, zero, zero, zero, zero, empty.bool())
-    pair = sdpa.sdpa_with_lse(problem)
-    if pair is None:
-        with torch.no_grad():  # which no value has a part in
-            plain = replace(problem, value=torch.zeros_like(problem.value[..., :1]))
-            lse = execute(plain, _make_plan(plain, Exact())).lse
-        pair = (sdpa.sdpa(problem), lse)
-    return Outcome(*pair, zero, zero, zero, sdpa.sdpa_noise(problem), empty.bool())
+    with torch.no_grad():  # no value has a part in it, nor can overflow it
+        plain = replace(problem, value=torch.zeros_like(problem.value[..., :1]))
+        lse = execute(plain, _make_plan(plain, Exact())).lse
+    noise = sdpa.sdpa_noise(problem)
+    return Outcome(sdpa.sdpa(problem), lse, zero, zero, zero, noise, empty.bool())
 
 
 def _result(problem: Problem, plan: Plan, outcome: Outcome, implementation: str = "auto") -> Result:

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import ranges, sdpa
 from .certificate import RESCUED_SHARE
 from .checks import check_bias, check_finite, is_watched
 from .device import dispatch
 from .errors import InputError, SupportBasisError
 from .execute import Outcome
-from .methods import Method, Polynomial
 from .plans import Plan
-from .problem import Kept, Problem
+from .problem import Kept, Problem, in_rows
 
 _in_graphs: dict[str, Plan] = {}  # a compiled graph holds a handle, so its plan has to live on
 
@@ -43,17 +43,13 @@ def check_plan(problem: Problem, plan: Plan) -> None:
         raise InputError(
             f"plan was made for (batch, heads, dim) = {made_for}, but the inputs have {shape}"
         )
-    for head in plan.heads:
-        if (
-            head.kind == "single-threshold"
-            and head.large_rows is not None
-            and (head.n, head.m) != (problem.n, problem.m)
-        ):
-            raise InputError(
-                f"plan splits {head.n} rows and {head.m} keys, but the inputs have {problem.n} "
-                f"and {problem.m}; save and load the plan (a loaded plan splits again) or make a "
-                "new one"
-            )
+    ranges.check_call(problem, plan)
+
+
+def in_range(problem: Problem, plan: Plan) -> Plan:
+    """The plan with those heads exact whose scores leave the range they were planned for; on a GPU
+    that would wait for the device: see `device.range_check`."""
+    return ranges.in_range(problem, plan) if problem.query.device.type == "cpu" else plan
 
 
 def check_entries(problem: Problem, plan: Plan) -> None:
@@ -63,7 +59,8 @@ def check_entries(problem: Problem, plan: Plan) -> None:
         check_finite(query=problem.query, key=problem.key, value=problem.value)
         if problem.key_log_weight is not None:
             check_bias(problem.key_log_weight)
-        check_scores(problem, plan.method)
+        if any(head.kind != "polynomial" for head in plan.heads):
+            check_scores(problem)
 
 
 def run(problem: Problem, plan: Plan, implementation: str = "auto") -> Outcome:
@@ -95,11 +92,27 @@ def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
     Rows that the component engine did not make are not looked at, since that would wait for the
     device.
     """
+    outcome = None
+    if plan.is_exact and implementation == "auto" and sdpa.can_run(problem, need_lse=True):
+        outcome = exact_outcome(problem)
+    if outcome is not None:
+        check_output(problem, outcome.output)
+        return outcome
     batches = dispatch.batches(problem, plan, implementation)
     outcome = dispatch.run(problem, batches)
     if any(batch.kind is None for batch in batches):
         warn_about(problem, plan, outcome)
     return outcome
+
+
+def exact_outcome(problem: Problem) -> Outcome | None:
+    """All heads by PyTorch's kernel for CPUs, where it takes them."""
+    pair = sdpa.sdpa_with_lse(problem)
+    if pair is None:
+        return None
+    lse, noise = pair[1], sdpa.sdpa_noise(problem)
+    zero, none = torch.zeros_like(noise), lse.new_zeros(lse.shape, dtype=torch.bool)
+    return Outcome(*pair, zero, zero, zero, noise, none)
 
 
 def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
@@ -123,12 +136,12 @@ def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
     check_output(problem, outcome.output)
 
 
-def check_scores(problem: Problem, method: Method) -> None:
-    """Raise if a score can overflow, unless all of them go through one polynomial, which has units
-    of its own. A score of +inf shows in the output; but if all scores of a row become -inf, kernels
-    take it for a row that may attend to nothing."""
+def check_scores(problem: Problem) -> None:
+    """Raise if a score can overflow (those of a plain polynomial have units of their own). One of
+    +inf shows in the output; but if all scores of a row become -inf, kernels take it for a row that
+    may attend to nothing."""
     query, key = problem.query.detach(), problem.key.detach()
-    if isinstance(method, Polynomial) or query.is_cuda or not query.numel() or not key.numel():
+    if query.is_cuda or not query.numel() or not key.numel():
         return
     low, high = zip(*(x.aminmax() for x in (query, key)), strict=True)
     sizes = [max(-float(least), float(most)) for least, most in zip(low, high, strict=True)]
@@ -188,7 +201,7 @@ def _run_forward(
     check_plan(problem, the_plan)
     check_entries(problem, the_plan)
     with torch.autocast(query.device.type, enabled=False):
-        outcome = compute(problem, the_plan, implementation)
+        outcome = compute(problem, in_range(problem, the_plan), implementation)
     counts = torch.stack([outcome.invalid_rows, outcome.rescued_rows, outcome.rounding])
     return outcome.output, outcome.lse, outcome.rescued.contiguous(), counts
 
@@ -244,8 +257,10 @@ def _run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and, if asked for, of the key log-weights (else empty)."""
     problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal, kept)
+    grad, output = in_rows(grad), in_rows(output)
     with torch.autocast(query.device.type, enabled=False):
-        batches = dispatch.batches(problem, Plan.known(plan), implementation)
+        the_plan = in_range(problem, Plan.known(plan))
+        batches = dispatch.batches(problem, the_plan, implementation)
         total = dispatch.gradients(
             problem, batches, output, lse, rescued, grad, grad_lse, for_weights
         )

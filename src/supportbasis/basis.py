@@ -165,15 +165,15 @@ class Side:
 
 
 def split_of(plan: HeadPlan, head: Head) -> tuple[Side, Side]:
-    """Rows and keys of a plan; a loaded plan has no index sets and splits by its threshold, a
-    fitted one always by its radius."""
-    rows, keys = plan.large_rows, plan.large_keys
+    """Rows and keys of a plan, by its threshold; of a fitted one by its radius."""
     if plan.fitted is not None:
-        rows, keys = _far_tokens(plan, head)
-    if rows is None or keys is None:
-        assert plan.threshold is not None
-        rows, keys = large_tokens(head, plan.threshold)
-    rows, keys = (x.to(head.query.device) for x in (rows, keys))  # the plan's may be elsewhere
+        return sides(head, *_far_tokens(plan, head))
+    assert plan.threshold is not None
+    return sides(head, *large_tokens(head, plan.threshold))
+
+
+def sides(head: Head, rows: Tensor, keys: Tensor) -> tuple[Side, Side]:
+    """Rows and live keys, given those that are large."""
     return _side(rows, head.n, None), _side(keys, head.m, head.live_keys)
 
 

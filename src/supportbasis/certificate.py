@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .basis import exact_component
 from .density import density_error
 from .distortion import distortion
 from .execute import Outcome
@@ -147,7 +146,7 @@ def sampled_error(
 ) -> tuple[float, float]:
     """Measured error of the sampled rows, and its upper limit for all rows."""
     log_scale = float(outcome.log_scale[at])
-    exact = exact_rows(head, sample.rows, log_scale, exact_component(plan, head))
+    exact = exact_rows(head, sample.rows, log_scale, plan.kernel)
     error = outcome.output[at][sample.rows].double() - exact
     failed = plan.is_sketched and int(outcome.rescued_rows[at]) > RESCUED_SHARE * head.n
     if not head.is_density:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,14 +65,11 @@ def _title(plan: HeadPlan) -> str:
     return title
 
 
-# ---- two buckets: large rows and keys where they stand ----------------------------------------
+# ---- two buckets: large rows and keys first ---------------------------------------------------
 
 
 def _draw_split(axes: Axes, plan: HeadPlan) -> Labels:
-    """Large rows in red, large keys in blue, the rest light.
-
-    A cell of the picture covers many tokens; it takes the colour of the most exact of them.
-    """
+    """Large rows in red, large keys in blue, the rest light; large tokens are drawn first."""
     from matplotlib.colors import ListedColormap
 
     parts = POWER_PARTS if plan.kind == "power" else PARTS
@@ -84,8 +82,8 @@ def _draw_split(axes: Axes, plan: HeadPlan) -> Labels:
         aspect="auto",
         extent=(0, max(1, plan.m), max(1, plan.n), 0),
     )
-    axes.set_xlabel("key")
-    axes.set_ylabel("query row")
+    axes.set_xlabel("keys, large ones first" if plan.large else "key")
+    axes.set_ylabel("query rows, large ones first" if plan.large else "query row")
     return parts
 
 
@@ -94,10 +92,9 @@ def _picture(plan: HeadPlan) -> torch.Tensor:
     picture = torch.zeros(rows, keys)
     if plan.kind == "exact":
         return picture.fill_(2.0)
-    if plan.large_keys is not None and len(plan.large_keys):
-        picture[:, (plan.large_keys.cpu() * keys // plan.m).unique()] = 1.0
-    if plan.large_rows is not None and len(plan.large_rows):
-        picture[(plan.large_rows.cpu() * rows // plan.n).unique()] = 2.0
+    if plan.large is not None:
+        picture[:, : math.ceil(plan.large[1] * keys / max(1, plan.m))] = 1.0
+        picture[: math.ceil(plan.large[0] * rows / max(1, plan.n))] = 2.0
     return picture
 
 

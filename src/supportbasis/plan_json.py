@@ -15,7 +15,7 @@ from .plans import KINDS, BucketPair, HeadPlan
 from .polynomials import CertifiedPolynomial
 from .powers import PowerKernel
 
-PLAIN = ("kind", "reason", "n", "m", "cost", "speedup", "threshold", "measured")
+PLAIN = ("kind", "reason", "n", "m", "cost", "speedup", "threshold", "large", "measured")
 
 
 def head_to_json(head: HeadPlan) -> dict[str, Any]:

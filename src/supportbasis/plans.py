@@ -7,10 +7,8 @@ import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
-
-from torch import Tensor
 
 from .blocks import BlockSettings
 from .errors import InputError, SupportBasisError
@@ -45,13 +43,19 @@ class BucketPair:
         return f"{self.rows} rows x {self.keys} keys, scores within ±{self.reach:.3g}: {what}"
 
 
+class ScoreRange(NamedTuple):
+    """How large the scores could be that a head was planned for, by the norms of its tokens."""
+
+    largest: float  # |scale| max|q| max|k|; 0 where the largest score does not matter
+    mean: float  # |scale| mean|q| mean|k|
+
+
 @dataclass(frozen=True, eq=False)
 class HeadPlan:
     """What one (batch, head) pair will do, and why.
 
-    ``large_rows`` and ``large_keys`` are sorted index sets; any index sets give a valid disjoint
-    cover, whatever the data. They are None where nothing is split, and in a loaded plan, which
-    splits again by ``threshold``.
+    These are settings: which tokens are large, or in which bucket, is found again from the data
+    at each call, so a plan serves any length, and every split is a disjoint cover of all pairs.
     """
 
     kind: str  # one of `KINDS`
@@ -62,8 +66,7 @@ class HeadPlan:
     speedup: float  # predicted against SDPA on this machine
     polynomial: CertifiedPolynomial | None = None
     threshold: float | None = None
-    large_rows: Tensor | None = None
-    large_keys: Tensor | None = None
+    large: tuple[int, int] | None = None  # rows and keys beyond the threshold when it was made
     measured: float | None = None  # error on sampled rows, where the planner measured it
     kernel: PowerKernel | None = None  # of polynomial attention
     row_edges: tuple[float, ...] = ()  # upper thresholds of the buckets of a multi-threshold basis
@@ -74,6 +77,7 @@ class HeadPlan:
     keys: float = 0.0  # keys a query, exact and coarse, or features of a fitted polynomial
     fitted: FittedKernel | None = None  # a polynomial fitted to the scores
     frame: Frame | None = None  # coordinates of a block support or a fitted polynomial
+    scores: ScoreRange | None = None  # the range it was made for; None: nothing depends on it
 
     @property
     def degree(self) -> int | None:
@@ -107,8 +111,8 @@ class HeadPlan:
             parts.append(f"eps {poly.error:.2g}")
         if self.threshold is not None:
             parts.append(f"T={self.threshold:.4g}")
-        if self.large_rows is not None and self.large_keys is not None:
-            parts.append(f"{len(self.large_rows)} large rows, {len(self.large_keys)} large keys")
+        if self.large is not None:
+            parts.append(f"{self.large[0]} large rows, {self.large[1]} large keys")
         if self.kernel is not None:
             parts.append(str(self.kernel))
         if self.pairs:
@@ -144,6 +148,8 @@ class Plan:
     num_heads: int
     dim: int
     heads: tuple[HeadPlan, ...]
+    scale: float | None = None  # that it was made for; None: any, as for a plan made by hand
+    is_causal: bool | None = None
     handle: str = field(init=False)  # the plan's name where only strings can go
     memory: dict[object, object] = field(init=False, repr=False)  # of a device: see `device`
     is_exact: bool = field(init=False)  # every head of it
@@ -177,6 +183,10 @@ class Plan:
         times = [1.0 / h.speedup for h in self.heads]
         return len(times) / sum(times) if times else 1.0
 
+    def of_heads(self, heads: tuple[HeadPlan, ...], shape: tuple[int, int]) -> Plan:
+        """The same plan with other heads, (batch, heads) of them."""
+        return Plan(self.method, *shape, self.dim, heads, self.scale, self.is_causal)
+
     def head(self, batch: int, head: int) -> HeadPlan:
         return self.heads[batch * self.num_heads + head]
 
@@ -192,7 +202,7 @@ class Plan:
     __repr__ = __str__
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, without index sets: a loaded plan splits again."""
+        """Write the plan as JSON."""
         from .plan_json import head_to_json
 
         content = {

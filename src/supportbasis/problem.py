@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     from .basis import RowGroup
 
 
+def in_rows(x: Tensor) -> Tensor:
+    """The same tokens [..., tokens, dim], the entries of each next to each other in memory.
+
+    Kernels, PyTorch's own for CPUs among them, read ``dim`` consecutive numbers for a token,
+    whatever the last stride says. `Problem` is the one place where layout is settled.
+    """
+    apart = x.stride(-1) == 1 and (x.shape[-2] < 2 or x.stride(-2) >= x.shape[-1])
+    return (x if apart else x.contiguous()).resolve_neg()
+
+
 def _norms(x: Tensor, maxima: Tensor) -> Tensor:
     """Row norms, never below the true ones: in float32 where no square can overflow or vanish."""
     top = float(maxima.max()) if maxima.numel() else 1.0
@@ -122,7 +132,7 @@ class Kept(dict[tuple[int, int], "tuple[Head, Sequence[RowGroup]]"]):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A validated call, with leading dims flattened to [batch, heads]."""
+    """A validated call, with leading dims flattened to [batch, heads] and layout settled."""
 
     query: Tensor  # [batch, heads, n, d]
     key: Tensor  # [batch, key heads, m, d]
@@ -137,6 +147,14 @@ class Problem:
     leading: tuple[int, ...]  # the caller's leading dims, heads included
     kept: Kept | None = None  # filled by a forward pass for the way back
     is_reused: bool = False  # whether the plan will serve many calls
+
+    def __post_init__(self) -> None:
+        for name in ("query", "key", "value"):
+            object.__setattr__(self, name, in_rows(getattr(self, name)))
+        for name in ("key_log_weight", "query_log_weight"):
+            weight = getattr(self, name)
+            if weight is not None and weight.stride(-1) != 1:
+                object.__setattr__(self, name, weight.contiguous())
 
     @property
     def batch(self) -> int:

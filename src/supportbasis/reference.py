@@ -141,13 +141,9 @@ def _is_small(head: Head, plan: HeadPlan) -> Tensor:
     """Pairs of a small row and a small key (all pairs where nothing is split)."""
     if plan.kind == "polynomial":
         return _all(head.n, head).unsqueeze(1) & _all(head.m, head)
-    if plan.large_rows is not None and plan.large_keys is not None:
-        row = _all(head.n, head).scatter_(0, plan.large_rows, False)
-        key = _all(head.m, head).scatter_(0, plan.large_keys, False)
-    else:
-        assert plan.threshold is not None
-        row = head.query.abs().amax(1) <= plan.threshold
-        key = head.key.abs().amax(1) <= plan.threshold
+    assert plan.threshold is not None
+    row = head.query.double().abs().amax(1) <= plan.threshold
+    key = head.key.double().abs().amax(1) <= plan.threshold
     return row.unsqueeze(1) & key
 
 

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import flash
 from .checks import is_watched
-from .components.exact import KERNEL, SUM_BLOCK
+from .components.exact import SUM_BLOCK
 from .plans import Plan
 from .problem import Problem
 from .rounding import gamma, product_roundoff, sum_depth, unit_roundoff
@@ -80,8 +81,7 @@ def _may_hide(problem: Problem) -> bool:
 
 def sdpa_with_lse(problem: Problem) -> tuple[Tensor, Tensor] | None:
     """The same with the log-sum-exp of each row, where PyTorch has a kernel that returns it."""
-    kernel = getattr(torch.ops.aten, KERNEL, None)
-    if kernel is None or not _is_fused(problem):
+    if not flash.AVAILABLE or not _is_fused(problem):
         return None
     query, key, value, mask = _operands(problem)
     if problem.group > 1:
@@ -90,14 +90,8 @@ def sdpa_with_lse(problem: Problem) -> tuple[Tensor, Tensor] | None:
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -math.inf)
         mask = mask.expand(-1, -1, problem.n, -1)
-    output, lse = kernel(
-        query,
-        key,
-        value,
-        is_causal=problem.is_causal and not _mask_is_causal(problem),
-        attn_mask=mask,
-        scale=problem.scale,
-    )
+    causal = problem.is_causal and not _mask_is_causal(problem)
+    output, lse = flash.attention(query, key, value, mask, scale=problem.scale, is_causal=causal)
     output, lse = output.to(problem.query.dtype), lse.to(problem.dtype)
     dead = _dead_rows(problem)
     if dead is not None:
@@ -180,21 +174,21 @@ def plainly(
     on a CPU; None where anything is out of the ordinary, an entry that is not finite included.
 
     A short call should take no longer than PyTorch's own, which leaves time for a few questions
-    only, and all of them before its kernel runs: after it, nothing is in the caches. Dtypes and
-    devices that do not agree are left to PyTorch, whose refusal is answered by None.
+    only, and all of them before its kernel runs: after it, nothing is in the caches. Dtypes,
+    devices and layouts that do not agree are left to PyTorch, whose refusal is answered by None.
     """
     if not (type(query) is type(key) is type(value) is Tensor and query.is_cpu):
         return None
-    shape, keys, dtype = query.shape, key.shape, query.dtype
-    if keys != value.shape or not (shape == keys or _fit(shape, keys, enable_gqa)):
-        return None
-    if len(shape) != 4 or 0 in shape or dtype not in KNOWN or type(is_causal) is not bool:
-        return None
-    if shape[0] != plan.batch or shape[1] != plan.num_heads or shape[3] != plan.dim:
-        return None
-    if scale is not None and not (type(scale) is float and 0 < scale < ORDINARY):
-        return None
     try:
+        shape, keys, dtype = query.shape, key.shape, query.dtype
+        if keys != value.shape or not (shape == keys or _fit(shape, keys, enable_gqa)):
+            return None
+        if len(shape) != 4 or 0 in shape or dtype not in KNOWN or type(is_causal) is not bool:
+            return None
+        if shape[0] != plan.batch or shape[1] != plan.num_heads or shape[3] != plan.dim:
+            return None
+        if scale is not None and not (type(scale) is float and 0 < scale < ORDINARY):
+            return None
         if not _are_ordinary(query, key, value, dtype):
             return None
         output = F.scaled_dot_product_attention(
@@ -219,17 +213,16 @@ def _fit(shape: torch.Size, keys: torch.Size, enable_gqa: bool) -> bool:
 
 
 def _are_ordinary(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
-    """Whether all entries are finite, and none of them large enough for scores to overflow.
+    """Whether all entries are finite, and none of them large enough for anything to overflow.
 
-    One product answers for keys and values, which have one size: it is not finite if an entry of
-    either is not. A key that overflows a score passes only if its values are next to zero; the
-    output then has NaN, as PyTorch's has. Products of 16 bits are slow, or overflow.
+    A tensor's product with itself is not finite if one of its entries is not, and nothing in it
+    cancels. Products of 16 bits are slow, or overflow.
     """
     if dtype not in PLAIN:
         ends = [end.item() for x in (query, key, value) for end in x.aminmax()]
         return all(-ORDINARY < end < ORDINARY for end in ends)
     if query.is_contiguous() and key.is_contiguous() and value.is_contiguous():
-        q, k, v = query.view(-1), key.view(-1), value.view(-1)
+        flat = [x.view(-1) for x in (query, key, value)]
     else:
-        q, k, v = (x.detach().transpose(1, 2).reshape(-1) for x in (query, key, value))
-    return torch.dot(q, q).item() < ORDINARY and -ORDINARY < torch.dot(k, v).item() < ORDINARY
+        flat = [x.detach().transpose(1, 2).reshape(-1) for x in (query, key, value)]
+    return all(torch.dot(x, x).item() < ORDINARY for x in flat)

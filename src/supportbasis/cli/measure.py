@@ -242,9 +242,9 @@ def _describe_head(head: HeadPlan) -> str:
         listed = f"powers {powers[0]} to {powers[-1]}" if powers else "all exact"
         return f"{len(head.row_edges)} × {len(head.key_edges)} buckets, {listed}"
     text = f"{head.polynomial.kind} deg {head.degree} on ±{head.polynomial.bound:.3g}"
-    if head.threshold is None or head.large_rows is None or head.large_keys is None:
+    if head.threshold is None or head.large is None:
         return text
-    rows, keys = 100 * len(head.large_rows) / head.n, 100 * len(head.large_keys) / head.m
+    rows, keys = 100 * head.large[0] / head.n, 100 * head.large[1] / head.m
     return f"{text}, T={head.threshold:.2f}, large: {rows:.1f} % rows, {keys:.1f} % keys"
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import flash
 from ..blocks import BlockSettings, Layer, Structure, remembered
 from ..cotangent import Cotangent, Gradients
 from ..forest import Forest, Nodes, taken, tilted
@@ -23,7 +24,7 @@ from ..partial import Partial
 from ..problem import Head
 from ..rounding import gamma, product_roundoff, sum_depth
 from ..selection import Column, Lists
-from .exact import KERNEL, SUM_BLOCK
+from .exact import SUM_BLOCK
 
 GROUP_ENTRIES = 2**22  # of keys and values in one attention call: more leave the caches
 UNEVEN = 1.25  # longest list of a group over its shortest
@@ -214,12 +215,11 @@ def chunked(made: Structure, chunk: int, most: int) -> Iterator[tuple[Tensor, ..
 def _attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of each block with its own keys and log-weights [blocks, rows or 1, keys]: output
     [blocks, rows, dv] and lse [blocks, rows]; a row that sees nothing has lse -inf."""
-    kernel = getattr(torch.ops.aten, KERNEL, None)
     same = query.shape[2] == value.shape[2]
-    if kernel is not None and same and query.device.type == "cpu":
+    if flash.AVAILABLE and same and query.device.type == "cpu":
         mask = bias.expand(-1, query.shape[1], -1)
-        tensors = (x.unsqueeze(0) for x in (query, key, value))
-        output, lse = kernel(*tensors, attn_mask=mask.unsqueeze(0), scale=1.0)
+        q, k, v, mask = (x.unsqueeze(0) for x in (query, key, value, mask))
+        output, lse = flash.attention(q, k, v, mask, scale=1.0)
         nothing = (bias == -math.inf).all(2).expand(-1, query.shape[1])
         return output[0], lse[0].to(query.dtype).masked_fill(nothing, -math.inf)
     score = query @ key.transpose(1, 2) + bias

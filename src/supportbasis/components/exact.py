@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import flash
 from ..cotangent import Cotangent, Gradients, add_tokens
 from ..partial import Partial
 from ..problem import Head
@@ -221,7 +222,7 @@ def _kernel_takes(head: Head, keys: Tensor | None) -> bool:
     """Whether PyTorch's CPU kernel, which also returns the log-sum-exp, can do this rectangle."""
     if head.is_causal or head.mask is not None or head.query.device.type != "cpu":
         return False
-    if head.value_dim == 0 or not hasattr(torch.ops.aten, KERNEL):
+    if head.value_dim == 0 or not flash.AVAILABLE:
         return False
     bias = head.key_log_weight
     if bias is None:
@@ -229,14 +230,11 @@ def _kernel_takes(head: Head, keys: Tensor | None) -> bool:
     return bool((bias if keys is None else bias[keys]).isfinite().all())
 
 
-KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
-
-
 def _by_kernel(
     head: Head, rows: Tensor | None, keys: Tensor | None, total: Partial, noise: Tensor
 ) -> None:
     """Add out * exp(lse) to ``total``: numerator out, denominator 1, log-scale lse."""
-    kernel, dim = getattr(torch.ops.aten, KERNEL), max(head.dim, head.value_dim)
+    dim = max(head.dim, head.value_dim)
     key, value = (
         _padded(take(source, keys, 0, head.m).to(head.dtype), dim)
         for source in (head.key, head.value)
@@ -252,12 +250,12 @@ def _by_kernel(
         for piece, count in ((slice(0, edge), whole), (slice(edge, None), 1)):
             if not len(key[piece]):
                 continue
-            mask = None if bias is None else bias[piece].view(1, count, 1, -1)
-            output, lse = kernel(
+            mask = None if bias is None else bias[piece].reshape(1, count, 1, -1)
+            output, lse = flash.attention(
                 query.expand(1, count, *query.shape),
-                key[piece].view(1, count, -1, dim),
-                value[piece].view(1, count, -1, dim),
-                attn_mask=None if mask is None else mask.expand(-1, -1, len(query), -1),
+                key[piece].reshape(1, count, -1, dim),
+                value[piece].reshape(1, count, -1, dim),
+                None if mask is None else mask.expand(-1, -1, len(query), -1),
                 scale=head.scale,
             )
             part = _joined(output[0, ..., : head.value_dim], lse[0].to(head.dtype))

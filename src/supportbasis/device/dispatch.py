@@ -173,7 +173,7 @@ def _batches(
         Batch(
             family and family[0],
             tuple(heads),
-            Plan(plan.method, 1, len(heads), plan.dim, tuple(plan.heads[i] for i in heads)),
+            plan.of_heads(tuple(plan.heads[i] for i in heads), (1, len(heads))),
             torch.tensor(heads, device=problem.query.device),
         )
         for family, heads in groups.items()

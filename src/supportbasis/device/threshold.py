@@ -2,9 +2,8 @@
 
 Large keys have weight zero in the feature sums, so no small token is gathered. Rows then go on from
 these sums with the large keys, exactly (`kernels.rectangle`), and there is one division; rows that
-are large are written once more, exactly, over all keys. The index sets of a plan are kept on the
-device with the plan, so a call with a plan waits for nothing. A loaded plan has none and splits
-again at every call, in the room that it has (`room`).
+are large are written once more, exactly, over all keys. Which tokens are large is found at every
+call, with preallocated capacity for them (`room`), without synchronising with the host.
 
 A polynomial runs here only if it is certified to be positive on its range: then no row can lose its
 denominator as long as scores stay within it. Beyond (a plan reused on other data), a row whose
@@ -14,7 +13,6 @@ denominator is not positive gets zeros and lse -inf. Nothing is rescued here.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -73,8 +71,8 @@ class Split:
 
 
 def forward(problem: Problem, plan: Plan) -> Forward:
-    if not _splits_again(plan):
-        return (*_attended(problem, plan, _kept_split(problem, plan)), None)
+    if not _splits(plan):
+        return (*_attended(problem, plan, _whole(problem, plan)), None)
 
     def work(sizes: Sizes, sure: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
         split, needed = _new_split(problem, plan, sizes)
@@ -113,8 +111,8 @@ def gradients(
     for_weights: bool,
 ) -> Gradients:
     pulled = partial(_pulled_back, problem, plan, output, lse, grad, grad_lse, for_weights)
-    if not _splits_again(plan):
-        return pulled(_kept_split(problem, plan), None)
+    if not _splits(plan):
+        return pulled(_whole(problem, plan), None)
 
     def work(sizes: Sizes, sure: bool) -> tuple[Gradients, Tensor]:
         split, needed = _new_split(problem, plan, sizes)
@@ -268,12 +266,12 @@ class _Sums:
 # ---- the plan on the device --------------------------------------------------------------------
 
 
-def _splits_again(plan: Plan) -> bool:
-    return any(head.kind == "single-threshold" and head.large_rows is None for head in plan.heads)
+def _splits(plan: Plan) -> bool:
+    return any(head.kind == "single-threshold" for head in plan.heads)
 
 
 def _new_split(problem: Problem, plan: Plan, sizes: Sizes) -> tuple[Split, Tensor]:
-    """By the thresholds of a loaded plan, for so many large rows and keys of a head; and how many
+    """By the thresholds of a plan, for so many large rows and keys of a head; and how many
     there are. Where that does not fit, all rows are left out. Nothing here waits."""
     table, unit, limit = _table(problem, plan)
     query, key, group = problem.query.detach(), problem.key.detach(), problem.group
@@ -311,31 +309,10 @@ def _limit(head: HeadPlan) -> float:
     return math.inf if head.threshold is None else head.threshold
 
 
-def _kept_split(problem: Problem, plan: Plan) -> Split:
-    """By the index sets of a plan, which belong to one length."""
-    key = ("split", problem.query.device, problem.scale)
-    if key not in plan.memory:
-        plan.memory[key] = _make_split(problem, plan)
-    split = plan.memory[key]
-    assert isinstance(split, Split)
-    return split
-
-
-def _make_split(problem: Problem, plan: Plan) -> Split:
-    device, n, m = problem.query.device, problem.n, problem.m
-    pairs = [_large(head) for head in plan.heads]
-    rows, keys = (_listed(side, device) for side in zip(*pairs, strict=True))
-    shape = (problem.batch, problem.heads)
-    large_row = small_key = None
-    if rows.most:
-        large_row = _flags(rows, n).view(*shape, n)
-    if keys.most:
-        small_key = 1.0 - _flags(keys, m).view(*shape, m).float()
-    shared = problem.group == 1 or small_key is None
-    if small_key is not None and not shared:
-        apart = small_key.unflatten(1, (-1, problem.group))
-        shared = bool((apart == apart[:, :, :1]).all())
-    return Split(*_polynomials(problem, plan), rows, keys, large_row, small_key, shared)
+def _whole(problem: Problem, plan: Plan) -> Split:
+    """Nothing is large."""
+    table, unit, _ = _table(problem, plan)
+    return Split(table, unit, Tokens(0), Tokens(0), None, None, True)
 
 
 def _polynomials(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -355,31 +332,3 @@ def _coefficients(head: HeadPlan, scale: float) -> tuple[float, float, float]:
     unit = scale / polynomial.bound if polynomial.bound > 0 else 0.0
     c = [factor * unit**power for power, factor in enumerate(polynomial.coefficients)]
     return (c[0], c[1] if len(c) > 1 else 0.0, c[2] if len(c) > 2 else 0.0)
-
-
-def _large(head: HeadPlan) -> tuple[Tensor, Tensor]:
-    """Large rows and keys of one head."""
-    if head.kind != "single-threshold":
-        none = torch.zeros(0, dtype=torch.long)
-        return none, none
-    assert head.large_rows is not None and head.large_keys is not None
-    return head.large_rows, head.large_keys
-
-
-def _listed(sets: Sequence[Tensor], device: torch.device) -> Tokens:
-    """Sets of different sizes as one table."""
-    most = max(len(tokens) for tokens in sets)
-    index = torch.zeros(len(sets), most, dtype=torch.int32, device=device)
-    for row, tokens in zip(index, sets, strict=True):
-        row[: len(tokens)] = tokens.to(device)
-    count = torch.tensor([len(tokens) for tokens in sets], dtype=torch.int32, device=device)
-    return Tokens(most, index, count)
-
-
-def _flags(tokens: Tokens, total: int) -> Tensor:
-    """1 for the tokens of each set, [sets, total] uint8."""
-    assert tokens.index is not None and tokens.count is not None
-    real = torch.arange(tokens.most, device=tokens.index.device) < tokens.count.unsqueeze(1)
-    index = torch.where(real, tokens.index.long(), total)
-    marks = torch.zeros(len(index), total + 1, dtype=torch.uint8, device=index.device)
-    return marks.scatter_(1, index, 1)[:, :total].contiguous()

@@ -194,11 +194,9 @@ class _Search:
         plan = threshold_plan(self.head, threshold, degree, sample=self.samples.get(threshold))
         if plan.polynomial is None:
             return None
-        assert plan.large_rows is not None
-        assert plan.large_keys is not None
-        if len(plan.large_rows) or len(plan.large_keys):
+        if plan.large != (0, 0):
             return plan
-        return replace(plan, kind="polynomial", threshold=None, large_rows=None, large_keys=None)
+        return replace(plan, kind="polynomial", threshold=None, large=None)
 
     def estimate(self, plan: HeadPlan) -> float:
         """Expected error from a sample of scores; for a density, an upper bound."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import analysis
-from ..basis import Side, entry_reach, large_tokens, score_reach, split_of
+from ..basis import Side, entry_reach, large_tokens, score_reach, sides
 from ..cost import Work, polynomial_work
 from ..errors import InputError
 from ..features import check_rank
@@ -88,7 +88,7 @@ def threshold_plan(
     sample: ScoreSample | None = None,
 ) -> HeadPlan:
     """Split at a threshold and pick the polynomial for what is small, certified to epsilon."""
-    large_rows, large_keys = large_tokens(head, threshold)
+    tokens = large_tokens(head, threshold)
     everything = HeadPlan(
         "exact",
         f"at T={threshold:.4g} every row or every key is large",
@@ -97,10 +97,9 @@ def threshold_plan(
         cost=1.0,
         speedup=1.0,
         threshold=threshold,
-        large_rows=large_rows,
-        large_keys=large_keys,
+        large=(len(tokens[0]), len(tokens[1])),
     )
-    rows, keys = split_of(everything, head)
+    rows, keys = sides(head, *tokens)
     if _none(rows.small) or _none(keys.small):
         return everything
     reach = min(entry_reach(head, threshold), score_reach(head, rows.small, keys.small))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class Truth:
         for rows, exact in zip(
             self.rows.split(ROW_CHUNK), self.weights.split(ROW_CHUNK), strict=True
         ):
-            weight, _ = reference.weights(self._head(rows), _restricted(plan, rows))
+            weight, _ = reference.weights(self._head(rows), plan)
             total = weight.sum(1, keepdim=True)
             weight = weight * torch.where(total > 0, 1 / total, 0.0)
             square += float((weight - exact).square().sum())
@@ -88,20 +88,12 @@ class Truth:
         return attention_problem(*tensors, None, 0.0, False, setting.factor, False).head(0, 0)
 
 
-def _restricted(plan: HeadPlan, rows: Tensor) -> HeadPlan:
-    """The plan for some of its rows."""
-    if plan.large_rows is None:
-        return plan
-    return replace(plan, large_rows=torch.isin(rows, plan.large_rows).nonzero().flatten())
-
-
 def exact_share(plan: HeadPlan) -> float | None:
     """Share of all pairs that are computed exactly; of lists of keys it is not known."""
     if plan.kind == "exact":
         return 1.0
     if plan.kind == "block":
         return None
-    if plan.large_rows is not None and plan.large_keys is not None:
-        small = (1 - len(plan.large_rows) / plan.n) * (1 - len(plan.large_keys) / plan.m)
-        return 1 - small
+    if plan.large is not None:
+        return 1 - (1 - plan.large[0] / plan.n) * (1 - plan.large[1] / plan.m)
     return Powers.of(plan).exact_share if plan.pairs else 0.0

@@ -1,0 +1,32 @@
+"""PyTorch's flash attention for CPUs, with the log-sum-exp that its public function keeps back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .problem import in_rows
+
+_NAME = "_scaled_dot_product_flash_attention_for_cpu"  # private: another version may lack it
+AVAILABLE = hasattr(torch.ops.aten, _NAME)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: float,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Output [batch, heads, n, d] and lse [batch, heads, n] of tensors with one head dim.
+
+    The operator reads tokens as if their last stride were 1; nothing else in the library calls it.
+    """
+    operator = getattr(torch.ops.aten, _NAME)
+    query, key, value = (in_rows(x) for x in (query, key, value))
+    output, lse = operator(
+        query, key, value, is_causal=is_causal, attn_mask=bias, scale=scale
+    )  # fmt: skip
+    return output, lse

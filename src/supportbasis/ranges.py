@@ -1,0 +1,102 @@
+"""The range of scores that a plan was made for, and which heads of a call leave it.
+
+An approximation is certified, fitted or measured on the scores of the data it was planned on. A
+plan remembers how large they could be, by norms; a call with larger ones runs these heads exactly.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+from .basis import split_of
+from .errors import InputError
+from .plans import HeadPlan, Plan, ScoreRange
+from .problem import Head, Problem
+
+HEADROOM = 1.25  # new tokens of the same kind are somewhat longer by chance
+SAME_SCALE = 1e-6  # relative: a scale may have been rounded to float32
+
+
+def score_range(plan: HeadPlan, head: Head) -> ScoreRange | None:
+    """What norms allow for the pairs that a head approximates: |scale| max|q| max|k| and |scale|
+    mean|q| mean|k|. None where nothing is approximated, or nothing depends on the range.
+
+    Lists and fitted polynomials compute what lies apart exactly, so that the largest score says
+    nothing about them.
+    """
+    if plan.kind in ("exact", "power"):
+        return None
+    rows, keys = None, head.live_keys
+    if plan.kind == "single-threshold":
+        rows, keys = (side.small for side in split_of(plan, head))
+    query = head.query_norms if rows is None else head.query_norms[rows]
+    key = head.key_norms if keys is None else head.key_norms[keys]
+    if not query.numel() or not key.numel():
+        return ScoreRange(0.0, 0.0)
+    scale, bounded = abs(head.scale), plan.kind not in ("block", "fitted")
+    largest = scale * float(query.max()) * float(key.max()) if bounded else 0.0
+    return ScoreRange(largest, scale * float(query.mean()) * float(key.mean()))
+
+
+def with_range(plan: HeadPlan, head: Head) -> HeadPlan:
+    """The plan of a head, with the range of the scores it was made for."""
+    return replace(plan, scores=score_range(plan, head))
+
+
+def check_call(problem: Problem, plan: Plan) -> None:
+    """Raise if a call has another scale or causality than the plan was made for."""
+    if plan.is_exact:
+        return
+    if plan.is_causal is not None and plan.is_causal != problem.is_causal:
+        raise InputError(
+            f"plan was made with is_causal={plan.is_causal}, but the call has "
+            f"is_causal={problem.is_causal}; make a plan for it"
+        )
+    scale = plan.scale
+    if scale is not None and abs(problem.scale - scale) > SAME_SCALE * scale:
+        raise InputError(
+            f"plan was made with scale={scale:g}, but the call has scale={problem.scale:g}; make a "
+            "plan for it"
+        )
+
+
+def in_range(problem: Problem, plan: Plan) -> Plan:
+    """The plan with those heads exact whose scores leave the range they were planned for."""
+    left = {
+        number: reason
+        for number, head in enumerate(plan.heads)
+        if (reason := _leaves(head, problem.head(*divmod(number, problem.heads)))) is not None
+    }
+    return exact_where(plan, left) if left else plan
+
+
+def _leaves(plan: HeadPlan, head: Head) -> str | None:
+    """In words how the scores of a head leave the range of its plan; None where they do not."""
+    made_for = plan.scores
+    if made_for is None:
+        return None
+    found = score_range(plan, head)
+    assert found is not None
+    for name, now, before in zip(("largest", "mean"), found, made_for, strict=True):
+        if not now <= HEADROOM * before:
+            return f"the {name} |score| may be {now:.3g}, the plan was made for {before:.3g}"
+    return None
+
+
+def exact_where(plan: Plan, reasons: dict[int, str]) -> Plan:
+    """The plan with some heads exact, by their number; a warning says so."""
+    places = ", ".join(str(list(divmod(number, plan.num_heads))) for number in list(reasons)[:4])
+    more = f" and {len(reasons) - 4} more" if len(reasons) > 4 else ""
+    first = next(iter(reasons.values()))
+    warnings.warn(
+        f"supportbasis: heads {places}{more} leave the range of their plan ({first}) and run "
+        "exactly; make a new plan",
+        UserWarning,
+        stacklevel=6,
+    )
+    heads = tuple(
+        HeadPlan("exact", reasons[number], head.n, head.m, 1.0, 1.0) if number in reasons else head
+        for number, head in enumerate(plan.heads)
+    )
+    return plan.of_heads(heads, (plan.batch, plan.num_heads))
