@@ -4,21 +4,24 @@ The one idea: a support basis is a list of disjoint components that together cov
 matrix; each component turns (q, k, v) into partial sums; partial sums add; there is one division.
 """
 
-from . import analysis, gradient, nn, sketch
-from .api import attention, gaussian_kde, kernel_sum, plan
-from .certificate import Certificate
-from .errors import InputError, SupportBasisError
-from .methods import (
-    Auto,
-    BlockSupport,
-    Exact,
-    MultiThreshold,
-    Polynomial,
-    PowerAttention,
-    SingleThreshold,
-)
-from .plans import Plan
-from .result import Result
+try:
+    from . import analysis, gradient, nn, sketch
+    from .api import attention, gaussian_kde, kernel_sum, plan
+    from .certificate import Certificate
+    from .errors import InputError, SupportBasisError
+    from .methods import (
+        Auto,
+        BlockSupport,
+        Exact,
+        MultiThreshold,
+        Polynomial,
+        PowerAttention,
+        SingleThreshold,
+    )
+    from .plans import Plan
+    from .result import Result
+except KeyboardInterrupt:  # torch takes seconds to import; half of this package is imported again
+    raise KeyboardInterrupt("supportbasis was interrupted while it was imported") from None
 
 __version__ = "0.1.0"
 

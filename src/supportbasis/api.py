@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from .device.dispatch import batches, check_implementation, said
 from .device.judge import judged
 from .errors import InputError
 from .execute import Outcome, execute
-from .inputs import attention_problem, kernel_problem, with_weights
+from .inputs import attention_problem, check_tensors, kernel_problem, with_weights
 from .methods import Auto, Exact, Method, Polynomial, PowerAttention
 from .plans import Plan
 from .problem import Problem
@@ -82,12 +83,11 @@ def attention(
             return output
     implementation = check_implementation(implementation)
     query, key, value = _autocast(query, key, value)
-    checked = plan is None
     problem = attention_problem(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=checked
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=plan is None
     )
     plan = _the_plan(problem, method, plan)
-    outcome = _run(problem, plan, return_result, implementation, checked=checked)
+    outcome = _run(problem, plan, return_result, implementation)
     if return_result:
         return _result(problem, plan, outcome, implementation)
     return problem.restore(outcome.output)
@@ -112,7 +112,8 @@ def plan(
 
     Without ``value``, a method that measures errors judges them with random values of dim d.
     """
-    if value is None and isinstance(key, Tensor) and key.is_floating_point():
+    if value is None:
+        check_tensors((query, key), ("query", "key"))
         generator = torch.Generator().manual_seed(0)
         random = torch.randn(key.shape, generator=generator)
         value = random.to(key.device, key.dtype)
@@ -212,7 +213,7 @@ def _density_dtype(dtype: torch.dtype, query: Tensor, key: Tensor) -> torch.dtyp
 
 def _check_bandwidth(bandwidth: float | Tensor, points: Tensor) -> Tensor:
     dim = points.shape[-1]
-    if isinstance(bandwidth, bool) or not isinstance(bandwidth, (int, float, Tensor)):
+    if isinstance(bandwidth, bool) or not isinstance(bandwidth, (Real, Tensor)):
         raise InputError(f"bandwidth must be a number or a tensor, got {bandwidth!r}")
     if isinstance(bandwidth, Tensor) and (bandwidth.is_complex() or bandwidth.requires_grad):
         raise InputError("bandwidth must be a real tensor that does not require grad")
@@ -232,6 +233,8 @@ def _check_weights(weights: Tensor, data: Tensor) -> Tensor:
         raise InputError(f"weights must be a floating-point tensor, got {weights!r}")
     if weights.requires_grad and torch.is_grad_enabled():
         raise InputError("weights requires grad, but densities have no gradients so far")
+    if weights.is_nested or weights.layout != torch.strided:
+        raise InputError("weights is a sparse or nested tensor; expected a dense one")
     if weights.device != data.device:
         raise InputError(f"weights is on {weights.device} but data is on {data.device}")
     try:
@@ -254,7 +257,7 @@ def _the_plan(problem: Problem, method: Method | None, plan: Plan | None) -> Pla
         method = method or Auto()
         _check_gradients(problem)
         _check_power(problem, method)
-        if not isinstance(method, Polynomial):
+        if problem.needs_exact or not isinstance(method, Polynomial):
             autograd.check_scores(problem)
         return _make_plan(problem, method)
     if not isinstance(plan, Plan):
@@ -263,10 +266,16 @@ def _the_plan(problem: Problem, method: Method | None, plan: Plan | None) -> Pla
         raise InputError(f"method is {method} but the plan was made with {plan.method}")
     _check_gradients(problem)
     _check_power(problem, plan.method)
+    if not is_watched():  # else the operator will look at entries
+        autograd.check_entries(problem)
     if problem.needs_exact:
-        return _make_plan(problem, plan.method)
-    autograd.check_plan(problem, plan)
-    return plan if is_watched() else autograd.in_range(problem, plan)
+        plan = _make_plan(problem, plan.method)
+    else:
+        autograd.check_plan(problem, plan)
+        plan = plan if is_watched() else autograd.in_range(problem, plan)
+    if not is_watched():
+        autograd.check_scores(problem, plan)
+    return plan
 
 
 def _fits_graph(
@@ -283,7 +292,7 @@ def _autocast(*tensors: Tensor) -> Sequence[Tensor]:
     if not all(isinstance(x, Tensor) for x in tensors):
         return tensors  # validation will say so
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     narrow = (torch.float32, torch.float16, torch.bfloat16)
@@ -325,30 +334,16 @@ def _check_power(problem: Problem, method: Method) -> None:
         raise InputError(f"method is {method}, whose kernel is not Gaussian; use another method")
 
 
-def _run(
-    problem: Problem,
-    plan: Plan,
-    need_lse: bool,
-    implementation: str = "auto",
-    checked: bool = True,
-) -> Outcome:
-    """SDPA itself when every head is exact, the components otherwise.
-
-    Entries that were not ``checked`` when the plan was made are checked here.
-    """
+def _run(problem: Problem, plan: Plan, need_lse: bool, implementation: str = "auto") -> Outcome:
+    """SDPA itself when every head is exact, the components otherwise."""
     with torch.autocast(problem.query.device.type, enabled=False):
         if _is_sdpa(problem, plan, need_lse, implementation):
-            if is_watched():
-                return _run_sdpa(problem, need_lse)
-            if not checked:
-                autograd.check_entries(problem, plan)
             outcome = _run_sdpa(problem, need_lse)
-            autograd.check_output(problem, outcome.output)
+            if not is_watched():
+                autograd.check_output(problem, outcome.output)
             return outcome
         if autograd.is_needed(problem):
-            return autograd.run(problem, plan, implementation)  # its operator checks
-        if not checked:
-            autograd.check_entries(problem, plan)
+            return autograd.run(problem, plan, implementation)
         return autograd.compute(problem, plan, implementation)
 
 

@@ -52,15 +52,12 @@ def in_range(problem: Problem, plan: Plan) -> Plan:
     return ranges.in_range(problem, plan) if problem.query.device.type == "cpu" else plan
 
 
-def check_entries(problem: Problem, plan: Plan) -> None:
-    """Raise if an entry is not finite, or so large that a score can overflow; on a GPU that would
-    wait for the device."""
+def check_entries(problem: Problem) -> None:
+    """Raise if an entry is not finite; on a GPU that would wait for the device."""
     if problem.query.device.type == "cpu":
         check_finite(query=problem.query, key=problem.key, value=problem.value)
         if problem.key_log_weight is not None:
             check_bias(problem.key_log_weight)
-        if any(head.kind != "polynomial" for head in plan.heads):
-            check_scores(problem)
 
 
 def run(problem: Problem, plan: Plan, implementation: str = "auto") -> Outcome:
@@ -136,12 +133,14 @@ def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
     check_output(problem, outcome.output)
 
 
-def check_scores(problem: Problem) -> None:
-    """Raise if a score can overflow (those of a plain polynomial have units of their own). One of
-    +inf shows in the output; but if all scores of a row become -inf, kernels take it for a row that
-    may attend to nothing."""
+def check_scores(problem: Problem, plan: Plan | None = None) -> None:
+    """Raise if a score can overflow, unless a plan has one polynomial for all of a head's scores,
+    which has units of its own. A score of +inf shows in the output; but if all scores of a row
+    become -inf, kernels take it for a row that may attend to nothing."""
     query, key = problem.query.detach(), problem.key.detach()
     if query.is_cuda or not query.numel() or not key.numel():
+        return
+    if plan is not None and all(head.kind == "polynomial" for head in plan.heads):
         return
     low, high = zip(*(x.aminmax() for x in (query, key)), strict=True)
     sizes = [max(-float(least), float(most)) for least, most in zip(low, high, strict=True)]
@@ -199,9 +198,11 @@ def _run_forward(
     problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal, kept)
     the_plan = Plan.known(plan)
     check_plan(problem, the_plan)
-    check_entries(problem, the_plan)
+    check_entries(problem)
+    the_plan = in_range(problem, the_plan)
+    check_scores(problem, the_plan)
     with torch.autocast(query.device.type, enabled=False):
-        outcome = compute(problem, in_range(problem, the_plan), implementation)
+        outcome = compute(problem, the_plan, implementation)
     counts = torch.stack([outcome.invalid_rows, outcome.rescued_rows, outcome.rounding])
     return outcome.output, outcome.lse, outcome.rescued.contiguous(), counts
 

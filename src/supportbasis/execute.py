@@ -124,8 +124,8 @@ def _write_attention(head: Head, finished: Finished, outcome: Outcome, at: tuple
 def _write_sums(head: Head, finished: Finished, outcome: Outcome, at: tuple[int, int]) -> None:
     """Unnormalised sums of all rows in one common unit, exp(log_scale), so that none overflows.
 
-    The unit is that of the largest sum, but not so small that a factor overflows. A factor e^x has
-    the rounding of x, and a few of exp.
+    The unit is that of the largest sum, but not so small that a factor overflows; one that does
+    belongs to sums of zero. A factor e^x has the rounding of x, and a few of exp.
     """
     top, least = -math.inf, -math.log(torch.finfo(head.dtype).max) / 2
     for rows, total, valid in finished:
@@ -133,13 +133,14 @@ def _write_sums(head: Head, finished: Finished, outcome: Outcome, at: tuple[int,
             factor = head.query_log_weight if rows is None else head.query_log_weight[rows]
             total.log_scale = total.log_scale + factor
         largest = total.num.abs().amax(-1) if head.value_dim else torch.ones_like(total.den)
-        size = torch.where(valid, largest.log().clamp(min=least) + total.log_scale, -math.inf)
+        size = largest.log().clamp(min=least) + total.log_scale
+        size = torch.where(valid & (largest > 0), size, -math.inf)
         top = max(top, float(size.max()) if size.numel() else -math.inf)
     outcome.log_scale[at] = top if top > -math.inf else 0.0
     unit, longest = float(outcome.log_scale[at]), 0.0
     for rows, total, valid in finished:
         exponent = total.log_scale - unit
-        factor = torch.where(valid, exponent.exp(), 0.0)
+        factor = torch.where(valid & (exponent < -least * 2), exponent.exp(), 0.0)
         if bool((factor > 0).any()):
             longest = max(longest, float(exponent[factor > 0].abs().max()))
         where = slice(None) if rows is None else rows

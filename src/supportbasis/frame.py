@@ -124,9 +124,13 @@ def prefix_of(head: Head) -> int | None:
 
 
 def own_frame(head: Head) -> Frame:
-    """The balanced frame of a head, made once; of a causal head from its prefix."""
+    """The balanced frame of a head, made once; of a causal head from its prefix. Tokens that only
+    numbers beyond the dtype of the sums could balance stay as they are."""
     if Frame not in head.memory:
-        head.memory[Frame] = balanced(head, prefix_of(head))
+        frame, largest = balanced(head, prefix_of(head)), torch.finfo(head.dtype).max
+        parts = (frame.query_centre, frame.key_centre, frame.query_map, frame.key_map)
+        fits = all(bool((x.abs() < math.sqrt(largest)).all()) for x in parts)
+        head.memory[Frame] = frame if fits else plain_frame(head)
     made = head.memory[Frame]
     assert isinstance(made, Frame)
     return made

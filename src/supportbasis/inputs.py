@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -32,11 +33,10 @@ def attention_problem(
     """Check every argument of a call in SDPA's form and flatten it to [batch, heads, ...]."""
     value_given = value if value is not None else key
     given = (query, key, value_given)
-    _check_tensors(given, names)
+    check_tensors(given, names)
+    _check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     leading, key_leading = _leading_dims(given, names, enable_gqa)
     n, m, dim = query.shape[-2], key.shape[-2], query.shape[-1]
-    if not isinstance(is_causal, bool):
-        raise InputError(f"is_causal must be True or False, got {is_causal!r}")
     weight, mask = _split_mask(attn_mask, query, (*leading, n, m), finite)
     if finite:
         check_finite(**dict(zip(names, given, strict=True)))
@@ -82,11 +82,20 @@ def with_weights(problem: Problem, key: Tensor, query: Tensor) -> Problem:
     )
 
 
-def _check_tensors(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
+def _check_flags(**flags: object) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise InputError(f"{name} must be True or False, got {flag!r}")
+
+
+def check_tensors(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
     query, first = tensors[0], names[0]
     for name, tensor in zip(names, tensors, strict=True):
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise InputError(f"{name} is a {kind} tensor; expected a dense one")
         if tensor.dtype not in DTYPES:
             expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise InputError(f"{name} has dtype {tensor.dtype}; expected one of {expected}")
@@ -98,6 +107,8 @@ def _check_tensors(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
             raise InputError(f"{name} has dtype {tensor.dtype} but {first} has {query.dtype}")
         if tensor.device != query.device:
             raise InputError(f"{name} is on {tensor.device} but {first} is on {query.device}")
+        if tensor.device.type == "meta":
+            raise InputError(f"{name} is a meta tensor, which has no entries; expected a real one")
     if query.shape[-1] < 1:
         raise InputError(f"{first} has head dim 0; expected at least 1")
 
@@ -156,7 +167,7 @@ def _four(tensor: Tensor, leading: Sequence[int]) -> Tensor:
 
 
 def _check_dropout(dropout_p: float) -> float:
-    if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:
+    if not isinstance(dropout_p, Real) or not 0.0 <= dropout_p < 1.0:
         raise InputError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
     return float(dropout_p)
 
@@ -164,7 +175,7 @@ def _check_dropout(dropout_p: float) -> float:
 def _check_scale(scale: float | None, dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(dim)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
         raise InputError(f"scale must be a finite number or None (1/sqrt(dim)), got {scale!r}")
     return float(scale)
 
@@ -180,6 +191,8 @@ def _split_mask(
         return None, None
     if not isinstance(mask, Tensor):
         raise InputError(f"attn_mask must be a torch.Tensor or None, got {type(mask).__name__}")
+    if mask.is_nested or mask.layout != torch.strided:
+        raise InputError("attn_mask is a sparse or nested tensor; expected a dense one")
     if mask.device != query.device:
         raise InputError(f"attn_mask is on {mask.device} but query is on {query.device}")
     if mask.dtype != torch.bool and mask.dtype not in DTYPES:

@@ -183,7 +183,9 @@ def plainly(
         shape, keys, dtype = query.shape, key.shape, query.dtype
         if keys != value.shape or not (shape == keys or _fit(shape, keys, enable_gqa)):
             return None
-        if len(shape) != 4 or 0 in shape or dtype not in KNOWN or type(is_causal) is not bool:
+        if len(shape) != 4 or 0 in shape or dtype not in KNOWN:
+            return None
+        if not (key.dtype is value.dtype is dtype and type(is_causal) is type(enable_gqa) is bool):
             return None
         if shape[0] != plan.batch or shape[1] != plan.num_heads or shape[3] != plan.dim:
             return None

@@ -15,6 +15,10 @@ def main() -> None:
         print(f"supportbasis: the command line needs {', '.join(missing)}:", file=sys.stderr)
         print('  pip install "supportbasis[cli]"', file=sys.stderr)
         raise SystemExit(1)
-    from .app import app
+    try:
+        from .app import app
 
-    app(prog_name="supportbasis")
+        app(prog_name="supportbasis")
+    except KeyboardInterrupt:  # typer answers one while a command runs, not while it is loaded
+        print("supportbasis: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
