@@ -42,7 +42,11 @@ def attention_problem(
         check_finite(**dict(zip(names, given, strict=True)))
     scale = _check_scale(scale, dim)
     if scale <= 0:  # kernels disagree about such scales; the sign belongs to the query just as well
-        query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
+        query, scale = (-query, -scale) if scale < 0 else (_zeros(query), 1.0)
+    if scale < torch.finfo(compute_dtype(query.dtype)).smallest_normal:
+        # a kernel would take it for zero, and zero times a masked score is no number
+        unit = 2.0 ** (math.frexp(scale)[1] + 60)
+        query, scale = query * unit, scale / unit
     return Problem(
         _four(query, leading),
         _four(key, key_leading),
@@ -56,6 +60,11 @@ def attention_problem(
         True,
         leading,
     )
+
+
+def _zeros(query: Tensor) -> Tensor:
+    """Zeros that depend on the query: its gradient is zero even where it would overflow."""
+    return torch.where(query.new_zeros((), dtype=torch.bool), query, 0.0)
 
 
 def kernel_problem(
