@@ -39,7 +39,7 @@ MEASURED = {  # methods whose error is measured
     "sb.MultiThreshold(1.5, 2, sketch_size=5, seed=3)": 1,
     "sb.PowerAttention(2, sketch_size=11)": 1,
     "sb.PowerAttention(6, sketch_size=7, seed=1)": 1,
-    "sb.BlockSupport(0.3, block_size=8)": 2,
+    "sb.BlockSupport(0.3, block_size=8)": 1,
     "sb.BlockSupport(0.5, block_size=16, order='sequence')": 1,
     "sb.BlockSupport(0.5, tail='polynomial')": 1,
     "sb.BlockSupport(tolerance=0.1, block_size=8)": 1,
