@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -105,3 +106,9 @@ def max_error(given: Tensor, exact: Tensor, v: Tensor) -> float:
     if not given.numel():
         return 0.0
     return float((given.double() - exact).abs().max() / v.double().abs().max())
+
+
+def beyond(plan: sb.Plan) -> sb.Plan:
+    """The same plan for scores of any range: what it does beyond its own is tested too."""
+    heads = tuple(replace(head, scores=None) for head in plan.heads)
+    return plan.of_heads(heads, (plan.batch, plan.num_heads))

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import supportbasis as sb
-from cases import dense_attention, max_error, qkv
+from cases import beyond, dense_attention, max_error, qkv
 from supportbasis import basis, buckets, jensen, polynomials, reference
-from supportbasis.components import ExactSum
+from supportbasis.components import ExactSum, PowerSum, evaluate
 from supportbasis.distortion import distortion
 from supportbasis.errors import InputError
 from supportbasis.inputs import attention_problem, kernel_problem
+from supportbasis.methods import multi_threshold
 from supportbasis.plans import BucketPair, HeadPlan, Plan
 from supportbasis.powers import (
     INNER_REACH,
@@ -596,6 +597,23 @@ def test_power_attention_bounds_its_rounding(power):
     assert worst > 1e-3
 
 
+@pytest.mark.parametrize("bias", [0.0, 3e4])
+def test_powers_bound_the_rounding_of_their_logarithms(bias):
+    """Log-weights of 3e4 have 2e-3 of rounding in float32: far more than scores and sums."""
+    q, k, v = qkv(n=12, m=9, d=4, scale=1.0, dtype=torch.float32)
+    weight = torch.full((9,), bias) + torch.linspace(0, 1, 9)
+
+    def sums(dtype):
+        head = replace(head_of(q, k, v), key_log_weight=weight, precision=dtype)
+        total = evaluate([PowerSum(None, kernel=PowerKernel(2, None))], head, None)
+        return total.den.double().log() + total.log_scale.double(), total.noise / total.den
+
+    (given, noise), (exact, _) = sums(torch.float32), sums(torch.float64)
+    error = torch.expm1(given - exact).abs()
+    assert (error <= noise).all() and noise.max() <= 4 * (bias + 100) * 2**-24 * 1.1 + 2e-5
+    assert bias == 0 or error.max() > 1e-4
+
+
 # --- Lemmas G.8 to G.13: errors of the matrix -------------------------------------------------
 
 
@@ -832,7 +850,7 @@ def test_a_plan_covers_any_data_once(method, dtype, made_for, used_on, size, mas
 def test_a_reused_plan_computes_its_own_weights(size, masked):
     """The dense twin of the plan on the new data; and its certificate is of the new data."""
     q, k, v = qkv(1, 1, n=31, d=3, scale=0.8)
-    plan = sb.plan(q, k, v, method=sb.MultiThreshold(2.0, 1))
+    plan = beyond(sb.plan(q, k, v, method=sb.MultiThreshold(2.0, 1)))
     q, k, v = qkv(1, 1, n=44, m=29, d=3, scale=0.8 * size, seed=1)
     mask = torch.arange(29) % 3 != 2 if masked else None
     result = sb.attention(q, k, v, attn_mask=mask, plan=plan, return_result=True)
@@ -871,6 +889,41 @@ def test_small_high_powers_are_exact_beside_sketches():
     assert times_covered(plan, head).eq(1).all()
     for group in basis.support_basis(plan, head):
         assert sum(type(component) is ExactSum for component in group.components) <= 1
+
+
+@pytest.mark.parametrize("ratio", [2.0, 1.3])
+@pytest.mark.parametrize("sketch_size", [None, 16])
+def test_heavy_tails_make_few_polynomials(sketch_size, ratio, monkeypatch):
+    """Hundreds of pairs hold a few tokens each; a polynomial takes longer than their sums."""
+    found = []
+    original = multi_threshold.best_polynomial
+    counted = lambda *x, **y: found.append(x) or original(*x, **y)  # noqa: E731
+    monkeypatch.setattr(multi_threshold, "best_polynomial", counted)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.empty(1, 1, 700, 4).cauchy_(generator=generator) for _ in range(3))
+    plan = sb.plan(q, k, v, method=sb.MultiThreshold(ratio, sketch_size=sketch_size))
+    head = plan.heads[0]
+    powers = [pair for pair in head.pairs if pair.kernel is not None]
+    assert len(head.pairs) > 100 and len(powers) == len(found) <= 64
+    assert times_covered(head, head_of(q, k, v)).eq(1).all()
+    if sketch_size is None:
+        assert len(powers) == 64
+        left = f"{len(head.pairs) - 64} of {len(head.pairs)} bucket pairs, the smallest, are exact"
+        assert left in str(plan)
+        smallest = min(pair.rows * pair.keys for pair in powers)
+        others = [pair.rows * pair.keys for pair in head.pairs if pair.kernel is None]
+        assert max(others) <= smallest
+
+
+def test_pairs_whose_sums_take_long_all_get_a_polynomial(monkeypatch):
+    monkeypatch.setattr(multi_threshold, "MOST_POLYNOMIALS", 2)
+    q, k, v = qkv(1, 1, n=200, d=3)
+    plan = sb.plan(q, k, v, method=sb.MultiThreshold(1.5)).heads[0]
+    assert sum(pair.kernel is not None for pair in plan.pairs) == 2
+    limit = sorted(pair.rows * pair.keys for pair in plan.pairs)[-4] * 6 - 1
+    monkeypatch.setattr(multi_threshold, "POLYNOMIAL_WORK", limit)
+    plan = sb.plan(q, k, v, method=sb.MultiThreshold(1.5)).heads[0]
+    assert sum(pair.kernel is not None for pair in plan.pairs) >= 4
 
 
 def test_a_ratio_too_close_to_one_is_refused():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import supportbasis as sb
-from cases import dense_attention, max_error, qkv
+from cases import beyond, dense_attention, max_error, qkv
 from supportbasis import reference
 from supportbasis.certificate import CONFIDENCE, SAMPLED_ROWS
 from supportbasis.components import ExactSum, evaluate
@@ -112,7 +112,7 @@ def test_invalid_rows_are_counted_zeroed_and_warned_about():
 def test_single_threshold_rescues_rows_that_its_polynomial_loses():
     """A reused plan can meet scores far outside its polynomial's range."""
     q, k, v = qkv(1, 1, n=40, d=2, scale=0.1)
-    plan = sb.plan(q, k, v, method=sb.SingleThreshold(10.0, 1))
+    plan = beyond(sb.plan(q, k, v, method=sb.SingleThreshold(100.0, 1)))
     far_q, far_k = q - 30, k.abs() + 1
     result = sb.attention(far_q, far_k, v, plan=plan, return_result=True)
     assert int(result.certificate.invalid_rows.sum()) == 40
@@ -182,7 +182,7 @@ def test_holds_and_bound_holds():
 
 def test_reusing_a_plan_on_wilder_data_recomputes_the_bound():
     q, k, v = qkv(1, 1, n=50, d=4, scale=0.3)
-    plan = sb.plan(q, k, v, method=sb.Polynomial(2))
+    plan = beyond(sb.plan(q, k, v, method=sb.Polynomial(2)))
     calm = sb.attention(q, k, v, plan=plan, return_result=True)
     wild = sb.attention(2.5 * q, k, v, plan=plan, return_result=True)
     assert float(wild.certificate.bound) > 5 * float(calm.certificate.bound)

@@ -7,6 +7,7 @@ import torch
 
 import supportbasis as sb
 from cases import dense_attention, qkv
+from supportbasis.inputs import attention_problem
 
 METHODS = [
     sb.Exact(),
@@ -137,3 +138,13 @@ def test_zero_query_key_and_value(method):
         torch.testing.assert_close(result.lse, torch.full((1, 1, 20), math.log(20.0)))
     nothing = sb.attention(v, v, zero, method=method, return_result=True)
     assert (nothing.output == 0).all()
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-200, 1e-20, 1.0, 1e20, 1e200, 1e300])
+def test_norms_are_those_of_any_size_rounded_up(size):
+    """Squares of entries beyond 1e±154 leave float64."""
+    x = size * torch.tensor([[3.0, 4.0], [0.0, 1.0]], dtype=torch.float64)
+    head = attention_problem(x, x, x, None, 0.0, False, None, False).head(0, 0)
+    exact = size * torch.tensor([5.0, 1.0], dtype=torch.float64)
+    for norms in (head.query_norms, head.key_norms):
+        assert (norms >= exact).all() and (norms <= exact * (1 + 1e-14)).all()

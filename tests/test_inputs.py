@@ -61,6 +61,10 @@ CASES = {
     "threshold nan": (lambda: sb.SingleThreshold(math.nan), "threshold must be"),
     "tolerance": (lambda: sb.Auto(0.0), "tolerance must be a finite number > 0"),
     "seed": (lambda: sb.Auto(0.1, seed=0.5), "seed must be an integer"),
+    "seed of Auto": (lambda: sb.Auto(0.1, seed=2**63), "seed .* seed < 2.*63, got 9223372036854"),
+    "seed of lists": (lambda: sb.BlockSupport(seed=2**65), "seed must be .* seed < 2"),
+    "seed of buckets": (lambda: sb.MultiThreshold(seed=2**65), "seed must be .* seed < 2"),
+    "seed of powers": (lambda: sb.PowerAttention(seed=2**65), "seed must be .* seed < 2"),
     "bandwidth": (lambda: sb.gaussian_kde(q[0, 0], k[0, 0], -1.0), "bandwidth must be finite"),
     "bandwidth shape": (
         lambda: sb.gaussian_kde(q[0, 0], k[0, 0], torch.ones(2)),
@@ -86,6 +90,14 @@ def test_the_error_names_the_argument(name):
         call()
     assert isinstance(error.value, ValueError)
     assert isinstance(error.value, sb.SupportBasisError)
+
+
+@pytest.mark.parametrize("method", [sb.BlockSupport, sb.MultiThreshold, sb.PowerAttention, sb.Auto])
+def test_the_largest_seed_serves(method):
+    """Seeds of generators are this one plus a little."""
+    options = {"budget": 0.9} if method is sb.BlockSupport else {}
+    x = torch.randn(1, 1, 600, 4, generator=torch.Generator().manual_seed(0))
+    assert sb.attention(x, x, x, method=method(seed=2**63 - 1, **options)).isfinite().all()
 
 
 def test_huge_finite_entries_are_not_mistaken_for_infinity():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import supportbasis as sb
 from cases import qkv
 from supportbasis.api import _density_problem
-from supportbasis.density import density_error
+from supportbasis.density import GRID, _error_within, density_error
 from supportbasis.plans import HeadPlan
 from supportbasis.polynomials import taylor
 
@@ -194,3 +194,28 @@ def test_the_bound_over_norm_bins_is_attained():
     true = abs(float((poly(z) * math.e - z.exp()).sum())) * math.exp(-1.0)  # times both weights
     bound = density_error(head, plan, 0.0)
     assert true <= bound <= 1.5 * true
+
+
+def test_the_error_within_a_reach_is_bounded_from_the_grid_point_above():
+    """Of 1 + z the error grows with |z|, so the point below a reach would say too little."""
+    poly, top = taylor(1, 2.0), 2.0
+    reach = (torch.arange(0, GRID - 1, 97, dtype=torch.float64) + 0.5) * (top / (GRID - 1))
+    reach = torch.cat([reach, torch.tensor([top], dtype=torch.float64)])
+    given = _error_within(poly, reach)
+
+    def error(z):
+        return (poly(z) - (z - poly.bound).exp()).abs()
+
+    assert (given >= torch.maximum(error(reach), error(-reach))).all()
+    beyond = reach + top / (GRID - 1)
+    assert (given <= torch.maximum(error(beyond), error(-beyond))).all()
+
+
+def test_the_largest_reach_stays_on_the_grid():
+    """Where top * ((GRID - 1) / top) rounds up, the point above is not there."""
+    tops = torch.linspace(1, 2, 1000, dtype=torch.float64).tolist()
+    above = [top for top in tops if top * ((GRID - 1) / top) > GRID - 1]
+    assert above
+    for top in above[:3]:
+        reach = torch.tensor([[top]], dtype=torch.float64)
+        assert _error_within(taylor(1, 2.0), reach).isfinite().all()

@@ -727,6 +727,7 @@ BAD: list[tuple[str, Callable[[], Any]]] = [
     ("size .*got 0", lambda: PolySketch(2, 0)),
     ("size .*got '8'", lambda: PolySketch(2, "8")),  # type: ignore[arg-type]
     ("seed .*got -1", lambda: PolySketch(2, 8, -1)),
+    (f"seed .*got {2**63}", lambda: PolySketch(2, 8, 2**63)),
     ("seed .*got None", lambda: PolySketch(2, 8, None)),  # type: ignore[arg-type]
     ("base .*gaussian.*got 'fft'", lambda: PolySketch(2, 8, 0, "fft")),
     ("base .*got None", lambda: PolySketch(2, 8, 0, None)),  # type: ignore[arg-type]

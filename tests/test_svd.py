@@ -169,6 +169,7 @@ def test_results_depend_on_the_seed_alone_and_leave_the_generator_alone():
         ({"eps": math.nan}, "eps must be"),
         ({"eps": True}, "eps must be"),
         ({"seed": -1}, "seed must be"),
+        ({"seed": 2**65}, "seed must be"),
     ],
 )
 def test_bad_input_is_named(change, words):

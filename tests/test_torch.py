@@ -221,12 +221,95 @@ def test_vmap_calls_the_plan_for_each_slice(method):
     assert_equal(slopes, [grads(call(x), x)[0] for x in each])
 
 
-def test_second_derivatives_are_refused():
+EVERY = [*METHODS, sb.MultiThreshold(2.0, 1, sketch_size=8), sb.BlockSupport(0.5), sb.Auto()]
+SECOND = {
+    "backward": lambda f, x: f(x).backward(),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # SDPA has no batching rule
+@pytest.mark.parametrize("second", SECOND)
+@pytest.mark.parametrize("with_plan", [False, True])
+@pytest.mark.parametrize("method", EVERY, ids=str)
+def test_second_derivatives_are_refused_in_one_line(method, with_plan, second):
+    q, k, v = tensors(requires_grad=False)
+    plan = sb.plan(q, k, v, method=method) if with_plan else None
+
+    def slope(q):
+        call = lambda q: sb.attention(q, k, v, method=method, plan=plan).sum()  # noqa: E731
+        if second == "backward":
+            return torch.autograd.grad(call(q), q, create_graph=True)[0].sum()
+        return torch.func.jacrev(call)(q).sum()
+
+    with pytest.raises(sb.SupportBasisError, match=r"no (second|forward-mode) derivatives"):
+        SECOND[second](slope, q.requires_grad_(second == "backward"))
+
+
+@pytest.mark.parametrize("with_plan", [False, True])
+@pytest.mark.parametrize("method", EVERY, ids=str)
+def test_second_derivatives_through_a_result_are_refused(method, with_plan):
     q, k, v = tensors()
-    output = sb.attention(q, k, v, method=sb.Polynomial(2))
-    (grad,) = torch.autograd.grad(output.square().sum(), q, create_graph=True)
+    plan = sb.plan(q, k, v, method=method) if with_plan else None
+    result = sb.attention(q, k, v, method=method, plan=plan, return_result=True)
+    slopes = torch.autograd.grad(result.lse.sum() + result.output.sum(), (q, k), create_graph=True)
     with pytest.raises(sb.SupportBasisError, match="no second derivatives"):
-        grad.sum().backward()
+        torch.autograd.grad(slopes[1].sum(), v)
+
+
+@pytest.mark.parametrize("with_plan", [False, True])
+@pytest.mark.parametrize("method", [sb.Exact(), sb.Polynomial(2), sb.SingleThreshold(0.4)], ids=str)
+def test_tangents_are_refused(method, with_plan):
+    from torch.autograd import forward_ad
+
+    q, k, v = tensors(requires_grad=False)
+    plan = sb.plan(q, k, v, method=method) if with_plan else None
+    with forward_ad.dual_level():
+        expected = sb.attention(q, k, v, method=method)
+        assert_equal([sb.attention(q, k, v, method=method, plan=plan)], [expected])
+        dual = forward_ad.make_dual(k, k)
+        with pytest.raises(sb.SupportBasisError, match="no forward-mode derivatives"):
+            sb.attention(q, dual, v, method=method, plan=plan)
+
+
+@pytest.mark.parametrize("side", range(4))
+@pytest.mark.parametrize("method", EVERY, ids=str)
+def test_vmap_without_a_plan_asks_for_one(method, side):
+    inputs = [*tensors(requires_grad=False), torch.zeros(12, dtype=torch.float64)]
+    name = ("query", "key", "value", "attn_mask")[side]
+
+    def call(x):
+        q, k, v, mask = (x if i == side else y for i, y in enumerate(inputs))
+        return sb.attention(q, k, v, mask, method=method)
+
+    with pytest.raises(sb.InputError, match=f"{name} is batched by torch.func.vmap.*plan="):
+        torch.func.vmap(call)(torch.stack([inputs[side]] * 2))
+
+
+@pytest.mark.parametrize("with_plan", [False, True])
+def test_vmap_of_a_mask_of_pairs_is_refused(with_plan):
+    q, k, v = tensors(requires_grad=False)
+    plan = sb.plan(q, k, v, method=sb.Polynomial(2)) if with_plan else None
+    with pytest.raises(sb.InputError, match=r"attn_mask is batched by torch\.func\.vmap"):
+        torch.func.vmap(lambda mask: sb.attention(q, k, v, mask, plan=plan))(torch.zeros(2, 12, 12))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_graph_differentiates_lists(causal):
+    """Their backward pass records operations, which an operator of a graph does not by itself."""
+    x = torch.randn(3, 1, 1, 300, 4, generator=torch.Generator().manual_seed(0)).double()
+    q, k, v = (y.clone().requires_grad_() for y in 2 * x)
+    plan = sb.plan(q, k, v, is_causal=causal, method=sb.BlockSupport(0.95, 8, tail="coarse"))
+    assert plan.heads[0].kind == "block"
+
+    def step(q, k, v):
+        return sb.attention(q * 0.9, k, v, is_causal=causal, plan=plan).sin()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_equal(grads(compiled(q, k, v), (q, k, v)), grads(step(q, k, v), (q, k, v)))
 
 
 @pytest.mark.parametrize("method", [sb.Exact(), sb.Polynomial(2), sb.SingleThreshold(0.4)], ids=str)

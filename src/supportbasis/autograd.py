@@ -22,10 +22,11 @@ from . import ranges, sdpa
 from .certificate import RESCUED_SHARE
 from .checks import check_bias, check_finite, is_watched
 from .device import dispatch
-from .errors import InputError, SupportBasisError
+from .errors import InputError
 from .execute import Outcome
 from .plans import Plan
 from .problem import Kept, Problem, in_rows
+from .transforms import refuse_forward, refuse_second
 
 _in_graphs: dict[str, Plan] = {}  # a compiled graph holds a handle, so its plan has to live on
 
@@ -47,9 +48,17 @@ def check_plan(problem: Problem, plan: Plan) -> None:
 
 
 def in_range(problem: Problem, plan: Plan) -> Plan:
-    """The plan with those heads exact whose scores leave the range they were planned for; on a GPU
-    that would wait for the device: see `device.range_check`."""
-    return ranges.in_range(problem, plan) if problem.query.device.type == "cpu" else plan
+    """The plan with those heads exact whose scores leave the range they were planned for. With
+    kernels on a GPU that is known at the next call: to look would synchronise with the host."""
+    if not _reports_later(problem, plan):
+        return ranges.in_range(problem, plan)
+    from .device.range_check import RangeCheck
+
+    return RangeCheck.of(plan, problem.query.device).reported(plan)
+
+
+def _reports_later(problem: Problem, plan: Plan) -> bool:
+    return problem.query.is_cuda and dispatch.has_triton() and not plan.is_exact
 
 
 def check_entries(problem: Problem) -> None:
@@ -95,6 +104,10 @@ def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
     if outcome is not None:
         check_output(problem, outcome.output)
         return outcome
+    if _reports_later(problem, plan):
+        from .device.range_check import RangeCheck
+
+        RangeCheck.of(plan, problem.query.device).ask(problem)
     batches = dispatch.batches(problem, plan, implementation)
     outcome = dispatch.run(problem, batches)
     if any(batch.kind is None for batch in batches):
@@ -344,15 +357,8 @@ def _gradients(operator: Any, ctx: Any, *grads: Tensor | None) -> tuple[Tensor |
     return (*parts, weight if ctx.for_weights else None, *rest)
 
 
-def _refuse(ctx: Any, *grads: Tensor | None) -> None:
-    raise SupportBasisError(
-        "attention has no second derivatives so far: do not differentiate its gradients "
-        "(create_graph=True), or use F.scaled_dot_product_attention with the math backend"
-    )
-
-
 _attention.register_autograd(partial(_gradients, _backward), setup_context=_save)
-_backward.register_autograd(_refuse)
+_backward.register_autograd(refuse_second)
 
 
 def _one_by_one(
@@ -374,6 +380,7 @@ class _Attention(torch.autograd.Function):
 
     forward = staticmethod(_run_forward)
     setup_context = staticmethod(_save)
+    jvp = staticmethod(refuse_forward)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -388,7 +395,8 @@ class _AttentionBackward(torch.autograd.Function):
     """The way back of `_Attention`, which ends there."""
 
     forward = staticmethod(_run_backward)
-    backward = staticmethod(_refuse)
+    backward = staticmethod(refuse_second)
+    jvp = staticmethod(refuse_forward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

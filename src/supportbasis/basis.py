@@ -19,12 +19,11 @@ from .components import (
     PowerSum,
     SketchSum,
 )
+from .components.polynomial import LARGEST_REACH
 from .frame import framed
 from .plans import BucketPair, HeadPlan
 from .powers import PowerKernel
 from .problem import Head
-
-LARGEST_REACH = 1e300  # stands for every range that float64 cannot hold
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +190,8 @@ def _far_tokens(plan: HeadPlan, head: Head) -> tuple[Tensor, Tensor]:
     assert plan.fitted is not None and plan.frame is not None
     inside = framed(head, plan.frame)
     rows = (inside.query.norm(dim=1) > plan.fitted.query_radius).nonzero().squeeze(1)
-    rows = torch.cat([torch.arange(plan.exact_rows, device=rows.device), rows]).unique()
+    first = torch.arange(min(head.n, plan.exact_rows), device=rows.device)
+    rows = torch.cat([first, rows]).unique()
     far = inside.key.norm(dim=1) > plan.fitted.key_radius
     if head.key_log_weight is not None:
         far &= head.key_log_weight > -math.inf

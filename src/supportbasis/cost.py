@@ -195,13 +195,17 @@ def pair_work(head: Head, rows: int, keys: int) -> Work:
 
 def kernel_work(head: Head, rows: int, keys: int, kernel: PowerKernel) -> Work:
     """A power of ``rows`` rows and ``keys`` keys: pair by pair, or sketched."""
-    pairs = pair_work(head, rows, keys).exact_pairs
     if kernel.sketch_size is None:
-        return Work(dense_pairs=pairs)
+        return Work(dense_pairs=pair_work(head, rows, keys).exact_pairs)
     degree = 1 if kernel.polynomial is None else kernel.polynomial.degree
-    rank, tokens = true_rank(head.dim, degree), rows + keys
-    packed = true_rank(kernel.sketch_size, 2)
-    sketch = PolySketch(kernel.power, kernel.sketch_size).cost(rank).multiply_adds
+    return sketch_work(head, rows, keys, kernel.power, kernel.sketch_size, degree)
+
+
+def sketch_work(head: Head, rows: int, keys: int, power: int, size: int, degree: int) -> Work:
+    """A sketch of ``size`` rows of the power of a polynomial of ``degree``."""
+    pairs, tokens = pair_work(head, rows, keys).exact_pairs, rows + keys
+    rank, packed = true_rank(head.dim, degree), true_rank(size, 2)
+    sketch = PolySketch(power, size).cost(rank).multiply_adds
     return Work(
         dense_pairs=min(pairs, rows * CAUSAL_CHUNK // 2) if head.is_causal else 0,
         formed=tokens * (rank + packed),

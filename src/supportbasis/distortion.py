@@ -72,7 +72,7 @@ def _of_buckets(head: Head, plan: HeadPlan) -> Distortion:
         if ranges:
             low, high = min(r[0] for r in ranges), max(r[1] for r in ranges)
             spread = max(spread, high - low)
-            error = max(error, _expm1(high), -math.expm1(low))
+            error = max(error, _expm1(high), -_expm1(low))
     return Distortion(spread, error, True)
 
 

@@ -31,6 +31,7 @@ ROWS, KEYS = 512, 256  # pairs that are fitted to
 LONGEST = 4  # one in so many of them is there because of its length
 USUAL, BEYOND = 0.99, 1.5  # the radius: that quantile of the norms, and so much more
 RIDGE = 1e-12  # of the largest entry of the normal equations
+LARGEST_COEFFICIENT = torch.finfo(torch.float32).max  # sums may be in float32
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ class PairSample:
         normal = design @ design.T
         normal.diagonal().add_(RIDGE)
         solved = torch.linalg.solve(normal, design @ target) / size.squeeze(1)
-        if not bool(solved.isfinite().all()):
+        if not bool((solved.abs() <= LARGEST_COEFFICIENT).all()):
             return None
         return FittedKernel(tuple(solved.tolist()), spans, self.query_radius, self.key_radius)
 

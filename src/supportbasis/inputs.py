@@ -13,6 +13,7 @@ from .checks import check_bias, check_finite, is_watched
 from .errors import InputError
 from .problem import Problem
 from .rounding import compute_dtype
+from .transforms import check_visible
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -37,6 +38,8 @@ def attention_problem(
     _check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     leading, key_leading = _leading_dims(given, names, enable_gqa)
     n, m, dim = query.shape[-2], key.shape[-2], query.shape[-1]
+    if finite and isinstance(attn_mask, Tensor):
+        check_visible("attn_mask", attn_mask)
     weight, mask = _split_mask(attn_mask, query, (*leading, n, m), finite)
     if finite:
         check_finite(**dict(zip(names, given, strict=True)))

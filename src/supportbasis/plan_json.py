@@ -1,163 +1,388 @@
-"""Plans as plain JSON values. Index sets are left out: a plan that was read splits again."""
+"""Plans as JSON files: the schema, and the only place that reads or writes them.
+
+A file holds what a plan cannot derive. Claims are left out: what is proved about a polynomial is
+proved again from its coefficients, the range of a pair's polynomial must be that of the pair, the
+sketch of a kernel is that of the method, and the maps of a balancing transform must undo each
+other.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from .arrangement import ORDERS
 from .blocks import PLACES, BlockSettings
-from .fitted import FittedKernel
-from .frame import Frame
-from .plans import KINDS, BucketPair, HeadPlan
-from .polynomials import CertifiedPolynomial
-from .powers import PowerKernel
+from .errors import InputError
+from .features import check_rank
+from .fitted import HIGHEST_DEGREE, LARGEST_COEFFICIENT, FittedKernel, count_features
+from .frame import FLOOR, Frame
+from .methods import (
+    Auto,
+    BlockSupport,
+    Exact,
+    Method,
+    MultiThreshold,
+    Polynomial,
+    PowerAttention,
+    SingleThreshold,
+)
+from .methods.block_support import LARGEST_BLOCK, LEAF, chunk_of
+from .methods.fitted import MOST as MOST_FEATURES
+from .methods.multi_threshold import MOST_PAIRS
+from .plans import BucketPair, HeadPlan, Plan, ScoreRange
+from .polynomials import LARGEST_DEGREE, certified
+from .powers import LARGEST_POWER, PowerKernel
+from .schema import (
+    LEAST,
+    Field,
+    array,
+    choice,
+    integer,
+    member,
+    number,
+    optional,
+    parse,
+    record,
+    scalar,
+    shown,
+    text,
+    union,
+)
 
-PLAIN = ("kind", "reason", "n", "m", "cost", "speedup", "threshold", "large", "measured")
+FORMAT = "supportbasis-plan-2"
+LARGEST_FILE = 256 * 2**20  # bytes: about 400 balancing transforms of dim 128
+PROFILE_BINS = 128  # of distances, two for each power of two
+LARGEST_MOVE = 1e18  # squares of such lengths are still numbers in float32
+
+COUNT = integer(0, 2**48)
+POSITIVE = number(LEAST)
+AMOUNT = number(0.0, infinite=True)
+SCORES = record(ScoreRange, dict.fromkeys(ScoreRange._fields, optional(AMOUNT)))
+KINDS_OF: dict[type[Method], tuple[str, ...]] = {
+    Exact: ("exact",),
+    Polynomial: ("exact", "polynomial"),
+    SingleThreshold: ("exact", "single-threshold"),
+    MultiThreshold: ("exact", "multi-threshold"),
+    PowerAttention: ("power",),
+    BlockSupport: ("exact", "block", "fitted"),
+    Auto: ("exact", "polynomial", "single-threshold", "block", "fitted"),
+}
+METHOD = union(
+    "name",
+    {
+        method.__name__: record(method, {field.name: scalar() for field in fields(method)})
+        for method in KINDS_OF
+    },
+    lambda method: type(method).__name__,
+)
 
 
-def head_to_json(head: HeadPlan) -> dict[str, Any]:
-    content: dict[str, Any] = {name: getattr(head, name) for name in PLAIN}
-    if head.polynomial is not None:
-        content["polynomial"] = _polynomial_to_json(head.polynomial)
-    if head.kernel is not None:
-        content["kernel"] = _kernel_to_json(head.kernel)
-    if head.blocks is not None:
-        content["blocks"] = asdict(head.blocks)
-    if head.fitted is not None:
-        content["fitted"] = asdict(head.fitted)
-    if head.frame is not None:
-        content["frame"] = _frame_to_json(head.frame)
-        content["exact_rows"], content["keys"] = head.exact_rows, head.keys
-    if head.pairs:
-        content["row_edges"], content["key_edges"] = head.row_edges, head.key_edges
-        content["pairs"] = [_pair_to_json(pair) for pair in head.pairs]
-    return content
+def save(plan: Plan, path: str | Path) -> None:
+    """Write a plan."""
+    try:
+        content = {"format": FORMAT, **_schema(plan.method, plan.dim).write(plan)}
+    except ValueError as error:
+        raise InputError(f"the plan cannot be saved: {error}") from None
+    data = json.dumps(content, indent=1, allow_nan=False).encode()
+    if len(data) > LARGEST_FILE:
+        raise InputError(f"the plan cannot be saved: {_too_large(len(data))}")
+    Path(path).write_bytes(data)
 
 
-def head_from_json(content: dict[str, Any]) -> HeadPlan:
-    """The head that `head_to_json` described, or an error that says what is wrong with it."""
-    poly, kernel = content.pop("polynomial", None), content.pop("kernel", None)
-    row_edges, key_edges = (_edges(content.pop(f"{side}_edges", [])) for side in ("row", "key"))
-    pairs = tuple(_pair_from_json(pair) for pair in content.pop("pairs", ()))
-    blocks, frame = content.pop("blocks", None), content.pop("frame", None)
-    fitted = content.pop("fitted", None)
-    head = HeadPlan(
-        **content,
-        blocks=None if blocks is None else _blocks_from_json(blocks),
-        fitted=None if fitted is None else _fitted_from_json(fitted),
-        frame=None if frame is None else _frame_from_json(frame),
-        polynomial=None if poly is None else _polynomial_from_json(poly),
-        kernel=None if kernel is None else _kernel_from_json(kernel),
-        row_edges=row_edges,
-        key_edges=key_edges,
-        pairs=pairs,
+def load(path: str | Path) -> Plan:
+    """Read a plan, or raise an `InputError` that names the path and what is wrong with the file."""
+    content = _content(path)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = shown(content.get("format")) if isinstance(content, dict) else shown(content)
+        raise InputError(
+            f"path: {path} has format {found}, but this version reads {FORMAT!r}; make the plan "
+            "again and save it"
+        )
+    try:
+        method, dim = member(content, "method", METHOD), member(content, "dim", COUNT)
+        plan = _schema(method, dim).read({k: v for k, v in content.items() if k != "format"}, "")
+    except ValueError as error:
+        raise InputError(f"path: {path} is a damaged plan: {error}") from None
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def _content(path: str | Path) -> Any:
+    """The JSON value in a file of sensible size."""
+    try:
+        file = Path(path)
+        if not file.exists():
+            raise InputError(f"path: {path} does not exist; expected a saved plan")
+        if not file.is_file():
+            raise InputError(f"path: {path} is not a file; expected a saved plan")
+        with file.open("rb") as stream:
+            data = stream.read(LARGEST_FILE + 1)
+        if len(data) > LARGEST_FILE:
+            raise InputError(f"path: {path} is no plan: {_too_large(file.stat().st_size)}")
+        return parse(data.decode())
+    except InputError:
+        raise
+    except TypeError:
+        raise InputError(f"path must be a string or a Path, got {path!r}") from None
+    except OSError as error:
+        raise InputError(f"path: {path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:  # of JSON, of UTF-8, of a path with a null character
+        raise InputError(f"path: {path} is not JSON ({error}); expected a saved plan") from None
+
+
+def _too_large(size: int) -> str:
+    return f"it has {size} bytes, more than the limit of {LARGEST_FILE}"
+
+
+def _schema(method: Method, dim: int) -> Field:
+    """A plan of this method for heads of this dim."""
+    kinds = _kinds(method, dim)
+    head = union(
+        "kind", {kind: kinds[kind] for kind in KINDS_OF.get(type(method), ())}, lambda h: h.kind
     )
-    _check(head)
-    return head
-
-
-def _check(head: HeadPlan) -> None:
-    if head.kind not in KINDS:
-        raise ValueError(f"unknown kind {head.kind!r}")
-    if head.kind == "single-threshold" and not isinstance(head.threshold, float):
-        raise ValueError(f"a head has threshold {head.threshold!r}")
-    if head.kind in ("polynomial", "single-threshold") and head.polynomial is None:
-        raise ValueError("a head has no polynomial")
-    if head.kind == "power" and head.kernel is None:
-        raise ValueError("a head has no kernel")
-    if head.kind == "block" and (head.blocks is None or head.frame is None):
-        raise ValueError("a head has no blocks")
-    if head.kind == "fitted" and (head.fitted is None or head.frame is None):
-        raise ValueError("a head has no fitted polynomial")
-    places = {(i, j) for i in range(len(head.row_edges)) for j in range(len(head.key_edges))}
-    covered = [(pair.row, pair.key) for pair in head.pairs]
-    if head.kind == "multi-threshold" and (set(covered) != places or len(covered) != len(places)):
-        raise ValueError("the pairs of a head do not cover its buckets once each")
-
-
-def _edges(values: list[float]) -> tuple[float, ...]:
-    edges = tuple(float(value) for value in values)
-    if list(edges) != sorted(edges):
-        raise ValueError(f"edges {edges} do not ascend")
-    return edges
-
-
-def _encode(value: float) -> float | str:
-    """JSON has no infinity; write it as a word."""
-    return value if math.isfinite(value) else str(value)
-
-
-def _polynomial_to_json(poly: CertifiedPolynomial) -> dict[str, Any]:
-    ratio = [_encode(x) for x in poly.log_ratio]
-    return asdict(poly) | {"error": _encode(poly.error), "log_ratio": ratio}
-
-
-def _polynomial_from_json(content: dict[str, Any]) -> CertifiedPolynomial:
-    low, high = content["log_ratio"]
-    coefficients = tuple(float(c) for c in content["coefficients"])
-    return replace(
-        CertifiedPolynomial(**content),
-        coefficients=coefficients,
-        error=float(content["error"]),
-        log_ratio=(float(low), float(high)),
+    return record(
+        _plan,
+        {
+            "method": METHOD,
+            "batch": COUNT,
+            "num_heads": COUNT,
+            "dim": COUNT,
+            "scale": optional(POSITIVE),
+            "is_causal": optional(choice(False, True)),
+            "heads": array(head),
+        },
     )
 
 
-def _kernel_to_json(kernel: PowerKernel) -> dict[str, Any]:
-    poly = kernel.polynomial
-    content = {name: getattr(kernel, name) for name in ("power", "sketch_size", "seed")}
-    return content | {"polynomial": None if poly is None else _polynomial_to_json(poly)}
+def _plan(**content: Any) -> Plan:
+    plan = Plan(**content)
+    if len(plan.heads) != plan.batch * plan.num_heads:
+        raise ValueError(f"{len(plan.heads)} heads for {plan.batch} x {plan.num_heads}")
+    return plan
 
 
-def _kernel_from_json(content: dict[str, Any]) -> PowerKernel:
-    poly, size = content["polynomial"], content["sketch_size"]
-    return PowerKernel(
-        int(content["power"]),
-        None if poly is None else _polynomial_from_json(poly),
-        None if size is None else int(size),
-        int(content["seed"]),
+def _kinds(method: Method, dim: int) -> dict[str, Field]:
+    """What a head of each kind holds."""
+    large = optional(array(COUNT, 2, 2))
+    listed = {"exact_rows": COUNT, "keys": number(0.0), "frame": _frame(dim)}
+    return {
+        "exact": _head("exact", {"threshold": optional(POSITIVE), "large": large}),
+        "polynomial": _head("polynomial", {"polynomial": _polynomial(dim)}),
+        "single-threshold": _head(
+            "single-threshold",
+            {"threshold": POSITIVE, "large": large, "polynomial": _polynomial(dim)},
+        ),
+        "multi-threshold": _head("multi-threshold", _buckets(method, dim)),
+        "power": _head("power", {"kernel": _power_kernel(method)}),
+        "block": _head("block", {"blocks": BLOCKS, **listed}),
+        "fitted": _head("fitted", {"fitted": _fitted(dim), **listed}),
+    }
+
+
+def _head(kind: str, own: Mapping[str, Field]) -> Field:
+    """A head with what all have and its own."""
+    common = {
+        "reason": text(),
+        "n": COUNT,
+        "m": COUNT,
+        "cost": number(0.0),
+        "speedup": POSITIVE,
+        "measured": optional(AMOUNT),
+        "scores": optional(SCORES),
+    }
+
+    def build(**content: Any) -> HeadPlan:
+        if "blocks" in content:
+            content["blocks"] = _settings(content["n"], content["blocks"])
+        if "pairs" in content:
+            content["pairs"] = _placed_pairs(**content)
+        return HeadPlan(kind, **content)
+
+    return record(build, {**common, **own})
+
+
+# --------------------------------------------------------------------- polynomials and kernels
+
+
+def _polynomial(dim: int | None) -> Field:
+    """A polynomial in features of this dim (None: evaluated pair by pair), certified anew."""
+
+    def build(kind: str, bound: float, coefficients: tuple[float, ...]) -> object:
+        if dim is not None:
+            check_rank(dim, len(coefficients) - 1)
+        return certified(kind, coefficients, bound)
+
+    return record(
+        build,
+        {
+            "kind": choice("taylor", "chebyshev", "minimax"),
+            "bound": number(0.0),
+            "coefficients": array(number(), 1, LARGEST_DEGREE + 1),
+        },
     )
 
 
-def _blocks_from_json(content: dict[str, Any]) -> BlockSettings:
-    profile = tuple(float(x) for x in content.pop("profile", ()))
-    settings = BlockSettings(**content, profile=profile)
-    if settings.order == PLACES and len(profile) % 3 != 1:
-        raise ValueError(f"a profile has {len(profile)} numbers")
-    return settings
+def _sketches(method: Method) -> Field:
+    return choice(None, getattr(method, "sketch_size", None))
 
 
-def _fitted_from_json(content: dict[str, Any]) -> FittedKernel:
-    coefficients = tuple(float(x) for x in content["coefficients"])
-    spans = tuple(int(x) for x in content["spans"])
-    if len(coefficients) != len(spans) + 1 or list(spans) != sorted(spans, reverse=True):
-        raise ValueError(f"{len(coefficients)} coefficients for spans {spans}")
-    radii = (float(content[f"{side}_radius"]) for side in ("query", "key"))
-    return FittedKernel(coefficients, spans, *radii)
+def _power_kernel(method: Method) -> Field:
+    """Polynomial attention, whose power is that of the method."""
+
+    def build(power: int, sketch_size: int | None) -> PowerKernel:
+        return PowerKernel(power, None, sketch_size, getattr(method, "seed", 0))
+
+    power = choice(getattr(method, "power", None))
+    return record(build, {"power": power, "sketch_size": _sketches(method)})
 
 
-def _frame_to_json(frame: Frame) -> dict[str, Any]:
-    return {name: getattr(frame, name).tolist() for name in Frame.__dataclass_fields__}
+def _pair_kernel(method: Method, dim: int) -> Field:
+    sketch_size = getattr(method, "sketch_size", None)
+
+    def build(**content: Any) -> PowerKernel:
+        return PowerKernel(**content, seed=getattr(method, "seed", 0))
+
+    return record(
+        build,
+        {
+            "power": integer(2, LARGEST_POWER, step=2),
+            "polynomial": _polynomial(None if sketch_size is None else dim),
+            "sketch_size": _sketches(method),
+            "balance": POSITIVE,
+        },
+    )
 
 
-def _frame_from_json(content: dict[str, Any]) -> Frame:
-    fields = {name: torch.tensor(value, dtype=torch.float64) for name, value in content.items()}
-    frame, dim = Frame(**fields), len(fields["spectrum"])
-    shapes = [tuple(x.shape) for x in (frame.query_centre, frame.key_centre)]
-    shapes += [tuple(x.shape) for x in (frame.query_map, frame.key_map)]
-    if shapes != [(dim,), (dim,), (dim, dim), (dim, dim)]:
-        raise ValueError(f"a frame has shapes {shapes}")
+def _buckets(method: Method, dim: int) -> dict[str, Field]:
+    """Edges, and a pair for every bucket of rows with every bucket of keys, in order."""
+    pair = {
+        "rows": COUNT,
+        "keys": COUNT,
+        "reach": number(0.0),
+        "kernel": optional(_pair_kernel(method, dim)),
+    }
+    edges = array(number(0.0), 1, MOST_PAIRS)
+    pairs = array(record(_pair, pair), 1, MOST_PAIRS)
+    return {"row_edges": edges, "key_edges": edges, "pairs": pairs}
+
+
+def _pair(rows: int, keys: int, reach: float, kernel: PowerKernel | None) -> BucketPair:
+    if kernel is not None and kernel.polynomial is not None:
+        bound = reach / kernel.power
+        if kernel.polynomial.bound != bound:
+            raise ValueError(
+                f"the polynomial is for ±{kernel.polynomial.bound!r}, but the pair has scores "
+                f"within ±{reach!r}, which is ±{bound!r} at power {kernel.power}"
+            )
+    return BucketPair(-1, -1, rows, keys, reach, kernel)
+
+
+def _placed_pairs(
+    row_edges: tuple[float, ...],
+    key_edges: tuple[float, ...],
+    pairs: tuple[BucketPair, ...],
+    **_: Any,
+) -> tuple[BucketPair, ...]:
+    for edges in (row_edges, key_edges):
+        if list(edges) != sorted(edges):
+            raise ValueError(f"edges {edges} do not ascend")
+    if len(pairs) != len(row_edges) * len(key_edges):
+        raise ValueError(f"{len(pairs)} pairs for {len(row_edges)} x {len(key_edges)} buckets")
+    return tuple(
+        BucketPair(*divmod(i, len(key_edges)), pair.rows, pair.keys, pair.reach, pair.kernel)
+        for i, pair in enumerate(pairs)
+    )
+
+
+# -------------------------------------------------------------------------- lists and fits
+
+BLOCKS = record(
+    dict,
+    {
+        "price": POSITIVE,
+        "block_size": integer(1, LARGEST_BLOCK),
+        "order": choice(*ORDERS, PLACES),
+        "profile": array(number(0.0), 0, 1 + 3 * PROFILE_BINS),
+    },
+)
+
+
+def _settings(n: int, content: dict[str, Any]) -> BlockSettings:
+    """Settings of lists for n rows: their leaves and chunks follow from the size of the blocks."""
+    size, order, profile = (content[name] for name in ("block_size", "order", "profile"))
+    if size > max(1, n):
+        raise ValueError(f"blocks.block_size is {size} for {n} rows")
+    if len(profile) % 3 != (1 if order == PLACES else 0) or (profile and order != PLACES):
+        raise ValueError(f"blocks.profile has {len(profile)} numbers for order {order!r}")
+    chunk = math.lcm(size, LEAF) if order == PLACES else chunk_of(n, size)
+    return BlockSettings(**content, leaf_size=LEAF, chunk=chunk)
+
+
+def _fitted(dim: int) -> Field:
+    coefficient = number(-LARGEST_COEFFICIENT, LARGEST_COEFFICIENT)
+    return record(
+        _kernel,
+        {
+            "coefficients": array(coefficient, 1, HIGHEST_DEGREE + 1),
+            "spans": array(integer(1, dim), 0, HIGHEST_DEGREE),
+            "query_radius": AMOUNT,
+            "key_radius": AMOUNT,
+        },
+    )
+
+
+def _kernel(**content: Any) -> FittedKernel:
+    kernel = FittedKernel(**content)
+    if len(kernel.coefficients) != kernel.degree + 1:
+        raise ValueError(f"{len(kernel.coefficients)} coefficients for {kernel.degree} spans")
+    if list(kernel.spans) != sorted(kernel.spans, reverse=True):
+        raise ValueError(f"spans {kernel.spans} do not descend")
+    if count_features(kernel.spans) > MOST_FEATURES:
+        raise ValueError(f"spans {kernel.spans} need more than {MOST_FEATURES} features")
+    return kernel
+
+
+def _frame(dim: int) -> Field:
+    """A balancing transform: centres [d], maps [d, d], eigenvalues [d]."""
+    vector, matrix = (_tensor(shape) for shape in ((dim,), (dim, dim)))
+    eigenvalues = _tensor((dim,), low=0.0)
+    names = dict.fromkeys(("query_centre", "key_centre"), vector)
+    names |= dict.fromkeys(("query_map", "key_map"), matrix)
+    return record(_checked_frame, {**names, "spectrum": eigenvalues})
+
+
+def _tensor(shape: tuple[int, ...], low: float | None = None) -> Field:
+    field = number() if low is None else number(low)
+    for size in reversed(shape):
+        field = array(field, size, size)
+
+    def read(value: Any, at: str) -> Tensor:
+        return torch.tensor(field.read(value, at), dtype=torch.float64).reshape(shape)
+
+    return Field(read, lambda tensor: tensor.tolist())
+
+
+def _checked_frame(**content: Tensor) -> Frame:
+    """Scores stay as they are as long as A B^T = I (see `frame.balanced`). Each map solves a system
+    of condition at most FLOOR^-1/2, so rounding leaves about d / FLOOR unit roundoffs of A B^T."""
+    frame = Frame(**content)
+    if bool((frame.spectrum.diff() > 0).any()):
+        raise ValueError("spectrum does not descend")
+    dim = len(frame.spectrum)
+    identity = torch.eye(dim, dtype=torch.float64)
+    away = frame.query_map @ frame.key_map.T - identity
+    if not float(away.abs().max() if dim else 0.0) <= 64 * (dim + 1) / FLOOR * 2.0**-53:
+        raise ValueError("query_map and key_map do not undo each other")
+    for side in ("query", "key"):
+        moved = getattr(frame, f"{side}_centre") @ getattr(frame, f"{side}_map")
+        if not float(moved.norm()) <= LARGEST_MOVE:
+            raise ValueError(f"{side}_centre is moved beyond {LARGEST_MOVE:g}")
     return frame
-
-
-def _pair_to_json(pair: BucketPair) -> dict[str, Any]:
-    content = {name: getattr(pair, name) for name in ("row", "key", "rows", "keys", "reach")}
-    return content | {"kernel": None if pair.kernel is None else _kernel_to_json(pair.kernel)}
-
-
-def _pair_from_json(content: dict[str, Any]) -> BucketPair:
-    kernel = content.pop("kernel")
-    return BucketPair(**content, kernel=None if kernel is None else _kernel_from_json(kernel))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +21,7 @@ if TYPE_CHECKING:
 
     from .methods import Method
 
-FORMAT = "supportbasis-plan-1"
 PRINTED_PAIRS = 8
-KINDS = ("exact", "polynomial", "single-threshold", "multi-threshold", "power", "block", "fitted")
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,8 @@ class BucketPair:
 class ScoreRange(NamedTuple):
     """How large the scores could be that a head was planned for, by the norms of its tokens."""
 
-    largest: float  # |scale| max|q| max|k|; 0 where the largest score does not matter
-    mean: float  # |scale| mean|q| mean|k|
+    largest: float | None  # |scale| max|q| max|k|; None where the largest does not matter
+    mean: float | None  # |scale| mean|q| mean|k|; None where every score up to that is certified
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +55,7 @@ class HeadPlan:
     at each call, so a plan serves any length, and every split is a disjoint cover of all pairs.
     """
 
-    kind: str  # one of `KINDS`
+    kind: str  # of the table in `basis.support_basis`
     reason: str
     n: int
     m: int
@@ -203,38 +200,17 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        from .plan_json import head_to_json
+        from . import plan_json
 
-        content = {
-            "format": FORMAT,
-            "method": self.method.to_json(),
-            "batch": self.batch,
-            "num_heads": self.num_heads,
-            "dim": self.dim,
-            "heads": [head_to_json(head) for head in self.heads],
-        }
-        Path(path).write_text(json.dumps(content, indent=1))
+        plan_json.save(self, path)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan written by `save`."""
-        from .methods import method_from_json
-        from .plan_json import head_from_json
+        """Read a plan written by `save`. What the plan claims is proved again; a file that is
+        damaged, or from another version, raises an `InputError` that says what is wrong with it."""
+        from . import plan_json
 
-        try:
-            content = json.loads(Path(path).read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"path: {path} is not JSON ({error}); expected a saved plan") from None
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise InputError(f"path: {path} is not a plan; expected format {FORMAT!r}")
-        try:
-            batch, num_heads, dim = (int(content[key]) for key in ("batch", "num_heads", "dim"))
-            heads = tuple(head_from_json(head) for head in content["heads"])
-            if len(heads) != batch * num_heads:
-                raise ValueError(f"{len(heads)} heads for {batch} x {num_heads}")
-            return Plan(method_from_json(content["method"]), batch, num_heads, dim, heads)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InputError(f"path: {path} is a damaged plan ({error!r})") from None
+        return plan_json.load(path)
 
     def draw(self, path: str | Path | None = None, head: int = 0) -> Figure:
         """Draw the supports of one head: large rows, large keys, and the rest."""

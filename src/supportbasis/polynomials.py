@@ -24,6 +24,7 @@ from .errors import InputError
 
 __all__ = [
     "CertifiedPolynomial",
+    "certified",
     "chebyshev",
     "largest_bound",
     "minimax",
@@ -38,6 +39,7 @@ _CELLS = 2048  # a power of two: grid points, 1 - t and the cell width are exact
 _WIDTH = 2.0 / _CELLS
 _UNIT = 2.0**-53  # unit roundoff of float64
 _TINY = 2.0**-1022  # smallest normal number: bounds the absolute error of an underflow
+LARGEST_DEGREE = 256  # certification takes (degree + 1)^3 numbers, 185 MiB at twice this degree
 _REMEZ_BOUND = 300.0  # beyond, e^{2B} leaves float64 and the exchange has nothing to look at
 _WIDEST = 300.0  # `largest_bound` does not look further
 
@@ -186,7 +188,7 @@ def taylor(degree: int, bound: float) -> CertifiedPolynomial:
     >>> round(taylor(0, 1.0).error, 3)  # |1 - e^z| / e^z is largest at z = -1: e - 1
     1.718
     """
-    return _build("taylor", _checked_degree(degree), _checked_bound(bound))
+    return _build("taylor", _built_degree(degree), _checked_bound(bound))
 
 
 def chebyshev(degree: int, bound: float) -> CertifiedPolynomial:
@@ -197,7 +199,7 @@ def chebyshev(degree: int, bound: float) -> CertifiedPolynomial:
     >>> chebyshev(2, 1.0).error < taylor(2, 1.0).error
     True
     """
-    return _build("chebyshev", _checked_degree(degree), _checked_bound(bound))
+    return _build("chebyshev", _built_degree(degree), _checked_bound(bound))
 
 
 def minimax(degree: int, bound: float) -> CertifiedPolynomial:
@@ -210,7 +212,18 @@ def minimax(degree: int, bound: float) -> CertifiedPolynomial:
     >>> abs(minimax(0, 1.0).error - math.tanh(1.0)) < 1e-6
     True
     """
-    return _build("minimax", _checked_degree(degree), _checked_bound(bound))
+    return _build("minimax", _built_degree(degree), _checked_bound(bound))
+
+
+def certified(kind: str, coefficients: Sequence[float], bound: float) -> CertifiedPolynomial:
+    """The polynomial with these coefficients, whatever they are, and what is proved about it.
+
+    >>> p = minimax(2, 1.0)
+    >>> certified(p.kind, p.coefficients, p.bound) == p
+    True
+    """
+    _built_degree(len(coefficients) - 1)
+    return _certified(_checked_kind(kind), coefficients, _checked_bound(bound))
 
 
 def smallest_degree(
@@ -224,7 +237,7 @@ def smallest_degree(
     3
     """
     epsilon, bound = _checked_epsilon(epsilon), _checked_bound(bound)
-    kind, limit = _checked_kind(kind), _checked_degree(limit, "limit")
+    kind, limit = _checked_kind(kind), _built_degree(limit, "limit")
     best = math.inf
     for degree in range(limit + 1):
         p = _build(kind, degree, bound)
@@ -247,7 +260,7 @@ def largest_bound(degree: int, epsilon: float, kind: str = "minimax") -> float:
     >>> minimax(2, b).error <= 0.05 < minimax(2, 1.001 * b).error
     True
     """
-    return _largest_bound(_checked_degree(degree), _checked_epsilon(epsilon), _checked_kind(kind))
+    return _largest_bound(_built_degree(degree), _checked_epsilon(epsilon), _checked_kind(kind))
 
 
 def paper_degree(epsilon: float, bound: float) -> float:
@@ -464,14 +477,15 @@ def _largest_bound(degree: int, epsilon: float, kind: str) -> float:
 def _certified(
     kind: str, coefficients: Sequence[float], bound: float, slack: float = 0.0
 ) -> CertifiedPolynomial:
-    error, log_ratio = _certify(coefficients, bound, slack)
+    error, log_ratio = _certify(tuple(coefficients), bound, slack)
     return CertifiedPolynomial(
         kind, len(coefficients) - 1, bound, tuple(coefficients), error, log_ratio
     )
 
 
+@lru_cache(maxsize=4096)
 def _certify(
-    coefficients: Sequence[float], bound: float, slack: float = 0.0
+    coefficients: tuple[float, ...], bound: float, slack: float = 0.0
 ) -> tuple[float, tuple[float, float]]:
     """Proven (error, (lower, upper) of log r) for r = e^{B(1-t)} s(t), t in [-1, 1].
 
@@ -613,6 +627,13 @@ def _exp(x: float) -> float:
 def _checked_degree(degree: int, name: str = "degree") -> int:
     if isinstance(degree, bool) or not isinstance(degree, int) or degree < 0:
         raise InputError(f"{name} must be an integer >= 0, got {degree!r}.")
+    return degree
+
+
+def _built_degree(degree: int, name: str = "degree") -> int:
+    """A degree that a polynomial can be certified at."""
+    if _checked_degree(degree, name) > LARGEST_DEGREE:
+        raise InputError(f"{name} must be an integer from 0 to {LARGEST_DEGREE}, got {degree!r}.")
     return degree
 
 

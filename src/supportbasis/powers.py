@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -22,12 +22,15 @@ class PowerKernel:
         polynomial: s, certified on the range of z / p; None for polynomial attention.
         sketch_size: rows of the sketch of the p-fold tensor power; None evaluates it exactly.
         seed: of the sketch.
+        balance: length of a query over that of a key at which a sketch gives both sides equal
+            weight. Constant, so that a sketched weight depends on its own two tokens only.
     """
 
     power: int
     polynomial: CertifiedPolynomial | None
     sketch_size: int | None = None
     seed: int = 0
+    balance: float = 1.0
 
     @property
     def log_unit(self) -> float:
@@ -74,7 +77,7 @@ class PowerKernel:
         poly = self.polynomial
         if poly is None or reach <= self.power * poly.bound:
             return self
-        return PowerKernel(self.power, poly.on(reach / self.power), self.sketch_size, self.seed)
+        return replace(self, polynomial=poly.on(reach / self.power))
 
     def __str__(self) -> str:
         if self.polynomial is None:

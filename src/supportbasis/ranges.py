@@ -9,12 +9,15 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 
+import torch
+
 from .basis import split_of
 from .errors import InputError
 from .plans import HeadPlan, Plan, ScoreRange
 from .problem import Head, Problem
 
-HEADROOM = 1.25  # new tokens of the same kind are somewhat longer by chance
+# times as large may scores be by chance, in new tokens of the same kind: the largest varies more
+HEADROOM = {"largest": 1.5, "mean": 1.25}
 SAME_SCALE = 1e-6  # relative: a scale may have been rounded to float32
 
 
@@ -22,8 +25,9 @@ def score_range(plan: HeadPlan, head: Head) -> ScoreRange | None:
     """What norms allow for the pairs that a head approximates: |scale| max|q| max|k| and |scale|
     mean|q| mean|k|. None where nothing is approximated, or nothing depends on the range.
 
-    Lists and fitted polynomials compute what lies apart exactly, so that the largest score says
-    nothing about them.
+    A polynomial is certified up to the largest score; where its error was measured too, what is
+    usual counts as well. Lists and fitted polynomials compute exactly what lies apart, so that only
+    what is usual counts for them.
     """
     if plan.kind in ("exact", "power"):
         return None
@@ -32,11 +36,13 @@ def score_range(plan: HeadPlan, head: Head) -> ScoreRange | None:
         rows, keys = (side.small for side in split_of(plan, head))
     query = head.query_norms if rows is None else head.query_norms[rows]
     key = head.key_norms if keys is None else head.key_norms[keys]
-    if not query.numel() or not key.numel():
-        return ScoreRange(0.0, 0.0)
-    scale, bounded = abs(head.scale), plan.kind not in ("block", "fitted")
-    largest = scale * float(query.max()) * float(key.max()) if bounded else 0.0
-    return ScoreRange(largest, scale * float(query.mean()) * float(key.mean()))
+    certified, some = plan.kind not in ("block", "fitted"), query.numel() and key.numel()
+    largest, mean = (
+        abs(head.scale) * float(of(query)) * float(of(key)) if some else 0.0
+        for of in (torch.max, torch.mean)
+    )
+    is_measured = plan.measured is not None or not certified
+    return ScoreRange(largest if certified else None, mean if is_measured else None)
 
 
 def with_range(plan: HeadPlan, head: Head) -> HeadPlan:
@@ -63,23 +69,22 @@ def check_call(problem: Problem, plan: Plan) -> None:
 
 def in_range(problem: Problem, plan: Plan) -> Plan:
     """The plan with those heads exact whose scores leave the range they were planned for."""
-    left = {
-        number: reason
-        for number, head in enumerate(plan.heads)
-        if (reason := _leaves(head, problem.head(*divmod(number, problem.heads)))) is not None
-    }
+    left: dict[int, str] = {}
+    for number, head in enumerate(plan.heads):
+        if head.scores is not None:
+            found = score_range(head, problem.head(*divmod(number, problem.heads)))
+            reason = leaves(head.scores, found)
+            left |= {} if reason is None else {number: reason}
     return exact_where(plan, left) if left else plan
 
 
-def _leaves(plan: HeadPlan, head: Head) -> str | None:
-    """In words how the scores of a head leave the range of its plan; None where they do not."""
-    made_for = plan.scores
-    if made_for is None:
+def leaves(made_for: ScoreRange | None, found: ScoreRange | None) -> str | None:
+    """In words how scores leave the range of a plan; None where they do not."""
+    if made_for is None or found is None:
         return None
-    found = score_range(plan, head)
-    assert found is not None
-    for name, now, before in zip(("largest", "mean"), found, made_for, strict=True):
-        if not now <= HEADROOM * before:
+    for name, headroom in HEADROOM.items():
+        now, before = getattr(found, name), getattr(made_for, name)
+        if None not in (now, before) and not now <= headroom * before:
             return f"the {name} |score| may be {now:.3g}, the plan was made for {before:.3g}"
     return None
 

@@ -79,7 +79,7 @@ def weights(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
 def _log_kernels(head: Head, plan: HeadPlan, score: Tensor) -> Tensor:
     """Log-weights of all pairs where powers stand in for exp: the score itself where none does."""
     if plan.kernel is not None:
-        return _log_kernel(head, plan.kernel, score, None, head.live_keys)
+        return _log_kernel(head, plan.kernel, score)
     row_sets, key_sets = buckets_of(plan, head)
     score = score.clone()
     for pair in plan.pairs:
@@ -88,18 +88,16 @@ def _log_kernels(head: Head, plan: HeadPlan, score: Tensor) -> Tensor:
             row_at = torch.arange(head.n) if rows is None else rows
             key_at = torch.arange(head.m) if keys is None else keys
             where = torch.meshgrid(row_at, key_at, indexing="ij")
-            score[where] = _log_kernel(head, pair.kernel, score, rows, keys)[where]
+            score[where] = _log_kernel(head, pair.kernel, score)[where]
     return score
 
 
-def _log_kernel(
-    head: Head, kernel: PowerKernel, score: Tensor, rows: Tensor | None, keys: Tensor | None
-) -> Tensor:
+def _log_kernel(head: Head, kernel: PowerKernel, score: Tensor) -> Tensor:
     """Log-weights of a power kernel for all pairs, as if every one of them were in this piece."""
     if kernel.sketch_size is None:
         return kernel.log(score)
     wide = replace(head, precision=torch.float64)
-    sketched = Sketched(wide, rows, keys, kernel)
+    sketched = Sketched(wide, kernel)
     query, log_query = sketched.query(head.query)
     key, log_key = sketched.key(head.key)
     return (query @ key.T).square().log() + log_query.unsqueeze(1) + log_key

@@ -14,6 +14,7 @@ from .components.exact import SUM_BLOCK
 from .plans import Plan
 from .problem import Problem
 from .rounding import gamma, product_roundoff, sum_depth, unit_roundoff
+from .transforms import first_order
 
 
 def can_run(problem: Problem, need_lse: bool) -> bool:
@@ -58,7 +59,8 @@ def sdpa(problem: Problem) -> Tensor:
 def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Query, key, value and mask in one dtype: the input's, unless it cannot hold the mask, or
     scores may overflow in it unseen."""
-    mask, query, key, value = _mask(problem), problem.query, problem.key, problem.value
+    mask = _mask(problem)
+    query, key, value = first_order(problem.query, problem.key, problem.value)
     bias = None if mask is None or mask.dtype == torch.bool else mask
     if _may_hide(problem) or (bias is not None and not _fits(bias, query.dtype)):
         query, key, value = (x.to(problem.dtype) for x in (query, key, value))
@@ -193,6 +195,8 @@ def plainly(
             return None
         if not _are_ordinary(query, key, value, dtype):
             return None
+        if query.requires_grad or key.requires_grad or value.requires_grad:
+            query, key, value = first_order(query, key, value)
         output = F.scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=shape[1] != keys[1]
         )

@@ -21,11 +21,13 @@ from ..forest import Forest
 from ..frame import Frame, framed
 from ..problem import Head
 from ..selection import Lists
+from ..transforms import recording
 from .blocks import Pieces, Places, chunked, grouped
 
 GROUP_KEYS = 2**15  # in one group, whose scores are written down
 
 
+@recording()
 def add_gradients(
     settings: BlockSettings,
     frame: Frame,

@@ -109,6 +109,7 @@ class ExactSum:
         """Add what flows back from the sums of these rows; weights are computed again."""
         for_weights = total.key_log_weight is not None
         count, keys = len(cotangent.den), _KeySide(head, self.keys, for_weights)
+        most = 1 / unit_roundoff(head.dtype)  # of a usable denominator: beyond, scores are rounding
         if not count or not len(keys.key):
             return
         for start, stop in _row_tiles(head, count, len(keys.key)):
@@ -121,7 +122,7 @@ class ExactSum:
                 score = query @ (keys.key[slice(*tile)] * head.scale).T
                 slope = self._log_slope(score)
                 weight = self._weighed(head, self._log_kernel(score), row_at, tile, free)
-                weight = weight.add_(part.log_scale.unsqueeze(1)).exp_()
+                weight = weight.add_(part.log_scale.unsqueeze(1)).exp_().clamp_(max=most)
                 grad += keys.add(slice(*tile), query, weight, slope, part)
             add_tokens(total.query, rows, start, grad.mul_(head.scale))
         keys.add_to(total, self.keys, head.scale)

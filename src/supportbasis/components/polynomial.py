@@ -21,6 +21,8 @@ from .exact import take
 from .streaming import Task
 from .streaming_backward import add_gradients
 
+LARGEST_REACH = 1e300  # stands for every range that float64 cannot hold
+
 
 @dataclass(frozen=True, eq=False)
 class PolynomialSum:
@@ -56,8 +58,8 @@ class _PolynomialTask(Task):
         self.query_norm, self.key_norm = largest_norm(query_norms), largest_norm(key_norms)
         reach = abs(head.scale) * self.query_norm * self.key_norm
         features = FeatureMap(head.dim, poly.degree)
-        super().__init__(head, rows, keys, features, rescaled(poly, reach))
-        self.log_scale = min(poly.bound, 1e30)  # beyond that no weight is left to scale
+        coefficients, self.log_scale = rescaled(poly, reach)
+        super().__init__(head, rows, keys, features, coefficients)
         self._relative_norms = (query_norms / self.query_norm).to(head.dtype)
 
     def queries(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -87,14 +89,22 @@ def largest_norm(norms: Tensor) -> float:
     return largest if largest > 0 else 1.0
 
 
-def rescaled(poly: CertifiedPolynomial, reach: float) -> tuple[float, ...]:
-    """Coefficients in t = z / reach from those in z / bound."""
-    if poly.bound == 0:
-        return (poly.coefficients[0], *(0.0 for _ in poly.coefficients[1:]))
-    log_ratio = math.log(reach / poly.bound) if reach > 0 else -math.inf
-    result = []
-    for k, coefficient in enumerate(poly.coefficients):
-        exponent = k * log_ratio if k else 0.0
-        factor = math.exp(exponent) if exponent < 700 else math.inf
-        result.append(coefficient * factor if coefficient else 0.0)
-    return tuple(result)
+def rescaled(poly: CertifiedPolynomial, reach: float) -> tuple[tuple[float, ...], float]:
+    """a_k and u with p(z) = exp(u) sum_k a_k (z / reach)^k, the largest |a_k| being 1.
+
+    That unit keeps sums, and the reciprocals of denominators that gradients are made of, within
+    the range of float32: coefficients divided by exp(bound) alone are far below it where the range
+    is wide, and far above it where a plan meets scores beyond its range.
+    """
+    log_ratio = -math.inf
+    if poly.bound > 0 and reach > 0:
+        log_ratio = math.log(min(reach, LARGEST_REACH)) - math.log(poly.bound)
+    logs = [
+        math.log(abs(c)) + (k * log_ratio if k else 0.0) if c else -math.inf
+        for k, c in enumerate(poly.coefficients)
+    ]
+    top = max(logs)
+    if top == -math.inf:  # the range is so wide that float64 holds none of them
+        return (0.0,) * len(logs), 0.0
+    signed = zip(logs, poly.coefficients, strict=True)
+    return tuple(math.copysign(math.exp(log - top), c) for log, c in signed), poly.bound + top

@@ -6,8 +6,10 @@ for <u, w>^p: the paper's phi' = phi ⊗ phi, whose weights are never negative. 
 products are the streamed sums of `streaming` with the kernel t^2, so the z^2 features of a token
 exist for one block of tokens only.
 
-Each token is divided by its own norm, before and after the sketch, and the norms travel as
-logarithms: nothing overflows, however large the power.
+The degrees of s are weighed by the kernel alone, never by the lengths of the tokens of a call: a
+row's sum depends on no other row, and its gradient is exact. Each token is divided by its own norm,
+before and after the sketch, and the norms travel as logarithms: nothing overflows, however large
+the power.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from ..powers import PowerKernel
 from ..problem import Head
 from ..sketch import PolySketch
 from .exact import take
-from .polynomial import largest_norm, rescaled
 from .streaming import Task
 from .streaming_backward import add_gradients
 
@@ -46,8 +47,7 @@ class SketchSum:
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
     ) -> None:
-        """Add what flows back from the sums of these rows; the largest norms, which set the units
-        of the sketch, count as constants."""
+        """Add what flows back from the sums of these rows."""
         add_gradients(_SketchTask(head, rows, self.keys, self.kernel), total, cotangent)
 
 
@@ -57,7 +57,7 @@ class _SketchTask(Task):
     def __init__(self, head: Head, rows: Tensor | None, keys: Tensor | None, kernel: PowerKernel):
         assert kernel.sketch_size is not None
         super().__init__(head, rows, keys, FeatureMap(kernel.sketch_size, 2), SQUARE)
-        self.sketch = Sketched(head, rows, keys, kernel)
+        self.sketch = Sketched(head, kernel)
 
     def queries(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         return self.sketch.query(take(self.head.query, self.rows, start, stop))
@@ -81,39 +81,48 @@ class _SketchTask(Task):
 
 class Sketched:
     """Maps queries x and keys y to unit vectors and log-factors: the weight of a pair is
-    ``exp(log_x + log_y) * <x, y>^2``."""
+    ``exp(log_x + log_y) * <x, y>^2``.
 
-    def __init__(self, head: Head, rows: Tensor | None, keys: Tensor | None, kernel: PowerKernel):
+    With t = z / (p bound) = <q / a, k / b>, a b = p bound / scale and a / b the kernel's balance,
+    the features of degree k are sqrt|c_k| times the monomials of q / a and of k / b. A kernel
+    without polynomial is t itself: it has one degree, and its units cancel.
+    """
+
+    def __init__(self, head: Head, kernel: PowerKernel):
         assert kernel.sketch_size is not None
-        self.dtype, self.kernel = head.dtype, kernel
-        self.query_norm = largest_norm(head.query_norms if rows is None else head.query_norms[rows])
-        self.key_norm = largest_norm(head.key_norms if keys is None else head.key_norms[keys])
-        reach = abs(head.scale) * self.query_norm * self.key_norm
-        poly, self.log_unit = kernel.polynomial, kernel.log_unit
+        self.dtype, self.kernel, poly = head.dtype, kernel, kernel.polynomial
         coefficients: tuple[float, ...] = (0.0, 1.0)
+        self.log_unit = math.log(head.scale)
+        self.log_query_unit = self.log_key_unit = 0.0
         if poly is not None:
-            coefficients = rescaled(poly, reach / kernel.power)
-        elif reach > 0:
-            self.log_unit = math.log(reach)
+            coefficients, self.log_unit = poly.coefficients, kernel.log_unit
+            if poly.bound > 0:
+                log_units = math.log(poly.bound) + math.log(kernel.power) - math.log(head.scale)
+                self.log_query_unit = (log_units + math.log(kernel.balance)) / 2
+                self.log_key_unit = (log_units - math.log(kernel.balance)) / 2
+            else:
+                coefficients = coefficients[:1]
         self.features = FeatureMap(head.dim, len(coefficients) - 1)
         coefficient = torch.tensor(coefficients, dtype=torch.float64)
         weight = self.features.multiplicity * coefficient[self.features.order]
         self.kept = weight.nonzero().squeeze(1).to(head.query.device)
         self.weight = weight.to(head.query.device)[self.kept]
+        below = self.features.degree - self.features.order.to(head.query.device)[self.kept]
+        self.degrees_below = below.double()
         self.half = PolySketch(kernel.power, kernel.sketch_size, kernel.seed).half
 
     def query(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        unit, log_factor = self._sketch(tokens, self.query_norm, self._query_root)
+        unit, log_factor = self._sketch(tokens, self.log_query_unit, self._query_root)
         return unit, log_factor + self.kernel.power * self.log_unit
 
     def key(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return self._sketch(tokens, self.key_norm, self._key_root)
+        return self._sketch(tokens, self.log_key_unit, self._key_root)
 
     def pull_back_query(self, tokens: Tensor, grad: Tensor) -> Tensor:
-        return self._pull_back(tokens, grad, self.query_norm, self._query_root)
+        return self._pull_back(tokens, grad, self.log_query_unit, self._query_root)
 
     def pull_back_key(self, tokens: Tensor, grad: Tensor) -> Tensor:
-        return self._pull_back(tokens, grad, self.key_norm, self._key_root)
+        return self._pull_back(tokens, grad, self.log_key_unit, self._key_root)
 
     @property
     def _query_root(self) -> Tensor:
@@ -123,32 +132,53 @@ class Sketched:
     def _key_root(self) -> Tensor:
         return self._query_root * self.weight.sign().to(self.dtype)
 
-    def _sketch(self, tokens: Tensor, norm: float, root: Tensor) -> tuple[Tensor, Tensor]:
-        features = self.features(tokens.to(self.dtype) / norm)[:, self.kept] * root
-        features, log_length = _unit(features)
+    def _sketch(self, tokens: Tensor, log_unit: float, root: Tensor) -> tuple[Tensor, Tensor]:
+        x, _, weight, log_length = self._scaled(tokens, log_unit, root)
+        features, log_norm = _unit(self.features(x)[:, self.kept] * weight)
         sketched, log_sketched = _unit(self.half(features))
-        return sketched, self.kernel.power * log_length + 2 * log_sketched
+        return sketched, self.kernel.power * (log_length + log_norm) + 2 * log_sketched
 
-    def _pull_back(self, tokens: Tensor, grad: Tensor, norm: float, root: Tensor) -> Tensor:
+    def _scaled(
+        self, tokens: Tensor, log_unit: float, root: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens with entries of at most 1, what they were divided by [tokens, 1], the weights of
+        their features [tokens, kept], and the logarithm of what the weights were divided by.
+
+        A token whose entries exceed the unit u is divided by its largest entry instead, m u, and
+        the weights of degree k by m^(g - k): all its features are then m^g times too small.
+        """
+        largest = tokens.detach().abs().amax(1, keepdim=True).double()
+        log_divisor = largest.log()
+        if self.kernel.polynomial is None:  # one degree: every token has a unit of its own
+            log_divisor = torch.where(largest > 0, log_divisor, 0.0)
+        else:
+            log_divisor = log_divisor.clamp(min=log_unit)
+        log_ratio = log_divisor - log_unit
+        weight = root * (-self.degrees_below * log_ratio).exp().to(self.dtype)
+        divisor = log_divisor.exp()
+        log_length = (self.features.degree * log_ratio).squeeze(1).to(self.dtype)
+        return (tokens.double() / divisor).to(self.dtype), divisor, weight, log_length
+
+    def _pull_back(self, tokens: Tensor, grad: Tensor, log_unit: float, root: Tensor) -> Tensor:
         """Gradient of some tokens from that of their unit vectors.
 
         Sums are of degree 2 in the sketched token and the sketch is homogeneous too, so what flows
         back through the lengths and what flows back through their logarithms cancel: every
         length is a plain divisor.
         """
-        x = tokens.to(self.dtype) / norm
-        features, log_length = _unit(self.features(x)[:, self.kept] * root)
+        x, divisor, weight, _ = self._scaled(tokens, log_unit, root)
+        features, log_norm = _unit(self.features(x)[:, self.kept] * weight)
         _, log_sketched = _unit(self.half(features))
         grad = self.half.pull_back(features, grad * (-log_sketched).exp().unsqueeze(1))
         whole = x.new_zeros(len(x), self.features.count)
-        whole[:, self.kept] = grad * (-log_length).exp().unsqueeze(1) * root
+        whole[:, self.kept] = grad * (-log_norm).exp().unsqueeze(1) * weight
         lanes = x.unsqueeze(0)
         buffer = self.features.buffer(1, len(x), x)
         self.features.write(lanes, buffer)
         back = self.features.pull_back(
             buffer, lambda start, stop, out: out.copy_(whole[:, 1 + start : 1 + stop].T), len(x)
         )
-        return back[0].T / norm
+        return (back[0].T / divisor).to(self.dtype)
 
 
 def _unit(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -135,10 +135,13 @@ class Task(ABC):
         return self.features.write(self.in_lanes(tokens), buffer)
 
     def noise(self, mass: Tensor | float, block: int) -> Tensor:
-        """Rounding of a row's sums: depth of the sums times the magnitude of their terms."""
+        """Rounding of a row's sums: depth of the sums times the magnitude of their terms, and
+        times the smallest normal number, the most that underflow takes from one of them."""
         depth = sum_depth(self.key_count, block) + self.features.count
         depth += 2 * self.features.degree + self.head.dim + 16
-        return self.magnitude() * gamma(depth, product_roundoff(self.head.dtype)) * mass
+        dtype = self.head.dtype
+        rounding = self.magnitude() * gamma(depth, product_roundoff(dtype))
+        return (rounding + depth * torch.finfo(dtype).smallest_normal) * mass
 
 
 class State:
@@ -214,15 +217,23 @@ class Reader:
     def factor(self, block: Block) -> Tensor:
         """Weights of a block's tokens in the units of the state."""
         if block.log_weight is None:
-            return block.value.new_full((len(block.value),), math.exp(self.top))
-        return (block.log_weight + self.top).exp_()
+            log_weight = block.value.new_full((len(block.value),), self.top)
+        else:
+            log_weight = block.log_weight + self.top
+        return finite_exp(log_weight)
 
     def weight_gradient(self, num: Tensor, block: Block, features: Tensor) -> Tensor:
         """Gradient of a block's log-weights, from what `num` gives."""
         den = self.den(features, len(num))
         if block.column is not None:
             den = den * block.column
-        return ((num * block.value).sum(1) + den) * self.factor(block)
+        factor = self.factor(block)
+        return torch.where(factor > 0, ((num * block.value).sum(1) + den) * factor, 0.0)
+
+
+def finite_exp(exponent: Tensor) -> Tensor:
+    """In place, and at most the largest finite number: infinity would make NaN of zeros."""
+    return exponent.exp_().clamp_(max=torch.finfo(exponent.dtype).max)
 
 
 def _add_products(total: Tensor, features: Tensor, value: Tensor) -> None:

@@ -20,7 +20,17 @@ from torch import Tensor
 
 from ..cotangent import Cotangent, Gradients, add_tokens
 from .exact import take_index
-from .streaming import Block, Reader, Span, State, Task, causal_chunks, lane_rows, sum_keys
+from .streaming import (
+    Block,
+    Reader,
+    Span,
+    State,
+    Task,
+    causal_chunks,
+    finite_exp,
+    lane_rows,
+    sum_keys,
+)
 
 
 def add_gradients(task: Task, total: Gradients, cotangent: Cotangent) -> None:
@@ -97,17 +107,18 @@ class _Backward:
         return Block(tokens, log_factor + part.log_scale, part.num, part.den)
 
     def _read(self, reader: Reader, block: Block) -> Tensor:
-        """Gradient of a block's tokens, whose features have been written."""
-        task, rows = self.task, len(block.tokens)
-        factor = reader.factor(block).unsqueeze(1)
-        column = factor if block.column is None else factor * block.column.unsqueeze(1)
-        weight = task.in_lanes(torch.cat([block.value * factor, column], 1)).transpose(1, 2)
+        """Gradient of a block's tokens, whose features have been written; zero where a token has
+        no weight, whatever the sums are."""
+        task, rows, factor = self.task, len(block.tokens), reader.factor(block).unsqueeze(1)
+        column = torch.ones_like(factor) if block.column is None else block.column.unsqueeze(1)
+        weight = task.in_lanes(torch.cat([block.value, column], 1)).transpose(1, 2)
 
         def fill(start: int, stop: int, out: Tensor) -> None:
             torch.matmul(reader.sums[start:stop], weight, out=out)
 
         grad = task.features.pull_back(self.features, fill, weight.shape[2])
-        return grad.transpose(1, 2).flatten(0, 1)[:rows]
+        grad = grad.transpose(1, 2).flatten(0, 1)[:rows]
+        return torch.where(factor > 0, grad * factor, 0.0)
 
     def _add_row_weights(self, reader: Reader, block: Block, features: Tensor, span: Span) -> None:
         """Gradients of the rows' log-factors, where somebody asks for them."""
@@ -136,7 +147,7 @@ class _Backward:
         weight = block.log_weight.unsqueeze(1)
         if keys.log_weight is not None:
             weight = weight + keys.log_weight
-        weight = weight.masked_fill(key_at > row_at.unsqueeze(1), -math.inf).exp_()
+        weight = finite_exp(weight.masked_fill(key_at > row_at.unsqueeze(1), -math.inf))
         kernel = task.kernel(block.tokens, keys.tokens).mul_(weight)
         add_tokens(total.value, task.keys, key_span[0], kernel.T @ block.value)
         grad = torch.addmm(block.column.unsqueeze(1), block.value, keys.value.T)

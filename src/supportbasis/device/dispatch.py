@@ -119,7 +119,7 @@ def said(found: Sequence[Batch]) -> str:
 def _refusal(problem: Problem, implementation: str) -> str | None:
     """Why no head of this call can run through kernels, or None."""
     query, value = problem.query, problem.value
-    if not _has_triton():
+    if not has_triton():
         return "Triton is not installed (pip install 'supportbasis[triton]')"
     if query.device.type != "cuda" and not (implementation == "triton" and _interpreted()):
         return f"the tensors are on {query.device}, not on a CUDA device"
@@ -137,7 +137,7 @@ def _refusal(problem: Problem, implementation: str) -> str | None:
 
 
 @lru_cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return find_spec("triton") is not None
 
 

@@ -37,7 +37,7 @@ class Room:
         shapes = (problem.query.device, problem.n, problem.m, problem.key_log_weight is None)
         room = plan.memory.setdefault(("room", shapes), Room(usual))
         assert isinstance(room, Room)
-        if not room.known and _capturing():
+        if not room.known and capturing():
             raise InputError(
                 "plan: it has not run on such tensors yet, and what it needs is not known; call "
                 "once before a CUDA graph is recorded"
@@ -48,7 +48,7 @@ class Room:
         """What ``work(sizes, sure)`` returns beside the sizes that it needed and what else it
         tells; it has to be ``sure`` of its result for whatever sizes, unless the host looks at
         them at once."""
-        if _capturing():
+        if capturing():
             return work(self.sizes, True)[0]
         if self.known:
             self._hear()
@@ -92,7 +92,7 @@ class Room:
             self._news = None
 
 
-def _capturing() -> bool:
+def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

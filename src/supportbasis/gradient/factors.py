@@ -70,11 +70,10 @@ class PolynomialFactors(Factors):
             for norms, index in ((head.query_norms, rows), (head.key_norms, keys))
         )
         reach = abs(head.scale) * self.query_norm * self.key_norm
-        self.coefficients = rescaled(poly, reach)
+        self.coefficients, self.log_unit = rescaled(poly, reach)
         by_degree = torch.tensor(self.coefficients, dtype=torch.float64)
         weights = self.features.multiplicity * by_degree[self.features.order]
         self.weights = weights.to(head.dtype).to(head.query.device)
-        self.log_unit = min(poly.bound, 1e30)  # of the weights; beyond that none is left
 
     def left(self, rows: Tensor) -> Tensor:
         return self.features(self.head.query[rows] / self.query_norm).mul_(self.weights)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .auto import Auto
 from .base import Method
 from .block_support import BlockSupport
@@ -22,27 +20,4 @@ __all__ = [
     "Polynomial",
     "PowerAttention",
     "SingleThreshold",
-    "method_from_json",
 ]
-
-_METHODS: dict[str, type[Method]] = {
-    method.__name__: method
-    for method in (
-        Exact,
-        Polynomial,
-        SingleThreshold,
-        MultiThreshold,
-        PowerAttention,
-        BlockSupport,
-        Auto,
-    )
-}
-
-
-def method_from_json(content: dict[str, Any]) -> Method:
-    """The method that `Method.to_json` described."""
-    arguments = dict(content)
-    name = arguments.pop("name")
-    if name not in _METHODS:
-        raise ValueError(f"unknown method {name!r}; expected one of {sorted(_METHODS)}")
-    return _METHODS[name](**arguments)

@@ -11,6 +11,7 @@ import torch
 
 from ..basis import split_of
 from ..blocks import PLACES
+from ..checks import check_seed
 from ..cost import ENGINE, exact_seconds, handling, polynomial_work
 from ..density import NormBins, density_scale
 from ..errors import InputError
@@ -19,7 +20,7 @@ from ..plans import HeadPlan
 from ..problem import Head
 from ..rows import RowCheck
 from ..scores import ScoreSample
-from .base import Method, check_seed, exact_plan, is_positive
+from .base import Method, exact_plan, is_positive
 from .block_support import BlockSearch
 from .fitted import FittedSearch
 from .single_threshold import threshold_plan

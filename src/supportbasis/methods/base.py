@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from ..errors import InputError
 from ..features import RANK_LIMIT
@@ -28,9 +28,6 @@ class Method(ABC):
         """What this head will do when no approximation applies to the call."""
         return exact_plan(head, reason)
 
-    def to_json(self) -> dict[str, Any]:
-        return {"name": type(self).__name__, **asdict(self)}
-
 
 def exact_plan(head: Head, reason: str) -> HeadPlan:
     """The plan that computes everything, and why it was chosen."""
@@ -42,13 +39,6 @@ def check_degree(degree: object) -> int:
     if isinstance(degree, bool) or not isinstance(degree, Integral) or degree < 0:
         raise InputError(f"degree must be an integer >= 0, got {degree!r}")
     return int(degree)
-
-
-def check_seed(seed: object) -> int:
-    """A seed as a plain int, or an error."""
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
-        raise InputError(f"seed must be an integer >= 0, got {seed!r}")
-    return int(seed)
 
 
 def check_sketch_size(size: object) -> int | None:
@@ -65,8 +55,9 @@ def check_sketch_size(size: object) -> int | None:
 
 def is_positive(number: object) -> TypeGuard[float]:
     """Whether this is a finite number above zero."""
-    return (
-        isinstance(number, Real)
-        and not isinstance(number, bool)
-        and 0 < float(number) < float("inf")
-    )
+    if not isinstance(number, Real) or isinstance(number, bool):
+        return False
+    try:
+        return 0 < float(number) < math.inf
+    except OverflowError:  # an integer that no float can hold
+        return False

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from ..arrangement import ORDERS
 from ..blocks import PARTS, PLACES, START_NODES, BlockSettings, Structure, remembered
+from ..checks import check_seed
 from ..cost import ENGINE, ListSizes, block_work, handling
 from ..errors import InputError
 from ..frame import own_frame, plain_frame, prefix_of
@@ -17,13 +18,13 @@ from ..plans import HeadPlan
 from ..problem import Head
 from ..rows import RowCheck
 from ..tree import leaf_layout
-from .base import Method, check_seed, exact_plan, is_positive
+from .base import Method, exact_plan, is_positive
 from .block_check import BlockCheck
 from .fitted import FittedSearch
 
 TAILS = ("auto", "coarse", "polynomial")
 LEAF = 16
-BLOCK, DEVICE_BLOCK = 64, 128
+BLOCK, DEVICE_BLOCK, LARGEST_BLOCK = 64, 128, 4096
 SAMPLED_BLOCKS = 48
 LEAST, MOST = -36.0, 0.0  # logarithms of the prices that are tried
 STEPS = 14
@@ -78,8 +79,10 @@ class BlockSupport(Method):
                 raise InputError(f"{name} must be a finite number > 0, got {value!r}")
             object.__setattr__(self, name, float(value))
         size = self.block_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise InputError(f"block_size must be an integer >= 1, got {size!r}")
+        if size is not None and (type(size) is not int or not 1 <= size <= LARGEST_BLOCK):
+            raise InputError(
+                f"block_size must be an integer from 1 to {LARGEST_BLOCK}, got {size!r}"
+            )
         for name, choices in (("order", (*ORDERS, PLACES)), ("tail", TAILS)):
             value = getattr(self, name)
             if value not in choices:
@@ -175,7 +178,7 @@ class BlockSearch:
         reason = ""
         if head.is_causal and order not in ("auto", "tree"):
             order, reason = "tree", f"causal windows are ordered by trees, not by {order!r}"
-        settings = BlockSettings(1.0, block_size, LEAF, chunk_of(head, block_size), order)
+        settings = BlockSettings(1.0, block_size, LEAF, chunk_of(head.n, block_size), order)
         base = HeadPlan(
             "block", reason, head.n, head.m, 1.0, 1.0,
             blocks=settings, frame=frame, exact_rows=prefix_of(head) or 0,
@@ -242,7 +245,7 @@ class BlockSearch:
     def highest_speedup(head: Head, block_size: int, order: str) -> float:
         """What lists could reach at best, before anything is built."""
         block_size = max(1, block_size // PARTS) if order == PLACES else block_size
-        settings = BlockSettings(1.0, block_size, LEAF, chunk_of(head, block_size), order)
+        settings = BlockSettings(1.0, block_size, LEAF, chunk_of(head.n, block_size), order)
         levels = leaf_layout(head.n, block_size)[0] + leaf_layout(head.m, LEAF)[0] + 2
         visited, nodes = START_NODES * math.ceil(head.n / block_size), float(START_NODES)
         sizes = ListSizes(levels, 1, nodes, nodes, visited, visited, visited)
@@ -326,7 +329,7 @@ def _hoped(log_price: float, excess: float) -> float:
     return max(LEAST, log_price - math.log(max(1.0, excess)) / STEEPEST)
 
 
-def chunk_of(head: Head, block_size: int) -> int:
+def chunk_of(n: int, block_size: int) -> int:
     """Positions that see each other exactly: a power of two near n / 64."""
-    wish = max(2 * block_size, LEAF, min(512, head.n // 64))
+    wish = max(2 * block_size, LEAF, min(512, n // 64))
     return int(2 ** math.floor(math.log2(wish)))

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ..basis import LARGEST_REACH, buckets_of, score_reach
+from ..basis import buckets_of
 from ..buckets import check_ratio, edges, smallest_maximum
-from ..cost import Work, kernel_work, pair_work
+from ..checks import check_seed
+from ..components.polynomial import LARGEST_REACH
+from ..cost import Work, kernel_work, pair_work, sketch_work
 from ..errors import InputError
 from ..features import check_rank
 from ..plans import BucketPair, HeadPlan
 from ..powers import LARGEST_POWER, PowerKernel, normalising_constant, smallest_power
 from ..problem import Head
 from ..scores import ScoreSample, best_polynomial
-from .base import Method, check_degree, check_seed, check_sketch_size, exact_plan
+from .base import Method, check_degree, check_sketch_size, exact_plan
 
 MOST_PAIRS = 4096
+MOST_POLYNOMIALS = 64  # pairs that always get a polynomial, which takes 3 ms to find: that is
+POLYNOMIAL_WORK = 2**26  # the time of so many multiply-adds of exact attention
 SMALL_SHARE = 1 / 16  # of all pairs: a bucket pair below is exact where that is cheaper
 HIGH_POWER = 8  # sketches of higher powers say little: exact where that is affordable,
 AFFORDABLE = 4.0  # that is, at no more than this many times the work of the sketch,
 HIGHEST_POWER = 64  # and always beyond this power
-
-Members = tuple[Tensor | None, Tensor | None]  # rows and keys of a pair; None: all
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,8 @@ class MultiThreshold(Method):
     With a sketch, a pair that holds at most 1/16 of all pairs is exact where that takes less work,
     one with p > 8 where it takes at most four times the work, and one with p > 64 always: the
     variance of a sketch grows with p. Rows whose sketched denominator is provably too small are
-    computed exactly.
+    computed exactly. Of the pairs that are left, the 64 largest get a polynomial; smaller ones are
+    exact where finding one would take longer than their sums, and the plan says how many.
     """
 
     ratio: float = 2.0
@@ -85,33 +91,87 @@ class MultiThreshold(Method):
                 f"pairs, more than {MOST_PAIRS}; use a larger ratio"
             )
         row_sets, key_sets = buckets_of(plan, head)
-        work = Work(scanned=3 * (head.n + head.m) * head.dim)
-        pairs = []
-        for i, j in product(range(len(row_sets)), range(len(key_sets))):
-            edge, members = (plan.row_edges[i], plan.key_edges[j]), (row_sets[i], key_sets[j])
-            pair, its_work = self._pair(edge, (i, j), head, members)
-            pairs.append(pair)
+        rows = _buckets(plan.row_edges, row_sets, head.query_norms)
+        keys = _buckets(plan.key_edges, key_sets, head.key_norms)
+        found = [
+            _Pair(i, j, rows[i], keys[j], *self._power(head, rows[i], keys[j]))
+            for i, j in product(range(len(rows)), range(len(keys)))
+        ]
+        powers = [pair for pair in found if _is_power(head, pair, self)]
+        chosen = _worth_a_polynomial(head, powers)
+        work, pairs = Work(scanned=3 * (head.n + head.m) * head.dim), []
+        for pair in found:
+            bucket_pair, its_work = self._planned(head, pair, (pair.row, pair.key) in chosen)
+            pairs.append(bucket_pair)
             work = work + its_work
-        cost, speedup = work.cost(head), work.speedup(head)
-        return replace(plan, cost=cost, speedup=speedup, pairs=tuple(pairs))
+        left_out = len(powers) - len(chosen)
+        reason = (
+            f"{left_out} of {count} bucket pairs, the smallest, are exact: finding their "
+            "polynomials would take longer than their sums"
+        )
+        return replace(
+            plan,
+            reason=reason if left_out else "",
+            cost=work.cost(head),
+            speedup=work.speedup(head),
+            pairs=tuple(pairs),
+        )
 
-    def _pair(
-        self, edge: tuple[float, float], at: tuple[int, int], head: Head, members: Members
-    ) -> tuple[BucketPair, Work]:
-        """One pair of buckets: its range, its power, and how it is summed."""
-        rows, keys = members
-        count = (head.n if rows is None else len(rows), head.m if keys is None else len(keys))
-        by_entry = abs(head.scale) * head.dim * edge[0] * edge[1]
-        reach = min(by_entry, score_reach(head, rows, keys), LARGEST_REACH)
+    def _power(self, head: Head, rows: _Bucket, keys: _Bucket) -> tuple[float, int]:
+        """Certified range of the scores of a pair, and its power."""
+        by_entry = abs(head.scale) * head.dim * rows.edge * keys.edge
+        reach = min(by_entry, abs(head.scale) * rows.norm * keys.norm, LARGEST_REACH)
         n = max(head.n, _live_count(head))
-        constant = normalising_constant(*edge, head.scale, head.dim, n)
-        power = smallest_power(reach, constant)
-        sample = ScoreSample.draw(head, rows, keys)
-        poly = best_polynomial(sample, self.degree, reach / power, power=power)
-        # pairs of equal power share a sketch: its common factor then cancels in the division
-        kernel, work = _chosen(head, count, PowerKernel(power, poly, self.sketch_size, self.seed))
-        work = work + Work(scanned=ScoreSample.MULTIPLY_ADDS * head.dim)
-        return BucketPair(*at, *count, reach, kernel), work
+        constant = normalising_constant(rows.edge, keys.edge, head.scale, head.dim, n)
+        return reach, smallest_power(reach, constant)
+
+    def _planned(self, head: Head, pair: _Pair, is_power: bool) -> tuple[BucketPair, Work]:
+        rows, keys, power = pair.rows, pair.keys, pair.power
+        kernel, work = None, pair_work(head, rows.size, keys.size)
+        if is_power:
+            sample = ScoreSample.draw(head, rows.members, keys.members)
+            poly = best_polynomial(sample, self.degree, pair.reach / power, power=power)
+            # pairs of equal power share a sketch: its common factor then cancels in the division
+            kernel = PowerKernel(power, poly, self.sketch_size, self.seed, _balance(rows, keys))
+            work = kernel_work(head, rows.size, keys.size, kernel)
+            work = work + Work(scanned=ScoreSample.MULTIPLY_ADDS * head.dim)
+        return BucketPair(pair.row, pair.key, rows.size, keys.size, pair.reach, kernel), work
+
+
+class _Bucket(NamedTuple):
+    """Rows or live keys between two thresholds."""
+
+    members: Tensor | None  # None: all
+    size: int
+    edge: float  # upper threshold
+    norm: float  # the largest
+
+
+class _Pair(NamedTuple):
+    """Two buckets before anything is decided."""
+
+    row: int
+    key: int
+    rows: _Bucket
+    keys: _Bucket
+    reach: float
+    power: int
+
+
+def _buckets(edges: Sequence[float], sets: Sequence[Tensor | None], norms: Tensor) -> list[_Bucket]:
+    result = []
+    for edge, members in zip(edges, sets, strict=True):
+        own = norms if members is None else norms[members]
+        result.append(_Bucket(members, len(own), edge, float(own.max()) if len(own) else 0.0))
+    return result
+
+
+def _balance(rows: _Bucket, keys: _Bucket) -> float:
+    """Longest row over longest key, within what float64 holds; 1 where one of them is zero."""
+    if not (rows.norm > 0 and keys.norm > 0):
+        return 1.0
+    log_ratio = math.log(rows.norm) - math.log(keys.norm)
+    return math.exp(min(max(log_ratio, -700.0), 700.0))
 
 
 def _live_count(head: Head) -> int:
@@ -119,20 +179,28 @@ def _live_count(head: Head) -> int:
     return head.m if head.live_keys is None else len(head.live_keys)
 
 
-def _chosen(
-    head: Head, count: tuple[int, int], kernel: PowerKernel
-) -> tuple[PowerKernel | None, Work]:
-    """The kernel and its work, or None and exact work where that is the better way."""
-    rows, keys = count
-    work, exact = kernel_work(head, rows, keys, kernel), pair_work(head, rows, keys)
-    if kernel.power >= LARGEST_POWER:
-        return None, exact
-    if kernel.sketch_size is None:
-        return kernel, work
-    ratio = exact.multiply_adds(head) / work.multiply_adds(head)
+def _is_power(head: Head, pair: _Pair, method: MultiThreshold) -> bool:
+    """Whether a power is the better way to sum a pair; exact sums are, otherwise."""
+    rows, keys, power = pair.rows.size, pair.keys.size, pair.power
+    if power >= LARGEST_POWER:
+        return False
+    if method.sketch_size is None:
+        return True
+    if power > HIGHEST_POWER:
+        return False
+    work = sketch_work(head, rows, keys, power, method.sketch_size, method.degree)
+    ratio = pair_work(head, rows, keys).multiply_adds(head) / work.multiply_adds(head)
     small = rows * keys <= SMALL_SHARE * head.n * _live_count(head)
-    cheaper = small and ratio <= 1
-    high = kernel.power > HIGH_POWER and ratio <= AFFORDABLE
-    if cheaper or high or kernel.power > HIGHEST_POWER:
-        return None, exact
-    return kernel, work
+    return not (small and ratio <= 1) and not (power > HIGH_POWER and ratio <= AFFORDABLE)
+
+
+def _worth_a_polynomial(head: Head, pairs: Sequence[_Pair]) -> set[tuple[int, int]]:
+    """The largest pairs, and of the others those whose sums take longer than a polynomial does:
+    heavy tails make thousands of pairs with a few tokens each."""
+    by_size = sorted(pairs, key=lambda pair: -pair.rows.size * pair.keys.size)
+    return {
+        (pair.row, pair.key)
+        for rank, pair in enumerate(by_size)
+        if rank < MOST_POLYNOMIALS
+        or pair_work(head, pair.rows.size, pair.keys.size).multiply_adds(head) > POLYNOMIAL_WORK
+    }

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Integral
 
+from ..checks import check_seed
 from ..cost import Work, kernel_work
 from ..errors import InputError
 from ..plans import HeadPlan
 from ..powers import LARGEST_POWER, PowerKernel
 from ..problem import Head
-from .base import Method, check_seed, check_sketch_size
+from .base import Method, check_sketch_size
 
 
 @dataclass(frozen=True)

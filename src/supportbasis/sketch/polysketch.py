@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..checks import check_seed
 from ..errors import InputError
 from ..rounding import compute_dtype
 from .draws import Source, check_integer
@@ -88,8 +89,9 @@ class PolySketch:
     base: str = "gaussian"
 
     def __post_init__(self) -> None:
-        for name, least in (("power", 1), ("size", 1), ("seed", 0)):
-            object.__setattr__(self, name, check_integer(name, getattr(self, name), least))
+        for name in ("power", "size"):
+            object.__setattr__(self, name, check_integer(name, getattr(self, name), 1))
+        object.__setattr__(self, "seed", check_seed(self.seed))
         if not isinstance(self.base, str) or self.base not in _BASES:
             raise InputError(f"base must be one of {sorted(_BASES)}, got {self.base!r}")
 

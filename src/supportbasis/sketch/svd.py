@@ -26,7 +26,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from ..checks import check_finite
+from ..checks import check_finite, check_seed
 from ..errors import InputError
 from ..rounding import compute_dtype
 from .draws import Source, check_integer
@@ -56,7 +56,7 @@ def approximate_svd(
     """
     matrix = _check_matrix(a)
     n, m = matrix.shape
-    k, seed = check_integer("k", k, 1), check_integer("seed", seed, 0)
+    k, seed = check_integer("k", k, 1), check_seed(seed)
     if k > min(n, m):
         raise InputError(f"k is {k}, more than the smaller side of a, which is {n} x {m}")
     if isinstance(eps, bool) or not isinstance(eps, Real) or not 0 < eps <= 1:

@@ -136,7 +136,7 @@ class Dense:
     ) -> Block:
         if kernel is None or kernel.sketch_size is None:
             return Block(place, kernel, plan.polynomial)
-        sketched = Sketched(self.head, rows, keys, kernel)
+        sketched = Sketched(self.head, kernel)
         query = self.head.query if rows is None else self.head.query[rows]
         key = self.head.key if keys is None else self.head.key[keys]
         return Block(place, kernel, None, sketched.query(query), sketched.key(key))

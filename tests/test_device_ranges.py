@@ -1,0 +1,97 @@
+"""Ranges of scores on a device: in Triton's interpreter, and end to end on a GPU."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+
+import supportbasis as sb
+from cases import dense_attention, qkv
+from supportbasis.inputs import attention_problem
+from test_triton import DEVICE, needs_triton, on_device
+
+# after the interpreter is chosen, which is read when a kernel is decorated
+from supportbasis.device.range_check import RangeCheck  # isort: skip
+from supportbasis.kernels.lengths import lengths  # isort: skip
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("n", "d"), [(1, 3), (63, 16), (300, 40)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_lengths_are_those_of_the_tokens_that_count(n, d, dtype, weighted):
+    batch, heads, key_heads = 2, 4, 2
+    x = qkv(batch, heads, key_heads=key_heads, n=n, m=n, d=d, dtype=dtype)[1].to(DEVICE)
+    x = x.transpose(1, 2).contiguous().transpose(1, 2)  # heads after tokens
+    limit = torch.tensor([0.5, 1.0, 2.0, math.inf] * batch, device=DEVICE)
+    weight = None
+    if weighted:
+        weight = torch.zeros(batch, heads, n, device=DEVICE)
+        weight[..., ::3] = -math.inf
+    found = lengths(x, heads, limit, weight).double()
+    wide = x.double().repeat_interleave(heads // key_heads, 1).flatten(0, 1)
+    counted = wide.abs().amax(2) <= limit.unsqueeze(1)
+    if weight is not None:
+        counted &= weight.flatten(0, 1) == 0
+    size = torch.where(counted, wide.norm(dim=2), 0.0)
+    close = {"rtol": 1e-5, "atol": 1e-6}  # a sum of d squares and of n lengths in float32
+    torch.testing.assert_close(found[..., 0].amax(1), size.amax(1).square(), **close)
+    torch.testing.assert_close(found[..., 1].sum(1), size.sum(1), **close)
+    torch.testing.assert_close(found[..., 2].sum(1), counted.sum(1).double())
+
+
+@needs_triton
+@pytest.mark.parametrize("method", [sb.Polynomial(2), sb.SingleThreshold(0.9, 2)], ids=str)
+def test_the_host_hears_at_the_next_call_which_heads_left_their_range(method):
+    tensors = qkv(1, 2, n=70, d=5, scale=0.3, dtype=torch.float32)
+    plan = sb.plan(*tensors, method=method)
+    check, device = RangeCheck(plan, torch.device(DEVICE)), DEVICE
+
+    def call(factor):
+        q, k, v = (x.to(device) for x in tensors)
+        q, k = q.clone(), k.clone()
+        q[:, 1], k[:, 1] = (x[:, 1].sign() * 0.29 * factor for x in (q, k))
+        check.ask(attention_problem(q, k, v, None, 0.0, False, None, False))
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(1.0)
+        assert check.reported(plan) is plan
+        call(3.0)
+    with pytest.warns(UserWarning, match=r"heads \[0, 1\] leave .*in an earlier call"):
+        instead = check.reported(plan)
+    assert [head.kind for head in instead.heads] == [plan.heads[0].kind, "exact"]
+    assert check.reported(plan) is instead
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("marks", [pytest.param((), marks=on_device)])
+def test_a_call_on_the_device_is_reported_at_the_next(compiled, marks):
+    tensors = [x.cuda() for x in qkv(1, 2, n=3000, d=64, scale=0.3, dtype=torch.bfloat16)]
+    plan = sb.plan(*tensors, method=sb.Polynomial(2))
+    assert plan.heads[0].polynomial.positive
+    call = lambda *x: sb.attention(*x, plan=plan)  # noqa: E731
+    call = torch.compile(call, backend="aot_eager") if compiled else call
+    far = [4 * tensors[0], 4 * tensors[1], tensors[2]]
+    for _ in range(2):
+        call(*tensors)
+        torch.cuda.synchronize()
+    call(*far)
+    torch.cuda.synchronize()
+    with pytest.warns(UserWarning, match="in an earlier call"):
+        given = call(*far)
+    exact, _ = dense_attention(*far)
+    assert float((given.double() - exact).norm() / exact.norm()) < 0.02
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        call(*far)
