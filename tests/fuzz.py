@@ -131,9 +131,11 @@ def simplified(case: Case, key: str, seconds: float = 10.0) -> Case:
 
 def _simpler(case: Case, usual: Case) -> Iterator[Case]:
     for one in fields(Case):
+        if one.name == "leading" and not case.leading:
+            continue  # simpler than usual
         if one.name not in ("method", "run", "check", "seed", "n", "m", "d", "dv"):
             yield replace(case, **{one.name: getattr(usual, one.name)})
-    if case.key_leading is None:
+    if case.key_leading is None and len(case.leading) <= 1:
         yield replace(case, leading=())
     for i in range(3):
         yield replace(case, layouts=(*case.layouts[:i], "contiguous", *case.layouts[i + 1 :]))
