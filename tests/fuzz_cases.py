@@ -194,7 +194,7 @@ def draw(seed: int, number: int) -> Case:
     )
 
 
-HEADS, TURNS = 200, 8  # in a call of a run of the bound, and calls with one plan
+HEADS, TURNS = 200, 12  # in a call of a run of the bound, and calls with one plan
 
 
 def draw_bound(seed: int, number: int) -> Case:
@@ -214,7 +214,7 @@ def draw_bound(seed: int, number: int) -> Case:
         n,
         n if random_.random() < 0.5 else random_.randint(1, 12),
         d,
-        random_.randint(1, 4),
+        d if random_.random() < 0.5 else random_.randint(1, 4),
         data=pick(DATA) if random_.random() < 0.7 else "normal",
         values=pick(VALUES),
         mask=_bound_mask(random_) if run == "attention" else None,

@@ -105,7 +105,7 @@ def _check(case: Case) -> int:
 
 def _memory(x: Tensor) -> tuple[object, ...]:
     """Everything a call must leave as it is."""
-    storage = bytes(x.untyped_storage())
+    storage = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).numpy().tobytes()
     return storage, x.shape, x.stride(), x.storage_offset(), x._version
 
 
@@ -528,7 +528,8 @@ def _steep(case: Case, inputs: Inputs, truth: Truth) -> bool:
     if unit * (case.d + 6) * (float(truth.reach.max(initial=0)) + _largest_bias(inputs)) > 1:
         return True
     query, key, value = (_largest(x) for x in inputs.tensors[:3])
-    largest = max(query, key) * abs(_scale(case)) * max(value, 1.0) * case.n * (case.dv + 1) * 100
+    slope = max(1.0, max(query, key) * abs(_scale(case)))
+    largest = slope * max(value, 1.0) * case.n * (case.dv + 1) * 100
     power = getattr(case.build_method, "power", 1)
     return not largest * power < torch.finfo(case.torch_dtype).max
 

@@ -44,8 +44,8 @@ def test_compiled_calls(method):
 FOUND = {
     "a mask for no queries": Case(n=0, m=1, d=1, dv=1, mask="bias of pairs"),
     "sums of zero have no unit": Case(
-        "sb.Polynomial(1)", "kernel_sum", leading=(2, 3), n=4, m=1, d=2, dv=1, data="mixed",
-        seed=498112552,
+        "sb.Polynomial(1)", "kernel_sum", leading=(), n=4, m=3, data="large", values="zeros",
+        scale=8.0,
     ),
     "rounding of the unit of huge sums": Case(
         run="kernel_sum", dtype="float64", leading=(), m=3, d=2, dv=1, values="huge",
@@ -73,17 +73,12 @@ FOUND = {
         "sb.BlockSupport(tolerance=0.1, block_size=8)", dtype="float64", leading=(), n=257, m=111,
         d=4, dv=1, data="huge", seed=623349155,
     ),
-    "fitted coefficients beyond float32": Case(
-        "sb.BlockSupport(0.5, tail='polynomial')", leading=(), n=64, m=257, d=8, dv=8,
-        data="heavy", scale=1.0, seed=606319463,
-    ),
     "lists of values without entries": Case(
         "sb.BlockSupport(0.5, block_size=16, order='sequence')", n=111, m=111, d=4, dv=0
     ),
     "a scale that float32 takes for zero": Case(causal=True, scale=1e-300),
     "gradients of a scale of zero": Case(
-        "sb.Polynomial(3, bound=2.0)", check="gradients", leading=(), n=17, m=2, d=1, dv=1,
-        data="huge", scale=0.0, seed=1670304331,
+        check="gradients", leading=(), m=2, d=1, data="huge", values="mixed", scale=0.0, seed=18
     ),
     "entries without a variance": Case(
         "sb.SingleThreshold('sub-gaussian', 2)", dtype="float64", leading=(), n=3, m=17, d=2,
@@ -141,7 +136,7 @@ def test_the_fuzzer_sees_a_bound_that_is_too_small(monkeypatch):
         (lambda outcome: outcome.lse.add_(1e-3), "lse is off"),
         (lambda outcome: outcome.output.mul_(1.1), "the bound is violated"),
         (lambda outcome: outcome.output[..., 0, 0].fill_(math.nan), "overflows"),
-        (lambda outcome: outcome.output.add_(1e-7 * torch.randn(1)), "the same call twice"),
+        (lambda outcome: outcome.output.add_(1e-5 * torch.rand(1)), "the same call twice"),
     ],
 )
 def test_the_fuzzer_sees_a_wrong_result(monkeypatch, change, seen):
