@@ -29,9 +29,9 @@ PROVED = {  # methods with a proved bound, and how often they are drawn
     "sb.SingleThreshold(None, 2)": 2,
     "sb.SingleThreshold('sqrt-log', 1)": 1,
     "sb.SingleThreshold('sub-gaussian', 2)": 1,
-    "sb.MultiThreshold(2.0, 1)": 2,
-    "sb.MultiThreshold(4.0, 2)": 2,
-    "sb.MultiThreshold(math.inf, 2)": 2,
+    "sb.MultiThreshold(2.0, 1)": 1,
+    "sb.MultiThreshold(4.0, 2)": 1,
+    "sb.MultiThreshold(math.inf, 2)": 1,
 }
 POWERS = {"sb.PowerAttention(2)": 1, "sb.PowerAttention(4)": 1, "sb.PowerAttention(6)": 1}
 MEASURED = {  # methods whose error is measured
