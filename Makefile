@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 ARGS   ?=
+CASES  ?= 1000
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -11,7 +12,7 @@ STAMP := $(VENV)/.stamp
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench test lint format docs clean
+.PHONY: help setup demo bench test fuzz lint format docs clean
 
 help: ## show this list
 	@echo "usage: make TARGET [ARGS=\"...\"] [PYTHON=python3]"; echo
@@ -35,6 +36,9 @@ bench: $(STAMP) ## time the methods against PyTorch's exact attention
 
 test: $(STAMP) ## run the tests (ARGS="-k name" to choose)
 	@$(BIN)/python -m pytest $(ARGS)
+
+fuzz: $(STAMP) ## random calls of every method, CASES=1000 (ARGS="--only bound --jobs 2 --resume")
+	@$(BIN)/python tests/fuzz.py --cases $(CASES) $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict on src
 	@$(BIN)/ruff check .

@@ -19,7 +19,7 @@ from .device.judge import judged
 from .errors import InputError
 from .execute import Outcome, execute
 from .inputs import attention_problem, check_tensors, kernel_problem, with_weights
-from .methods import Auto, Exact, Method, PowerAttention
+from .methods import Auto, Exact, Method, Polynomial, PowerAttention
 from .plans import Plan
 from .problem import Problem
 from .result import Result
@@ -257,6 +257,8 @@ def _the_plan(problem: Problem, method: Method | None, plan: Plan | None) -> Pla
         method = method or Auto()
         _check_gradients(problem)
         _check_power(problem, method)
+        if problem.needs_exact or not isinstance(method, Polynomial):
+            autograd.check_scores(problem)
         return _make_plan(problem, method)
     if not isinstance(plan, Plan):
         raise InputError(f"plan must be an sb.Plan, got {type(plan).__name__}")
@@ -267,9 +269,13 @@ def _the_plan(problem: Problem, method: Method | None, plan: Plan | None) -> Pla
     if not is_watched():  # else the operator will look at entries
         autograd.check_entries(problem)
     if problem.needs_exact:
-        return _make_plan(problem, plan.method)
-    autograd.check_plan(problem, plan)
-    return plan if is_watched() else autograd.in_range(problem, plan)
+        plan = _make_plan(problem, plan.method)
+    else:
+        autograd.check_plan(problem, plan)
+        plan = plan if is_watched() else autograd.in_range(problem, plan)
+    if not is_watched():
+        autograd.check_scores(problem, plan)
+    return plan
 
 
 def _fits_graph(
@@ -363,8 +369,9 @@ def _run_sdpa(problem: Problem, need_lse: bool) -> Outcome:
     empty = problem.query.new_zeros((*shape, 0), dtype=problem.dtype)
     if not need_lse:
         return Outcome(sdpa.sdpa(problem), empty, zero, zero, zero, zero, empty.bool())
-    with torch.no_grad():
-        lse = execute(problem, _make_plan(problem, Exact())).lse
+    with torch.no_grad():  # no value has a part in it, nor can overflow it
+        plain = replace(problem, value=torch.zeros_like(problem.value[..., :1]))
+        lse = execute(plain, _make_plan(plain, Exact())).lse
     noise = sdpa.sdpa_noise(problem)
     return Outcome(sdpa.sdpa(problem), lse, zero, zero, zero, noise, empty.bool())
 

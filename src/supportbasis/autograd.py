@@ -146,6 +146,38 @@ def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
     check_output(problem, outcome.output)
 
 
+def check_scores(problem: Problem, plan: Plan | None = None) -> None:
+    """Raise if a score can overflow, unless a plan has one polynomial for all of a head's scores,
+    which has units of its own. A score of +inf shows in the output; but if all scores of a row
+    become -inf, kernels take it for a row that may attend to nothing."""
+    query, key = problem.query.detach(), problem.key.detach()
+    if query.is_cuda or not query.numel() or not key.numel():
+        return
+    if plan is not None and all(head.kind == "polynomial" for head in plan.heads):
+        return
+    low, high = zip(*(x.aminmax() for x in (query, key)), strict=True)
+    sizes = [max(-float(least), float(most)) for least, most in zip(low, high, strict=True)]
+    if _largest_step(problem, *sizes) < torch.finfo(problem.dtype).max:
+        return
+    for _, _, head in problem.each_head():  # keys that are masked may hold anything
+        keys = head.key_maxima if head.live_keys is None else head.key_maxima[head.live_keys]
+        if not keys.numel() or not head.n:
+            continue
+        sizes = [float(head.query_maxima.max()), float(keys.max())]
+        if not _largest_step(problem, *sizes) < torch.finfo(problem.dtype).max:
+            raise InputError(
+                f"a score overflows {problem.dtype}: scale is {problem.scale:.3g}, the largest "
+                f"entries of query and key are {sizes[0]:.3g} and {sizes[1]:.3g}; scale them down "
+                "or use float64"
+            )
+
+
+def _largest_step(problem: Problem, query: float, key: float) -> float:
+    """No product on the way to a score is larger, whether the scale comes first or last."""
+    scale = abs(problem.scale)
+    return max(problem.query.shape[-1] * query * key * max(scale, 1.0), scale * max(query, key))
+
+
 def check_output(problem: Problem, output: Tensor) -> None:
     """Finite inputs can still overflow: in a score, or in a sum of huge values."""
     if output.is_cuda or math.isfinite(output.detach().sum(dtype=problem.dtype).item()):
@@ -180,8 +212,10 @@ def _run_forward(
     the_plan = Plan.known(plan)
     check_plan(problem, the_plan)
     check_entries(problem)
+    the_plan = in_range(problem, the_plan)
+    check_scores(problem, the_plan)
     with torch.autocast(query.device.type, enabled=False):
-        outcome = compute(problem, in_range(problem, the_plan), implementation)
+        outcome = compute(problem, the_plan, implementation)
     counts = torch.stack([outcome.invalid_rows, outcome.rescued_rows, outcome.rounding])
     return outcome.output, outcome.lse, outcome.rescued.contiguous(), counts
 

@@ -110,17 +110,19 @@ def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int
     largest = float(head.value.abs().max()) if head.value.numel() else 0.0
     vanishing = torch.finfo(head.query.dtype).smallest_normal / largest if largest else 0.0
     narrow = 2 * unit_roundoff(head.query.dtype)
+    invalid = int(outcome.invalid_rows[at]) > int(outcome.rescued_rows[at])  # zeros
     spread, error, nonnegative = distortion(head, plan)
     if not head.normalise:
         lost = min(1.0, vanishing * _smallest_row(outcome, at))
-        return error + (1 + error) * (1 + eta) * (eta + narrow) + lost
+        lost += torch.finfo(head.dtype).smallest_normal / largest if largest else 0.0
+        total = error + (1 + error) * (1 + eta) * (eta + narrow) + lost
+        return max(total, 1.0) if invalid else total
     output = float(outcome.output[at].abs().max()) if outcome.output[at].numel() else 0.0
     trivial = 1 + output / largest if largest > 0 else 0.0
     if spread == math.inf and not nonnegative:
         return trivial if plan.frame is not None else math.inf
     polynomial = 2 * math.tanh(spread / 4)
     rounding = 2 * eta / (1 - eta) if eta < 1 else math.inf
-    invalid = int(outcome.invalid_rows[at]) > int(outcome.rescued_rows[at])
     total = polynomial + rounding + narrow + vanishing
     return min(trivial, max(total, 1.0) if invalid else total)
 
@@ -156,6 +158,8 @@ def sampled_error(
     error = outcome.output[at][sample.rows].double() - exact
     failed = plan.is_sketched and int(outcome.rescued_rows[at]) > RESCUED_SHARE * head.n
     if not head.is_density:
+        unit = max([1e-300, *(float(x.abs().max()) for x in (error, exact) if x.numel())])
+        error, exact = error / unit, exact / unit  # so that squares neither vanish nor overflow
         measured, limit = sample.frobenius_limit(error.square().sum(-1), exact.square().sum(-1))
         return measured, math.inf if failed else limit
     peak = max(float(exact.abs().max()), 1e-300)  # largest error over largest density

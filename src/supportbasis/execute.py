@@ -11,10 +11,12 @@ from torch import Tensor
 
 from .basis import RowGroup, exact_component, support_basis
 from .components import evaluate
+from .errors import InputError
 from .jensen import least_lse
 from .partial import Partial
 from .plans import HeadPlan, Plan
 from .problem import Head, Problem
+from .rounding import unit_roundoff
 
 
 @dataclass
@@ -74,9 +76,15 @@ def run_head(
                 rescued = lost & valid
                 outcome.rescued_rows[at] += rescued.sum()
                 outcome.rescued[at][slice(None) if group.rows is None else group.rows] = rescued
+        if plan.kind != "polynomial" and bool((total.seen & ~total.finite).any()):
+            raise InputError(
+                f"a sum overflows {head.dtype}: the largest value is "
+                f"{float(head.value.abs().max()):.3g}; scale values down or use float64"
+            )
         if bool(valid.any()):
             relative = (total.noise / total.den.abs())[valid].max()
-            outcome.rounding[at] = torch.maximum(outcome.rounding[at], relative.nan_to_num(1.0))
+            relative = relative.nan_to_num(1.0 if head.normalise else math.inf, posinf=math.inf)
+            outcome.rounding[at] = torch.maximum(outcome.rounding[at], relative)
         finished.append((group.rows, total, valid))
     write = _write_attention if head.normalise else _write_sums
     write(head, finished, outcome, at)
@@ -114,21 +122,30 @@ def _write_attention(head: Head, finished: Finished, outcome: Outcome, at: tuple
 
 
 def _write_sums(head: Head, finished: Finished, outcome: Outcome, at: tuple[int, int]) -> None:
-    """Unnormalised sums of all rows in one common unit, exp(log_scale), so that none overflows."""
-    top = -math.inf
+    """Unnormalised sums of all rows in one common unit, exp(log_scale), so that none overflows.
+
+    The unit is that of the largest sum, but not so small that a factor overflows; one that does
+    belongs to sums of zero. A factor e^x has the rounding of x, and a few of exp.
+    """
+    top, least = -math.inf, -math.log(torch.finfo(head.dtype).max) / 2
     for rows, total, valid in finished:
         if head.query_log_weight is not None:
             factor = head.query_log_weight if rows is None else head.query_log_weight[rows]
             total.log_scale = total.log_scale + factor
-        size = total.num.abs().amax(-1).log() if head.value_dim else total.log_scale
-        size = torch.where(valid, size + total.log_scale, -math.inf)
+        largest = total.num.abs().amax(-1) if head.value_dim else torch.ones_like(total.den)
+        size = largest.log().clamp(min=least) + total.log_scale
+        size = torch.where(valid & (largest > 0), size, -math.inf)
         top = max(top, float(size.max()) if size.numel() else -math.inf)
-    unit = top if top > -math.inf else 0.0
-    outcome.log_scale[at] = unit
+    outcome.log_scale[at] = top if top > -math.inf else 0.0
+    unit, longest = float(outcome.log_scale[at]), 0.0
     for rows, total, valid in finished:
-        factor = torch.where(valid, (total.log_scale - unit).exp(), 0.0)
+        exponent = total.log_scale - unit
+        factor = torch.where(valid & (exponent < -least * 2), exponent.exp(), 0.0)
+        if bool((factor > 0).any()):
+            longest = max(longest, float(exponent[factor > 0].abs().max()))
         where = slice(None) if rows is None else rows
         sums = total.num.nan_to_num(0.0).mul_(factor.unsqueeze(1))
         outcome.output[at][where] = sums.to(outcome.output.dtype)
         den = torch.where(valid & (total.den > 0), total.den.log() + total.log_scale, -math.inf)
         outcome.lse[at][where] = den.to(outcome.lse.dtype)
+    outcome.rounding[at] += math.expm1((longest + 4) * unit_roundoff(head.dtype))

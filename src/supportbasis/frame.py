@@ -124,9 +124,13 @@ def prefix_of(head: Head) -> int | None:
 
 
 def own_frame(head: Head) -> Frame:
-    """The balanced frame of a head, made once; of a causal head from its prefix."""
+    """The balanced frame of a head, made once; of a causal head from its prefix. Tokens that only
+    numbers beyond the dtype of the sums could balance stay as they are."""
     if Frame not in head.memory:
-        head.memory[Frame] = balanced(head, prefix_of(head))
+        frame, largest = balanced(head, prefix_of(head)), torch.finfo(head.dtype).max
+        parts = (frame.query_centre, frame.key_centre, frame.query_map, frame.key_map)
+        fits = all(bool((x.abs() < math.sqrt(largest)).all()) for x in parts)
+        head.memory[Frame] = frame if fits else plain_frame(head)
     made = head.memory[Frame]
     assert isinstance(made, Frame)
     return made
@@ -149,13 +153,11 @@ def balanced(head: Head, tokens: int | None = None) -> Frame:
     query_centre = query_centre * min(1.0, LARGEST_LEAN / max(lean, LARGEST_LEAN))
     left, spectrum, right = torch.linalg.svd(query_root.T @ key_root)
     stretch = spectrum.sqrt()
-    return Frame(
-        query_centre,
-        key_centre,
-        torch.linalg.solve(query_root.T, left) * stretch,
-        torch.linalg.solve(key_root.T, right.T) * stretch,
-        spectrum * head.scale,
-    )
+    query_map = torch.linalg.solve(query_root.T, left) * stretch
+    key_map = torch.linalg.solve(key_root.T, right.T) * stretch
+    # in the order of a loaded plan: a product rounds otherwise in another one
+    maps = (query_map.contiguous(), key_map.contiguous())
+    return Frame(query_centre, key_centre, *maps, spectrum * head.scale)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,8 +168,11 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.new_zeros(dim), identity
     centre = x.mean(0)
     away = x - centre
+    largest = float(away.abs().max()) if dim else 0.0
+    unit = largest if largest > 1e100 else 1.0  # so that no square overflows
+    away = away / unit
     values, vectors = torch.linalg.eigh(away.T @ away / len(x))
     largest = float(values[-1]) if dim else 0.0
     if not largest > 0:
         return centre, identity
-    return centre, vectors * values.clamp(min=FLOOR * largest).sqrt()
+    return centre, vectors * values.clamp(min=FLOOR * largest).sqrt() * unit

@@ -45,7 +45,11 @@ def attention_problem(
         check_finite(**dict(zip(names, given, strict=True)))
     scale = _check_scale(scale, dim)
     if scale <= 0:  # kernels disagree about such scales; the sign belongs to the query just as well
-        query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
+        query, scale = (-query, -scale) if scale < 0 else (_zeros(query), 1.0)
+    if scale < torch.finfo(compute_dtype(query.dtype)).smallest_normal:
+        # a kernel would take it for zero, and zero times a masked score is no number
+        unit = 2.0 ** (math.frexp(scale)[1] + 60)
+        query, scale = query * unit, scale / unit
     return Problem(
         _four(query, leading),
         _four(key, key_leading),
@@ -59,6 +63,11 @@ def attention_problem(
         True,
         leading,
     )
+
+
+def _zeros(query: Tensor) -> Tensor:
+    """Zeros that depend on the query: its gradient is zero even where it would overflow."""
+    return torch.where(query.new_zeros((), dtype=torch.bool), query, 0.0)
 
 
 def kernel_problem(
@@ -207,6 +216,8 @@ def _split_mask(
             f"attn_mask has shape {tuple(mask.shape)}, which does not broadcast to {shape}"
         ) from None
     batch, heads = math.prod(shape[:-3]), shape[-3] if len(shape) > 2 else 1
+    if mask.dim() >= 2 and mask.shape[-2] == 0:  # no queries, and a mask for each of them
+        return None, None
     if mask.dim() >= 2 and mask.shape[-2] > 1:
         if mask.stride(-2) != 0:
             if mask.requires_grad and torch.is_grad_enabled():

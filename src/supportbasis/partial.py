@@ -55,8 +55,8 @@ class Partial:
 
     @property
     def seen(self) -> Tensor:
-        """Rows that have at least one key."""
-        return self.log_scale > -math.inf
+        """Rows that have at least one key (one whose unit overflowed, to NaN, has)."""
+        return self.log_scale != -math.inf
 
     @property
     def usable(self) -> Tensor:

@@ -127,7 +127,8 @@ class CertifiedPolynomial:
         """
         if self.bound == 0.0:
             return torch.zeros_like(z)
-        return horner(derivative(self.coefficients), self._t(z)) / self.bound
+        slopes = tuple(c / self.bound for c in derivative(self.coefficients))
+        return horner(slopes, self._t(z))
 
     def _t(self, z: Tensor) -> Tensor:
         if self.bound == 0.0:

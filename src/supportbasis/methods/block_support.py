@@ -177,6 +177,8 @@ class BlockSearch:
         keys = head.m if head.live_keys is None else len(head.live_keys)
         if head.n < 2 * block_size or keys < 4 * LEAF:
             return "there are too few tokens for blocks and trees"
+        if not head.value_dim:
+            return "values have no entries"
         frame = own_frame(head)
         if not frame.spread < LARGEST_SCORES:
             return "scores are so large that one key takes it all"
