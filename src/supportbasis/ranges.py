@@ -24,6 +24,7 @@ from .problem import Head, Problem
 
 # new tokens of the same kind are somewhat longer by chance
 GROWTH = 10.0  # times its certified error may a polynomial err beyond its range
+LEAST = 2.0**-40  # below that rounding counts for more
 STEP = 1 / 64  # in which that is looked up
 FURTHEST = 4.0  # times the range
 HEADROOM = 1.25  # times what is usual, which varies less than what is largest
@@ -139,7 +140,7 @@ def _is_certified(plan: HeadPlan, now: float, before: float) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_good(polynomial: CertifiedPolynomial, ratio: float) -> bool:
-    return polynomial.on(ratio * polynomial.bound).error <= GROWTH * polynomial.error
+    return polynomial.on(ratio * polynomial.bound).error <= GROWTH * max(polynomial.error, LEAST)
 
 
 def exact_where(plan: Plan, reasons: dict[int, str]) -> Plan:
