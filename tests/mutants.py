@@ -51,8 +51,7 @@ OTHER_TESTS = (
     *("device", "device_fitted", "device_lists", "device_ranges"),
     *("gpu", "gpu_bench", "rectangle", "triton"),
 )
-SECONDS = 240.0  # of tests for one mutant, as timed without it
-FIRST = 15.0  # of them in the first round
+ROUNDS = (10.0, 30.0, 100.0)  # seconds of tests for one mutant, as timed without it
 SLOWER = 8.0  # a run that takes this many times longer, and a minute, does not end: killed
 
 
@@ -409,27 +408,26 @@ def traced(copies: list[Path]) -> dict[str, dict]:
 
 
 def rounds(mutant: Mutant, tests: dict[str, dict]) -> Iterator[tuple[list[str], float]]:
-    """Names of tests and their seconds: the nearest and fastest first."""
-    unit, spent = f"{mutant.path}:{mutant.unit}", 0.0
-
-    def far(name: str) -> tuple[bool, float]:
-        near = unit in tests[name]["calls"]
-        return not near, tests[name]["seconds"]
-
-    prefix, batch, seconds = f"{mutant.path}:", [], 0.0
-    own = f"{PACKAGE}/{mutant.path}::"
-    near = {n for n, t in tests.items() if any(call.startswith(prefix) for call in t["calls"])}
-    near |= {name for name in tests if name.startswith(own)}
-    for name in sorted(near, key=far):
-        batch.append(name)
-        seconds += tests[name]["seconds"]
-        if seconds > (SECONDS - spent if spent else FIRST):
+    """Names of tests and their seconds. First come those that are fast, call little beside the
+    file, and call the function (which a cache may have hidden)."""
+    unit, prefix = f"{mutant.path}:{mutant.unit}", f"{mutant.path}:"
+    ranked = []
+    for name, test in tests.items():
+        calls = test["calls"]
+        own = name.startswith(f"{PACKAGE}/{mutant.path}::")  # an example in the file
+        share = own or sum(call.startswith(prefix) for call in calls) / max(1, len(calls))
+        if share:
+            ranked.append((test["seconds"] / share * (1 if unit in calls else 4), name))
+    queue = iter(sorted(ranked))
+    for limit in ROUNDS:
+        batch, seconds = [], 0.0
+        for _, name in queue:
+            batch.append(name)
+            seconds += tests[name]["seconds"]
+            if seconds > limit:
+                break
+        if batch:
             yield batch, seconds
-            spent, batch, seconds = spent + seconds, [], 0.0
-            if spent > SECONDS:
-                return
-    if batch:
-        yield batch, seconds
 
 
 def killer(mutant: Mutant, base: Path, tests: dict[str, dict]) -> str:
