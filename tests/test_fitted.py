@@ -340,6 +340,20 @@ def test_the_certificate_looks_where_sums_are_small():
     assert 0.9 * error < float(result.certificate.measured) < 1.1 * error
 
 
+def test_the_bound_of_a_fit_holds_where_its_weights_are_negative():
+    """Values that have the signs of a row's weights give an output beyond all of them."""
+    problem, head, plan = skewed(n=1024, wrong=1)
+    row = int(head.query[:, 0].argmax())
+    signs = reference.weights(head, plan.heads[0])[0][row].sign()
+    value = signs[None, None, :, None].expand(1, 1, -1, 3).contiguous()
+    result = sb.attention(
+        problem.query, problem.key, value, scale=1.0, plan=plan, return_result=True
+    )
+    largest = float(result.output.abs().max())
+    assert largest > 1.01  # and no bound in terms of the values alone can hold
+    assert float(result.certificate.bound) == pytest.approx(1 + largest)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_sums_below_half_of_the_bound_are_exact(causal):
     problem, head, plan = skewed(n=1024, wrong=8, reach=2.05, causal=causal)
