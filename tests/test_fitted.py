@@ -318,6 +318,19 @@ def test_a_few_wrong_rows_are_found(wrong, far):
     assert limit > 0.9 * error
 
 
+def test_the_most_features_are_the_last_that_are_fast_enough():
+    head = problem_of(8192, d=16, dtype=torch.float32).head(0, 0)
+    search = FittedSearch.of(head, 0)
+
+    def predicted(features):
+        return search._work(choose_spans(search.frame.spectrum, features)).speedup(head)
+
+    for speedup in (predicted(1024) * 0.99, predicted(1024) / 2):
+        most = search._most(speedup)
+        assert most >= 1024 and predicted(most) > speedup >= predicted(2 * most)
+    assert search._most(predicted(8)) == 0
+
+
 def test_a_fit_with_wrong_rows_is_not_taken():
     """Forty rows would have let it pass."""
     problem, head, plan = skewed(wrong=60)
