@@ -313,6 +313,19 @@ def test_a_few_wrong_rows_are_found(wrong, far):
     assert limit > error
 
 
+def test_the_most_features_are_the_last_that_are_fast_enough():
+    head = problem_of(8192, d=16, dtype=torch.float32).head(0, 0)
+    search = FittedSearch.of(head, 0)
+
+    def predicted(features):
+        return search._work(choose_spans(search.frame.spectrum, features)).speedup(head)
+
+    for speedup in (predicted(1024) * 0.99, predicted(1024) / 2):
+        most = search._most(speedup)
+        assert most >= 1024 and predicted(most) > speedup >= predicted(2 * most)
+    assert search._most(predicted(8)) == 0
+
+
 def test_a_fit_with_wrong_rows_is_not_taken():
     problem, head, plan = skewed(wrong=60)
     assert error_of(problem, plan) > 0.2
@@ -331,6 +344,20 @@ def test_the_certificate_looks_where_sums_are_small():
         problem.query, problem.key, problem.value, scale=1.0, plan=plan, return_result=True
     )
     assert 0.9 * error < float(result.certificate.measured) < 1.1 * error
+
+
+def test_the_bound_of_a_fit_holds_where_its_weights_are_negative():
+    """Values that have the signs of a row's weights give an output beyond all of them."""
+    problem, head, plan = skewed(n=1024, wrong=1)
+    row = int(head.query[:, 0].argmax())
+    signs = reference.weights(head, plan.heads[0])[0][row].sign()
+    value = signs[None, None, :, None].expand(1, 1, -1, 3).contiguous()
+    result = sb.attention(
+        problem.query, problem.key, value, scale=1.0, plan=plan, return_result=True
+    )
+    largest = float(result.output.abs().max())
+    assert largest > 1.01  # and no bound in terms of the values alone can hold
+    assert float(result.certificate.bound) == pytest.approx(1 + largest)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -130,6 +130,16 @@ def test_nothing_else_calls_the_private_operator():
     assert callers == ["flash.py"]
 
 
+@pytest.mark.parametrize("shape", [(1, 3, 6, 4), (2, 1, 6, 4), (2, 3, 6, 3)])
+def test_a_key_that_is_smaller_than_the_query_is_not_read_beyond_its_end(shape):
+    """PyTorch's operator does read there."""
+    query, key = torch.ones(2, 3, 5, 4), torch.ones(shape)
+    full = torch.ones(2, 3, 6, 4)
+    for pair in ((key, key), (key, full), (full, key)):
+        with pytest.raises(AssertionError):
+            flash.attention(query, *pair, scale=1.0)
+
+
 @pytest.mark.parametrize(
     ("method", "causal"),
     [(sb.Exact(), False), (sb.Exact(), True), (sb.SingleThreshold(0.7), False), (sb.Auto(), True)],

@@ -154,6 +154,14 @@ def test_threshold_none_says_so_when_nothing_pays():
     assert sb.plan(q, k, v, method=sb.SingleThreshold(None, 1)).cost == 1.0
 
 
+def test_a_threshold_below_every_entry_costs_what_exact_attention_does():
+    q, k, v = qkv(1, 1, n=50, d=3)
+    plan = sb.plan(q, k, v, method=sb.SingleThreshold(1e-6, 2))
+    head = plan.heads[0]
+    assert head.kind == "exact" and "every row" in head.reason and head.large == (50, 50)
+    assert plan.cost == plan.speedup == head.cost == head.speedup == 1.0
+
+
 def test_threshold_rules_of_the_paper():
     q, k, v = qkv(1, 1, n=500, d=4)
     head = sb.plan(q, k, v, method=sb.SingleThreshold("sqrt-log", 2)).heads[0]

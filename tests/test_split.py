@@ -149,7 +149,9 @@ def test_the_threshold_is_not_rounded_to_the_dtype(dtype: torch.dtype) -> None:
         assert support_size(large) == int((x.double() > 0.35).sum())
 
 
-@pytest.mark.parametrize("shape", [(7, 5), (3, 7, 5), (2, 3, 7, 5), (0, 5), (7, 0), (2, 0, 5)])
+@pytest.mark.parametrize(
+    "shape", [(7, 5), (3, 7, 5), (2, 3, 7, 5), (0, 5), (7, 0), (2, 7, 0), (2, 0, 5)]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_row_maxima(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = gaussian(*shape, seed=0).to(dtype)

@@ -31,6 +31,8 @@ def smallest_maximum(*maxima: Tensor) -> float:
 
     >>> smallest_maximum(torch.tensor([0.0, 2.0]), torch.tensor([3.0]))
     2.0
+    >>> smallest_maximum(torch.zeros(2), torch.zeros(0))
+    0.0
     """
     together = torch.cat([side.double() for side in maxima])
     positive = together[together > 0]

@@ -22,8 +22,11 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Output [batch, heads, n, d] and lse [batch, heads, n] of tensors with one head dim.
 
-    The operator reads tokens as if their last stride were 1; nothing else in the library calls it.
+    The operator reads tokens as if their last stride were 1, and as many heads and entries of the
+    key and value as the query has, beyond their memory too; nothing else in the library calls it.
     """
+    assert key.shape == value.shape and query.shape[:2] == key.shape[:2], (query.shape, key.shape)
+    assert query.shape[3] == key.shape[3], (query.shape, key.shape)
     operator = getattr(torch.ops.aten, _NAME)
     query, key, value = (in_rows(x) for x in (query, key, value))
     output, lse = operator(

@@ -64,7 +64,11 @@ class PowerKernel:
 
     @property
     def log_ratio(self) -> tuple[float, float]:
-        """Certified range of log(weight / exp(z)): p times that of the polynomial."""
+        """Certified range of log(weight / exp(z)): p times that of the polynomial.
+
+        >>> PowerKernel(2, None).log_ratio
+        (-inf, inf)
+        """
         if self.polynomial is None:
             return -math.inf, math.inf
         low, high = self.polynomial.log_ratio
