@@ -77,10 +77,7 @@ def run_head(
                 outcome.rescued_rows[at] += rescued.sum()
                 outcome.rescued[at][slice(None) if group.rows is None else group.rows] = rescued
         if plan.kind != "polynomial" and bool((total.seen & ~total.finite).any()):
-            raise InputError(
-                f"a sum overflows {head.dtype}: the largest value is "
-                f"{float(head.value.abs().max()):.3g}; scale values down or use float64"
-            )
+            _check_values(head)
         if bool(valid.any()):
             relative = (total.noise / total.den.abs())[valid].max()
             relative = relative.nan_to_num(1.0 if head.normalise else math.inf, posinf=math.inf)
@@ -88,6 +85,16 @@ def run_head(
         finished.append((group.rows, total, valid))
     write = _write_attention if head.normalise else _write_sums
     write(head, finished, outcome, at)
+
+
+def _check_values(head: Head) -> None:
+    """Raise if sums may have overflowed because of their values: weights are about 1 at most."""
+    largest = float(head.value.abs().max())
+    if not 4 * head.m * largest < torch.finfo(head.dtype).max:
+        raise InputError(
+            f"a sum overflows {head.dtype}: the largest value is {largest:.3g}; scale values down "
+            "or use float64"
+        )
 
 
 def _usable(plan: HeadPlan, head: Head, rows: Tensor | None, total: Partial) -> Tensor:
