@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import supportbasis as sb
-from cases import qkv
+from cases import beyond, qkv
 from supportbasis import reference
 from supportbasis.device import dispatch
 from supportbasis.inputs import attention_problem
@@ -197,7 +197,8 @@ def test_a_loaded_plan_splits_again(tmp_path, causal, bias):
 @needs_triton
 def test_a_polynomial_plan_takes_other_lengths():
     q, k, v = tokens(1, 1, 1, 50, 40, 16, 16)
-    plan, call = sb.plan(q, k, v, method=METHODS["polynomial2"]), call_of(None, True, False)
+    call = call_of(None, True, False)
+    plan = sb.plan(q, k, v, **call, method=METHODS["polynomial2"])
     for n, m in ((50, 40), (30, 33)):
         part = q[:, :, :n], k[:, :, :m], v[:, :, :m]
         output = sb.attention(*part, **call, plan=plan, implementation="triton")
@@ -208,7 +209,7 @@ def test_a_polynomial_plan_takes_other_lengths():
 def test_lost_rows_are_counted():
     """A plan reused far beyond its range: rows without a positive denominator return zeros."""
     q, k, v = tokens(1, 1, 1, 50, 40, 16, 16)
-    plan = sb.plan(q, k, v, method=sb.Polynomial(1, bound=0.5))
+    plan = beyond(sb.plan(q, k, v, method=sb.Polynomial(1, bound=0.5)))
     with pytest.warns(UserWarning, match="no usable denominator"):
         result = sb.attention(q * 30, k, v, plan=plan, implementation="triton", return_result=True)
     lost = result.lse[0, 0] == -math.inf
@@ -239,7 +240,7 @@ def test_what_cannot_run_is_refused_in_words(monkeypatch):
                 q, k, v, attn_mask=torch.zeros(20, 20, device=DEVICE),
                 method=METHODS["polynomial2"], implementation="triton",
             )  # fmt: skip
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     refused("Triton is not installed", q, k, v)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 
 import pytest
@@ -14,8 +15,8 @@ from supportbasis.inputs import attention_problem
 from test_triton import DEVICE, needs_triton, on_device
 
 # after the interpreter is chosen, which is read when a kernel is decorated
-from supportbasis.device.range_check import RangeCheck  # isort: skip
-from supportbasis.kernels.lengths import lengths  # isort: skip
+from supportbasis.device.range_check import SECONDS, RangeCheck  # isort: skip
+from supportbasis.kernels.lengths import large, lengths, listed, rounded_down  # isort: skip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -25,27 +26,48 @@ pytestmark = [
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("n", "d"), [(1, 3), (63, 16), (300, 40)])
+@pytest.mark.parametrize(("n", "m", "d"), [(1, 2, 3), (63, 130, 16), (300, 7, 40)])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_lengths_are_those_of_the_tokens_that_count(n, d, dtype, weighted):
+def test_sizes_are_those_of_the_tokens_that_count(n, m, d, dtype, weighted):
     batch, heads, key_heads = 2, 4, 2
-    x = qkv(batch, heads, key_heads=key_heads, n=n, m=n, d=d, dtype=dtype)[1].to(DEVICE)
-    x = x.transpose(1, 2).contiguous().transpose(1, 2)  # heads after tokens
+    q, k, _ = qkv(batch, heads, key_heads=key_heads, n=n, m=m, d=d, dtype=dtype)
+    q, k = (x.to(DEVICE).transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
     limit = torch.tensor([0.5, 1.0, 2.0, math.inf] * batch, device=DEVICE)
-    weight = None
+    weight = torch.zeros(batch, heads, m, device=DEVICE) if weighted else None
     if weighted:
-        weight = torch.zeros(batch, heads, n, device=DEVICE)
         weight[..., ::3] = -math.inf
-    found = lengths(x, heads, limit, weight).double()
-    wide = x.double().repeat_interleave(heads // key_heads, 1).flatten(0, 1)
-    counted = wide.abs().amax(2) <= limit.unsqueeze(1)
-    if weight is not None:
-        counted &= weight.flatten(0, 1) == 0
-    size = torch.where(counted, wide.norm(dim=2), 0.0)
-    close = {"rtol": 1e-5, "atol": 1e-6}  # a sum of d squares and of n lengths in float32
-    torch.testing.assert_close(found[..., 0].amax(1), size.amax(1).square(), **close)
-    torch.testing.assert_close(found[..., 1].sum(1), size.sum(1), **close)
-    torch.testing.assert_close(found[..., 2].sum(1), counted.sum(1).double())
+    found = lengths(q, k, limit, weight).double()
+    for side, x, hidden in ((0, q, None), (1, k, weight)):
+        wide = x.double().repeat_interleave(heads // x.shape[1], 1).flatten(0, 1)
+        within = wide.abs().amax(2) <= limit.unsqueeze(1)
+        live = torch.ones_like(within) if hidden is None else hidden.flatten(0, 1) == 0
+        assert torch.equal(large(x, heads, limit, hidden), ~within & live)
+        counted = within & live
+        size = torch.where(counted, wide.norm(dim=2), 0.0)
+        close = {"rtol": 1e-5, "atol": 1e-6}  # sums of d squares and of n lengths in float32
+        torch.testing.assert_close(found[side, ..., 0].amax(1), size.amax(1).square(), **close)
+        torch.testing.assert_close(found[side, ..., 1].sum(1), size.sum(1), **close)
+        torch.testing.assert_close(found[side, ..., 2].sum(1), counted.sum(1).double())
+
+
+@needs_triton
+@pytest.mark.parametrize(("n", "most"), [(1, 1), (50, 7), (5000, 3000), (5000, 0)])
+def test_flagged_tokens_are_listed_in_order(n, most):
+    flags = torch.rand(3, n, generator=torch.Generator().manual_seed(n)) < 0.4
+    flags[1] = False
+    index, count = listed(flags.to(DEVICE), most)
+    assert count.tolist() == flags.sum(1).tolist()
+    for row, flag in zip(index.cpu(), flags, strict=True):
+        expected = flag.nonzero().squeeze(1)[:most]
+        assert row[: len(expected)].tolist() == expected.tolist()
+
+
+def test_limits_are_rounded_so_that_no_entry_changes_sides():
+    exact = [0.1, 0.3, 1.0, 1e-50, math.inf]
+    for limit, given in zip(exact, rounded_down(exact), strict=True):
+        assert float(given) <= limit
+        above = torch.nextafter(given, torch.tensor(math.inf))
+        assert float(above) > limit or limit == math.inf
 
 
 @needs_triton
@@ -59,6 +81,7 @@ def test_the_host_hears_at_the_next_call_which_heads_left_their_range(method):
         q, k, v = (x.to(device) for x in tensors)
         q, k = q.clone(), k.clone()
         q[:, 1], k[:, 1] = (x[:, 1].sign() * 0.29 * factor for x in (q, k))
+        check.last = -math.inf
         check.ask(attention_problem(q, k, v, None, 0.0, False, None, False))
         if DEVICE == "cuda":
             torch.cuda.synchronize()
@@ -86,6 +109,7 @@ def test_a_call_on_the_device_is_reported_at_the_next(compiled, marks):
     for _ in range(2):
         call(*tensors)
         torch.cuda.synchronize()
+        time.sleep(2 * SECONDS)
     call(*far)
     torch.cuda.synchronize()
     with pytest.warns(UserWarning, match="in an earlier call"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import supportbasis as sb
-from cases import dense_attention
+from cases import beyond, dense_attention
 from supportbasis import fitted, jensen, reference
 from supportbasis.execute import execute
 from supportbasis.features import FeatureMap
@@ -19,11 +19,9 @@ from supportbasis.fitted import FittedKernel, PairSample, choose_spans, count_fe
 from supportbasis.frame import balanced, framed, own_frame
 from supportbasis.inputs import attention_problem
 from supportbasis.jensen import WRONG, grouped_lse, least_lse, lower_lse
-from supportbasis.methods.fit_check import FitCheck
 from supportbasis.methods.fitted import FittedSearch
 from supportbasis.plans import HeadPlan, Plan
 from supportbasis.rows import RowCheck
-from supportbasis.sampling import RowSample
 
 
 def problem_of(n, m=None, d=8, dv=5, sigma=0.5, causal=False, bias=None, dtype=torch.float64):
@@ -178,7 +176,7 @@ def test_a_tolerance_is_met_or_the_head_is_exact():
 def test_nothing_depends_on_what_comes_later():
     query, key, value = diffuse(1024)
     method = sb.BlockSupport(0.9, tail="polynomial")
-    plan = sb.plan(query, key, value, is_causal=True, method=method)
+    plan = beyond(sb.plan(query, key, value, is_causal=True, method=method))
     assert plan.heads[0].kind == "fitted"
     first = sb.attention(query, key, value, is_causal=True, plan=plan)
     at = 600
@@ -211,7 +209,7 @@ def test_rows_that_a_fit_loses_are_exact_and_counted():
     query, key, value = diffuse(1500)
     plan = sb.plan(query, key, value, method=sb.BlockSupport(0.4, tail="polynomial"))
     head = replace(plan.heads[0], fitted=replace(plan.heads[0].fitted, query_radius=math.inf))
-    plan = replace(plan, heads=(head,))
+    plan = beyond(replace(plan, heads=(head,)))
     query = 40 * query
     result = sb.attention(query, key, value, plan=plan, return_result=True)
     lost = int(result.certificate.rescued_rows)
@@ -310,21 +308,16 @@ def test_a_few_wrong_rows_are_found(wrong, far):
     problem, head, plan = skewed(wrong=wrong, far=far)
     error = error_of(problem, plan)
     assert error > 0.04
-    check = FitCheck.draw(head, plan.heads[0].frame, 0)
-    sample = check._suspected(plan.heads[0])
-    assert (len(sample.rows), sample.n, sample.of) == (64, 4096, 8192)
-    measured, limit = check.error(plan.heads[0], 1e-2)
-    assert 0.5 * error < measured < 2 * error
-    assert limit > 0.9 * error
+    measured, limit = RowCheck(head, 1e-2, 0).error(plan.heads[0])
+    assert 0.8 * error < measured < 1.25 * error
+    assert limit > error
 
 
 def test_a_fit_with_wrong_rows_is_not_taken():
-    """Forty rows would have let it pass."""
     problem, head, plan = skewed(wrong=60)
     assert error_of(problem, plan) > 0.2
-    search, first = FittedSearch.of(head, 0), RowCheck(head, 0.1, 0)
-    assert first.error(plan.heads[0])[1] < 0.1
-    assert search._measured(plan.heads[0], 0.1, first) is None
+    search = FittedSearch.of(head, 0)
+    assert search._measured(plan.heads[0], 0.1, RowCheck(head, 0.1, 0)) is None
     assert search.measured(plan.heads[0]).measured > 0.2
 
 
@@ -356,8 +349,6 @@ def test_sums_below_half_of_the_bound_are_exact(causal):
 def test_a_fit_that_leaves_many_rows_to_exact_sums_has_failed():
     _, head, plan = skewed(n=2048, wrong=100, reach=2.5)
     assert RowCheck(head, 0.5, 0).error(plan.heads[0]) == (math.inf, math.inf)
-    check = FitCheck.draw(head, plan.heads[0].frame, 0)
-    assert check.error(plan.heads[0], 0.5) == (math.inf, math.inf)
 
 
 def test_the_longest_tokens_are_fitted_to():
@@ -400,25 +391,8 @@ def test_a_fit_to_a_sample_is_that_to_all_pairs(monkeypatch):
     assert least <= loss(sample.fit(spans)) < 1.005 * least
 
 
-def test_rows_that_are_a_sample_themselves_are_less_certain():
-    rows = torch.arange(40)
-    squared, size = torch.rand(40, generator=torch.Generator().manual_seed(0)), torch.ones(40)
-    census = torch.zeros(40, dtype=torch.bool)
-    census[:10] = True
-    limits = [
-        RowSample(rows, census, 400, of).frobenius_limit(squared, size)
-        for of in (0, 400, 800, 4000)
-    ]
-    assert len({measured for measured, _ in limits}) == 1
-    assert limits[0] == limits[1]
-    assert limits[1][1] < limits[2][1] < limits[3][1]
-
-
-def test_glances_of_causal_heads_are_over_keys_that_are_seen():
-    problem = problem_of(100, m=5000, causal=True)
-    head = problem.head(0, 0)
-    check = FitCheck.draw(head, own_frame(head), 0)
-    assert int(check.keys.max()) < 100
+def test_causal_heads_are_fitted_to_keys_that_are_seen():
+    head = problem_of(100, m=5000, causal=True).head(0, 0)
     sample = PairSample.draw(framed(head, own_frame(head)), 0)
     assert float(sample.key_count.sum()) <= 100
 

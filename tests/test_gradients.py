@@ -12,10 +12,13 @@ from cases import METHODS, dense_attention, qkv
 from supportbasis import autograd, features, polynomials, reference
 from supportbasis.components import exact, streaming
 from supportbasis.components.polynomial import rescaled
+from supportbasis.components.sketched import Sketched
 from supportbasis.features import FeatureMap
 from supportbasis.inputs import attention_problem
 from supportbasis.methods.fitted import FittedSearch
 from supportbasis.polynomials import horner
+from supportbasis.powers import PowerKernel
+from supportbasis.sketch import PolySketch
 
 MASKS = ("none", "causal", "padding", "bias", "causal-bias")
 SHAPES = {
@@ -266,6 +269,29 @@ def test_a_wide_range_makes_no_gradient_infinite(degree, causal, dtype):
     assert results > 0
 
 
+@pytest.mark.filterwarnings("ignore:supportbasis. rows had no usable")
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_denominator_that_underflows_is_no_result(causal):
+    """Zero queries have p(0) alone, which is (bound / reach)^2 of the largest coefficient: from a
+    reach of 1e19 on float32 holds it with few bits, and its reciprocal not at all."""
+    for exponent in torch.linspace(17.5, 22.5, 21).tolist():
+        q, k, v = qkv(n=20, d=3, dtype=torch.float32)
+        q[::3] = 0
+        scale = 10**exponent / float(q.norm(dim=1).max() * k.norm(dim=1).max())
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        problem = attention_problem(*inputs, None, 0.0, causal, scale, False)
+        method = sb.Polynomial(2, bound=1.0)
+        plan = sb.plan(*inputs, is_causal=causal, scale=scale, method=method)
+        outcome = autograd.run(problem, plan)
+        (grad,) = torch.autograd.grad(outcome.output.sum(), v)
+        assert grad.isfinite().all()
+        means = v.cumsum(0) / torch.arange(1, 21).unsqueeze(1) if causal else v.mean(0, True)
+        valid = outcome.lse[0, 0, ::3] > -math.inf
+        expected = means.expand(20, 3)[::3][valid]
+        torch.testing.assert_close(outcome.output[0, 0, ::3][valid], expected, rtol=0, atol=1e-5)
+        assert valid.all() == (exponent < 19)
+
+
 def test_coefficients_are_rescaled_within_the_range_of_float32():
     """p(z) = e^u sum a_k t^k for ranges far above and below the one it was made for."""
     poly = polynomials.chebyshev(3, 40.0)
@@ -290,6 +316,27 @@ def test_values_that_overflow_leave_no_trace_in_the_gradients_of_other_rows(caus
     assert (outcome.lse > -math.inf).sum() <= int(causal)  # the first row sees one key
     for grad in torch.autograd.grad(outcome.output.sum(), (q, k, v)):
         assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [0.1, 1.0, 30.0, 1e6])
+def test_a_sketched_weight_is_what_its_definition_says(size):
+    """<phi(u), phi(w)>^2 with u, w the features of q / a and k / b, a b = p bound / scale and
+    a / b = balance, of tokens that are shorter or longer than a and b."""
+    q, k, v = qkv(n=5, m=4, d=3, scale=0.5)
+    q = q * size
+    poly, scale = polynomials.chebyshev(2, 0.4), 0.7
+    kernel = PowerKernel(6, poly, sketch_size=20, seed=3, balance=2.5)
+    head = attention_problem(q, k, v, None, 0.0, False, scale, False).head(0, 0)
+    sketched = Sketched(head, kernel)
+    (x, log_x), (y, log_y) = sketched.query(q), sketched.key(k)
+    given = log_x.unsqueeze(1) + log_y + (x @ y.T).square().log()
+
+    phi, sketch = FeatureMap(3, 2), PolySketch(6, 20, 3).half
+    b = math.sqrt(6 * 0.4 / scale / 2.5)
+    c = torch.tensor(poly.coefficients, dtype=torch.float64)[phi.order] * phi.multiplicity
+    u, w = phi(q / (2.5 * b)) * c.abs().sqrt(), phi(k / b) * c.abs().sqrt() * c.sign()
+    expected = (sketch(u) @ sketch(w).T).square().log() + 6 * 0.4
+    torch.testing.assert_close(given, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_a_sketched_row_depends_on_no_other_row_and_causally_on_no_later_key():

@@ -64,7 +64,10 @@ def _reports_later(problem: Problem, plan: Plan) -> bool:
 def check_entries(problem: Problem) -> None:
     """Raise if an entry is not finite; on a GPU that would wait for the device."""
     if problem.query.device.type == "cpu":
-        check_finite(query=problem.query, key=problem.key, value=problem.value)
+        tokens = {"query": problem.query, "key": problem.key}
+        if not all(map(math.isfinite, problem.largest)):  # which checks both without another pass
+            check_finite(**tokens)
+        check_finite(value=problem.value)
         if problem.key_log_weight is not None:
             check_bias(problem.key_log_weight)
 
@@ -150,14 +153,11 @@ def check_scores(problem: Problem, plan: Plan | None = None) -> None:
     """Raise if a score can overflow, unless a plan has one polynomial for all of a head's scores,
     which has units of its own. A score of +inf shows in the output; but if all scores of a row
     become -inf, kernels take it for a row that may attend to nothing."""
-    query, key = problem.query.detach(), problem.key.detach()
-    if query.is_cuda or not query.numel() or not key.numel():
+    if problem.query.is_cuda:
         return
     if plan is not None and all(head.kind == "polynomial" for head in plan.heads):
         return
-    low, high = zip(*(x.aminmax() for x in (query, key)), strict=True)
-    sizes = [max(-float(least), float(most)) for least, most in zip(low, high, strict=True)]
-    if _largest_step(problem, *sizes) < torch.finfo(problem.dtype).max:
+    if _largest_step(problem, *problem.largest) < torch.finfo(problem.dtype).max:
         return
     for _, _, head in problem.each_head():  # keys that are masked may hold anything
         keys = head.key_maxima if head.live_keys is None else head.key_maxima[head.live_keys]

@@ -11,7 +11,7 @@ from torch import Tensor
 from .density import density_error
 from .distortion import distortion
 from .execute import Outcome
-from .jensen import least_lse
+from .inclusion import Sketch
 from .plans import HeadPlan, Plan
 from .problem import Head, Problem
 from .rounding import unit_roundoff
@@ -20,6 +20,7 @@ from .sampling import RowSample, exact_rows
 SAMPLED_ROWS = 256
 CONFIDENCE = 0.95
 RESCUED_SHARE = 0.01  # of the rows: a sketch that loses more has failed
+FURTHEST = 14.0  # of logarithms of sums that are compared
 VACUOUS = 1.0  # zeros are never further off
 
 
@@ -34,8 +35,10 @@ class Certificate:
     ``measured``, ``limit``
         Relative Frobenius error (gaussian_kde: largest error over largest density) on ``rows``
         sampled query rows, and an upper limit for all rows that holds with probability
-        ``confidence`` over the choice of rows. The limit is infinite where a sketch lost more
-        than 1 % of the rows. `PowerAttention` is compared with the power itself.
+        ``confidence`` over the choice of rows, as far as errors among the rows left out are like
+        those found: rows that look unlike the others are sampled almost surely, but a few wrong
+        ones that no sketch tells from the rest can escape. The limit is infinite where a sketch
+        lost more than 1 % of the rows. `PowerAttention` is compared with the power itself.
     ``invalid_rows``
         Rows whose denominator was unusable; ``rescued_rows`` of them were computed exactly.
     """
@@ -91,8 +94,7 @@ def certify(problem: Problem, plan: Plan, outcome: Outcome, *, seed: int = 0) ->
             at = (b, h)
             bound[at] = error_bound(head, plan.head(b, h), outcome, at)
             if head.n:
-                suspicion = _suspicion(head, plan.head(b, h), outcome.lse[at])
-                sample = RowSample.draw(head, SAMPLED_ROWS, seed, suspicion)
+                sample = _sample(head, plan.head(b, h), outcome, at, seed)
                 measured[at], limit[at] = sampled_error(head, plan.head(b, h), outcome, at, sample)
     used = 0 if problem.dropout_p > 0 else min(problem.n, SAMPLED_ROWS)
     confidence = 1.0 if used == problem.n else CONFIDENCE
@@ -125,11 +127,17 @@ def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int
     return min(trivial, max(total, 1.0) if invalid else total)
 
 
-def _suspicion(head: Head, plan: HeadPlan, lse: Tensor) -> Tensor | None:
-    """How close the sum of each row comes to what a fit may not fall below; None: no fit."""
-    if plan.fitted is None:
-        return None
-    return (least_lse(plan, head, None) - lse.double()).nan_to_num(-math.inf)
+def _sample(
+    head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int], seed: int
+) -> RowSample:
+    """Rows that may be wrong, as far as the outcome tells: those whose output is large, and whose
+    sum is not what a few keys suggest."""
+    output = outcome.output[at].to(head.dtype)
+    measures = [(output - output.mean(0)).square().sum(1).double()]
+    if plan.kernel is None and head.normalise and head.n > SAMPLED_ROWS:
+        away = (Sketch.of(head, seed).lse - outcome.lse[at].double()).abs()
+        measures.append(away.nan_to_num(0.0, FURTHEST).clamp(max=FURTHEST).expm1().square())
+    return RowSample.draw(head, SAMPLED_ROWS, seed, tuple(measures))
 
 
 def _smallest_row(outcome: Outcome, at: tuple[int, int]) -> float:

@@ -38,6 +38,11 @@ def _norms(x: Tensor, maxima: Tensor) -> Tensor:
     return norms * (1 + (x.shape[-1] + 4) * unit_roundoff(dtype))
 
 
+def _largest(x: Tensor) -> float:
+    low, high = x.aminmax() if x.numel() else (x.new_zeros(()), x.new_zeros(()))
+    return max(-low.item(), high.item())
+
+
 @dataclass(frozen=True, eq=False)
 class Head:
     """One (batch, head) pair: rows of ``query`` attend to rows of ``key``.
@@ -194,6 +199,12 @@ class Problem:
         if self.mask is not None:
             return "the mask is not a key mask: it depends on the query"
         return None
+
+    @cached_property
+    def largest(self) -> tuple[float, float]:
+        """Largest |entry| of query and key; NaN if an entry is."""
+        query, key = (_largest(x.detach()) for x in (self.query, self.key))
+        return query, key
 
     @cached_property
     def _heads(self) -> dict[tuple[int, int], Head]:

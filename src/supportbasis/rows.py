@@ -15,20 +15,19 @@ from .plans import HeadPlan
 from .problem import Head
 from .sampling import RowSample
 
-ROWS = 40
+ROWS, FEWEST, SHARE = 256, 128, 64  # at most and at least; one of so many in between
 ENTRIES = 2**24
 
 
 class RowCheck:
     """Exact output of sampled rows, computed once, against which any plan can be compared."""
 
-    def __init__(
-        self, head: Head, tolerance: float, seed: int, sample: RowSample | None = None
-    ) -> None:
+    def __init__(self, head: Head, tolerance: float, seed: int) -> None:
         self.head = head
         dtype = torch.float64 if tolerance < 1e-5 else head.dtype
-        count = max(16, min(ROWS, ENTRIES // max(1, head.m)))
-        self.sample = RowSample.draw(head, count, seed) if sample is None else sample
+        wanted = min(ROWS, max(FEWEST, head.n // SHARE))
+        count = max(16, min(wanted, ENTRIES // max(1, head.m)))
+        self.sample = RowSample.draw(head, count, seed)
         self.rows = self.sample.rows
         self.scores = (head.query[self.rows].to(dtype) * head.scale) @ head.key.to(dtype).T
         self.log_weight = self._log_weight(dtype)

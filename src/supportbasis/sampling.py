@@ -8,76 +8,76 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .inclusion import Sketch, draw_rows, probabilities
 from .powers import PowerKernel
 from .problem import Head
 
 TILE = 2**22  # scores at a time
-QUANTILE = 1.96  # one-sided 97.5 % of a normal ratio: 95 % is left for one with a long tail
+QUANTILE = 1.645  # one-sided 95 % of a normal ratio
 
 
 @dataclass(frozen=True, eq=False)
 class RowSample:
-    """Rows that stand for all rows: a census of those that may err most and a sample of the rest.
+    """Rows drawn with unequal probabilities, each of which counts for the inverse of its own.
 
-    The error of a polynomial grows with the norm of the query, so a few long queries can carry
-    most of it and would escape a plain sample.
+    One row in thousands can carry most of a head's error, so rows that are unlike the others are
+    drawn almost surely (`inclusion.py`). Sums over all rows are estimated without bias, whatever
+    the probabilities (Horvitz and Thompson); good ones make the estimates certain.
     """
 
     rows: Tensor  # sorted
-    in_census: Tensor  # bool, for each of the rows
-    n: int  # rows that they stand for
-    of: int = 0  # more rows, which those n are a random sample of themselves
+    weight: Tensor  # float64: 1 / probability of each of the rows
+    n: int  # rows in all
 
     @staticmethod
-    def draw(head: Head, count: int, seed: int, suspicion: Tensor | None = None) -> RowSample:
-        """At most ``count`` rows, one in eight of them the most suspicious, or if nothing else is
-        known the longest; from a private generator."""
+    def draw(head: Head, count: int, seed: int, measures: tuple[Tensor, ...] = ()) -> RowSample:
+        """``count`` rows, or all if there are no more, from a private generator. ``measures`` [n]
+        add to what makes a row likely: their size is taken for the row's squared error."""
+        everyone = RowSample.census(head.n, head.query.device)
         if head.n <= count:
-            rows = torch.arange(head.n, device=head.query.device)
-            return RowSample(rows, torch.ones_like(rows, dtype=torch.bool), head.n)
-        suspicion = head.query_norms if suspicion is None else suspicion
-        census = suspicion.topk(count // 8).indices
-        rest = torch.ones(head.n, dtype=torch.bool, device=head.query.device)
-        rest[census] = False
-        others = rest.nonzero().squeeze(1)
-        order = torch.randperm(len(others), generator=torch.Generator().manual_seed(seed))
-        chosen = others[order[: count - len(census)].to(others.device)]
-        rows, at = torch.cat([census, chosen]).sort()
-        return RowSample(rows, at < len(census), head.n)
+            return everyone
+        return everyone.thinned(Sketch.of(head, seed).measures + measures, count, seed)
 
-    def _weight(self, like: Tensor) -> Tensor:
-        """How many rows each of the rows stands for."""
-        count = int((~self.in_census).sum())
-        others = self.n - int(self.in_census.sum())
-        return torch.where(self.in_census, 1.0, others / max(1, count)).to(like.dtype)
+    @staticmethod
+    def census(n: int, device: torch.device) -> RowSample:
+        """All rows."""
+        weight = torch.ones(n, dtype=torch.float64, device=device)
+        return RowSample(torch.arange(n, device=device), weight, n)
+
+    def thinned(self, measures: tuple[Tensor, ...], count: int, seed: int) -> RowSample:
+        """``count`` of these rows; measures are of these."""
+        weighted = tuple(measure.double() * self.weight for measure in measures)
+        chance = probabilities(self.weight, weighted, count)
+        at = draw_rows(chance, count, torch.Generator().manual_seed(seed))
+        return RowSample(self.rows[at], self.weight[at] / chance[at], self.n)
 
     def total(self, x: Tensor) -> float:
-        """The sum over all rows of what was measured on the sampled ones."""
-        return float((self._weight(x) * x).sum())
+        """The sum over all rows of what was measured on these."""
+        return float((self.weight * x).sum())
 
     def frobenius_limit(self, squared: Tensor, size: Tensor) -> tuple[float, float]:
         """sqrt(sum e_i^2 / sum s_i^2) over all rows, and its upper confidence limit.
 
-        The sampled rows stand for all rows outside the census. The limit takes the standard error
-        of the linearised ratio, with the finite-population factor, on the logarithm of the ratio,
-        which suits the long right tail that squared errors have. Where the rows that are stood for
-        are a sample themselves, their own standard error is added.
+        The limit takes the standard error of the linearised ratio, as if rows were drawn
+        independently, on the logarithm of the ratio, which suits the long right tail that squared
+        errors have. One row is added: one as wrong as the worst that might have been left out,
+        and that counts as much as the one that counts most. A sample with no such row in it says
+        little about those that were missed.
         """
-        sampled = ~self.in_census
-        others, count = self.n - int(self.in_census.sum()), int(sampled.sum())
         error, total = self.total(squared), self.total(size)
         if total == 0.0:
             return (0.0, 0.0) if error == 0.0 else (math.inf, math.inf)
         ratio = error / total
         if ratio == 0.0 or not math.isfinite(ratio):
             return math.sqrt(ratio), math.sqrt(ratio)
-        residual, variance = squared - ratio * size, 0.0
-        if count not in (0, others):
-            variance += others**2 * float(residual[sampled].var()) / count * (1 - count / others)
-        if self.of > self.n:
-            variance += self.total(residual.square()) * (1 - self.n / self.of)
-        standard = math.sqrt(variance) / total
-        return math.sqrt(ratio), math.sqrt(ratio) * math.exp(QUANTILE * standard / ratio / 2)
+        residual = squared.double() - ratio * size.double()
+        further = self.weight - 1
+        standard = math.sqrt(self.total(further * residual.square())) / total
+        drawn = further > 1e-9
+        worst = float(squared[drawn].max()) if bool(drawn.any()) else 0.0
+        missed = float(further.max()) * worst / total
+        limit = ratio * math.exp(min(QUANTILE * standard / ratio, 700.0)) + missed
+        return math.sqrt(ratio), math.sqrt(limit)
 
 
 def exact_rows(

@@ -136,7 +136,8 @@ class Task(ABC):
 
     def noise(self, mass: Tensor | float, block: int) -> Tensor:
         """Rounding of a row's sums: depth of the sums times the magnitude of their terms, and
-        times the smallest normal number, the most that underflow takes from one of them."""
+        times the smallest normal number, the most that underflow takes from one of them. So the
+        reciprocal of a denominator that stands clear of it is finite, and gradients can use it."""
         depth = sum_depth(self.key_count, block) + self.features.count
         depth += 2 * self.features.degree + self.head.dim + 16
         dtype = self.head.dtype
@@ -217,10 +218,8 @@ class Reader:
     def factor(self, block: Block) -> Tensor:
         """Weights of a block's tokens in the units of the state."""
         if block.log_weight is None:
-            log_weight = block.value.new_full((len(block.value),), self.top)
-        else:
-            log_weight = block.log_weight + self.top
-        return finite_exp(log_weight)
+            return block.value.new_full((len(block.value),), self.top).exp_()
+        return (block.log_weight + self.top).exp_()
 
     def weight_gradient(self, num: Tensor, block: Block, features: Tensor) -> Tensor:
         """Gradient of a block's log-weights, from what `num` gives."""
@@ -229,11 +228,6 @@ class Reader:
             den = den * block.column
         factor = self.factor(block)
         return torch.where(factor > 0, ((num * block.value).sum(1) + den) * factor, 0.0)
-
-
-def finite_exp(exponent: Tensor) -> Tensor:
-    """In place, and at most the largest finite number: infinity would make NaN of zeros."""
-    return exponent.exp_().clamp_(max=torch.finfo(exponent.dtype).max)
 
 
 def _add_products(total: Tensor, features: Tensor, value: Tensor) -> None:

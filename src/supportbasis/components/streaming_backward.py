@@ -27,7 +27,6 @@ from .streaming import (
     State,
     Task,
     causal_chunks,
-    finite_exp,
     lane_rows,
     sum_keys,
 )
@@ -147,7 +146,7 @@ class _Backward:
         weight = block.log_weight.unsqueeze(1)
         if keys.log_weight is not None:
             weight = weight + keys.log_weight
-        weight = finite_exp(weight.masked_fill(key_at > row_at.unsqueeze(1), -math.inf))
+        weight = weight.masked_fill(key_at > row_at.unsqueeze(1), -math.inf).exp_()
         kernel = task.kernel(block.tokens, keys.tokens).mul_(weight)
         add_tokens(total.value, task.keys, key_span[0], kernel.T @ block.value)
         grad = torch.addmm(block.column.unsqueeze(1), block.value, keys.value.T)

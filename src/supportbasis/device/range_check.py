@@ -2,31 +2,25 @@
 
 A call with a plan has the lengths of its tokens reduced on the device and copied to the host, which
 compares them when the next call with that plan comes: heads that left the range of their plan are
-reported then, in a warning, and are exact from that call on.
+reported then, in a warning, and are exact from that call on. Of calls that follow each other within
+20 ms only one is asked about: that keeps what the host does for it below a few percent.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+import time
 
 import torch
 from torch import Tensor
 
 from .. import ranges
-from ..kernels.lengths import lengths
+from ..kernels.lengths import lengths, rounded_down
 from ..plans import Plan, ScoreRange
 from ..problem import Problem
-from .room import capturing
+from .report import Report, capturing
 
-
-class _Asked(NamedTuple):
-    """Lengths of a call that are on their way to the host."""
-
-    query: Tensor
-    key: Tensor
-    scale: float
-    event: torch.cuda.Event | None
+SECONDS = 0.02  # between two calls that are asked about
 
 
 class RangeCheck:
@@ -34,8 +28,8 @@ class RangeCheck:
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         limits = [math.inf if head.threshold is None else head.threshold for head in plan.heads]
-        self.limit = torch.tensor(limits, dtype=torch.float32).to(device)
-        self.asked: _Asked | None = None
+        self.limit = rounded_down(limits).to(device)
+        self.report, self.scale, self.last = Report(), 1.0, -math.inf
         self.instead: Plan | None = None  # with the heads exact that have left their range
 
     @staticmethod
@@ -51,52 +45,36 @@ class RangeCheck:
     def ask(self, problem: Problem) -> None:
         """Have the device reduce the lengths of a call, unless the answer to an earlier call is
         still on its way; inside a CUDA graph nobody would read it."""
-        if self.asked is not None or capturing() or not problem.n or not problem.m:
+        now = time.monotonic()
+        if self.report.pending or now - self.last < SECONDS or capturing():
+            return
+        if not problem.n or not problem.m:
             return
         weight = problem.key_log_weight
-        found = [
-            lengths(problem.query.detach(), problem.heads, self.limit, None),
-            lengths(
-                problem.key.detach(), problem.heads, self.limit,
-                None if weight is None else weight.detach().float(),
-            ),
-        ]  # fmt: skip
-        event = None
-        if problem.query.is_cuda:
-            copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in found]
-            for copy, x in zip(copies, found, strict=True):
-                copy.copy_(x, non_blocking=True)
-            found, event = copies, torch.cuda.Event()
-            event.record()
-        self.asked = _Asked(found[0], found[1], problem.scale, event)
+        weight = None if weight is None else weight.detach().float()
+        query, key = problem.query.detach(), problem.key.detach()
+        self.report.send(lengths(query, key, self.limit, weight))
+        self.scale, self.last = abs(problem.scale), now
 
     def reported(self, plan: Plan) -> Plan:
         """The plan to use as far as the host knows; a warning says what is new."""
-        asked = self.asked
-        if asked is not None and (asked.event is None or asked.event.query()):
-            self.asked, left = None, _left(plan, asked)
-            if left:
-                self.instead = ranges.exact_where(plan, left)
+        found = self.report.read()
+        left = {} if found is None else _left(plan, found, self.scale)
+        if left:
+            self.instead = ranges.exact_where(plan, left)
         if self.instead is None:
             return plan
         return RangeCheck.of(self.instead, self.limit.device).reported(self.instead)
 
 
-def _left(plan: Plan, asked: _Asked) -> dict[int, str]:
+def _left(plan: Plan, parts: Tensor, scale: float) -> dict[int, str]:
     """The heads that have left their range, and how."""
-    sides, scale, left = [_reduced(x) for x in (asked.query, asked.key)], abs(asked.scale), {}
-    products = [
-        [scale * q * k for q, k in zip(*pair, strict=True)] for pair in zip(*sides, strict=True)
-    ]
-    for number, (head, *found) in enumerate(zip(plan.heads, *products, strict=True)):
-        reason = ranges.leaves(head.scores, ScoreRange(*found))
+    (query, key), left = zip(parts.amax(2).tolist(), parts.sum(2).tolist(), strict=True), {}
+    for number, head in enumerate(plan.heads):
+        squares = query[0][number][0] * key[0][number][0]
+        means = [side[1][number][1] / max(1.0, side[1][number][2]) for side in (query, key)]
+        found = ScoreRange(scale * math.sqrt(squares), scale * math.prod(means))
+        reason = ranges.leaves(head.scores, found)
         if reason is not None:
             left[number] = f"in an earlier call {reason}"
     return left
-
-
-def _reduced(parts: Tensor) -> tuple[list[float], list[float]]:
-    """Largest and mean length of each head."""
-    largest, total, number = parts.double().unbind(2)
-    mean = total.sum(1) / number.sum(1).clamp(min=1.0)
-    return largest.amax(1).sqrt().tolist(), mean.tolist()

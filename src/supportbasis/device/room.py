@@ -18,6 +18,7 @@ from ..kernels.language import cdiv, power_of_two
 from ..kernels.rectangle import Rectangle, Tokens, exact_rows
 from ..plans import Plan
 from ..problem import Problem
+from .report import Report, capturing
 
 Result = TypeVar("Result")
 Sizes = tuple[int, ...]
@@ -29,7 +30,7 @@ class Room:
     def __init__(self, usual: Sizes) -> None:
         self.sizes, self.known = usual, False
         self.told: list[int] = []  # what the last call that was heard of says beside its sizes
-        self._news: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._report = Report()
 
     @staticmethod
     def of(plan: Plan, problem: Problem, usual: Sizes) -> Room:
@@ -51,9 +52,12 @@ class Room:
         if capturing():
             return work(self.sizes, True)[0]
         if self.known:
-            self._hear()
+            needed_before = self._report.read()
+            if needed_before is not None:
+                self._grow(needed_before.tolist())
             result, needed = work(self.sizes, True)
-            self._ask(needed)
+            if not self._report.pending:
+                self._report.send(needed)
             return result
         while True:
             result, needed = work(self.sizes, False)
@@ -75,25 +79,6 @@ class Room:
             for size, need in zip(before, needed, strict=True)
         )
         return self.sizes != before
-
-    def _ask(self, needed: Tensor) -> None:
-        if not needed.is_cuda:
-            self._news = needed, None
-            return
-        copy = torch.empty(needed.shape, dtype=needed.dtype, pin_memory=True)
-        copy.copy_(needed, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._news = copy, event
-
-    def _hear(self) -> None:
-        if self._news is not None and (self._news[1] is None or self._news[1].query()):
-            self._grow(self._news[0].tolist())
-            self._news = None
-
-
-def capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def with_spare(need: int) -> int:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from ..cotangent import Gradients
+from ..kernels.lengths import large, listed, rounded_down
 from ..kernels.polynomial import (
     Polynomials,
     key_weights,
@@ -38,10 +39,9 @@ from ..kernels.rectangle import (
 )
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
-from ..split import row_maxima
 from .dispatch import Forward
 from .exact import empty_results, finished, precision
-from .room import Room, Sizes, all_unless, enough, marked
+from .room import Room, Sizes, all_unless, enough
 
 
 def refusal(head: HeadPlan) -> str | None:
@@ -275,30 +275,38 @@ def _new_split(problem: Problem, plan: Plan, sizes: Sizes) -> tuple[Split, Tenso
     there are. Where that does not fit, all rows are left out. Nothing here waits."""
     table, unit, limit = _table(problem, plan)
     query, key, group = problem.query.detach(), problem.key.detach(), problem.group
-    rows = (row_maxima(query).double() > limit).flatten(0, 1)
-    large = row_maxima(key).double().repeat_interleave(group, 1) > limit
-    if problem.key_log_weight is not None:
-        large &= problem.key_log_weight > -math.inf
-    keys = large.flatten(0, 1)
-    needed = torch.stack([rows.sum(1).amax(), keys.sum(1).amax()])
-    fits = enough(needed, sizes)
+    weight = None if problem.key_log_weight is None else problem.key_log_weight.detach().float()
+    rows = large(query, problem.heads, limit, None)
+    keys = large(key, problem.heads, limit, weight)
+    (row_index, row_count), (key_index, key_count) = (
+        listed(flags, size) for flags, size in zip((rows, keys), sizes, strict=True)
+    )
+    needed = torch.stack([row_count, key_count]).amax(1)
+    fits = (needed <= _on_device(sizes, query.device)).all()
+    listed_rows = Tokens(sizes[0], row_index, row_count.clamp(max=sizes[0]) * fits)
+    listed_keys = Tokens(sizes[1], key_index, key_count.clamp(max=sizes[1]))
     thresholds = [_limit(head) for head in plan.heads]
     groups = (thresholds[first : first + group] for first in range(0, len(thresholds), group))
     bias = problem.key_log_weight
     shared = all(len(set(each)) == 1 for each in groups) and (bias is None or bias.stride(1) == 0)
-    large_row = (rows | ~fits).view(query.shape[:3]).byte()
-    small_key = 1.0 - large.float() if sizes[1] else None
-    sets = marked(rows & fits, sizes[0]), marked(keys, sizes[1])
-    return Split(table, unit, *sets, large_row, small_key, shared), needed
+    large_row = (rows | ~fits).view(query.shape[:3]).view(torch.uint8)
+    small_key = None
+    if sizes[1]:
+        small_key = 1.0 - keys.view(*query.shape[:2], -1).float()
+    return Split(table, unit, listed_rows, listed_keys, large_row, small_key, shared), needed
+
+
+@lru_cache(maxsize=64)
+def _on_device(sizes: Sizes, device: torch.device) -> Tensor:
+    return torch.tensor(sizes, device=device)
 
 
 def _table(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """Coefficients and units, and the thresholds [batch, heads, 1], on the device with the plan."""
+    """Coefficients, units and thresholds [batch * heads], on the device with the plan."""
     device = problem.query.device
     key = ("thresholds", device, problem.scale)
     if key not in plan.memory:
-        limit = torch.tensor([_limit(head) for head in plan.heads], dtype=torch.float64)
-        limit = limit.view(problem.batch, problem.heads, 1).to(device)
+        limit = rounded_down([_limit(head) for head in plan.heads]).to(device)
         plan.memory[key] = (*_polynomials(problem, plan), limit)
     found = plan.memory[key]
     assert isinstance(found, tuple)

@@ -20,7 +20,7 @@ from ..plans import HeadPlan
 from ..problem import Head
 from ..rows import RowCheck
 from ..scores import ScoreSample
-from .base import Method, exact_plan, is_positive
+from .base import Method, SearchTime, exact_plan, is_positive
 from .block_support import BlockSearch
 from .fitted import FittedSearch
 from .single_threshold import threshold_plan
@@ -92,11 +92,11 @@ class Auto(Method):
     def _blocks(self, first: _Search, speedup: float) -> HeadPlan | None:
         """Lists of exact and coarse keys within the tolerance, where they can be faster."""
         best: HeadPlan | None = None
-        head = first.head
+        head, clock = first.head, SearchTime(first.head)
         for size, order in _tried(head) if not head.is_density else ():
             if order == PLACES and head.query.is_cuda:
                 continue  # made for a CPU
-            if best is not None and best.speedup > FAST:
+            if clock.is_up or (best is not None and best.speedup > FAST):
                 break
             if BlockSearch.highest_speedup(head, size, order) <= speedup:
                 continue
@@ -104,7 +104,7 @@ class Auto(Method):
             if isinstance(search, str) or search.plan(1.0).speedup <= speedup:
                 continue
             wanted = speedup if best is None else CLEARLY * speedup
-            plan = search.within(self.tolerance, self.seed, wanted)
+            plan = search.within(self.tolerance, self.seed, clock, wanted)
             if plan is not None:
                 best, speedup = plan, plan.speedup
         return best

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..blocks import PARTS, PLACES, Layer, Structure
 from ..components.blocks import block_sums
+from ..plans import HeadPlan
 from ..problem import Head
 from ..sampling import RowSample, exact_rows
 
@@ -56,6 +57,19 @@ class BlockCheck:
             parts.append(_Sampled(rows, weight, exact.double(), sample))
         rows = torch.cat([part.rows.flatten() for part in parts])
         return BlockCheck(whole.around(rows, chunk), tuple(parts), chunk)
+
+    @staticmethod
+    def of_rows(
+        whole: Structure, plan: HeadPlan, head: Head, sample: RowSample, tolerance: float
+    ) -> BlockCheck:
+        """The check on rows that were drawn one by one; those that have no list are left out."""
+        assert plan.blocks is not None
+        chunk, rows = plan.blocks.chunk, sample.rows
+        dtype = torch.float64 if tolerance < WIDE_PRECISION else head.dtype
+        exact = exact_rows(head, rows, dtype=dtype).double().unsqueeze(1)
+        listed = (rows >= plan.exact_rows).double().unsqueeze(1)
+        part = _Sampled(rows.unsqueeze(1), listed, exact, sample)
+        return BlockCheck(whole.around(rows, chunk), (part,), chunk)
 
     def error(self, price: float) -> tuple[float, float]:
         """Relative Frobenius error of all rows as the sample has it, and its upper limit."""
@@ -120,7 +134,9 @@ def _sampled_blocks(far: Tensor, widest: int, count: int, generator: torch.Gener
     census, others = order[:widest], order[widest:]
     chosen = torch.randperm(len(others), generator=generator)[:count].to(order.device)
     blocks, at = torch.cat([census, others[chosen]]).sort()
-    return RowSample(blocks, at < len(census), len(order))
+    each = len(others) / max(1, len(chosen))
+    weight = torch.where(at < len(census), 1.0, each).double()
+    return RowSample(blocks, weight, len(order))
 
 
 def _sampled_rows(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -17,8 +17,9 @@ from ..places import Profile
 from ..plans import HeadPlan
 from ..problem import Head
 from ..rows import RowCheck
+from ..sampling import RowSample
 from ..tree import leaf_layout
-from .base import Method, exact_plan, is_positive
+from .base import Method, SearchTime, exact_plan, is_positive
 from .block_check import BlockCheck
 from .fitted import FittedSearch
 
@@ -33,6 +34,7 @@ FIRST_GUESS = 10.0  # tolerance over the root of the first price that is tried
 USELESS = 0.9  # measured error from which a plan is no answer, however cheap
 SEQUENCE = "sequence"
 STEEPEST = 1.0  # logarithm of the error over that of the price: it hardly ever falls faster
+CHECKED_ROWS, TRIES = 512, 4  # that a plan is verified on, and prices that may fail there
 STRIDE, HALVES = 4.0, 3  # steps of the logarithm of the price, and how often the last is halved
 
 
@@ -92,12 +94,14 @@ class BlockSupport(Method):
     def plan_head(self, head: Head) -> HeadPlan:
         if self.tail == "auto" and self.budget is not None and self.budget >= 1:
             return exact_plan(head, f"a budget of {self.budget:g} buys all keys")
-        found, failures = [], []
+        found, failures, clock = [], [], SearchTime(head)
         for search in self._searches(head):
             if isinstance(search, str):
                 failures.append(search)
                 continue
-            plan = self._best(search, head)
+            if clock.is_up:
+                break
+            plan = self._best(search, head, clock)
             if plan is None:
                 wish = f"a budget of {self.budget:g}" if self.budget else f"{self.tolerance:g}"
                 failures.append(f"no {search.NAME} within {wish}")
@@ -107,6 +111,9 @@ class BlockSupport(Method):
                 failures.append(f"{search.NAME} within {self.budget:g} err by {plan.measured:.2g}")
             else:
                 found.append(plan)
+        if clock.is_up:
+            failures.append(clock.GIVEN_UP)
+            found = [replace(plan, reason=plan.reason or clock.GIVEN_UP) for plan in found]
         if not found:
             return exact_plan(head, "; ".join(dict.fromkeys(failures)))
         if self.budget is None:
@@ -137,11 +144,13 @@ class BlockSupport(Method):
         elif self.order == "auto" and not head.is_causal and first.order != SEQUENCE:
             yield BlockSearch.of(head, size, self.seed, SEQUENCE)
 
-    def _best(self, search: BlockSearch | FittedSearch, head: Head) -> HeadPlan | None:
+    def _best(
+        self, search: BlockSearch | FittedSearch, head: Head, clock: SearchTime
+    ) -> HeadPlan | None:
         """The best plan of one kind; with its error, if there is another kind to compare with."""
         if self.tolerance is not None:
             if isinstance(search, BlockSearch):
-                return search.within(self.tolerance, self.seed)
+                return search.within(self.tolerance, self.seed, clock)
             return search.within(self.tolerance, RowCheck(head, self.tolerance, self.seed), 0.0)
         assert self.budget is not None
         plan = search.affordable(self.budget)
@@ -272,10 +281,12 @@ class BlockSearch:
         check = BlockCheck.draw(self.whole, self.head, plan.blocks.chunk, seed)
         return replace(plan, measured=check.error(plan.blocks.price)[0])
 
-    def within(self, tolerance: float, seed: int, speedup: float = 0.0) -> HeadPlan | None:
+    def within(
+        self, tolerance: float, seed: int, clock: SearchTime, speedup: float = 0.0
+    ) -> HeadPlan | None:
         """The plan of the highest price found whose measured error, at its upper limit, is within
         tolerance; None where there is none cheaper than exact attention and predicted to be faster
-        than ``speedup``: such prices are not tried.
+        than ``speedup``: such prices are not tried. None, too, if time is up before one is found.
 
         Errors fall slowly with the price, so prices are tried in large steps, then in halves.
         """
@@ -313,15 +324,39 @@ class BlockSearch:
             while good is None and step > 1 and not pays(at - step):
                 step /= 2
             at = min(MOST, at + STRIDE) if bad is None else at - step
-            if at < LEAST or not pays(at):
+            if at < LEAST or clock.is_up or not pays(at):
                 break
         if good is None:
             return None
         for _ in range(HALVES if bad is not None else 0):
             assert bad is not None
+            if clock.is_up:
+                break
             middle = (good + bad) / 2
             good, bad = (middle, bad) if holds(middle) else (good, middle)
-        return replace(self.plan(math.exp(good)), measured=measured[good])
+        return self._verified(good, tolerance, seed, pays, clock)
+
+    def _verified(
+        self,
+        log_price: float,
+        tolerance: float,
+        seed: int,
+        pays: Callable[[float], bool],
+        clock: SearchTime,
+    ) -> HeadPlan | None:
+        """The plan of this price, or of one a little lower, that is also within tolerance on rows
+        that are drawn one by one, most of them unlike the others; None if there is none."""
+        assert self.base.blocks is not None
+        sample = RowSample.draw(self.head, CHECKED_ROWS, seed)
+        check = BlockCheck.of_rows(self.whole, self.base, self.head, sample, tolerance)
+        for attempt in range(TRIES):
+            measured, limit = check.error(math.exp(log_price))
+            if limit <= tolerance:
+                return replace(self.plan(math.exp(log_price)), measured=measured)
+            log_price = min(_hoped(log_price, limit / tolerance), log_price - 2.0**attempt)
+            if clock.is_up or not pays(log_price):
+                break
+        return None
 
 
 def _hoped(log_price: float, excess: float) -> float:

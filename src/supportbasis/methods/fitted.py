@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import ClassVar
 
 from ..basis import split_of
@@ -14,7 +13,6 @@ from ..frame import Frame, framed, own_frame, prefix_of
 from ..plans import HeadPlan
 from ..problem import Head
 from ..rows import RowCheck
-from .fit_check import FitCheck
 
 FEWEST, MOST = 8, 2**15  # features
 HALVES = 2  # how often the step between too few features and enough is halved
@@ -116,19 +114,12 @@ class FittedSearch:
         """The plan with its measured error, if that is within tolerance."""
         if self._expected(plan) > HOPEFUL * tolerance:
             return None
-        if check.error(plan)[1] > tolerance:
-            return None
-        measured, limit = self.check.error(plan, tolerance)
+        measured, limit = check.error(plan)
         return replace(plan, measured=measured) if limit <= tolerance else None
-
-    @cached_property
-    def check(self) -> FitCheck:
-        """Rows that a fit is held to after it was right on those of a `RowCheck`."""
-        return FitCheck.draw(self.head, self.frame, self.seed)
 
     def measured(self, plan: HeadPlan) -> HeadPlan:
         """The plan with its measured error."""
-        return replace(plan, measured=self.check.error(plan, 1.0)[0])
+        return replace(plan, measured=RowCheck(self.head, 1.0, self.seed).error(plan)[0])
 
     def _expected(self, plan: HeadPlan) -> float:
         assert plan.fitted is not None
