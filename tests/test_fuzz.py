@@ -62,6 +62,10 @@ FOUND = {
         "sb.MultiThreshold(math.inf, 2)", dtype="float64", leading=(), d=1, dv=4,
         values="denormal", seed=815360024,
     ),
+    "squares of huge errors": Case(
+        "sb.BlockSupport(0.5, block_size=16, order='sequence')", check="plan", dtype="float64",
+        n=111, m=111, d=2, dv=2, data="integers", values="huge", seed=2076517730,
+    ),
     "a loaded frame": Case(
         "sb.Auto(0.1)", check="plan", dtype="bfloat16", n=257, m=257, d=8, dv=1, seed=456429175
     ),
