@@ -54,6 +54,10 @@ FOUND = {
     "the unit of tiny sums": Case(
         run="kernel_sum", leading=(), n=2, m=17, d=8, dv=8, values="denormal", seed=1756595441
     ),
+    "factors that vanish before huge sums do": Case(
+        run="kernel_sum", leading=(2, 3), n=17, m=1, d=4, dv=4, values="huge", scale=-1.0,
+        seed=969122739,
+    ),
     "infinite rounding stays infinite": Case(
         "sb.MultiThreshold(2.0, 1)", "kernel_sum", leading=(), n=2, m=8, d=1, dv=1, scale=1e20,
         seed=1711943260,

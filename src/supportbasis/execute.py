@@ -132,7 +132,8 @@ def _write_sums(head: Head, finished: Finished, outcome: Outcome, at: tuple[int,
     """Unnormalised sums of all rows in one common unit, exp(log_scale), so that none overflows.
 
     The unit is that of the largest sum, but not so small that a factor overflows; one that does
-    belongs to sums of zero. A factor e^x has the rounding of x, and a few of exp.
+    belongs to sums of zero. A factor e^x has the rounding of x, and a few of exp; it is applied in
+    halves, since it may vanish where its product with a huge value does not.
     """
     top, least = -math.inf, -math.log(torch.finfo(head.dtype).max) / 2
     for rows, total, valid in finished:
@@ -147,12 +148,12 @@ def _write_sums(head: Head, finished: Finished, outcome: Outcome, at: tuple[int,
     unit, longest = float(outcome.log_scale[at]), 0.0
     for rows, total, valid in finished:
         exponent = total.log_scale - unit
-        factor = torch.where(valid & (exponent < -least * 2), exponent.exp(), 0.0)
-        if bool((factor > 0).any()):
-            longest = max(longest, float(exponent[factor > 0].abs().max()))
+        half = torch.where(valid & (exponent < -least * 2), (exponent / 2).exp(), 0.0)
+        if bool((half > 0).any()):
+            longest = max(longest, float(exponent[half > 0].abs().max()))
         where = slice(None) if rows is None else rows
-        sums = total.num.nan_to_num(0.0).mul_(factor.unsqueeze(1))
+        sums = total.num.nan_to_num(0.0).mul_(half.unsqueeze(1)).mul_(half.unsqueeze(1))
         outcome.output[at][where] = sums.to(outcome.output.dtype)
         den = torch.where(valid & (total.den > 0), total.den.log() + total.log_scale, -math.inf)
         outcome.lse[at][where] = den.to(outcome.lse.dtype)
-    outcome.rounding[at] += math.expm1((longest + 4) * unit_roundoff(head.dtype))
+    outcome.rounding[at] += math.expm1((longest + 8) * unit_roundoff(head.dtype))
