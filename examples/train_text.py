@@ -196,8 +196,8 @@ def by_polynomial(plan: HeadPlan) -> float:
     """The share of a head's square that its polynomial covers."""
     if plan.polynomial is None:
         return 0.0
-    large = [0 if index is None else len(index) for index in (plan.large_rows, plan.large_keys)]
-    return (1 - large[0] / plan.n) * (1 - large[1] / plan.m)
+    rows, keys = plan.large or (0, 0)
+    return (1 - rows / plan.n) * (1 - keys / plan.m)
 
 
 def heads(model: Model, tokens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:

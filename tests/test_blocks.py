@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import supportbasis as sb
-from cases import dense_attention, qkv
+from cases import beyond, dense_attention, qkv
 from supportbasis import cost, selection
 from supportbasis.blocks import BlockSettings, remembered, structure
 from supportbasis.components import BlockSum, ExactSum, evaluate
@@ -420,7 +420,7 @@ def assert_blind_to_the_future(plan, q, k, v, t):
 def test_nothing_is_known_of_the_future(t):
     """With one plan, outputs before position t do not depend on any token from t on."""
     q, k, v = clustered(n=4096)
-    plan = sb.plan(q, k, v, is_causal=True, method=sb.BlockSupport(0.3))
+    plan = beyond(sb.plan(q, k, v, is_causal=True, method=sb.BlockSupport(0.3)))
     assert plan.heads[0].kind == "block"
     assert_blind_to_the_future(plan, q, k, v, t)
 
@@ -505,7 +505,7 @@ def test_a_plan_that_is_used_again_is_checked(tail, kind, size):
     """On the same tokens the certificate says that it holds; on others it says what is true."""
     tolerance = 0.05
     q, k, v = clustered(n=4096, size=size)
-    plan = sb.plan(q, k, v, method=sb.BlockSupport(tolerance=tolerance, tail=tail))
+    plan = beyond(sb.plan(q, k, v, method=sb.BlockSupport(tolerance=tolerance, tail=tail)))
     assert plan.heads[0].kind == kind
     assert sb.attention(q, k, v, plan=plan, return_result=True).certificate.holds(1.25 * tolerance)
     for factor in (0.5, 1.5, 2.5):

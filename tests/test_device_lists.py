@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import supportbasis as sb
-from cases import dense_attention, qkv
+from cases import beyond, dense_attention, qkv
 from supportbasis import forest as forests
 from supportbasis.arrangement import repeated
 from supportbasis.blocks import FAR, apart, remembered, strangers
@@ -801,7 +801,7 @@ def test_what_does_not_fit_is_exact(kind, masked):
         q, k = q / 2, k / 2
     method = sb.BlockSupport(0.8, tail=tail, block_size=32, order="tree")
     call = {"is_causal": causal, "scale": scale}
-    plan = planned(q, k, v, bias, **call, enable_gqa=True, method=method)
+    plan = beyond(planned(q, k, v, bias, **call, enable_gqa=True, method=method))
     evaluator = fitted if kind == "fitted" else lists
     assert all(head.kind == ("fitted" if kind == "fitted" else "block") for head in plan.heads)
     problem = attention_problem(q, k, v, bias, 0.0, causal, scale, True)

@@ -81,6 +81,8 @@ def test_the_host_hears_at_the_next_call_which_heads_left_their_range(method):
         q, k, v = (x.to(device) for x in tensors)
         q, k = q.clone(), k.clone()
         q[:, 1], k[:, 1] = (x[:, 1].sign() * 0.29 * factor for x in (q, k))
+        if plan.heads[0].threshold is not None:
+            q[:, 0, 3], k[:, 0, 5] = 50.0, -50.0  # large tokens are exact, and do not count
         check.last = -math.inf
         check.ask(attention_problem(q, k, v, None, 0.0, False, None, False))
         if DEVICE == "cuda":
@@ -114,6 +116,8 @@ def test_a_call_on_the_device_is_reported_at_the_next(compiled, marks):
     torch.cuda.synchronize()
     with pytest.warns(UserWarning, match="in an earlier call"):
         given = call(*far)
+    if compiled:  # forward and backward of a graph must agree, so there it is only said
+        return
     exact, _ = dense_attention(*far)
     assert float((given.double() - exact).norm() / exact.norm()) < 0.02
     with warnings.catch_warnings():

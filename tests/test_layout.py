@@ -59,6 +59,17 @@ def test_layout_changes_nothing(layout, method, causal):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_exact_plan_used_again_takes_any_layout(layout, causal):
+    """Without a mask and a result the call is PyTorch's own, after a look at the entries."""
+    inputs = strided(layout)
+    plan = sb.plan(*inputs, method=sb.Exact())
+    exact, _ = dense_attention(*inputs, is_causal=causal)
+    given = sb.attention(*inputs, is_causal=causal, plan=plan).double()
+    torch.testing.assert_close(given, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_results_are_within_their_bound_whatever_the_layout(layout):
     for method in (sb.Exact(), sb.SingleThreshold(0.5), sb.Auto()):
         inputs = strided(layout)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import supportbasis as sb
-from cases import dense_attention, qkv
+from cases import beyond, dense_attention, qkv
 from supportbasis import cost, places, selection
 from supportbasis.blocks import PLACES, BlockSettings, remembered
 from supportbasis.components import BlockSum, blocks, evaluate
@@ -84,7 +84,7 @@ def test_nothing_is_known_of_the_future(t):
         q, k, v, is_causal=True, method=sb.BlockSupport(0.3, order=PLACES, tail="coarse")
     )
     assert plan.heads[0].blocks.order == PLACES and plan.heads[0].exact_rows == 0
-    assert_blind_to_the_future(plan, q, k, v, t)
+    assert_blind_to_the_future(beyond(plan), q, k, v, t)
 
 
 def test_a_plain_frame_changes_no_score():

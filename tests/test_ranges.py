@@ -146,4 +146,85 @@ def test_ranges_are_those_of_norms():
     method = sb.BlockSupport(0.9, tail="polynomial")
     found = sb.plan(q, k, v, scale=0.5, method=method).heads[0].scores
     assert found.mean == pytest.approx(mean) and found.largest is None
-    assert min(ranges.HEADROOM.values()) > 1
+
+
+@pytest.mark.parametrize("degree", [0, 1, 2, 4])
+def test_a_polynomial_is_used_beyond_its_range_while_it_is_certified_there(degree):
+    q, k, v = qkv(1, 1, n=50, d=4, scale=0.4)
+    plan = sb.plan(q, k, v, method=sb.Polynomial(degree))
+    poly, ratio = plan.heads[0].polynomial, 1.0
+    while poly.on((ratio + ranges.STEP) * poly.bound).error <= ranges.GROWTH * poly.error:
+        ratio += ranges.STEP
+    assert ratio > 1.05
+    largest = min(ratio, ranges.FURTHEST) - 1e-6
+    assert sb.attention(largest * q, k, v, plan=plan, return_result=True).plan is plan
+    with pytest.warns(UserWarning, match="leave the range"):
+        sb.attention((largest + 2e-6) * q, k, v, plan=plan)
+
+
+def test_a_fit_notices_other_directions_of_the_same_length():
+    shape = torch.logspace(0, -1.5, 16, dtype=torch.float64)
+    q, k, v = qkv(1, 1, n=2048, d=16)
+    q, k = q * shape, k * shape.flip(0)
+    plan = sb.plan(q, k, v, method=sb.BlockSupport(0.5, tail="polynomial"))
+    assert plan.heads[0].kind == "fitted" and not plan.heads[0].frame.is_plain
+    with pytest.warns(UserWarning, match="mean balanced"):
+        result = sb.attention(q.flip(-1), k.flip(-1), v, plan=plan, return_result=True)
+    assert result.plan.is_exact
+
+
+def test_a_plan_remembers_the_sign_of_its_scale():
+    tensors = qkv(1, 2, **FEW)
+    plan = sb.plan(*tensors, scale=-0.4, method=sb.Polynomial(2))
+    sb.attention(*tensors, scale=-0.4, plan=plan)
+    with pytest.raises(sb.InputError, match=r"scale=-0\.4, but the call has scale=0\.4"):
+        sb.attention(*tensors, scale=0.4, plan=plan)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("method", [sb.Exact(), sb.Polynomial(2)], ids=str)
+@pytest.mark.filterwarnings("ignore:supportbasis")
+def test_compiled_gradients_of_tokens_before_heads(method, backend):
+    """Strides of outputs and gradients are those that the compiler was told."""
+    tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(2, 3, n=40, d=4)]
+    plan = sb.plan(*tensors, method=method)
+    call = torch.compile(lambda *x: sb.attention(*x, plan=plan), backend=backend, fullgraph=True)
+    for factor in (1.0, 9.0):  # the second leaves the range of the polynomial
+        leaves = [(factor * x).requires_grad_() for x in tensors]
+        cotangent = torch.ones(()).expand(2, 3, 40, 4)
+        given, expected = (
+            torch.autograd.grad(f(*leaves), leaves, cotangent)
+            for f in (call, lambda *x: sb.attention(*x, plan=plan))
+        )
+        for x, y in zip(given, expected, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+def test_an_exact_plan_refuses_scores_of_16_bits_that_overflow():
+    q, k, v = (x.bfloat16() for x in qkv(1, 4, n=64, d=16))
+    plan = sb.plan(q, k, v, method=sb.Exact())
+    with pytest.raises(sb.InputError, match="overflows"):
+        sb.attention(1e14 * q, 1e14 * k, v, scale=1e10, plan=plan)
+
+
+@pytest.mark.parametrize("scale", [1e-46, 1e-320, 5e-324])
+def test_an_exact_plan_takes_the_smallest_scales(scale):
+    q, k, v = qkv(1, 2, n=20, d=4, dtype=torch.float32)
+    plan = sb.plan(q, k, v, method=sb.Exact())
+    expected, _ = dense_attention(q, k, v, is_causal=True, scale=scale)
+    given = sb.attention(q, k, v, is_causal=True, scale=scale, plan=plan)
+    torch.testing.assert_close(given.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_exact_plan_under_autocast_attends_once(monkeypatch):
+    calls, real = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *x, **y: calls.append(1) or real(*x, **y),
+    )
+    q, k, v = qkv(1, 2, n=64, d=8, dtype=torch.float32)
+    plan = sb.plan(q, k, v, method=sb.Exact())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert sb.attention(q, k, v, plan=plan).dtype == torch.bfloat16
+    assert len(calls) == 1

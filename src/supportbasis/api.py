@@ -86,7 +86,7 @@ def attention(
     problem = attention_problem(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=plan is None
     )
-    plan = _the_plan(problem, method, plan)
+    plan = _the_plan(problem, method, plan, implementation)
     outcome = _run(problem, plan, return_result, implementation)
     if return_result:
         return _result(problem, plan, outcome, implementation)
@@ -249,7 +249,9 @@ def _check_weights(weights: Tensor, data: Tensor) -> Tensor:
     return expanded
 
 
-def _the_plan(problem: Problem, method: Method | None, plan: Plan | None) -> Plan:
+def _the_plan(
+    problem: Problem, method: Method | None, plan: Plan | None, implementation: str = "auto"
+) -> Plan:
     """The caller's plan once it is seen to fit, or a new one."""
     if method is not None and not isinstance(method, Method):
         raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
@@ -266,16 +268,16 @@ def _the_plan(problem: Problem, method: Method | None, plan: Plan | None) -> Pla
         raise InputError(f"method is {method} but the plan was made with {plan.method}")
     _check_gradients(problem)
     _check_power(problem, plan.method)
-    if not is_watched():  # else the operator will look at entries
-        autograd.check_entries(problem)
+    ranges.check_sign(problem, plan)
     if problem.needs_exact:
-        plan = _make_plan(problem, plan.method)
-    else:
+        if not is_watched():
+            autograd.check_entries(problem)
+            autograd.check_scores(problem)
+        return _make_plan(problem, plan.method)
+    if is_watched():  # the operator will look at entries
         autograd.check_plan(problem, plan)
-        plan = plan if is_watched() else autograd.in_range(problem, plan)
-    if not is_watched():
-        autograd.check_scores(problem, plan)
-    return plan
+        return plan
+    return autograd.checked(problem, plan, implementation)
 
 
 def _fits_graph(
@@ -313,7 +315,8 @@ def _make_plan(problem: Problem, method: Method) -> Plan:
         )
         heads = tuple(map(ranges.with_range, heads, everyone))
     shape = (problem.batch, problem.heads, problem.query.shape[-1])
-    return Plan(method, *shape, heads, problem.scale, problem.is_causal)
+    scale = -problem.scale if problem.is_flipped else problem.scale
+    return Plan(method, *shape, heads, scale, problem.is_causal)
 
 
 def _check_gradients(problem: Problem) -> None:

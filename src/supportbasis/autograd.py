@@ -47,18 +47,24 @@ def check_plan(problem: Problem, plan: Plan) -> None:
     ranges.check_call(problem, plan)
 
 
-def in_range(problem: Problem, plan: Plan) -> Plan:
-    """The plan with those heads exact whose scores leave the range they were planned for. With
-    kernels on a GPU that is known at the next call: to look would synchronise with the host."""
-    if not _reports_later(problem, plan):
-        return ranges.in_range(problem, plan)
-    from .device.range_check import RangeCheck
+def checked(problem: Problem, plan: Plan, implementation: str) -> Plan:
+    """The plan to use for a call, whose entries are checked on a CPU: heads whose scores leave the
+    range they were planned for are exact. With kernels on a GPU what earlier calls left is known:
+    to look at this one would synchronise with the host."""
+    check_plan(problem, plan)
+    check_entries(problem)
+    if _reports_later(problem, plan, implementation):
+        from .device.range_check import RangeCheck
 
-    return RangeCheck.of(plan, problem.query.device).reported(plan)
+        return RangeCheck.of(plan, problem.query.device).reported(plan)
+    plan = ranges.in_range(problem, plan)
+    check_scores(problem, plan)
+    return plan
 
 
-def _reports_later(problem: Problem, plan: Plan) -> bool:
-    return problem.query.is_cuda and dispatch.has_triton() and not plan.is_exact
+def _reports_later(problem: Problem, plan: Plan, implementation: str) -> bool:
+    has_kernels = implementation != "eager" and dispatch.refusal(problem, implementation) is None
+    return problem.query.is_cuda and has_kernels and not plan.is_exact
 
 
 def check_entries(problem: Problem) -> None:
@@ -107,7 +113,7 @@ def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
     if outcome is not None:
         check_output(problem, outcome.output)
         return outcome
-    if _reports_later(problem, plan):
+    if _reports_later(problem, plan, implementation):
         from .device.range_check import RangeCheck
 
         RangeCheck.of(plan, problem.query.device).ask(problem)
@@ -209,15 +215,24 @@ def _run_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output and lse, which rows were rescued, and counts [3, batch, heads]."""
     problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal, kept)
-    the_plan = Plan.known(plan)
-    check_plan(problem, the_plan)
-    check_entries(problem)
-    the_plan = in_range(problem, the_plan)
-    check_scores(problem, the_plan)
+    the_plan = _plan_of(problem, plan, implementation)
     with torch.autocast(query.device.type, enabled=False):
         outcome = compute(problem, the_plan, implementation)
     counts = torch.stack([outcome.invalid_rows, outcome.rescued_rows, outcome.rounding])
-    return outcome.output, outcome.lse, outcome.rescued.contiguous(), counts
+    made = (outcome.output, outcome.lse, outcome.rescued, counts)
+    output, lse, rescued, counts = (x.contiguous() for x in made)
+    return output, lse, rescued, counts
+
+
+def _plan_of(problem: Problem, handle: str, implementation: str) -> Plan:
+    """The plan that an operator runs, forward and backward. Outside of graphs and transforms the
+    call was checked before. Inside, heads that leave their range are exact on a CPU; what a GPU
+    reports is said, and changes nothing: it may come between forward and backward."""
+    plan = Plan.known(handle)
+    if problem.kept is not None:
+        return plan
+    instead = checked(problem, plan, implementation)
+    return plan if _reports_later(problem, plan, implementation) else instead
 
 
 _attention = torch.library.custom_op(
@@ -273,18 +288,16 @@ def _run_backward(
     problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal, kept)
     grad, output = in_rows(grad), in_rows(output)
     with torch.autocast(query.device.type, enabled=False):
-        the_plan = in_range(problem, Plan.known(plan))
+        the_plan = _plan_of(problem, plan, implementation)
         batches = dispatch.batches(problem, the_plan, implementation)
         total = dispatch.gradients(
             problem, batches, output, lse, rescued, grad, grad_lse, for_weights
         )
     weight = total.key_log_weight
-    return (
-        total.query.to(query.dtype),
-        total.key.to(key.dtype),
-        total.value.to(value.dtype),
-        lse.new_empty(0) if weight is None else weight,
-    )
+    grads = (total.query.to(query.dtype), total.key.to(key.dtype), total.value.to(value.dtype))
+    made = (*grads, lse.new_empty(0) if weight is None else weight)
+    for_query, for_key, for_value, for_weight = (x.contiguous() for x in made)
+    return for_query, for_key, for_value, for_weight
 
 
 _backward = torch.library.custom_op(

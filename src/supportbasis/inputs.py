@@ -44,6 +44,7 @@ def attention_problem(
     if finite:
         check_finite(**dict(zip(names, given, strict=True)))
     scale = _check_scale(scale, dim)
+    is_flipped = scale < 0
     if scale <= 0:  # kernels disagree about such scales; the sign belongs to the query just as well
         query, scale = (-query, -scale) if scale < 0 else (_zeros(query), 1.0)
     if scale < torch.finfo(compute_dtype(query.dtype)).smallest_normal:
@@ -62,6 +63,7 @@ def attention_problem(
         scale,
         True,
         leading,
+        is_flipped=is_flipped,
     )
 
 

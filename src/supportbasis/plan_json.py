@@ -65,7 +65,7 @@ LARGEST_MOVE = 1e18  # squares of such lengths are still numbers in float32
 COUNT = integer(0, 2**48)
 POSITIVE = number(LEAST)
 AMOUNT = number(0.0, infinite=True)
-SCORES = record(ScoreRange, dict.fromkeys(ScoreRange._fields, optional(AMOUNT)))
+SCORES = record(ScoreRange, dict.fromkeys(ScoreRange._fields, optional(number(0.0))))
 KINDS_OF: dict[type[Method], tuple[str, ...]] = {
     Exact: ("exact",),
     Polynomial: ("exact", "polynomial"),
@@ -155,7 +155,7 @@ def _schema(method: Method, dim: int) -> Field:
             "batch": COUNT,
             "num_heads": COUNT,
             "dim": COUNT,
-            "scale": optional(POSITIVE),
+            "scale": optional(number()),
             "is_causal": optional(choice(False, True)),
             "heads": array(head),
         },
@@ -164,6 +164,8 @@ def _schema(method: Method, dim: int) -> Field:
 
 def _plan(**content: Any) -> Plan:
     plan = Plan(**content)
+    if not plan.is_exact and None in (plan.scale, plan.is_causal):
+        raise ValueError("scale or is_causal is null, and not every head is exact")
     if len(plan.heads) != plan.batch * plan.num_heads:
         raise ValueError(f"{len(plan.heads)} heads for {plan.batch} x {plan.num_heads}")
     return plan
@@ -204,9 +206,31 @@ def _head(kind: str, own: Mapping[str, Field]) -> Field:
             content["blocks"] = _settings(content["n"], content["blocks"])
         if "pairs" in content:
             content["pairs"] = _placed_pairs(**content)
-        return HeadPlan(kind, **content)
+        head = HeadPlan(kind, **content)
+        _check_range(head)
+        return head
 
     return record(build, {**common, **own})
+
+
+def _check_range(head: HeadPlan) -> None:
+    """Whether a head knows the range that it was made for. The largest score is the bound of its
+    polynomial, or of one of its pairs, unless the caller of `Polynomial` gave a smaller bound."""
+    if head.kind in ("exact", "power"):
+        if head.scores is not None:
+            raise ValueError("scores is given, but nothing depends on it")
+        return
+    listed = head.kind in ("block", "fitted")
+    scores = head.scores
+    if scores is None or (scores.largest is None) != listed:
+        raise ValueError("scores is missing, or not of this kind of head")
+    if (scores.mean is None) != (head.measured is None and not listed):
+        raise ValueError("scores.mean is missing, or there is no measured error that needs it")
+    if (scores.framed is None) != (head.frame is None or head.frame.is_plain):
+        raise ValueError("scores.framed is missing, or there is no frame that needs it")
+    reaches = [pair.reach for pair in head.pairs]
+    if reaches and scores.largest is not None and not scores.largest <= 1.001 * max(reaches):
+        raise ValueError(f"scores.largest is {scores.largest!r}, beyond the reach of every pair")
 
 
 # --------------------------------------------------------------------- polynomials and kernels

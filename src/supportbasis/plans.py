@@ -45,6 +45,7 @@ class ScoreRange(NamedTuple):
 
     largest: float | None  # |scale| max|q| max|k|; None where the largest does not matter
     mean: float | None  # |scale| mean|q| mean|k|; None where every score up to that is certified
+    framed: float | None = None  # the same in a balancing transform; None where there is none
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +91,12 @@ class HeadPlan:
         """The power kernels of all components."""
         own = () if self.kernel is None else (self.kernel,)
         return own + tuple(pair.kernel for pair in self.pairs if pair.kernel is not None)
+
+    @property
+    def polynomials(self) -> tuple[CertifiedPolynomial, ...]:
+        """The certified polynomials of all components."""
+        own = () if self.polynomial is None else (self.polynomial,)
+        return own + tuple(k.polynomial for k in self.kernels if k.polynomial is not None)
 
     @property
     def is_sketched(self) -> bool:
@@ -145,7 +152,7 @@ class Plan:
     num_heads: int
     dim: int
     heads: tuple[HeadPlan, ...]
-    scale: float | None = None  # that it was made for; None: any, as for a plan made by hand
+    scale: float | None = None  # that it was made for; None: any, of a plan made by hand
     is_causal: bool | None = None
     handle: str = field(init=False)  # the plan's name where only strings can go
     memory: dict[object, object] = field(init=False, repr=False)  # of a device: see `device`

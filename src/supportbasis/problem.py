@@ -152,6 +152,7 @@ class Problem:
     leading: tuple[int, ...]  # the caller's leading dims, heads included
     kept: Kept | None = None  # filled by a forward pass for the way back
     is_reused: bool = False  # whether the plan will serve many calls
+    is_flipped: bool | None = None  # whether the caller's scale is negative; None: not known
 
     def __post_init__(self) -> None:
         for name in ("query", "key", "value"):

@@ -6,18 +6,27 @@ plan remembers how large they could be, by norms; a call with larger ones runs t
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
+from functools import lru_cache
+from typing import NoReturn
 
 import torch
 
 from .basis import split_of
+from .components.polynomial import LARGEST_REACH
 from .errors import InputError
+from .frame import framed
 from .plans import HeadPlan, Plan, ScoreRange
+from .polynomials import CertifiedPolynomial
 from .problem import Head, Problem
 
-# times as large may scores be by chance, in new tokens of the same kind: the largest varies more
-HEADROOM = {"largest": 1.5, "mean": 1.25}
+# new tokens of the same kind are somewhat longer by chance
+GROWTH = 10.0  # times its certified error may a polynomial err beyond its range
+STEP = 1 / 64  # in which that is looked up
+FURTHEST = 4.0  # times the range
+HEADROOM = 1.25  # times what is usual, which varies less than what is largest
 SAME_SCALE = 1e-6  # relative: a scale may have been rounded to float32
 
 
@@ -38,11 +47,25 @@ def score_range(plan: HeadPlan, head: Head) -> ScoreRange | None:
     key = head.key_norms if keys is None else head.key_norms[keys]
     certified, some = plan.kind not in ("block", "fitted"), query.numel() and key.numel()
     largest, mean = (
-        abs(head.scale) * float(of(query)) * float(of(key)) if some else 0.0
+        min(LARGEST_REACH, abs(head.scale) * float(of(query)) * float(of(key))) if some else 0.0
         for of in (torch.max, torch.mean)
     )
     is_measured = plan.measured is not None or not certified
-    return ScoreRange(largest if certified else None, mean if is_measured else None)
+    return ScoreRange(
+        largest if certified else None, mean if is_measured else None, _framed(plan, head)
+    )
+
+
+def _framed(plan: HeadPlan, head: Head) -> float | None:
+    """The mean of what norms allow in the balancing transform of a head, if it has one: tokens of
+    the same length in other directions are longer there."""
+    if plan.frame is None or plan.frame.is_plain:
+        return None
+    with torch.no_grad():
+        inside, live = framed(head, plan.frame), head.live_keys
+        key = inside.key if live is None else inside.key[live]
+        means = [float(x.norm(dim=1).mean()) if len(x) else 0.0 for x in (inside.query, key)]
+    return means[0] * means[1]
 
 
 def with_range(plan: HeadPlan, head: Head) -> HeadPlan:
@@ -59,12 +82,23 @@ def check_call(problem: Problem, plan: Plan) -> None:
             f"plan was made with is_causal={plan.is_causal}, but the call has "
             f"is_causal={problem.is_causal}; make a plan for it"
         )
-    scale = plan.scale
-    if scale is not None and abs(problem.scale - scale) > SAME_SCALE * scale:
-        raise InputError(
-            f"plan was made with scale={scale:g}, but the call has scale={problem.scale:g}; make a "
-            "plan for it"
-        )
+    if plan.scale is not None:
+        made_for = abs(plan.scale)
+        if abs(problem.scale - made_for) > SAME_SCALE * made_for:
+            _refuse_scale(plan, problem.scale)
+
+
+def check_sign(problem: Problem, plan: Plan) -> None:
+    """The same for the sign of the scale, which a problem counts to its queries."""
+    if plan.scale is not None and problem.is_flipped != (plan.scale < 0) and not plan.is_exact:
+        _refuse_scale(plan, -problem.scale if problem.is_flipped else problem.scale)
+
+
+def _refuse_scale(plan: Plan, scale: float) -> NoReturn:
+    raise InputError(
+        f"plan was made with scale={plan.scale:g}, but the call has scale={scale:g}; make a plan "
+        "for it"
+    )
 
 
 def in_range(problem: Problem, plan: Plan) -> Plan:
@@ -73,20 +107,39 @@ def in_range(problem: Problem, plan: Plan) -> Plan:
     for number, head in enumerate(plan.heads):
         if head.scores is not None:
             found = score_range(head, problem.head(*divmod(number, problem.heads)))
-            reason = leaves(head.scores, found)
+            reason = leaves(head, found)
             left |= {} if reason is None else {number: reason}
     return exact_where(plan, left) if left else plan
 
 
-def leaves(made_for: ScoreRange | None, found: ScoreRange | None) -> str | None:
-    """In words how scores leave the range of a plan; None where they do not."""
+def leaves(plan: HeadPlan, found: ScoreRange | None) -> str | None:
+    """In words how scores leave the range of a head's plan; None where they do not."""
+    made_for = plan.scores
     if made_for is None or found is None:
         return None
-    for name, headroom in HEADROOM.items():
+    for name, within in (("largest", _is_certified), ("mean", _is_usual), ("framed", _is_usual)):
         now, before = getattr(found, name), getattr(made_for, name)
-        if None not in (now, before) and not now <= headroom * before:
-            return f"the {name} |score| may be {now:.3g}, the plan was made for {before:.3g}"
+        if None not in (now, before) and not now <= before and not within(plan, now, before):
+            which = {"framed": "mean balanced"}.get(name, name)
+            return f"the {which} |score| may be {now:.3g}, the plan was made for {before:.3g}"
     return None
+
+
+def _is_usual(plan: HeadPlan, now: float, before: float) -> bool:
+    return now <= HEADROOM * before
+
+
+def _is_certified(plan: HeadPlan, now: float, before: float) -> bool:
+    """Whether the polynomials of a head are still good beyond their range."""
+    if not now <= FURTHEST * before:
+        return False
+    steps = math.ceil((now / before - 1) / STEP)
+    return all(_is_good(polynomial, 1 + steps * STEP) for polynomial in plan.polynomials)
+
+
+@lru_cache(maxsize=4096)
+def _is_good(polynomial: CertifiedPolynomial, ratio: float) -> bool:
+    return polynomial.on(ratio * polynomial.bound).error <= GROWTH * polynomial.error
 
 
 def exact_where(plan: Plan, reasons: dict[int, str]) -> Plan:

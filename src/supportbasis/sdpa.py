@@ -191,7 +191,9 @@ def plainly(
             return None
         if shape[0] != plan.batch or shape[1] != plan.num_heads or shape[3] != plan.dim:
             return None
-        if scale is not None and not (type(scale) is float and 0 < scale < ORDINARY):
+        if scale is not None and not (type(scale) is float and 1 / ORDINARY < scale < ORDINARY):
+            return None
+        if torch.is_autocast_enabled("cpu"):
             return None
         if not _are_ordinary(query, key, value, dtype):
             return None
@@ -202,12 +204,13 @@ def plainly(
         )
     except RuntimeError:
         return None
-    return output if output.dtype is dtype else None  # autocast has narrowed it
+    return output
 
 
 PLAIN = (torch.float32, torch.float64)
 KNOWN = (*PLAIN, torch.bfloat16, torch.float16)
-ORDINARY = 1e15  # below this nothing overflows
+ORDINARY = 1e15  # squares of lengths, and scales, below this: scores are below 1e30
+SHORT = 1e6  # the same of entries
 
 
 def _fit(shape: torch.Size, keys: torch.Size, enable_gqa: bool) -> bool:
@@ -226,7 +229,7 @@ def _are_ordinary(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype)
     """
     if dtype not in PLAIN:
         ends = [end.item() for x in (query, key, value) for end in x.aminmax()]
-        return all(-ORDINARY < end < ORDINARY for end in ends)
+        return all(-SHORT < end < SHORT for end in ends)
     if query.is_contiguous() and key.is_contiguous() and value.is_contiguous():
         flat = [x.view(-1) for x in (query, key, value)]
     else:

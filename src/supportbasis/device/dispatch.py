@@ -96,7 +96,7 @@ def check_implementation(implementation: object) -> str:
 def batches(problem: Problem, plan: Plan, implementation: str) -> tuple[Batch, ...]:
     """How the heads of a call run; raises if kernels were asked for and cannot take all of it."""
     reason = None if implementation != "eager" else "the caller asked for it"
-    reason = reason or _refusal(problem, implementation)
+    reason = reason or refusal(problem, implementation)
     if implementation == "triton" and reason is not None:
         raise InputError(f"implementation='triton' cannot run this call: {reason}")
     key = ("batches", problem.query.device, implementation, reason is None)
@@ -116,7 +116,7 @@ def said(found: Sequence[Batch]) -> str:
     return f"triton for {total - eager} of {total} heads, eager for the others"
 
 
-def _refusal(problem: Problem, implementation: str) -> str | None:
+def refusal(problem: Problem, implementation: str) -> str | None:
     """Why no head of this call can run through kernels, or None."""
     query, value = problem.query, problem.value
     if not has_triton():

@@ -74,7 +74,7 @@ def _left(plan: Plan, parts: Tensor, scale: float) -> dict[int, str]:
         squares = query[0][number][0] * key[0][number][0]
         means = [side[1][number][1] / max(1.0, side[1][number][2]) for side in (query, key)]
         found = ScoreRange(scale * math.sqrt(squares), scale * math.prod(means))
-        reason = ranges.leaves(head.scores, found)
+        reason = ranges.leaves(head, found)
         if reason is not None:
             left[number] = f"in an earlier call {reason}"
     return left
