@@ -194,14 +194,14 @@ def draw(seed: int, number: int) -> Case:
     )
 
 
-HEADS, TURNS = 200, 12  # in a call of a run of the bound, and calls with one plan
+HEADS, TURNS = 50, 8  # in a call of a run of the bound, and calls with one plan
 
 
 def draw_bound(seed: int, number: int) -> Case:
     """Case ``number`` of a run of the bound: many small heads, each with numbers of its own."""
     random_ = random.Random(f"bound {seed}:{number}")
     pick = random_.choice
-    run = "kernel_sum" if random_.random() < 0.2 else "attention"
+    run = "kernel_sum" if random_.random() < 0.1 else "attention"
     n, d = random_.randint(1, 12), random_.randint(1, 6)
     return Case(
         _weighted(random_, PROVED),

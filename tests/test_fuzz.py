@@ -54,6 +54,10 @@ FOUND = {
     "the unit of tiny sums": Case(
         run="kernel_sum", leading=(), n=2, m=17, d=8, dv=8, values="denormal", seed=1756595441
     ),
+    "factors that vanish before huge sums do": Case(
+        run="kernel_sum", leading=(2, 3), n=17, m=1, d=4, dv=4, values="huge", scale=-1.0,
+        seed=969122739,
+    ),
     "infinite rounding stays infinite": Case(
         "sb.MultiThreshold(2.0, 1)", "kernel_sum", leading=(), n=2, m=8, d=1, dv=1, scale=1e20,
         seed=1711943260,
@@ -61,6 +65,10 @@ FOUND = {
     "squares of tiny errors": Case(
         "sb.MultiThreshold(math.inf, 2)", dtype="float64", leading=(), d=1, dv=4,
         values="denormal", seed=815360024,
+    ),
+    "squares of huge errors": Case(
+        "sb.BlockSupport(0.5, block_size=16, order='sequence')", check="plan", dtype="float64",
+        n=111, m=111, d=2, dv=2, data="integers", values="huge", seed=2076517730,
     ),
     "a loaded frame": Case(
         "sb.Auto(0.1)", check="plan", dtype="bfloat16", n=257, m=257, d=8, dv=1, seed=456429175

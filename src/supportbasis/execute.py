@@ -77,10 +77,7 @@ def run_head(
                 outcome.rescued_rows[at] += rescued.sum()
                 outcome.rescued[at][slice(None) if group.rows is None else group.rows] = rescued
         if plan.kind != "polynomial" and bool((total.seen & ~total.finite).any()):
-            raise InputError(
-                f"a sum overflows {head.dtype}: the largest value is "
-                f"{float(head.value.abs().max()):.3g}; scale values down or use float64"
-            )
+            _check_values(head)
         if bool(valid.any()):
             relative = (total.noise / total.den.abs())[valid].max()
             relative = relative.nan_to_num(1.0 if head.normalise else math.inf, posinf=math.inf)
@@ -88,6 +85,16 @@ def run_head(
         finished.append((group.rows, total, valid))
     write = _write_attention if head.normalise else _write_sums
     write(head, finished, outcome, at)
+
+
+def _check_values(head: Head) -> None:
+    """Raise if sums may have overflowed because of their values: weights are about 1 at most."""
+    largest = float(head.value.abs().max())
+    if not 4 * head.m * largest < torch.finfo(head.dtype).max:
+        raise InputError(
+            f"a sum overflows {head.dtype}: the largest value is {largest:.3g}; scale values down "
+            "or use float64"
+        )
 
 
 def _usable(plan: HeadPlan, head: Head, rows: Tensor | None, total: Partial) -> Tensor:
@@ -125,7 +132,8 @@ def _write_sums(head: Head, finished: Finished, outcome: Outcome, at: tuple[int,
     """Unnormalised sums of all rows in one common unit, exp(log_scale), so that none overflows.
 
     The unit is that of the largest sum, but not so small that a factor overflows; one that does
-    belongs to sums of zero. A factor e^x has the rounding of x, and a few of exp.
+    belongs to sums of zero. A factor e^x has the rounding of x, and a few of exp; it is applied in
+    halves, since it may vanish where its product with a huge value does not.
     """
     top, least = -math.inf, -math.log(torch.finfo(head.dtype).max) / 2
     for rows, total, valid in finished:
@@ -140,12 +148,12 @@ def _write_sums(head: Head, finished: Finished, outcome: Outcome, at: tuple[int,
     unit, longest = float(outcome.log_scale[at]), 0.0
     for rows, total, valid in finished:
         exponent = total.log_scale - unit
-        factor = torch.where(valid & (exponent < -least * 2), exponent.exp(), 0.0)
-        if bool((factor > 0).any()):
-            longest = max(longest, float(exponent[factor > 0].abs().max()))
+        half = torch.where(valid & (exponent < -least * 2), (exponent / 2).exp(), 0.0)
+        if bool((half > 0).any()):
+            longest = max(longest, float(exponent[half > 0].abs().max()))
         where = slice(None) if rows is None else rows
-        sums = total.num.nan_to_num(0.0).mul_(factor.unsqueeze(1))
+        sums = total.num.nan_to_num(0.0).mul_(half.unsqueeze(1)).mul_(half.unsqueeze(1))
         outcome.output[at][where] = sums.to(outcome.output.dtype)
         den = torch.where(valid & (total.den > 0), total.den.log() + total.log_scale, -math.inf)
         outcome.lse[at][where] = den.to(outcome.lse.dtype)
-    outcome.rounding[at] += math.expm1((longest + 4) * unit_roundoff(head.dtype))
+    outcome.rounding[at] += math.expm1((longest + 8) * unit_roundoff(head.dtype))

@@ -65,11 +65,11 @@ class RowSample:
         little about those that were missed.
         """
         error, total = self.total(squared), self.total(size)
-        if total == 0.0:
-            return (0.0, 0.0) if error == 0.0 else (math.inf, math.inf)
+        if error == 0.0 and math.isfinite(total):
+            return 0.0, 0.0
+        if total == 0.0 or not (math.isfinite(error) and math.isfinite(total)):
+            return math.inf, math.inf  # squares that overflow say nothing
         ratio = error / total
-        if ratio == 0.0 or not math.isfinite(ratio):
-            return math.sqrt(ratio), math.sqrt(ratio)
         residual = squared.double() - ratio * size.double()
         further = self.weight - 1
         standard = math.sqrt(self.total(further * residual.square())) / total

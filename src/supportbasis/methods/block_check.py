@@ -77,6 +77,8 @@ class BlockCheck:
         output = total.divide_(total.seen)[0]
         parts = [part.error(output) for part in self.parts]
         size = max(sum(part[0] for part in parts), 1e-300)
+        if not math.isfinite(size):
+            return math.inf, math.inf  # squares that overflow say nothing
         measured = sum(part[0] * part[1] for part in parts) / size
         limit = sum(part[0] * part[2] for part in parts) / size
         return math.sqrt(measured), math.sqrt(limit)
