@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import autograd, ranges, sdpa
 from .certificate import certify
-from .checks import is_watched
+from .checks import is_tracing
 from .device.dispatch import batches, check_implementation, said
 from .device.judge import judged
 from .errors import InputError
@@ -270,11 +270,11 @@ def _the_plan(
     _check_power(problem, plan.method)
     ranges.check_sign(problem, plan)
     if problem.needs_exact:
-        if not is_watched():
+        if not is_tracing():
             autograd.check_entries(problem)
             autograd.check_scores(problem)
         return _make_plan(problem, plan.method)
-    if is_watched():  # the operator will look at entries
+    if is_tracing():  # the operator will look at entries
         autograd.check_plan(problem, plan)
         return plan
     return autograd.checked(problem, plan, implementation)
@@ -342,7 +342,7 @@ def _run(problem: Problem, plan: Plan, need_lse: bool, implementation: str = "au
     with torch.autocast(problem.query.device.type, enabled=False):
         if _is_sdpa(problem, plan, need_lse, implementation):
             outcome = _run_sdpa(problem, need_lse)
-            if not is_watched():
+            if not is_tracing():
                 autograd.check_output(problem, outcome.output)
             return outcome
         if autograd.is_needed(problem):
@@ -353,7 +353,7 @@ def _run(problem: Problem, plan: Plan, need_lse: bool, implementation: str = "au
 def _is_sdpa(problem: Problem, plan: Plan, need_lse: bool, implementation: str) -> bool:
     if not plan.is_exact or implementation == "triton" or not sdpa.can_run(problem, need_lse):
         return False
-    if is_watched() and problem.query.is_cpu and problem.needs_exact is None:
+    if is_tracing() and problem.query.is_cpu and problem.needs_exact is None:
         return False  # entries are checked, which only operators can do here
     if implementation == "eager" or not problem.query.is_cuda:
         return True

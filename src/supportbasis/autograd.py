@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import ranges, sdpa
 from .certificate import RESCUED_SHARE
-from .checks import check_bias, check_finite, is_watched
+from .checks import check_bias, check_finite, is_tracing
 from .device import dispatch
 from .errors import InputError
 from .execute import Outcome
@@ -33,7 +33,7 @@ _in_graphs: dict[str, Plan] = {}  # a compiled graph holds a handle, so its plan
 
 def is_needed(problem: Problem) -> bool:
     """Whether something looks at this call that only operators can answer."""
-    return problem.requires_grad or is_watched()
+    return problem.requires_grad or is_tracing()
 
 
 def check_plan(problem: Problem, plan: Plan) -> None:
@@ -94,7 +94,7 @@ def run(problem: Problem, plan: Plan, implementation: str = "auto") -> Outcome:
     operator: Any = _attention
     if not torch.compiler.is_compiling():
         operator = _Attention.apply
-        inputs = (*inputs, None if is_watched() else Kept())
+        inputs = (*inputs, None if is_tracing() else Kept())
     output, lse, rescued, counts = operator(*inputs)
     invalid_rows, rescued_rows, rounding = counts.unbind(0)
     zero = torch.zeros_like(rounding)

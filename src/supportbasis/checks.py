@@ -10,9 +10,9 @@ from torch import Tensor
 
 from .errors import InputError
 from .rounding import compute_dtype
-from .transforms import check_visible, is_watched
+from .transforms import check_visible, is_tracing
 
-__all__ = ["check_bias", "check_finite", "check_seed", "is_watched"]
+__all__ = ["check_bias", "check_finite", "check_seed", "is_tracing"]
 
 
 def check_finite(**tensors: Tensor) -> None:

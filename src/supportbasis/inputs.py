@@ -9,7 +9,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from .checks import check_bias, check_finite, is_watched
+from .checks import check_bias, check_finite, is_tracing
 from .errors import InputError
 from .problem import Problem
 from .rounding import compute_dtype
@@ -238,6 +238,6 @@ def _log_weight(mask: Tensor, dtype: torch.dtype, check: bool) -> Tensor:
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=dtype, device=mask.device)
         return torch.where(mask, zero, -math.inf)
-    if check and not is_watched():  # else the operator will check
+    if check and not is_tracing():  # else the operator will check
         check_bias(mask)
     return mask.to(dtype)

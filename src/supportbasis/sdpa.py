@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import flash
-from .checks import is_watched
+from .checks import is_tracing
 from .components.exact import SUM_BLOCK
 from .plans import Plan
 from .problem import Problem
@@ -25,7 +25,7 @@ def can_run(problem: Problem, need_lse: bool) -> bool:
     if problem.dropout_p > 0:
         return True
     bias = problem.key_log_weight
-    if bias is not None and is_watched():
+    if bias is not None and is_tracing():
         return False  # which kernel takes it depends on its entries
     if problem.requires_grad and (need_lse or (bias is not None and bias.requires_grad)):
         return False  # its kernels have no gradients of lse or of a bias
@@ -74,7 +74,7 @@ def _fits(bias: Tensor, dtype: torch.dtype) -> bool:
 def _may_hide(problem: Problem) -> bool:
     """Whether scores may overflow where the kernel would not show it: of rows in bfloat16, which a
     CPU answers with zeros."""
-    if problem.query.dtype != torch.bfloat16 or not problem.query.is_cpu or is_watched():
+    if problem.query.dtype != torch.bfloat16 or not problem.query.is_cpu or is_tracing():
         return False
     query, key = (float(x.detach().abs().max()) for x in (problem.query, problem.key))
     reach = abs(problem.scale) * problem.query.shape[-1] * query * key

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from .errors import InputError, SupportBasisError
 
 
-def is_watched() -> bool:
+def is_tracing() -> bool:
     """Whether something traces the call: the compiler, a transform of `torch.func`, or forward-mode
     differentiation. Then only operators see entries."""
     transforms = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
@@ -27,7 +27,7 @@ def _in_dual_level() -> bool:
 
 def check_visible(name: str, tensor: Tensor) -> None:
     """Raise if a tensor's entries cannot be looked at, or not without losing its tangent."""
-    if not is_watched() or torch.compiler.is_compiling():
+    if not is_tracing() or torch.compiler.is_compiling():
         return
     functorch, inner = torch._C._functorch, tensor
     while functorch.is_functorch_wrapped_tensor(inner):
@@ -74,7 +74,7 @@ def first_order(*tensors: Tensor) -> tuple[Tensor, ...]:
     words; in compiled graphs the compiler has its own."""
     if torch.compiler.is_compiling() or not all(isinstance(x, Tensor) for x in tensors):
         return tensors
-    if is_watched():
+    if is_tracing():
         chosen = [True] * len(tensors)
     elif torch.is_grad_enabled():
         chosen = [x.requires_grad for x in tensors]
