@@ -148,3 +148,19 @@ def test_norms_are_those_of_any_size_rounded_up(size):
     exact = size * torch.tensor([5.0, 1.0], dtype=torch.float64)
     for norms in (head.query_norms, head.key_norms):
         assert (norms >= exact).all() and (norms <= exact * (1 + 1e-14)).all()
+
+
+@pytest.mark.filterwarnings("ignore:supportbasis")
+def test_an_output_of_nearly_cancelling_weights_that_float16_cannot_hold_is_zero():
+    """`Polynomial` never raises for finite input: such rows count as those without a result."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 40, 8, 1, generator=generator) for _ in range(3))
+    q, k, v = (x.half() for x in (150 * q, 150 * k, 2e4 * v))
+    with pytest.warns(UserWarning, match="no usable denominator"):
+        result = sb.attention(q, k, v, method=sb.Polynomial(2), scale=1.0, return_result=True)
+    assert bool(result.output.isfinite().all())
+    wide = sb.attention(*(x.double() for x in (q, k, v)), plan=result.plan)
+    overflown = (wide.abs() > 65504).any(-1)
+    assert int(overflown.sum()) > 0
+    assert not bool(result.output[overflown].any())
+    assert bool((result.lse[overflown] == -math.inf).all())
