@@ -3,9 +3,9 @@
 `python tests/mutants.py --count 40 --seed 0` prints killed or survived for every mutant, and the
 diff of each survivor. Nothing is changed in this tree: mutants live in a temporary copy.
 
-A first run finds out which test calls which function, and how long it takes (a few minutes; kept
-in .pytest_cache/mutants.json, and renewed for test files that change). A mutant of a function meets
-the tests that call it, the fastest first; then those that call another function of its file.
+A first run finds out which test calls which functions, and how long it takes (ten minutes; kept in
+.pytest_cache/mutants.json, and renewed for test files that change). A mutant meets the tests that
+call a function of its file, in three rounds: fast ones and those of its own function first.
 
 The lines are those with the smallest hash of (seed, path, text), so that the choice is
 deterministic and an edit of one line does not change the choice of others. Left out: messages,
