@@ -3,13 +3,13 @@
 `python tests/mutants.py --count 40 --seed 0` prints killed or survived for every mutant, and the
 diff of each survivor. Nothing is changed in this tree: mutants live in a temporary copy.
 
-A first run finds out which test calls which function, and how long it takes (a few minutes; kept
-in .pytest_cache/mutants.json, and renewed for test files that change). A mutant of a function meets
-the tests that call it, the fastest first; then those that call another function of its file.
+A first run finds out which test calls which functions, and how long it takes (ten minutes; kept in
+.pytest_cache/mutants.json, and renewed for test files that change). A mutant meets the tests that
+call a function of its file, in three rounds: fast ones and those of its own function first.
 
 The lines are those with the smallest hash of (seed, path, text), so that the choice is
 deterministic and an edit of one line does not change the choice of others. Left out: messages,
-annotations, tuning constants (names in capitals), what only a GPU runs, and block lists.
+annotations, tuning constants (names in capitals), kernels, devices, and block lists.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def run(base: Path, files: list[str], seconds: float, **variables: object) -> tuple[int, str]:
-    """pytest in a copy of the tree: the exit status (-1: it did not end), and the failure."""
+    """pytest in a copy of the tree: the exit status (-1: it did not end), and the failures."""
     paths = os.pathsep.join((str(base / "src"), str(base / "tests")))
     fixed = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     options = ["-q", "-p", "mutants", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=no"]
@@ -364,7 +364,7 @@ def run(base: Path, files: list[str], seconds: float, **variables: object) -> tu
     except subprocess.TimeoutExpired:
         return -1, "did not end"
     said = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return done.returncode, said[0] if said else done.stdout[-300:] + done.stderr[-300:]
+    return done.returncode, "\n".join(said) or done.stdout[-300:] + done.stderr[-300:]
 
 
 def copied(base: Path) -> Path:
@@ -394,7 +394,7 @@ def traced(copies: list[Path]) -> dict[str, dict]:
         if status not in (0, 1):
             raise SystemExit(message)
         if status == 1:
-            print(f"left out, since it fails without a mutant: {message}", flush=True)
+            print(f"left out, since they fail without a mutant:\n{message}", flush=True)
         return json.loads(target.read_text()) if files else {}
 
     with ThreadPoolExecutor(len(copies)) as pool:

@@ -59,6 +59,16 @@ def test_short_inputs_are_exact_without_a_search():
     assert "length" in head.reason
 
 
+def test_a_candidate_is_followed_by_its_threshold_one_degree_higher():
+    q, k, v = qkv(1, 1, n=16384, d=8, scale=0.3, dtype=torch.float32)
+    q[:, :, :20] *= 20
+    k[:, :, :20] *= 20
+    head = attention_problem(q, k, v, None, 0.0, False, None, False).head(0, 0)
+    found = [(p.threshold, p.degree) for p in auto._Search(head, 1e-2, 0).candidates()]
+    assert len({threshold for threshold, _ in found}) > 1
+    assert found[1::2] == [(threshold, degree + 1) for threshold, degree in found[::2]]
+
+
 def test_splits_off_outliers():
     q, k, v = qkv(1, 1, n=16384, d=32, scale=0.1, dtype=torch.float32)
     q[:, :, ::200] *= 40

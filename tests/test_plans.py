@@ -154,12 +154,22 @@ def test_threshold_none_says_so_when_nothing_pays():
     assert sb.plan(q, k, v, method=sb.SingleThreshold(None, 1)).cost == 1.0
 
 
-def test_a_threshold_below_every_entry_costs_what_exact_attention_does():
+@pytest.mark.parametrize(("rows", "keys"), [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0)])
+def test_a_threshold_that_leaves_one_side_nothing_small_costs_what_exact_attention_does(rows, keys):
     q, k, v = qkv(1, 1, n=50, d=3)
-    plan = sb.plan(q, k, v, method=sb.SingleThreshold(1e-6, 2))
+    plan = sb.plan(q * rows, k * keys, v, method=sb.SingleThreshold(1e-6, 2))
     head = plan.heads[0]
-    assert head.kind == "exact" and "every row" in head.reason and head.large == (50, 50)
+    assert head.kind == "exact" and "every row" in head.reason
+    assert head.large == (50 * rows, 50 * keys)
     assert plan.cost == plan.speedup == head.cost == head.speedup == 1.0
+
+
+def test_methods_without_arguments():
+    assert sb.Polynomial() == sb.Polynomial(2, None)
+    assert sb.SingleThreshold() == sb.SingleThreshold(None, 2)
+    assert sb.MultiThreshold() == sb.MultiThreshold(2.0, 1, None, 0)
+    assert sb.PowerAttention() == sb.PowerAttention(4, None, 0)
+    assert sb.Auto() == sb.Auto(1e-2, 0)
 
 
 def test_threshold_rules_of_the_paper():

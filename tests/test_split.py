@@ -83,6 +83,7 @@ def test_overlap_that_cancels_in_the_sum_is_still_overlap() -> None:
 def test_a_support_basis_must_sum_to_the_whole() -> None:
     parts = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])]
     assert is_support_basis(parts, torch.tensor([[1.0, 2.0]]))
+    assert not is_support_basis(parts, torch.tensor([[1.0, 2.0 + 2.0**-20]]))
     assert not is_support_basis(parts, torch.tensor([[1.0, 2.5]]), atol=0.25)
     assert is_support_basis(parts, torch.tensor([[1.0, 2.5]]), atol=0.5)
     assert not is_support_basis(parts, torch.tensor([[1.0, math.nan]]), atol=1e9)
