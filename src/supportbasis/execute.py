@@ -90,8 +90,8 @@ def run_head(
 
 
 def _drop_overflow(outcome: Outcome, at: tuple[int, int]) -> None:
-    """A polynomial's weights may nearly cancel, and leave an output that its dtype cannot hold: such
-    a row has no usable denominator either."""
+    """Rows whose output the dtype cannot hold, because weights of a polynomial nearly cancel, have
+    no usable denominator either."""
     output, lse = outcome.output[at], outcome.lse[at]
     if bool(output.sum(dtype=lse.dtype).isfinite()):
         return
