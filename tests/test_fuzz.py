@@ -70,6 +70,10 @@ FOUND = {
         "sb.BlockSupport(0.5, block_size=16, order='sequence')", check="plan", dtype="float64",
         n=111, m=111, d=2, dv=2, data="integers", values="huge", seed=2076517730,
     ),
+    "outputs beyond float16": Case(
+        "sb.Polynomial(2)", check="bound", dtype="float16", leading=(1, 50), n=8, m=10, d=1,
+        data="large", values="mixed", scale=-1.0, seed=1571734888,
+    ),
     "a loaded frame": Case(
         "sb.Auto(0.1)", check="plan", dtype="bfloat16", n=257, m=257, d=8, dv=1, seed=456429175
     ),

@@ -117,6 +117,10 @@ def _usable(plan: HeadPlan, head: Head, rows: Tensor | None, total: Partial) -> 
     if plan.may_lose_rows:
         log_sum = total.den.double().log() + total.log_scale
         usable &= log_sum >= least_lse(plan, head, rows)
+    if plan.polynomial is not None and head.normalise and head.value_dim:
+        # over a sum that nearly vanishes values may leave the dtype of the output
+        largest = torch.finfo(head.query.dtype).max
+        usable &= total.num.abs().amax(-1) <= largest * total.den
     return usable
 
 
