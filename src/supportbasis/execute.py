@@ -85,19 +85,6 @@ def run_head(
         finished.append((group.rows, total, valid))
     write = _write_attention if head.normalise else _write_sums
     write(head, finished, outcome, at)
-    if plan.kind == "polynomial" and head.normalise:
-        _drop_overflow(outcome, at)
-
-
-def _drop_overflow(outcome: Outcome, at: tuple[int, int]) -> None:
-    """Rows whose output the dtype cannot hold, because weights of a polynomial nearly cancel, have
-    no usable denominator either."""
-    output, lse = outcome.output[at], outcome.lse[at]
-    if bool(output.sum(dtype=lse.dtype).isfinite()):
-        return
-    bad = ~output.isfinite().all(1)
-    output[bad], lse[bad] = 0.0, -math.inf
-    outcome.invalid_rows[at] += bad.sum()
 
 
 def _check_values(head: Head) -> None:
