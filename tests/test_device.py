@@ -139,7 +139,7 @@ def mixed_plan(q, k, v, call) -> sb.Plan:
 
 @needs_triton
 def test_heads_of_several_kinds(monkeypatch):
-    monkeypatch.setattr(dispatch, "_refusal", lambda problem, implementation: None)
+    monkeypatch.setattr(dispatch, "refusal", lambda problem, implementation: None)
     leaves = [x.requires_grad_() for x in tokens(1, 4, 2, 50, 40, 16, 16)]
     call = call_of(bias_of("heads", 1, 4, 40).requires_grad_(), True, True)
     plan = mixed_plan(*(x.detach() for x in leaves), _detached(call))
