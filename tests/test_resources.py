@@ -94,4 +94,4 @@ def test_import_is_quick_and_drags_nothing_in():
         seconds, modules = done.stdout.splitlines()
         assert modules == "[]"
         times.append(float(seconds))
-    assert min(times) < 0.2
+    assert min(times) < 0.5  # 0.2 to 0.35 on two cores, a collection of garbage included
