@@ -4,6 +4,10 @@ The one idea: a support basis is a list of disjoint components that together cov
 matrix; each component turns (q, k, v) into partial sums; partial sums add; there is one division.
 """
 
+import gc as _gc
+
+_collects = _gc.isenabled()
+_gc.disable()  # a collection would go through all of torch, and find nothing
 try:
     from . import analysis, gradient, nn, sketch
     from .api import attention, gaussian_kde, kernel_sum, plan
@@ -22,6 +26,9 @@ try:
     from .result import Result
 except KeyboardInterrupt:  # torch takes seconds to import; half of this package is imported again
     raise KeyboardInterrupt("supportbasis was interrupted while it was imported") from None
+finally:
+    if _collects:
+        _gc.enable()
 
 __version__ = "0.1.0"
 
