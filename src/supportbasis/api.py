@@ -15,7 +15,7 @@ from . import autograd, ranges, sdpa
 from .certificate import certify
 from .checks import is_tracing
 from .device.dispatch import batches, check_implementation, said
-from .device.judge import judged
+from .device.noise import with_noise
 from .errors import InputError
 from .execute import Outcome, execute
 from .inputs import attention_problem, check_tensors, kernel_problem, with_weights
@@ -386,7 +386,7 @@ def _result(problem: Problem, plan: Plan, outcome: Outcome, implementation: str 
         found = batches(problem, plan, implementation)
         ran = said(found)
         if ran != "eager":
-            outcome = judged(problem, found, outcome)
+            outcome = with_noise(problem, found, outcome)
             autograd.warn_about(problem, plan, outcome)
     with torch.no_grad():
         certificate = certify(problem, plan, outcome)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from .buckets import bucket_of
 from .components import (
-    BlockSum,
     Component,
     ExactSum,
     FittedSum,
+    ListSum,
     PolynomialSum,
     PowerSum,
     SketchSum,
@@ -46,7 +46,7 @@ def support_basis(plan: HeadPlan, head: Head) -> list[RowGroup]:
     multi-threshold      row bucket x key bucket, a power of a polynomial (sketched
                          or not) or exact, for every pair of buckets
     power                all rows x all keys, a power of the score
-    block                all rows x all keys, by lists of keys and coarse keys
+    lists                all rows x all keys, by lists of exact and tilted keys
     fitted               far rows x all keys, exact; near rows x far keys, exact;
                          near rows x near keys, a polynomial fitted to their scores
     ===================  ==========================================================
@@ -59,8 +59,9 @@ def support_basis(plan: HeadPlan, head: Head) -> list[RowGroup]:
         return [RowGroup(None, [power_component(plan.kernel, live)])]
     if plan.kind == "multi-threshold":
         return _bucket_groups(plan, head)
-    if plan.kind == "block":
-        return _block_groups(plan, head)
+    if plan.kind == "lists":
+        assert plan.lists is not None
+        return [RowGroup(None, [ListSum(plan.lists)])]
     if plan.kind == "polynomial":
         return [RowGroup(None, [_smooth_component(plan, live)])]
     rows, keys = split_of(plan, head)
@@ -96,17 +97,6 @@ def _smooth_component(plan: HeadPlan, keys: Tensor | None) -> Component:
         return FittedSum(plan.fitted, plan.frame, keys)
     assert plan.polynomial is not None
     return PolynomialSum(plan.polynomial, keys)
-
-
-def _block_groups(plan: HeadPlan, head: Head) -> list[RowGroup]:
-    assert plan.blocks is not None and plan.frame is not None
-    lists = BlockSum(plan.blocks, plan.frame)
-    first = min(head.n, plan.exact_rows)
-    if not first:
-        return [RowGroup(None, [lists])]
-    rows = torch.arange(head.n, device=head.query.device)
-    groups = [RowGroup(rows[:first], [ExactSum(head.live_keys)])]
-    return groups + ([RowGroup(rows[first:], [lists])] if first < head.n else [])
 
 
 def _bucket_groups(plan: HeadPlan, head: Head) -> list[RowGroup]:

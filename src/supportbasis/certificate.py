@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .components.lists import row_risks
 from .density import density_error
 from .distortion import distortion
 from .execute import Outcome
@@ -131,12 +132,14 @@ def _sample(
     head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int], seed: int
 ) -> RowSample:
     """Rows that may be wrong, as far as the outcome tells: those whose output is large, and whose
-    sum is not what a few keys suggest."""
+    sum is not what a few keys suggest, and that lean on tilted keys."""
     output = outcome.output[at].to(head.dtype)
     measures = [(output - output.mean(0)).square().sum(1).double()]
     if plan.kernel is None and head.normalise and head.n > SAMPLED_ROWS:
         away = (Sketch.of(head, seed).lse - outcome.lse[at].double()).abs()
         measures.append(away.nan_to_num(0.0, FURTHEST).clamp(max=FURTHEST).expm1().square())
+    if plan.lists is not None and head.n > SAMPLED_ROWS:
+        measures.append(row_risks(head, plan.lists))
     return RowSample.draw(head, SAMPLED_ROWS, seed, tuple(measures))
 
 

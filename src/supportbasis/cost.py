@@ -14,16 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import PLACES, BlockSettings
 from .components.streaming import CAUSAL_CHUNK, lane_count
 from .features import FeatureMap, block_rows
 from .frame import FRAME_TOKENS
-from .places import PROFILE_ROWS
+from .lists import ListSettings
 from .polynomials import true_rank
 from .powers import PowerKernel
 from .problem import Head
 from .sketch import PolySketch
-from .tree import split_work
+from .sorting import AXES, SORTED
 
 BLOCK_SECONDS = 5e-6  # of one elementwise operation of a feature block
 MOVE_SECONDS = 1e-10  # of an entry that is moved, at most, on a GPU
@@ -35,51 +34,24 @@ KERNEL_PRODUCT = 2.5  # of a feature in a GPU kernel, in multiply-adds of exact 
 KERNEL_READS = 0.5  # of every entry there, in reads of a reduction
 
 
-@dataclass(frozen=True)
-class Handling:
-    """What trees and lists cost beyond their arithmetic: each entry that is moved, in reads, and
-    each head, in seconds."""
-
-    split: float  # a coordinate of a token, at each level of a tree
-    level: float  # a token, at each level of a tree
-    carried: float  # an entry of a token, as a whole
-    compared: float  # a token with the leader of a group
-    judged: float  # an entry of a node that a block looks at
-    listed: float  # an entry of a key of a list
-    tilted: float  # an entry of what makes a coarse key
-    call: float  # a head, whatever its size
-    trees: float  # and each layer of its blocks, with trees
-
-
-ENGINE = Handling(20, 640, 200, 60, 10, 15, 12, 3e-4, 0.01)
-PLACED = Handling(0, 0, 100, 0, 12, 10, 28, 3e-4, 0.014)  # the same in places, where little is made
-LAYERED = 1.5  # times as much is carried there with causal attention: every layer has all tokens
-DEVICE = Handling(3, 0, 6, 0, 0.2, 0, 0.2, 1e-4, 1e-4)  # many heads at once, by kernels
-CAUSAL = Handling(3, 0, 170, 0, 0.2, 0, 0.2, 1e-4, 1e-4)  # in layers
-KERNEL_ORDERS = ("tree", "sequence")  # others are made by PyTorch there too
-DEAR = 64  # multiply-adds of exact attention there in the time of one of selection
-DEAR_FEATURE = 32  # and of one of the features of a fit, which are float32 and go through memory
-DEAR_MOVE = 700  # and of one entry that is moved
+CALL_SECONDS = {"cpu": 3e-4, "cuda": 1e-4}  # of a head, whatever its size
+DEAR_FEATURE = 32  # multiply-adds of exact attention on a GPU in the time of one of the features
+# of a fitted polynomial, which are float32 and go through memory
+DEAR_MOVE = 700  # and in that of one entry that is moved
 FIT_ENTRY = 7.0  # entries moved by a fit there, for each of a token and its value,
 FIT_FEATURE, FIT_PAIR = 3.5, 20.0  # in causal heads also for each feature and pair of a chunk
 FIT_CHUNK = 256  # tokens
+# entries moved by lists: for an entry of a token and its value, a pair of a mean query and a key,
+# a pair of a row and a tilted key, an entry of a key in a list
+LIST_TOKEN, LIST_TILT, LIST_COARSE, LIST_GATHERED = 30.0, 10.0, 10.0, 4.0
+LIST_SECONDS = {"cpu": 2e-3, "cuda": 3e-4}  # of a head, whatever its size
 CAUSAL_TOKENS = 3072  # that SDPA's causal kernels there need before they gain anything
-
-
-def handling(head: Head, order: str = "tree") -> Handling:
-    """How trees and lists of a head in this order are handled: kernels take some."""
-    if head.is_causal:  # ordered by trees
-        return CAUSAL if order != PLACES and _has_kernels(head) else ENGINE
-    return DEVICE if order in KERNEL_ORDERS and _has_kernels(head) else ENGINE
 
 
 def _has_kernels(head: Head) -> bool:
     """Whether there are GPU kernels for such tokens (see `device`)."""
     fits = head.query.dtype != torch.float64 and max(head.dim, head.value_dim) <= 256
     return fits and head.query.is_cuda and find_spec("triton") is not None
-
-
-PLACE_SCALARS = 24  # operations with single numbers that judge a node where places matter
 
 
 @dataclass(frozen=True)
@@ -95,7 +67,7 @@ class Work:
     products: int = 0  # multiply-adds of sketches and of their features with the values
     moved: int = 0  # entries gathered, sorted and copied: time, but no arithmetic
     priced: int = 0  # multiply-adds of exact attention in the time of that: cost, but no time
-    trees: float = 0.0  # seconds that trees, lists and fits take, whatever their size
+    trees: float = 0.0  # seconds that lists and fits take, whatever their size
 
     def __add__(self, other: Work) -> Work:
         """Both kinds of work; of features, at most one side may have any."""
@@ -140,7 +112,7 @@ class Work:
         pairs = (1.3 * self.exact_pairs + 2.0 * self.dense_pairs) * pair
         sketches = self.formed * rates.feature + self.products * rates.product
         reading = self.scanned * rates.scan + self.moved * _move_seconds(head, rates)
-        calls = handling(head).call + self.trees
+        calls = CALL_SECONDS.get(head.query.device.type, CALL_SECONDS["cpu"]) + self.trees
         return calls + pairs + features + sketches + reading
 
     def _feature_seconds(self, head: Head, rates: Rates) -> float:
@@ -246,73 +218,31 @@ def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
     )
 
 
-@dataclass(frozen=True)
-class ListSizes:
-    """How large the trees and lists of a head are."""
-
-    levels: int  # of splits that a token goes through as a query and as a key
-    axes: int  # coordinates that they are made in
-    keys: float  # a query
-    coarse: float  # of these
-    visited: int  # pairs of blocks and nodes
-    listed: float  # keys in all lists
-    tilted: float  # of these, coarse ones
-    compared: int = 0  # leaders of groups that a token is compared with
-    layers: int = 1  # of blocks
-
-
-def block_work(head: Head, settings: BlockSettings, sizes: ListSizes) -> Work:
-    """Frame, trees, selection and lists of a block support. On a GPU a budget is worth what it buys
-    there: selection counts as the multiply-adds that exact attention does meanwhile."""
-    if settings.order == PLACES:
-        return _place_work(head, settings, sizes)
-    dim, tokens, width = head.dim, head.n + head.m, head.value_dim
-    splits = sizes.levels * tokens / 2
-    trees = int(splits * split_work(sizes.axes)) + sizes.compared * sizes.axes * tokens // 2
-    trees += head.m * (4 * dim + 9 * width)
-    blocks, handled = head.n / settings.block_size, handling(head, settings.order)
-    carried = handled.carried * (LAYERED if handled is ENGINE and head.is_causal else 1.0)
-    moved = splits * (handled.split * sizes.axes + handled.level) + carried * tokens * dim
-    moved += handled.compared * tokens / 2 * sizes.compared
-    moved += handled.judged * sizes.visited * (4 * dim + width)
-    moved += handled.listed * (sizes.listed + _own_keys(head)) * (dim + width)
-    moved += handled.tilted * sizes.tilted * (dim + 9 * width)
-    made = sizes.layers + (1 if sizes.compared else 0)
-    judged = sizes.visited * (11 * dim + width)
-    tilted = int(blocks * sizes.coarse * (5 * dim + 10 * width))
-    work = Work(
-        exact_pairs=int(head.n * sizes.keys),
-        products=int(_frame_work(head) + trees),
-        moved=int(moved),
-        trees=handled.trees * (made if handled is ENGINE else 1),
-    )
-    if handled is not ENGINE:
-        return work + Work(priced=DEAR * (judged + tilted))
-    return work + Work(products=tilted + judged)
-
-
-def _own_keys(head: Head) -> int:
-    """Keys that rows see in their own chunk, which are copied as those of lists are."""
-    return head.n if head.is_causal else 0
-
-
-def _place_work(head: Head, settings: BlockSettings, sizes: ListSizes) -> Work:
-    """The same for consecutive queries and keys: no frame and no order, but rows whose attention
-    shows which places matter."""
-    dim, width = head.dim, head.value_dim
-    blocks = head.n / settings.block_size
-    summaries = head.m * (4 * dim + 2 * width) + head.n * 3 * dim
-    tilted = blocks * sizes.coarse * (5 * dim + 2 * width)
-    judged = sizes.visited * (dim + PLACE_SCALARS)
-    moved = PLACED.carried * (head.n + head.m) * dim + PLACED.judged * judged
-    moved += PLACED.listed * (sizes.listed + _own_keys(head)) * (dim + width)
-    moved += PLACED.tilted * sizes.tilted * (dim + width)
-    profile = PROFILE_ROWS * head.m * dim if len(settings.profile) > 1 else 0
+def list_work(head: Head, settings: ListSettings, opened: float) -> Work:
+    """Sorting, tilts, selection and attention by lists, with ``opened`` open leaves a row."""
+    dim, width, leaf = head.dim, head.value_dim, settings.leaf
+    keys = min(head.n, head.m) if settings.window else head.m
+    leaves = math.ceil(keys / leaf)
+    own = 0.0
+    if settings.window:  # a row sees the leaves of earlier windows, half of them on average
+        windows = math.ceil(head.n / settings.window)
+        leaves = min(leaves, settings.window // leaf * (windows - 1) / 2)
+        own = settings.window / 2
+    cells, strict = head.n / settings.block, bool(settings.strict)
+    splits = math.log2(max(2, min(keys, SORTED) / leaf)) * 2
+    tilted = cells * leaves * leaf  # pairs of mean queries and keys
+    coarse = head.n * leaves  # pairs of rows and tilted keys
+    sorting = (head.n + keys) * (dim * (dim + 2 * AXES) + splits * AXES * (AXES + 2))
     return Work(
-        exact_pairs=int(head.n * sizes.keys),
-        products=int(summaries + tilted + profile + judged),
-        moved=int(moved),
-        trees=PLACED.trees,
+        exact_pairs=int(head.n * (opened * leaf + own)),
+        products=int(sorting + tilted * (2 * dim + width) + coarse * (dim + width + dim * strict)),
+        moved=int(
+            LIST_TOKEN * (head.n + keys) * (dim + width)
+            + LIST_TILT * tilted
+            + LIST_COARSE * coarse * (1 + strict)
+            + LIST_GATHERED * cells * opened * leaf * (dim + width)
+        ),
+        trees=LIST_SECONDS.get(head.query.device.type, LIST_SECONDS["cpu"]),
     )
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .basis import buckets_of, score_reach, split_of
+from .components.lists import list_reach
 from .plans import BucketPair, HeadPlan
 from .polynomials import CertifiedPolynomial
 from .powers import PowerKernel
@@ -35,10 +36,24 @@ def distortion(head: Head, plan: HeadPlan) -> Distortion:
         return Distortion(error, error, True)
     if plan.kind == "multi-threshold":
         return _of_buckets(head, plan)
-    if plan.kind in ("block", "fitted"):
-        return Distortion(math.inf, math.inf, False)  # judged, not bounded
+    if plan.kind == "fitted":
+        return Distortion(math.inf, math.inf, False)  # measured, not bounded
+    if plan.kind == "lists":
+        return _of_lists(head, plan)
     poly, mixed = recertified(head, plan)
     return Distortion(poly.weight_log_spread(with_exact=mixed), poly.error, poly.positive)
+
+
+def _of_lists(head: Head, plan: HeadPlan) -> Distortion:
+    """Tilted keys. Let r be the range of scale <q - m, k> over the keys k of a closed leaf, for a
+    row q with the list of a cell of mean m. The weights within the leaf are those of m instead of
+    q, whose logarithms differ by a range of r; so its mean value errs by 2 tanh(r / 4) max|V| at
+    most. Its mass is at most the true one (Jensen), and at least exp(-r^2 / 8) of it (Hoeffding)."""
+    assert plan.lists is not None
+    widest = abs(head.scale) * list_reach(head, plan.lists)
+    bound = 2 * math.tanh(widest / 4) + 2 * math.tanh(widest**2 / 32)
+    spread = 4 * math.atanh(bound / 2) if bound < 2 * (1 - 1e-12) else math.inf
+    return Distortion(spread, math.inf, True)
 
 
 def _on_data(head: Head, plan: HeadPlan) -> tuple[float, bool]:

@@ -9,7 +9,6 @@ other.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -18,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arrangement import ORDERS
-from .blocks import PLACES, BlockSettings
 from .errors import InputError
 from .features import check_rank
 from .fitted import HIGHEST_DEGREE, LARGEST_COEFFICIENT, FittedKernel, count_features
 from .frame import FLOOR, Frame
+from .lists import ListSettings
 from .methods import (
     Auto,
     BlockSupport,
@@ -34,7 +32,7 @@ from .methods import (
     PowerAttention,
     SingleThreshold,
 )
-from .methods.block_support import LARGEST_BLOCK, LEAF, chunk_of
+from .methods.block_support import LARGEST_BLOCK
 from .methods.fitted import MOST as MOST_FEATURES
 from .methods.multi_threshold import MOST_PAIRS
 from .plans import BucketPair, HeadPlan, Plan, ScoreRange
@@ -59,7 +57,7 @@ from .schema import (
 
 FORMAT = "supportbasis-plan-2"
 LARGEST_FILE = 256 * 2**20  # bytes: about 400 balancing transforms of dim 128
-PROFILE_BINS = 128  # of distances, two for each power of two
+LARGEST_WINDOW = 2**16
 LARGEST_MOVE = 1e18  # squares of such lengths are still numbers in float32
 
 COUNT = integer(0, 2**48)
@@ -72,8 +70,8 @@ KINDS_OF: dict[type[Method], tuple[str, ...]] = {
     SingleThreshold: ("exact", "single-threshold"),
     MultiThreshold: ("exact", "multi-threshold"),
     PowerAttention: ("power",),
-    BlockSupport: ("exact", "block", "fitted"),
-    Auto: ("exact", "polynomial", "single-threshold", "block", "fitted"),
+    BlockSupport: ("exact", "lists"),
+    Auto: ("exact", "polynomial", "single-threshold", "lists", "fitted"),
 }
 METHOD = union(
     "name",
@@ -184,7 +182,7 @@ def _kinds(method: Method, dim: int) -> dict[str, Field]:
         ),
         "multi-threshold": _head("multi-threshold", _buckets(method, dim)),
         "power": _head("power", {"kernel": _power_kernel(method)}),
-        "block": _head("block", {"blocks": BLOCKS, **listed}),
+        "lists": _head("lists", {"lists": LISTS, "keys": number(0.0)}),
         "fitted": _head("fitted", {"fitted": _fitted(dim), **listed}),
     }
 
@@ -202,8 +200,6 @@ def _head(kind: str, own: Mapping[str, Field]) -> Field:
     }
 
     def build(**content: Any) -> HeadPlan:
-        if "blocks" in content:
-            content["blocks"] = _settings(content["n"], content["blocks"])
         if "pairs" in content:
             content["pairs"] = _placed_pairs(**content)
         head = HeadPlan(kind, **content)
@@ -220,7 +216,7 @@ def _check_range(head: HeadPlan) -> None:
         if head.scores is not None:
             raise ValueError("scores is given, but nothing depends on it")
         return
-    listed = head.kind in ("block", "fitted")
+    listed = head.kind in ("lists", "fitted")
     scores = head.scores
     if scores is None or (scores.largest is None) != listed:
         raise ValueError("scores is missing, or not of this kind of head")
@@ -328,26 +324,27 @@ def _placed_pairs(
 
 # -------------------------------------------------------------------------- lists and fits
 
-BLOCKS = record(
-    dict,
+
+def _settings(**content: Any) -> ListSettings:
+    settings = ListSettings(**content)
+    block, leaf, window = settings.block, settings.leaf, settings.window
+    if any(size & (size - 1) for size in (block, leaf, window)):
+        raise ValueError(f"lists: {block}, {leaf} and {window} are not all powers of two")
+    if leaf > block or (window and window < block) or (settings.strict and not window):
+        raise ValueError(f"lists: no such blocks: {settings}")
+    return settings
+
+
+LISTS = record(
+    _settings,
     {
         "price": POSITIVE,
-        "block_size": integer(1, LARGEST_BLOCK),
-        "order": choice(*ORDERS, PLACES),
-        "profile": array(number(0.0), 0, 1 + 3 * PROFILE_BINS),
+        "block": integer(1, LARGEST_BLOCK),
+        "leaf": integer(1, LARGEST_BLOCK),
+        "window": integer(0, LARGEST_WINDOW),
+        "strict": optional(choice(True, False)),
     },
 )
-
-
-def _settings(n: int, content: dict[str, Any]) -> BlockSettings:
-    """Settings of lists for n rows: their leaves and chunks follow from the size of the blocks."""
-    size, order, profile = (content[name] for name in ("block_size", "order", "profile"))
-    if size > max(1, n):
-        raise ValueError(f"blocks.block_size is {size} for {n} rows")
-    if len(profile) % 3 != (1 if order == PLACES else 0) or (profile and order != PLACES):
-        raise ValueError(f"blocks.profile has {len(profile)} numbers for order {order!r}")
-    chunk = math.lcm(size, LEAF) if order == PLACES else chunk_of(n, size)
-    return BlockSettings(**content, leaf_size=LEAF, chunk=chunk)
 
 
 def _fitted(dim: int) -> Field:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
-from .blocks import BlockSettings
 from .errors import InputError, SupportBasisError
 from .fitted import FittedKernel
 from .frame import Frame
+from .lists import ListSettings
 from .polynomials import CertifiedPolynomial
 from .powers import PowerKernel
 
@@ -70,11 +70,11 @@ class HeadPlan:
     row_edges: tuple[float, ...] = ()  # upper thresholds of the buckets of a multi-threshold basis
     key_edges: tuple[float, ...] = ()
     pairs: tuple[BucketPair, ...] = ()  # every row bucket with every key bucket
-    blocks: BlockSettings | None = None  # of a block support
+    lists: ListSettings | None = None  # of lists of exact and tilted keys
     exact_rows: int = 0  # rows that are exact at the start of a causal head
-    keys: float = 0.0  # keys a query, exact and coarse, or features of a fitted polynomial
+    keys: float = 0.0  # keys of open leaves a query, or features of a fitted polynomial
     fitted: FittedKernel | None = None  # a polynomial fitted to the scores
-    frame: Frame | None = None  # coordinates of a block support or a fitted polynomial
+    frame: Frame | None = None  # coordinates of a fitted polynomial
     scores: ScoreRange | None = None  # the range it was made for; None: nothing depends on it
 
     @property
@@ -122,13 +122,11 @@ class HeadPlan:
         if self.pairs:
             parts.append(f"{len(self.row_edges)} x {len(self.key_edges)} buckets")
             parts.append(_summary(self.pairs))
-        if self.blocks is not None:
-            parts.append(f"{self.keys:.0f} of {self.m} keys a query, price {self.blocks.price:.2g}")
+        if self.lists is not None:
+            parts.append(str(self.lists))
+            parts.append(f"{self.keys:.0f} of {self.m} keys a query in open leaves")
         if self.fitted is not None:
             parts.append(str(self.fitted))
-        if self.frame is not None:
-            where = "the order of the sequence" if self.frame.is_plain else "a balanced frame"
-            parts.append(f"in {where}")
         parts.append(f"cost {self.cost:.3g}, predicted {self.speedup:.3g}x as fast as exact")
         if self.measured is not None:
             parts.append(f"measured error {self.measured:.2g}")

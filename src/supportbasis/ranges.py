@@ -46,7 +46,7 @@ def score_range(plan: HeadPlan, head: Head) -> ScoreRange | None:
         rows, keys = (side.small for side in split_of(plan, head))
     query = head.query_norms if rows is None else head.query_norms[rows]
     key = head.key_norms if keys is None else head.key_norms[keys]
-    certified, some = plan.kind not in ("block", "fitted"), query.numel() and key.numel()
+    certified, some = plan.kind not in ("lists", "fitted"), query.numel() and key.numel()
     largest, mean = (
         min(LARGEST_REACH, abs(head.scale) * float(of(query)) * float(of(key))) if some else 0.0
         for of in (torch.max, torch.mean)

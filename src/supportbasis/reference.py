@@ -14,6 +14,7 @@ from torch import Tensor
 from .basis import buckets_of
 from .components.sketched import Sketched
 from .jensen import least_lse
+from .lists import ListSettings, Tables
 from .plans import HeadPlan, Plan
 from .powers import PowerKernel
 from .problem import Head, Problem
@@ -147,3 +148,54 @@ def _is_small(head: Head, plan: HeadPlan) -> Tensor:
 
 def _all(count: int, head: Head) -> Tensor:
     return torch.ones(count, dtype=torch.bool, device=head.query.device)
+
+
+def list_attention(head: Head, settings: ListSettings, made: Tables) -> tuple[Tensor, Tensor]:
+    """Attention by lists of exact and tilted keys, pair by pair: output and lse.
+
+    The sorting (`Tables`) is given; tilts, lists and sums are made here, each from its definition.
+    """
+    query, key, value = (x.double() for x in (head.query, head.key, head.value))
+    bias = torch.zeros(head.m).double() if head.key_log_weight is None else head.key_log_weight
+    score, live = head.scale * query @ key.T + bias, bias > -math.inf
+    output = torch.zeros(head.n, head.value_dim, dtype=torch.float64)
+    lse = torch.full((head.n,), -math.inf, dtype=torch.float64)
+    if settings.window:
+        row, column = torch.arange(head.n).unsqueeze(1), torch.arange(head.m)
+        own = (row // settings.window == column // settings.window) & (row >= column) & live
+        some = own.any(1).nonzero().squeeze(1)
+        masked = score.masked_fill(~own, -math.inf)[some]
+        lse = lse.index_copy(0, some, masked.logsumexp(1))
+        output = output.index_copy(0, some, masked.softmax(1) @ value)
+    own_lse = lse
+    leaves = [leaf[leaf >= 0] for leaf in made.slots[0].view(-1, settings.leaf)]
+    for cell, members in enumerate(made.members[0]):
+        first, count = int(made.first_tile[0, cell]), int(made.tile_count[0, cell])
+        rows, members = made.tiles[0, first : first + count].flatten(), members[members >= 0]
+        rows, seen = rows[rows >= 0], leaves[: int(made.visible[cell])]
+        seen = [leaf for leaf in seen if bool(live[leaf].any())]
+        if not len(rows) or not len(members) or not seen:
+            continue
+        mean = query[members].mean(0)
+        tilts = [_tilted(head.scale * key[j] @ mean + bias[j], key[j], value[j]) for j in seen]
+        keys, values, masses, spreads = map(torch.stack, zip(*tilts, strict=True))
+        weight = masses - head.scale * keys @ mean
+        coarse = head.scale * query[members] @ keys.T + weight
+        share = coarse.softmax(1)
+        variance = (query[members] - mean).square().sum(1).mean() / max(1, head.dim)
+        opened = share.square().mean(0) * head.scale**2 * variance * spreads > settings.price
+        exact = [leaf[live[leaf]] for leaf, is_open in zip(seen, opened, strict=True) if is_open]
+        listed = torch.cat([rows[:0], *exact])
+        closed = head.scale * query[rows] @ keys[~opened].T + weight[~opened]
+        scores = torch.cat([closed, score[rows][:, listed], own_lse[rows, None]], 1)
+        weights = scores.softmax(1)
+        far = weights[:, :-1] @ torch.cat([values[~opened], value[listed]])
+        output = output.index_copy(0, rows, far + weights[:, -1:] * output[rows])
+        lse = lse.index_copy(0, rows, scores.logsumexp(1))
+    return output, lse
+
+
+def _tilted(score: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Tilted key and value of a leaf, its log-mass, and the variance of its keys."""
+    weight, spread = score.softmax(0), (key - key.mean(0)).square().sum(1).mean()
+    return weight @ key, weight @ value, score.logsumexp(0), spread

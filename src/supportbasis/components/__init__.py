@@ -14,18 +14,18 @@ from torch import Tensor
 from ..cotangent import Cotangent, Gradients
 from ..partial import Partial
 from ..problem import Head
-from .blocks import BlockSum
 from .exact import ExactSum
 from .fitted import FittedSum
+from .lists import ListSum
 from .polynomial import PolynomialSum
 from .power import PowerSum
 from .sketched import SketchSum
 
 __all__ = [
-    "BlockSum",
     "Component",
     "ExactSum",
     "FittedSum",
+    "ListSum",
     "PolynomialSum",
     "PowerSum",
     "SketchSum",

@@ -32,7 +32,7 @@ EVALUATORS = {
     "exact": "exact",
     "polynomial": "threshold",
     "single-threshold": "threshold",
-    "block": "lists",
+    "lists": "lists",
     "fitted": "fitted",
 }
 PLAIN = ("fitted",)  # evaluators that have all heads at once, but no kernels

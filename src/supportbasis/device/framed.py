@@ -10,12 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..blocks import BlockSettings
 from ..frame import Frame
 from ..kernels import framing
-from ..plans import HeadPlan, Plan
-from ..problem import Head, Problem
-from ..tree import leading
+from ..plans import Plan
+from ..problem import Problem
 
 
 class Inside(NamedTuple):
@@ -26,46 +24,32 @@ class Inside(NamedTuple):
     value: Tensor  # in the input dtype
     log_weight: Tensor
     shift: Tensor  # what the log-sums of the rows lack in the frame
-    placed_query: Tensor  # leading coordinates, in the metric of the other side
-    placed_key: Tensor
-    spectrum: Tensor  # [heads, d]
-    masked: bool  # whether some keys may be hidden
 
     @staticmethod
     def made(query: Tensor, key: Tensor, value: Tensor, *frames: Tensor) -> Inside:
         """Heads without key weights; some may share their keys."""
         stack, group = Stack(*frames), query.shape[1] // key.shape[1]
-        heads = len(stack.spectrum)
+        heads = len(stack.nothing)
         if group > 1:
             value = value.repeat_interleave(group, 1)
-        query, shift, placed = framing.framed(
+        query, shift = framing.framed(
             query.flatten(0, 1), heads, stack.query_map, stack.query_offset,
-            stack.shift_map, stack.nothing, stack.metric,
+            stack.shift_map, stack.nothing,
         )  # fmt: skip
-        key, weight, placed_key = framing.framed(
+        key, weight = framing.framed(
             key.flatten(0, 1), heads, stack.key_map, stack.key_offset,
-            stack.weight_map, stack.weight_offset, stack.metric,
+            stack.weight_map, stack.weight_offset,
         )  # fmt: skip
-        return Inside(
-            query, key, value.flatten(0, 1), weight, shift, placed, placed_key, stack.spectrum,
-            False,
-        )  # fmt: skip
+        return Inside(query, key, value.flatten(0, 1), weight, shift)
 
     def weighted(self, log_weight: Tensor | None) -> Inside:
         """With log-weights of the keys [batch, heads, m]."""
         if log_weight is None:
             return self
-        weight = self.log_weight + log_weight.flatten(0, 1).float()
-        return self._replace(log_weight=weight, masked=True)
+        return self._replace(log_weight=self.log_weight + log_weight.flatten(0, 1).float())
 
     def one(self, head: int) -> Inside:
-        parts = (x[head : head + 1] if isinstance(x, Tensor) else x for x in self)
-        return Inside(*parts)  # type: ignore[arg-type]
-
-    def flat(self) -> Head:
-        """All heads as one, for what looks at tokens by their index."""
-        query, key, value, weight = (x.flatten(0, 1) for x in self[:4])
-        return Head(query, key, value, weight, None, 1.0, False, True)
+        return Inside(*(x[head : head + 1] for x in self))
 
 
 class Stack(NamedTuple):
@@ -79,8 +63,6 @@ class Stack(NamedTuple):
     weight_offset: Tensor
     shift_map: Tensor
     nothing: Tensor  # a zero for each head
-    spectrum: Tensor
-    metric: Tensor  # [heads, 1, axes], with the leading coordinates of the head that has most
 
 
 def frames_of(problem: Problem, plan: Plan) -> Stack:
@@ -99,13 +81,6 @@ def _stack(frames: Sequence[Frame], scale: float, device: torch.device) -> Stack
     def stacked(parts: Sequence[Tensor]) -> Tensor:
         return torch.stack([part.cpu() for part in parts]).float().to(device)
 
-    spectra = [frame.spectrum.cpu() for frame in frames]
-    counts = [leading(spectrum) for spectrum in spectra]
-    metric = []
-    for spectrum, count in zip(spectra, counts, strict=True):
-        size = spectrum.clamp(min=0).sqrt()[: max(counts)].clone()
-        size[count:] = 0.0
-        metric.append(size.unsqueeze(0))
     return Stack(
         stacked([frame.query_map * root for frame in frames]),
         stacked([-(frame.query_centre @ frame.query_map).unsqueeze(0) * root for frame in frames]),
@@ -115,8 +90,6 @@ def _stack(frames: Sequence[Frame], scale: float, device: torch.device) -> Stack
         stacked([-(frame.key_centre @ frame.query_centre).view(1, 1) * scale for frame in frames]),
         stacked([frame.key_centre.unsqueeze(1) * scale for frame in frames]),
         torch.zeros(len(frames), device=device),
-        stacked(spectra),
-        stacked(metric),
     )
 
 
@@ -141,18 +114,3 @@ def shift_factor(own: tuple[Tensor, Tensor], grad: Tensor, lse: Tensor, slope: T
     share = (size.flatten() - lse.flatten()).exp().nan_to_num(0.0)  # a row without keys has none
     along = (grad.float().flatten(0, 2) * output.view(-1, output.shape[-1])).sum(1)
     return -share * (along + slope.flatten())
-
-
-def settings_of(head: HeadPlan) -> BlockSettings:
-    assert head.blocks is not None
-    return head.blocks
-
-
-def prices_of(plan: Plan, device: torch.device) -> Tensor:
-    """The price of a key in each head, kept with the plan."""
-    key = ("prices", device)
-    if key not in plan.memory:
-        plan.memory[key] = torch.tensor([settings_of(x).price for x in plan.heads]).to(device)
-    found = plan.memory[key]
-    assert isinstance(found, Tensor)
-    return found

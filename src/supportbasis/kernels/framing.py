@@ -18,25 +18,23 @@ def framed(
     offset: Tensor,
     line: Tensor,
     level: Tensor,
-    metric: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """For ``tokens`` x [heads or fewer, tokens, d], which several of the ``heads`` may share, x A
-    + a and x b + c in float32, and leading entries of the first times ``metric`` [heads, 1, axes].
+    + a and x b + c in float32.
 
     Products are as good as those of float32, whatever the dtype of the tokens.
     """
     count, d = tokens.shape[1:]
-    axes = metric.shape[2]
     new = matrix.new_empty
-    out, extra, placed = new(heads, count, d), new(heads, count), new(heads, count, axes)
+    out, extra = new(heads, count, d), new(heads, count)
     rows = 32 if tokens.dtype == torch.float32 else ROWS
     width = min(COLUMNS, power_of_two(d))
     kernels.frame[(cdiv(count, rows), heads, cdiv(d, width))](
-        tokens.contiguous(), matrix, offset, line, level, metric, out, extra, placed,
-        count, d, axes, heads // len(tokens), rows, width,
+        tokens.contiguous(), matrix, offset, line, level, out, extra,
+        count, d, heads // len(tokens), rows, width,
         _precision(tokens.dtype),
     )  # fmt: skip
-    return out, extra, placed
+    return out, extra
 
 
 def _precision(dtype: torch.dtype) -> str:

@@ -8,7 +8,7 @@ from .language import jit, tl
 
 @jit
 def frame(
-    tokens, matrix, offset, line, level, metric, out, extra, placed, count, d, axes, group,
+    tokens, matrix, offset, line, level, out, extra, count, d, group,
     BT: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Some columns of some tokens of one head; the first columns come with x b + c."""
@@ -42,8 +42,5 @@ def frame(
     slot = head * count + row
     inside = here[:, None] & (column < d)[None, :]
     tl.store(out + slot[:, None] * d + column[None, :], total, mask=inside)
-    scale = tl.load(metric + head * axes + column, mask=column < axes, other=0.0)
-    inside = here[:, None] & (column < axes)[None, :]
-    tl.store(placed + slot[:, None] * axes + column[None, :], total * scale[None, :], mask=inside)
     if part == 0:
         tl.store(extra + slot, along + tl.load(level + head), mask=here)

@@ -10,9 +10,8 @@ from functools import cached_property
 import torch
 
 from ..basis import split_of
-from ..blocks import PLACES
 from ..checks import check_seed
-from ..cost import ENGINE, exact_seconds, handling, polynomial_work
+from ..cost import exact_seconds, polynomial_work
 from ..density import NormBins, density_scale
 from ..errors import InputError
 from ..features import largest_degree
@@ -20,21 +19,15 @@ from ..plans import HeadPlan
 from ..problem import Head
 from ..rows import RowCheck
 from ..scores import ScoreSample
-from .base import Method, SearchTime, exact_plan, is_positive
-from .block_support import BlockSearch
+from .base import Method, exact_plan, is_positive
 from .fitted import FittedSearch
+from .list_search import ListSearch, fastest_lists
 from .single_threshold import threshold_plan
 
 # exact attention that takes less is left alone: what a search costs, or what is worth one whose
 # plan is used many times; on a GPU, where a search costs more than it saves in a call, always that
 PLANNING_SECONDS, REUSED_SECONDS = {"cpu": 0.02, "cuda": 1e-3}, {"cpu": 5e-3, "cuda": 1e-3}
 SHARES = (0.0, 0.001, 0.004, 0.015, 0.05)  # of tokens that a candidate threshold makes large
-# rows that share a list, and their order; large blocks gather less, and select for more
-BLOCKS = ((64, "auto"), (64, "sequence"), (512, "auto"), (64, PLACES))
-CAUSAL_BLOCKS = ((64, PLACES), (512, "tree"))
-DEVICE_BLOCKS = ((128, "tree"), (128, "sequence"), (512, "tree"))  # where kernels take them
-CLEARLY = 1.5  # times as fast must other blocks be predicted to be, to be taken instead
-FAST = 4.0  # predicted speed of lists above which no other blocks are tried
 WORTHWHILE = 1.3  # predicted speed against exact attention that leaves room for a wrong prediction
 MARGIN = 0.8  # of the tolerance that an estimate may use up before it is verified
 
@@ -42,7 +35,7 @@ MARGIN = 0.8  # of the tolerance that an estimate may use up before it is verifi
 @dataclass(frozen=True)
 class Auto(Method):
     """For each head, the fastest plan found within ``tolerance``: a polynomial, a threshold with a
-    polynomial, a polynomial fitted to the scores, or lists of exact and coarse keys.
+    polynomial, a polynomial fitted to the scores, or lists of exact and tilted keys.
 
     The tolerance is the relative Frobenius error of a head's output (for `gaussian_kde` the
     largest error over the largest density). Polynomials are screened on a sample of scores; the
@@ -74,7 +67,7 @@ class Auto(Method):
             if measured is not None:
                 found.append(replace(plan, measured=measured))
                 break
-        for candidate in (self._fitted, self._blocks):
+        for candidate in (self._fitted, self._lists):
             other = candidate(search, max([WORTHWHILE, *(plan.speedup for plan in found)]))
             found += [] if other is None else [other]
         best = max(found, key=lambda plan: plan.speedup, default=None)
@@ -89,34 +82,13 @@ class Auto(Method):
             return None
         return search.within(self.tolerance, first.check, speedup)
 
-    def _blocks(self, first: _Search, speedup: float) -> HeadPlan | None:
-        """Lists of exact and coarse keys within the tolerance, where they can be faster."""
-        best: HeadPlan | None = None
-        head, clock = first.head, SearchTime(first.head)
-        for size, order in _tried(head) if not head.is_density else ():
-            if order == PLACES and head.query.is_cuda:
-                continue  # made for a CPU
-            if clock.is_up or (best is not None and best.speedup > FAST):
-                break
-            if BlockSearch.highest_speedup(head, size, order) <= speedup:
-                continue
-            search = BlockSearch.of(head, size, self.seed, order)
-            if isinstance(search, str) or search.plan(1.0).speedup <= speedup:
-                continue
-            wanted = speedup if best is None else CLEARLY * speedup
-            plan = search.within(self.tolerance, self.seed, clock, wanted)
-            if plan is not None:
-                best, speedup = plan, plan.speedup
-        return best
-
-
-def _tried(head: Head) -> tuple[tuple[int, str], ...]:
-    """Sizes and orders of blocks."""
-    if handling(head) is ENGINE:
-        return CAUSAL_BLOCKS if head.is_causal else BLOCKS
-    if head.is_causal:  # in sequence anyway
-        return tuple(block for block in DEVICE_BLOCKS if block[1] != "sequence")
-    return DEVICE_BLOCKS
+    def _lists(self, first: _Search, speedup: float) -> HeadPlan | None:
+        """Lists of exact and tilted keys within the tolerance, where they can be faster."""
+        head = first.head
+        if head.is_density or fastest_lists(head) <= speedup:
+            return None
+        search = ListSearch.of(head, None, None, self.seed, self.tolerance)
+        return None if isinstance(search, str) else search.within(self.tolerance, speedup)
 
 
 class _Search:

@@ -29,7 +29,7 @@ ROUNDINGS = {torch.bfloat16: 4, torch.float16: 9, torch.float32: 9}
 SUMMED = 1024  # terms added up at a time
 
 
-def judged(problem: Problem, found: Sequence[Batch], outcome: Outcome) -> Outcome:
+def with_noise(problem: Problem, found: Sequence[Batch], outcome: Outcome) -> Outcome:
     """The outcome with its lost rows counted and its rounding bounded."""
     with torch.no_grad():
         lost = (outcome.lse == -math.inf) & ~_dead(problem)

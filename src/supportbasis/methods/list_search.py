@@ -1,0 +1,214 @@
+"""How long lists have to be: their error at all prices at once, on sampled rows.
+
+Tilts do not depend on the price. For a sampled row, every leaf has its exact sums and those of its
+tilted key; leaves are opened in the sequence of their importance, so that one running sum over the
+differences has the row's output at every price.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..components.lists import ENTRIES, Coarse, head_tables, own_windows, row_risks, rows_of
+from ..cost import list_work
+from ..lists import ListSettings, Tables, Tilts, importance, score_variances, tilt
+from ..plans import HeadPlan
+from ..problem import Head
+from ..sampling import RowSample
+
+BLOCK, SMALL_BLOCK, LONG = 128, 64, 16384  # queries of a block; the first from so many tokens on
+WINDOWS, LEAST_WINDOW, LARGEST_WINDOW = 32, 512, 2048  # windows of a causal head; their positions
+ROWS = 512  # that errors are measured on
+LEAST, MOST, PRICES = -46.0, 10.0, 225  # logarithms of prices, and how many are tried
+WIDE_PRECISION = 1e-5  # tolerance below which errors are measured in float64
+TYPICAL = 1e-2  # price over squared tolerance, about: where closed leaves are looked for
+
+
+def window_of(n: int, block: int) -> int:
+    """Positions of a causal window: a power of two near n / 32."""
+    wish = min(LARGEST_WINDOW, max(LEAST_WINDOW, n // WINDOWS))
+    return max(block, 1 << (wish.bit_length() - 1))
+
+
+def settings_for(head: Head, block: int | None, strict: bool | None) -> ListSettings:
+    """Sizes for a head, at a price of 0."""
+    block = block or (BLOCK if head.n >= LONG else SMALL_BLOCK)
+    window = window_of(head.n, block) if head.is_causal else 0
+    return ListSettings(0.0, block, max(1, block // 2), window, strict and bool(window))
+
+
+def fastest_lists(head: Head) -> float:
+    """Predicted speed of lists that open nothing, before anything is computed."""
+    return list_work(head, settings_for(head, None, False), 0.0).speedup(head)
+
+
+@dataclass(frozen=True, eq=False)
+class ListSearch:
+    """Errors and lengths of lists at all prices."""
+
+    head: Head
+    settings: ListSettings
+    sample: RowSample
+    squared: Tensor  # float64 [prices, rows]: squared errors
+    size: Tensor  # float64 [rows]: squared sizes of exact outputs
+    opened: Tensor  # float64 [prices]: open leaves that a row sees, mean over all rows
+
+    @staticmethod
+    def of(
+        head: Head, block: int | None, strict: bool | None, seed: int, tolerance: float
+    ) -> ListSearch | str:
+        """The search, or why there can be none."""
+        if not head.normalise:
+            return "kernel sums have no lists"
+        settings = settings_for(head, block, head.requires_grad if strict is None else strict)
+        if min(head.n, head.m) <= max(settings.window, 2 * settings.block):
+            return "there are too few tokens for lists"
+        settings = replace(settings, price=TYPICAL * tolerance**2)
+        if tolerance < WIDE_PRECISION:
+            head = replace(head, precision=torch.float64)
+        made = head_tables(head, settings)
+        sample = RowSample.draw(head, ROWS, seed, (row_risks(head, settings),))
+        squared, size, opened = _curves(head, made, settings, sample)
+        return ListSearch(
+            head,
+            replace(settings, strict=strict if settings.window else False),
+            sample,
+            squared,
+            size,
+            opened,
+        )
+
+    def plan(self, at: int) -> HeadPlan:
+        """The plan at one of the prices."""
+        settings = replace(self.settings, price=math.exp(_log_prices()[at]))
+        opened = float(self.opened[at])
+        work = list_work(self.head, settings, opened)
+        return HeadPlan(
+            "lists", "", self.head.n, self.head.m, work.cost(self.head), work.speedup(self.head),
+            measured=self.error(at)[0], lists=settings, keys=opened * settings.leaf,
+        )  # fmt: skip
+
+    def error(self, at: int) -> tuple[float, float]:
+        """Relative Frobenius error at a price, and its upper limit."""
+        return self.sample.frobenius_limit(self.squared[at], self.size)
+
+    def affordable(self, budget: float) -> HeadPlan | None:
+        """The plan of the lowest price within the budget."""
+        low, high = 0, PRICES - 1
+        if self.plan(high).cost > budget:
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.plan(middle).cost <= budget else (middle + 1, high)
+        return self.plan(low)
+
+    def within(self, tolerance: float, speedup: float = 0.0) -> HeadPlan | None:
+        """The plan of the highest price whose error, at its upper limit, is within tolerance; None
+        where it is not cheaper than exact attention or not predicted to be faster than that."""
+        good = (at for at in reversed(range(PRICES)) if self.error(at)[1] <= tolerance)
+        at = next(good, None)
+        plan = None if at is None else self.plan(at)
+        return plan if plan is not None and plan.cost < 1 and plan.speedup > speedup else None
+
+
+def _log_prices() -> list[float]:
+    return [LEAST + (MOST - LEAST) * i / (PRICES - 1) for i in range(PRICES)]
+
+
+def _curves(
+    head: Head, made: Tables, settings: ListSettings, sample: RowSample
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Squared errors [prices, rows], squared sizes [rows], and open leaves [prices]."""
+    prices = torch.tensor(_log_prices(), dtype=torch.float64, device=head.query.device).exp()
+    cell = _cells_of_rows(head.n, made)[sample.rows]
+    squared = prices.new_zeros(len(prices), len(sample.rows))
+    size, opened = squared.new_zeros(len(sample.rows)), squared.new_zeros(len(prices))
+    own = own_windows(head, settings.window) if settings.window else None
+    seen = (cell >= 0) & (made.visible[cell.clamp(min=0)] > 0)
+    if own is not None:
+        size[~seen] = own[0][sample.rows[~seen]].double().square().sum(1)
+    order = cell.argsort(stable=True)
+    for at in order[seen[order]].split(_rows_at_once(head)):
+        part = _Part.of(head, made, cell[at], sample.rows[at], own)
+        squared[:, at], size[at], count = part.at_prices(prices)
+        opened += count.double() @ sample.weight[at]
+    return squared, size, opened / max(1, head.n)
+
+
+def _rows_at_once(head: Head) -> int:
+    return max(8, min(64, ENTRIES // max(1, head.m)))
+
+
+def _cells_of_rows(n: int, made: Tables) -> Tensor:
+    """The cell whose list a row has, -1 for none."""
+    count, tiles = made.tile_count[0], made.tiles[0]
+    cell = torch.full((n + 1,), -1, device=tiles.device)
+    member = torch.arange(len(count), device=tiles.device).repeat_interleave(count)
+    tile = torch.arange(len(member), device=tiles.device)
+    tile = tile - (count.cumsum(0) - count)[member] + made.first_tile[0][member]
+    rows = tiles[tile]
+    cell[rows.masked_fill(rows < 0, n)] = member.unsqueeze(1).expand_as(rows)
+    return cell[:-1]
+
+
+class _Part(NamedTuple):
+    """Sums of some rows over the keys of each leaf: numerator and denominator, last."""
+
+    start: Tensor  # float64 [rows, dv + 1]: own window, and all leaves as tilted keys
+    gain: Tensor  # [leaves, rows, dv + 1]: what it adds to open a leaf
+    matters: Tensor  # [leaves, rows]: importance of a leaf to the cell of a row
+
+    @staticmethod
+    def of(
+        head: Head, made: Tables, cell: Tensor, rows: Tensor, own: tuple[Tensor, Tensor] | None
+    ) -> _Part:
+        cells, owner = cell.unique(return_inverse=True)
+        leaves = int(made.visible[cells].max())
+        tilts = Tilts(*(x[0] for x in tilt(made, cells, leaves, head.scale)))
+        members = rows_of(head, made.members[0, cells])
+        weight = Coarse.of(members, tilts, head.scale).weight
+        inner = score_variances(made, members, cells, head.scale)[:, :leaves]
+        matters = importance(weight, made.members[0, cells], inner)[owner].T
+        query = rows_of(head, rows.unsqueeze(1))  # [rows, 1, d]
+        tilts = Tilts(*(x[owner] for x in tilts))
+        coarse = tilts.log_weight + head.scale * (query @ tilts.key.mT).squeeze(1)
+        score = head.scale * (query.squeeze(1) @ made.key[0, :leaves].flatten(0, 1).to(query).T)
+        score = score.view(len(rows), leaves, -1)
+        if made.weight is not None:
+            score = score + made.weight[0, :leaves].to(query)
+        score = score.masked_fill((coarse == -math.inf).unsqueeze(2), -math.inf)
+        top = torch.maximum(score.amax((1, 2)), coarse.amax(1))
+        top = top if own is None else torch.maximum(top, own[1][rows])
+        top = torch.where(top > -math.inf, top, 0.0)
+        exact = (score - top.view(-1, 1, 1)).exp_().transpose(0, 1)  # [leaves, rows, L]
+        sums = torch.cat([exact @ made.value[0, :leaves].to(query), exact.sum(2, True)], 2)
+        ones = tilts.value.new_ones(*tilts.value.shape[:2], 1)
+        tilted = (coarse - top.unsqueeze(1)).exp_().unsqueeze(2) * torch.cat([tilts.value, ones], 2)
+        start = tilted.double().sum(1)
+        if own is not None:
+            share = (own[1][rows] - top).exp_().double().unsqueeze(1)
+            start += torch.cat([own[0][rows].double() * share, share], 1)
+        return _Part(start, sums - tilted.transpose(0, 1), matters)
+
+    def at_prices(self, prices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Squared errors [prices, rows], squared sizes [rows], open leaves [prices, rows]."""
+        step = torch.searchsorted(
+            prices, self.matters.double().contiguous()
+        )  # opened at the prices below
+        rows = torch.arange(len(self.start), device=step.device)
+        at = (step * len(rows) + rows).flatten()
+        shape = (len(prices) + 1, *self.start.shape)
+        steps = self.start.new_zeros(shape).flatten(0, 1)
+        steps = steps.index_add_(0, at, self.gain.flatten(0, 1).double()).view(shape)
+        total = self.start + steps.flip(0).cumsum(0).flip(0)  # [p]: all steps from p on
+        output = total[..., :-1] / total[..., -1:]
+        exact = output[0].nan_to_num()  # everything is open
+        count = torch.bincount(at, minlength=shape[0] * shape[1]).view(shape[:2])
+        count = count.flip(0).cumsum(0).flip(0)[1:]
+        squared = (output[1:] - exact).nan_to_num().square().sum(2)
+        return squared, exact.square().sum(1), count

@@ -1,0 +1,137 @@
+"""Tokens sorted so that neighbours are alike: repeated median splits along principal axes.
+
+A window of tokens is cut in half at the median along its principal axis, then each half along its
+own, until nodes have the size of a leaf. Axes are searched in the 8 leading principal coordinates
+of the window, which costs little and loses next to nothing. A sequence longer than a window is
+first brought into the sequence of the nearest of a few cluster centres, which are leaves of a
+sorted sample. Sorting is a constant of gradients.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+AXES = 8  # leading principal coordinates in which nodes are split
+AXIS_STEPS, NODE_STEPS = 6, 4  # power iterations
+SORTED = 2048  # tokens that are sorted as one window, at most, where windows are ours to choose
+CENTRES = 256  # at most
+
+
+def window_length(count: int, leaf: int) -> int:
+    """Slots of a window that sorts ``count`` tokens: leaf * 2^k, at most `SORTED`."""
+    leaves = max(1, -(-min(count, SORTED) // leaf))
+    return leaf << (leaves - 1).bit_length()
+
+
+@torch.no_grad()
+def window_order(x: Tensor, leaf: int, count: Tensor | None = None) -> Tensor:
+    """Permutations [windows, W] that sort the tokens of windows [windows, W, d] into leaves.
+
+    ``count`` [windows]: how many tokens, the first ones, are real; the others stay behind them.
+    """
+    windows, width = x.shape[:2]
+    place = torch.arange(width, device=x.device)
+    padded = None if count is None else place >= count.unsqueeze(1)
+    part = _leading_coordinates(x, padded)
+    order = place.expand(windows, width)
+    size = width
+    while size > leaf:
+        part, order = part.reshape(-1, size, part.shape[-1]), order.reshape(-1, size)
+        hidden = None if padded is None else padded.reshape(-1, size)
+        along = _along_axis(part, hidden)
+        if hidden is not None:
+            along = along.masked_fill(hidden, math.inf)
+        at = along.argsort(dim=1, stable=True)
+        order, size = order.gather(1, at), size // 2
+        part = part.gather(1, at.unsqueeze(2).expand_as(part))
+        padded = None if hidden is None else hidden.gather(1, at)
+    return order.reshape(windows, width)
+
+
+@torch.no_grad()
+def head_order(x: Tensor, leaf: int, hidden: Tensor | None = None) -> Tensor:
+    """All tokens [n, d] sorted into leaves: [slots], -1 for slots that are left over. Tokens that
+    are ``hidden`` come last."""
+    n = len(x)
+    width = window_length(n, leaf)
+    order = torch.arange(n, device=x.device)
+    if hidden is not None and n <= width:
+        order = hidden.to(torch.uint8).argsort(stable=True)
+    if n > width:
+        order = _by_centres(x, width, hidden)
+    windows = -(-n // width)
+    filler = order.new_full((windows * width - n,), -1)
+    slots = torch.cat([order, filler]).view(windows, width)
+    shown = n if hidden is None else n - int(hidden.sum())
+    place = torch.arange(windows * width, device=x.device).view(windows, width)
+    count = (place < shown).sum(1)
+    at = window_order(x[slots.clamp(min=0)], leaf, None if shown == slots.numel() else count)
+    return slots.gather(1, at).flatten()
+
+
+def _by_centres(x: Tensor, width: int, hidden: Tensor | None) -> Tensor:
+    """All tokens in the sequence of their nearest centres."""
+    count = min(CENTRES, 1 << (-(-len(x) // width) - 1).bit_length())
+    sample = x[torch.arange(width, device=x.device) * len(x) // width].unsqueeze(0)
+    at = window_order(sample, width // count)[0]
+    centres = sample[0, at].float().view(count, -1, x.shape[1]).mean(1)
+    member = nearest(x, centres)
+    if hidden is not None:
+        member = member.masked_fill(hidden, count)
+    return member.to(torch.int16).argsort(stable=True)
+
+
+def nearest(x: Tensor, centres: Tensor) -> Tensor:
+    """The nearest of some centres [..., centres, d] to each token [..., n, d], first of equals."""
+    middle = centres.mean(-2, keepdim=True)
+    away = centres - middle
+    score = (x - middle) @ away.mT - away.square().sum(-1).unsqueeze(-2) / 2
+    return score.argmax(-1)
+
+
+def _leading_coordinates(x: Tensor, padded: Tensor | None) -> Tensor:
+    """Tokens of windows in their leading principal coordinates, [windows, W, axes]."""
+    away = _centred(x.float() if x.dtype != torch.float64 else x, padded)
+    covariance = away.mT @ away
+    axes = []
+    for _ in range(min(AXES, x.shape[2])):
+        axis = _principal_axis(covariance, AXIS_STEPS)
+        length = axis.mT @ covariance @ axis
+        covariance = covariance - length * axis * axis.mT
+        axes.append(axis)
+    return away @ torch.cat(axes, 2) if axes else away
+
+
+def _along_axis(part: Tensor, padded: Tensor | None) -> Tensor:
+    """Tokens [nodes, size, axes] along the principal axis of their node, [nodes, size]."""
+    if not part.shape[2]:
+        return part.new_zeros(part.shape[:2])
+    away = _centred(part, padded)
+    return (away @ _principal_axis(away.mT @ away, NODE_STEPS)).squeeze(2)
+
+
+def _centred(x: Tensor, padded: Tensor | None) -> Tensor:
+    """Tokens less the mean of the real ones of their node; zeros for the others. Divided by the
+    largest, so that squares neither overflow nor vanish."""
+    if padded is None:
+        away = x - x.mean(1, keepdim=True)
+    else:
+        real = (~padded).unsqueeze(2).to(x.dtype)
+        mean = (x * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)
+        away = (x - mean) * real
+    unit = away.abs().amax((1, 2), keepdim=True) if away.numel() else away.new_ones(1, 1, 1)
+    return away / torch.where(unit > 0, unit, 1.0)
+
+
+def _principal_axis(covariance: Tensor, steps: int) -> Tensor:
+    """Approximate first eigenvectors [..., d, 1], from the column of the largest variance."""
+    start = covariance.diagonal(dim1=1, dim2=2).argmax(1)
+    axis = covariance[torch.arange(len(covariance), device=start.device), start].unsqueeze(2)
+    tiny = torch.finfo(axis.dtype).tiny
+    for step in range(steps + 1):
+        axis = axis if step == 0 else covariance @ axis
+        axis = axis / torch.linalg.vector_norm(axis, dim=1, keepdim=True).clamp(min=tiny)
+    return axis
