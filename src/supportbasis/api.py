@@ -87,6 +87,7 @@ def attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=plan is None
     )
     plan = _the_plan(problem, method, plan, implementation)
+    plan = plan.resolved(autograd.is_recorded(problem))
     outcome = _run(problem, plan, return_result, implementation)
     if return_result:
         return _result(problem, plan, outcome, implementation)

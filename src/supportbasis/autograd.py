@@ -36,6 +36,11 @@ def is_needed(problem: Problem) -> bool:
     return problem.requires_grad or is_tracing()
 
 
+def is_recorded(problem: Problem) -> bool:
+    """Whether gradients are recorded; within a transform of `torch.func` they may be."""
+    return problem.requires_grad or (is_tracing() and not torch.compiler.is_compiling())
+
+
 def check_plan(problem: Problem, plan: Plan) -> None:
     """Raise if a plan does not fit the inputs' shapes."""
     shape = (problem.batch, problem.heads, problem.query.shape[-1])

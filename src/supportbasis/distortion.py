@@ -48,7 +48,7 @@ def _of_lists(head: Head, plan: HeadPlan) -> Distortion:
     """Tilted keys. Let r be the range of scale <q - m, k> over the keys k of a closed leaf, for a
     row q with the list of a cell of mean m. The weights within the leaf are those of m instead of
     q, whose logarithms differ by a range of r; so its mean value errs by 2 tanh(r / 4) max|V| at
-    most. Its mass is at most the true one (Jensen), and at least exp(-r^2 / 8) of it (Hoeffding)."""
+    most. Its mass is at most the true one (Jensen) and at least exp(-r^2 / 8) of it (Hoeffding)."""
     assert plan.lists is not None
     widest = abs(head.scale) * list_reach(head, plan.lists)
     bound = 2 * math.tanh(widest / 4) + 2 * math.tanh(widest**2 / 32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
@@ -155,12 +155,17 @@ class Plan:
     handle: str = field(init=False)  # the plan's name where only strings can go
     memory: dict[object, object] = field(init=False, repr=False)  # of a device: see `device`
     is_exact: bool = field(init=False)  # every head of it
+    # the same with lists that are (not) strict, where that depends on the call; else none
+    _resolved: tuple[Plan, Plan] | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", f"plan {next(_numbers)}")
         object.__setattr__(self, "memory", {})
         object.__setattr__(self, "is_exact", all(head.kind == "exact" for head in self.heads))
         _plans[self.handle] = self
+        open_ones = any(head.lists is not None and head.lists.strict is None for head in self.heads)
+        resolved = (self._with_strict(False), self._with_strict(True)) if open_ones else None
+        object.__setattr__(self, "_resolved", resolved)
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -184,6 +189,19 @@ class Plan:
         """Predicted time of SDPA over predicted time of this plan on this machine."""
         times = [1.0 / h.speedup for h in self.heads]
         return len(times) / sum(times) if times else 1.0
+
+    def resolved(self, recorded: bool) -> Plan:
+        """The plan of a call whose gradients are ``recorded`` or not: with ``strict`` settled."""
+        return self if self._resolved is None else self._resolved[recorded]
+
+    def _with_strict(self, strict: bool) -> Plan:
+        heads = tuple(
+            replace(head, lists=replace(head.lists, strict=strict and head.lists.window > 0))
+            if head.lists is not None and head.lists.strict is None
+            else head
+            for head in self.heads
+        )
+        return self.of_heads(heads, (self.batch, self.num_heads))
 
     def of_heads(self, heads: tuple[HeadPlan, ...], shape: tuple[int, int]) -> Plan:
         """The same plan with other heads, (batch, heads) of them."""

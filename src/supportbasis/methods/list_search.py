@@ -110,9 +110,12 @@ class ListSearch:
     def within(self, tolerance: float, speedup: float = 0.0) -> HeadPlan | None:
         """The plan of the highest price whose error, at its upper limit, is within tolerance; None
         where it is not cheaper than exact attention or not predicted to be faster than that."""
-        good = (at for at in reversed(range(PRICES)) if self.error(at)[1] <= tolerance)
-        at = next(good, None)
-        plan = None if at is None else self.plan(at)
+        low, high = -1, PRICES  # an error falls with the price
+        while high - low > 1:
+            middle = (low + high) // 2
+            good = self.error(middle)[1] <= tolerance
+            low, high = (middle, high) if good else (low, middle)
+        plan = None if low < 0 else self.plan(low)
         return plan if plan is not None and plan.cost < 1 and plan.speedup > speedup else None
 
 
