@@ -35,7 +35,7 @@ CHUNK = 256  # leaves that `choose` compacts at a time
 # float32 up to 128, 256.
 Shapes = tuple[tuple[int, int, int, int], ...]
 TILES: dict[str, Shapes] = {  # cells and leaves of a program; rows, leaves or keys at a time
-    "tilt": ((128, 8, 8, 3), (64, 8, 4, 2), (64, 8, 8, 1), (32, 4, 4, 1), (16, 4, 4, 1)),
+    "tilt": ((128, 8, 8, 3), (64, 8, 8, 2), (64, 8, 8, 1), (32, 4, 8, 1), (16, 4, 8, 1)),
     "row_sizes": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
     "shares": ((128, 64, 4, 1), (128, 64, 8, 1), (64, 64, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
     "attend": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),

@@ -31,15 +31,16 @@ def store_rows(x, tile, at, here, width: tl.constexpr, WIDE: tl.constexpr):
 
 @jit
 def listed_keys(index, start, many, L: tl.constexpr, BN: tl.constexpr):
-    """Sorted slots of BN keys from ``start`` on of the ``many`` listed leaves; which exist."""
-    at = start + tl.arange(0, BN)
-    here = at < many * L
+    """BN keys from ``start`` on of the ``many`` listed leaves: first slot, slots from it, which
+    exist. A program that takes a part of one leaf at a time has one 64-bit number for all."""
+    near = tl.arange(0, BN)
     if BN <= L:
         leaf = tl.load(index + start // L).to(tl.int64)
-        key = leaf * L + (start % L + tl.arange(0, BN))
+        return leaf * L + start % L, near, tl.full((BN,), 1, tl.int1)
     else:
-        key = tl.load(index + at // L, mask=here, other=0).to(tl.int64) * L + at % L
-    return key, here
+        here = start + near < many * L
+        leaf = tl.load(index + (start + near) // L, mask=here, other=0).to(tl.int64)
+        return tl.zeros((), tl.int64), leaf * L + (start + near) % L, here
 
 
 @jit
@@ -85,26 +86,30 @@ def tilt(
     WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """PER leaves as BC cells see them: one key, value and log-weight for each pair."""
-    bh = tl.program_id(2).to(tl.int64)
-    at = tl.program_id(0) * BC + tl.arange(0, BC)
-    here = at < cells
-    seen = tl.load(visible + first + at, mask=here, other=0)
-    middle = load_rows(mean + (bh * all_cells + first) * d, at, here, d, D)
+    start, bh = tl.program_id(0) * BC, tl.program_id(2).to(tl.int64)
+    near, key_at = tl.arange(0, BC), tl.arange(0, L)
+    here, one = start + near < cells, tl.full((L,), 1, tl.int1)
+    seen = tl.load(visible + first + start + near, mask=here, other=0)
+    middle = load_rows(mean + (bh * all_cells + first + start) * d, near, here, d, D)
     middle = middle.to(ks.dtype.element_ty)
-    wide = middle.to(tl.float32)
     ks += bh // group * keys * d
     vs += bh // group * keys * dv
     bs += bh * keys
-    place = (bh * cells + at) * leaves
+    place = (bh * cells + start) * leaves  # of the program; in it 32 bits are enough
+    kt += place * d
+    vt += place * dv
+    lt += place
+    spread += place
+    near = near * leaves
     low = tl.program_id(1) * PER
     high = tl.minimum(low + PER, leaves)
     reach = tl.max(seen, 0)
-    one = tl.full((L,), 1, tl.int1)
     for leaf in range(low, tl.minimum(high, reach)):
-        slot = tl.cast(leaf, tl.int64) * L + tl.arange(0, L)
-        key = load_rows(ks, slot, one, d, D)
+        slot = tl.cast(leaf, tl.int64) * L
+        key = load_rows(ks + slot * d, key_at, one, d, D)
         score = tl.dot(middle, tl.trans(key), input_precision=PRECISION)
-        score = score * (scale * 1.4426950408889634) + key_bias(bs, slot, one, WEIGHTED)[None, :]
+        bias = key_bias(bs + slot, key_at, one, WEIGHTED)
+        score = score * (scale * 1.4426950408889634) + bias[None, :]
         score = tl.where((leaf < seen)[:, None], score, float("-inf"))
         top = tl.max(score, 1)
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -115,20 +120,21 @@ def tilt(
         weight = rounded.to(tl.float32)
         mass = tl.sum(weight, 1)
         share = tl.where(mass > 0.0, 1.0 / mass, 0.0)
-        tilted = tl.dot(rounded, key, input_precision=PRECISION) * share[:, None]
-        value = tl.dot(rounded, load_rows(vs, slot, one, dv, E), input_precision=PRECISION)
         square = key.to(tl.float32)
         square = tl.sum(weight * tl.sum(square * square, 1)[None, :], 1) * share
+        tilted = tl.dot(rounded, key, input_precision=PRECISION) * share[:, None]
         apart = tl.maximum(square - tl.sum(tilted * tilted, 1), 0.0)
         tilted = tilted.to(kt.dtype.element_ty)
-        link = tl.sum(wide * tilted.to(tl.float32), 1) * scale
-        store_rows(kt, tilted, place + leaf, here, d, D)
-        store_rows(vt, value * share[:, None], place + leaf, here, dv, E)
-        tl.store(lt + place + leaf, size * 0.6931471805599453 - link, mask=here)
-        tl.store(spread + place + leaf, apart, mask=here)
+        store_rows(kt, tilted, near + leaf, here, d, D)
+        link = tl.sum(middle.to(tl.float32) * tilted.to(tl.float32), 1) * scale
+        tl.store(lt + near + leaf, size * 0.6931471805599453 - link, mask=here)
+        tl.store(spread + near + leaf, apart, mask=here)
+        value = load_rows(vs + slot * dv, key_at, one, dv, E)
+        value = tl.dot(rounded, value, input_precision=PRECISION) * share[:, None]
+        store_rows(vt, value, near + leaf, here, dv, E)
     leaf = low + tl.arange(0, PER)
     beyond = here[:, None] & (leaf >= reach)[None, :] & (leaf < high)[None, :]
-    target = place[:, None] + leaf[None, :]
+    target = near[:, None] + leaf[None, :]
     tl.store(lt + target, tl.full((BC, PER), float("-inf"), tl.float32), mask=beyond)
     tl.store(spread + target, tl.zeros((BC, PER), tl.float32), mask=beyond)
 
@@ -295,12 +301,14 @@ def attend(
         )  # fmt: skip
     ks += bh // group * keys * d
     vs += bh // group * keys * dv
+    bs += bh * keys
     index += place * leaves
     for start in range(0, many * L, BN):
-        key, here = listed_keys(index, start, many, L, BN)
+        slot, key, here = listed_keys(index, start, many, L, BN)
         top, mass, total = _add_keys(
-            token, load_rows(ks, key, here, d, D), load_rows(vs, key, here, dv, E),
-            key_bias(bs + bh * keys, key, here, WEIGHTED), top, mass, total, scale, PRECISION,
+            token, load_rows(ks + slot * d, key, here, d, D),
+            load_rows(vs + slot * dv, key, here, dv, E),
+            key_bias(bs + slot, key, here, WEIGHTED), top, mass, total, scale, PRECISION,
         )  # fmt: skip
     has = mass > 0.0
     total = tl.where(has[:, None], total / mass[:, None], 0.0)
