@@ -275,6 +275,7 @@ CASES = {
     "causal": {"kind": "causal"},
     "causal-unweighted": {"kind": "causal", "weighted": False, "heads": 1},
     "strict": {"kind": "strict", "n": 150},
+    "full-wide-leaf": {"kind": "full", "leaf": 64, "m": 290, "n": 60, "heads": 1},
     "half-full-padding": {"kind": "full", "weighted": False, "dtype": HALF, "n": 40},
     "half-strict": {"kind": "strict", "n": 150, "dtype": HALF, "key_heads": 2, "d": 16, "dv": 32},
 }
@@ -341,12 +342,15 @@ def test_tilts(any_case):
 
 
 def test_tilts_of_a_range_are_the_same_bits(any_case):
-    whole, first, last = any_case.made, any_case.tables.cells // 2, any_case.tables.cells
-    part = any_case.tilts(first, last)
-    seen = part.lt > -INF
-    assert torch.equal(part.lt, whole.lt[:, first:last])
-    for mine, all_cells in ((part.kt, whole.kt), (part.vt, whole.vt)):
-        assert torch.equal(mine[seen], all_cells[:, first:last][seen])
+    """Also of the first cells, which see few of the leaves, and in causal attention none."""
+    whole, half = any_case.made, any_case.tables.cells // 2
+    for first, last in ((0, half), (half, any_case.tables.cells)):
+        part = any_case.tilts(first, last)
+        seen = part.lt > -INF
+        assert torch.equal(part.lt, whole.lt[:, first:last])
+        assert torch.equal(part.spread, whole.spread[:, first:last])
+        for mine, all_cells in ((part.kt, whole.kt), (part.vt, whole.vt)):
+            assert torch.equal(mine[seen], all_cells[:, first:last][seen])
 
 
 def test_the_tilt_is_exact_at_the_mean(any_case):
@@ -385,6 +389,17 @@ def test_lists_are_the_leaves_above_the_price(any_case):
         assert sure.all()
     assert ((opened == (any_case.known > price)) | ~sure).all() and opened.any()
     assert torch.equal(tilts.lt, any_case.made.lt.masked_fill(opened, -INF))
+
+
+def test_lists_are_compacted_chunk_by_chunk(monkeypatch):
+    given = case("full", heads=1)
+    price = gap_price(given.known, 0.5)
+    lists = given.select(price)[1]
+    monkeypatch.setattr(fast, "CHUNK", 4)
+    tilts, again = given.select(price)
+    opened = opened_by(again, given.leaves)
+    assert torch.equal(opened, opened_by(lists, given.leaves))
+    assert torch.equal(tilts.lt, given.made.lt.masked_fill(opened, -INF))
 
 
 def compare_attention(given: Case, price: Tensor) -> Tensor:
