@@ -1,0 +1,294 @@
+"""Kernels of the lists alone on one GPU: `python benchmarks/list_kernels.py`.
+
+Random tokens, sorted at random inside windows; the price opens a given share of the leaves that
+cells see. Prints milliseconds of every part and of PyTorch's attention in the same run, after a
+check of sampled tiles of every head against float32 PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from supportbasis.kernels import lists as fast
+
+WORKSPACE = 2 << 30  # bytes of tilts at a time
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+
+
+@dataclass(frozen=True)
+class Work:
+    """One setting: causal cells of own windows, causal strict, or not causal."""
+
+    kind: str  # "causal", "strict", "full"
+    n: int = 131072
+    d: int = 64
+    heads: int = 8
+    window: int = 2048
+    block: int = 128
+    leaf: int = 64
+    share: float = 0.05
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+
+    @property
+    def causal(self) -> bool:
+        return self.kind != "full"
+
+    @property
+    def scale(self) -> float:
+        return self.d**-0.5
+
+
+@dataclass
+class Data:
+    """Random tokens and the tables made of them."""
+
+    work: Work
+    tokens: tuple[Tensor, Tensor, Tensor]  # [1, heads, n, d]
+    tables: fast.Tables
+    own: tuple[Tensor, Tensor] | None
+    price: Tensor
+
+    @property
+    def select_lse(self) -> Tensor | None:
+        return self.own[1] if self.own is not None and self.work.kind == "causal" else None
+
+
+def shuffled(work: Work) -> Tensor:
+    """A permutation inside each window, [heads, n]."""
+    window = work.window if work.causal else work.n
+    noise = torch.rand(work.heads, work.n // window, window, device=work.device)
+    first = torch.arange(0, work.n, window, device=work.device)[:, None]
+    return (noise.argsort(-1) + first).flatten(1).int()
+
+
+def routes_of(work: Work) -> fast.Routes:
+    """Rows of every window dealt to its cells at random: half a block or so more tiles for each."""
+    size, per, heads = work.block // 2, work.window // work.block, work.heads
+    windows, have = work.n // work.window, work.window // work.block * 3
+    goes = torch.randint(per, (heads * windows, work.window), device=work.device)
+    goes, order = goes.sort(dim=-1, stable=True)
+    amount = F.one_hot(goes, per).sum(1)  # rows of a cell
+    count = -(-amount // size)
+    first = count.cumsum(-1) - count
+    start = amount.cumsum(-1) - amount
+    place = torch.arange(work.window, device=work.device) - start.gather(1, goes)
+    place = place + first.gather(1, goes) * size
+    rows = torch.full((heads * windows, have * size), -1, device=work.device)
+    offset = torch.arange(heads * windows, device=work.device)[:, None] % windows
+    rows.scatter_(1, place, order + offset * work.window)
+    tile = torch.arange(have, device=work.device)
+    cell = (tile >= first.unsqueeze(-1)).sum(1) - 1 + offset * per
+    return fast.Routes(
+        rows.view(heads, -1, size).int(), cell.view(heads, -1).int(),
+        (first + offset * have).view(heads, -1).int(), count.view(heads, -1).int(),
+    )  # fmt: skip
+
+
+def build(work: Work) -> Data:
+    torch.manual_seed(0)
+    shape = (work.heads, work.n, work.d)
+    q, k, v = (torch.randn(shape, device=work.device).to(work.dtype) for _ in range(3))
+    order = shuffled(work).long().unsqueeze(-1).expand(shape)
+    members = shuffled(work).view(work.heads, -1, work.block)
+    cells, per = members.shape[1], work.window // work.block
+    visible = torch.full((cells,), work.n // work.leaf, device=work.device)
+    if work.causal:
+        visible = torch.arange(cells, device=work.device) // per * (work.window // work.leaf)
+    strict = work.kind == "strict"
+    if strict:  # cells of the window before
+        members = torch.cat([torch.full_like(members[:, :per], -1), members[:, :-per]], 1)
+    tables = fast.Tables(
+        q, k.gather(1, order), v.gather(1, order), None, members, visible.int(),
+        *fast.cell_means(q, members), work.leaf, routes_of(work) if strict else None,
+    )  # fmt: skip
+    data = Data(work, (q[None], k[None], v[None]), tables, None, torch.zeros(()))
+    data.own = own_window(data) if work.causal else None
+    data.price = price_of(data)
+    return data
+
+
+def own_window(data: Data) -> tuple[Tensor, Tensor]:
+    """Exact causal attention inside each window, all windows in one batch."""
+    work = data.work
+    q, k, v = (x[0].unflatten(1, (-1, work.window)).transpose(0, 1) for x in data.tokens)
+    if work.device == "cuda":
+        result = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, True, scale=work.scale
+        )
+        out, lse = result[:2]
+    else:
+        z = (q @ k.transpose(-1, -2)).float() * work.scale
+        z = z.masked_fill(torch.ones_like(z[0, 0]).triu(1).bool(), -torch.inf)
+        out, lse = z.softmax(-1).to(v.dtype) @ v, z.logsumexp(-1)
+    out, lse = (x.transpose(0, 1).flatten(1, 2).contiguous() for x in (out, lse))
+    return out, lse.float()
+
+
+def price_of(data: Data) -> Tensor:
+    """Per head, the importance that the given share of the visible leaves exceeds."""
+    work, tables = data.work, data.tables
+    values = []
+    for first, last, leaves in pieces(data):
+        tilts = fast.tilt(tables, first, last, leaves, work.scale)
+        value = fast.importance(tables, tilts, data.select_lse, work.scale)
+        seen = torch.arange(leaves, device=work.device) < tables.visible[first:last, None]
+        values.append(value[:, seen][:, ::7])
+    value = torch.cat(values, 1).sort(-1).values
+    return value[:, int(value.shape[1] * (1 - work.share))].contiguous()
+
+
+def pieces(data: Data) -> Iterator[tuple[int, int, int]]:
+    """Ranges of cells, in whole windows, whose tilts fit the workspace: first, last, leaves."""
+    work, cells = data.work, data.tables.cells
+    per = work.window // work.block
+    many = work.window // work.leaf
+    first = 0
+    while first < cells:
+        last = first
+        while last < cells:
+            end = min(cells, last + per)
+            leaves = (end // per - 1) * many if work.causal else work.n // work.leaf
+            size = work.heads * (end - first) * max(1, leaves) * 2 * work.d
+            if last > first and size * data.tables.ks.element_size() > WORKSPACE:
+                break
+            last, seen = end, max(1, leaves)
+        yield first, last, seen
+        first = last
+
+
+def forward(data: Data) -> tuple[Tensor, Tensor]:
+    """All cells, the tilts of some windows at a time."""
+    work, tables = data.work, data.tables
+    output = torch.empty_like(data.tokens[2][0])
+    lse = torch.empty(output.shape[:2], device=work.device)
+    for first, last, leaves in pieces(data):
+        tilts = fast.tilt(tables, first, last, leaves, work.scale)
+        lists = fast.select(tables, tilts, data.select_lse, data.price, work.scale)
+        fast.attend(tables, tilts, lists, data.own, output, lse, work.scale)
+    return output, lse
+
+
+def sampled_error(data: Data, samples: int = 4) -> float:
+    """Relative error of some tiles of every head against float32, lists given by the kernels."""
+    work, tables = data.work, data.tables
+    output, wrong, size = forward(data)[0], 0.0, 0.0
+    for first, last, leaves in pieces(data):
+        tilts = fast.tilt(tables, first, last, leaves, work.scale)
+        lists = fast.select(tables, tilts, data.select_lse, data.price, work.scale)
+        ratio = tables.rows.shape[1] // tables.cells
+        for head in range(work.heads):
+            for tile in torch.linspace(first * ratio, last * ratio - 1, samples).int().tolist():
+                rows = tables.rows[head, tile]
+                rows = rows[rows >= 0].long()
+                cell = tile if tables.routes is None else int(tables.routes.cell[head, tile])
+                at = (head, cell - first)
+                opened = lists.index[at][: lists.count[at]].long()
+                if len(rows):
+                    right = float32_tile(data, head, cell, rows, opened)
+                    wrong += float((output[head, rows] - right).square().sum())
+                    size += float(right.square().sum())
+    return (wrong / size) ** 0.5
+
+
+def float32_tile(data: Data, head: int, cell: int, rows: Tensor, opened: Tensor) -> Tensor:
+    """Output of some rows by the tables of a cell, in float32."""
+    work, tables = data.work, data.tables
+    end = int(tables.visible[cell])
+    k, v = (x[head].float().unflatten(0, (-1, work.leaf))[:end] for x in (tables.ks, tables.vs))
+    t = work.scale * k @ tables.mean[head, cell]
+    w = t.softmax(-1)
+    kt, vt = ((w.unsqueeze(-1) * x).sum(1) for x in (k, v))
+    lt = t.logsumexp(-1) - work.scale * kt @ tables.mean[head, cell]
+    lt[opened] = -torch.inf
+    keys = torch.cat([kt, k[opened].flatten(0, 1)])
+    values = torch.cat([vt, v[opened].flatten(0, 1)])
+    bias = torch.cat([lt, lt.new_zeros(len(keys) - end)])
+    z = work.scale * tables.query[head, rows].float() @ keys.T + bias
+    if data.own is not None:
+        own_out, own_lse = (x[head, rows].float() for x in data.own)
+        z = torch.cat([own_lse.unsqueeze(1), z], 1)
+        p = z.softmax(1)
+        return p[:, :1] * own_out + p[:, 1:] @ values
+    return z.softmax(1) @ values
+
+
+def parts(data: Data) -> dict[str, Callable[[], object]]:
+    """Calls to time, by name; tilts of all cells at once."""
+    work, tables = data.work, data.tables
+    leaves = int(tables.visible.max())
+    tilts = fast.tilt(tables, 0, tables.cells, leaves, work.scale)
+    value = fast.importance(tables, tilts, data.select_lse, work.scale)
+    closed = replace(tilts, lt=tilts.lt.clone())
+    lists = fast.choose(tables, closed, value, data.price)
+    output = torch.empty_like(data.tokens[2][0])
+    lse = torch.empty(output.shape[:2], device=work.device)
+    calls: dict[str, Callable[[], object]] = {
+        "means": lambda: fast.cell_means(tables.query, tables.members),
+        "tilt": lambda: fast.tilt(tables, 0, tables.cells, leaves, work.scale),
+        "importance": lambda: fast.importance(tables, tilts, data.select_lse, work.scale),
+        "importance/4": lambda: fast.importance(tables, tilts, data.select_lse, work.scale, 4),
+        "choose": lambda: fast.choose(tables, closed, value, data.price),
+        "attend": lambda: fast.attend(
+            tables, closed, lists, data.own, output, lse, work.scale
+        ),
+        "forward": lambda: forward(data),
+    }  # fmt: skip
+    if work.causal:
+        calls["own window"] = lambda: own_window(data)
+    return calls
+
+
+def exact(data: Data) -> Iterator[tuple[str, Callable[[], object]]]:
+    """PyTorch's attention by each backend."""
+    for name, backend in BACKENDS.items():
+
+        def call(backend: SDPBackend = backend) -> object:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(
+                    *data.tokens, is_causal=data.work.causal, scale=data.work.scale
+                )
+
+        yield name, call
+
+
+def report(work: Work) -> None:
+    """One table: the check, then milliseconds."""
+    from triton.testing import do_bench
+
+    data = build(work)
+    print(
+        f"\n{work.kind} n={work.n} d={work.d} heads={work.heads} {work.share:.0%} open", flush=True
+    )
+    print(f"  error against float32  {sampled_error(data):.1e}", flush=True)
+    for name, call in (*parts(data).items(), *exact(data)):
+        try:
+            call()
+            took = do_bench(call, warmup=20, rep=100, return_mode="median")
+            print(f"  {name:22s} {took:8.3f} ms", flush=True)
+        except Exception as error:  # a shape that does not fit is part of the answer
+            print(f"  {name:22s} {str(error).splitlines()[0][:80]}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--n", type=int, default=131072)
+    parser.add_argument("--share", type=float, default=0.05)
+    parser.add_argument("--kinds", nargs="+", default=["causal", "strict", "full"])
+    parser.add_argument("--dims", nargs="+", type=int, default=[64, 128])
+    given = parser.parse_args()
+    for kind in given.kinds:
+        for d in given.dims:
+            report(Work(kind, given.n, d, share=given.share))
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
