@@ -28,6 +28,7 @@ from .methods import (
     Auto,
     BlockSupport,
     Exact,
+    FittedPolynomial,
     Method,
     MultiThreshold,
     Polynomial,
@@ -73,6 +74,7 @@ KINDS_OF: dict[type[Method], tuple[str, ...]] = {
     MultiThreshold: ("exact", "multi-threshold"),
     PowerAttention: ("power",),
     BlockSupport: ("exact", "block", "fitted"),
+    FittedPolynomial: ("exact", "fitted"),
     Auto: ("exact", "polynomial", "single-threshold", "block", "fitted"),
 }
 METHOD = union(
