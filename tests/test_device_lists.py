@@ -3,10 +3,7 @@ the device where there is one."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,37 +11,37 @@ import pytest
 import torch
 
 import supportbasis as sb
-from cases import beyond, dense_attention, qkv
+from cases import beyond, dense_attention
+from device_cases import (  # before kernels are imported
+    CUDA,
+    DEVICE,
+    directions,
+    followed,
+    marks,
+    needs_triton,
+    planned,
+    record,
+    relative,
+    rooms_of,
+    smooth,
+    without_waiting,
+)
 from supportbasis import forest as forests
 from supportbasis.arrangement import repeated
 from supportbasis.blocks import FAR, apart, remembered, strangers
-from supportbasis.inputs import attention_problem
-from supportbasis.methods.block_support import BlockSearch
-from supportbasis.problem import Head
-from supportbasis.selection import Column, select
-from supportbasis.tree import assign, order
-from test_blocks import clustered, head_of
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-CUDA = torch.cuda.is_available()
-if not CUDA:  # read when a kernel is decorated
-    os.environ["TRITON_INTERPRET"] = "1"
-DEVICE = "cuda" if CUDA else "cpu"
-
-from supportbasis.device import (  # noqa: E402
+from supportbasis.device import (
     causal as lists_of_causal,
 )
-from supportbasis.device import (  # noqa: E402
-    dispatch,
-    fitted,
+from supportbasis.device import (
     granules,
     lists,
     lists_backward,
     replay,
 )
-from supportbasis.device.framed import Stack  # noqa: E402
-from supportbasis.device.room import Room, with_spare  # noqa: E402
-from supportbasis.kernels import (  # noqa: E402
+from supportbasis.device.framed import Stack
+from supportbasis.device.room import Room, with_spare
+from supportbasis.inputs import attention_problem
+from supportbasis.kernels import (
     cells,
     coarse,
     framing,
@@ -53,38 +50,13 @@ from supportbasis.kernels import (  # noqa: E402
     selection,
     summary,
 )
+from supportbasis.methods.block_support import BlockSearch
+from supportbasis.problem import Head
+from supportbasis.selection import Column, select
+from supportbasis.tree import assign, order
+from test_blocks import clustered, head_of
 
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    *([pytest.mark.gpu] if CUDA else []),  # there, all of them run on it
-]
-
-
-def smooth(heads, n, d=6, seed=0, dtype=torch.float32):
-    """Queries and keys on a curved surface, values that follow the keys: trees without clusters."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator)
-
-    slope, phase = 2 * normal(heads, 3, d), 6 * torch.rand(heads, 1, d, generator=generator)
-    q, k = (
-        2 * torch.cos(torch.rand(heads, n, 3, generator=generator) @ slope + phase)
-        for _ in range(2)
-    )
-    v = torch.tanh(k @ normal(heads, d, d))
-    return tuple(x.to(DEVICE, dtype)[None] for x in (q, k, v))
-
-
-def planned(*tokens, **how):
-    """A plan made on the CPU: on a GPU small heads are exact, because nothing is gained there."""
-    return sb.plan(*(None if x is None else x.cpu() for x in tokens), **how)
-
-
-def relative(given, wanted):
-    return float((given.double() - wanted.double()).norm() / wanted.double().norm())
+pytestmark = marks
 
 
 # ---- orders -----------------------------------------------------------------------------------
@@ -532,11 +504,6 @@ def test_causal_gradients_with_biases_and_keys_that_heads_share():
         assert relative(part, theirs) < 1e-5
 
 
-def directions(*results, seed=2):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(x.shape, generator=generator).to(x) for x in results]
-
-
 def of_lists(problem, made, *given):
     """Output and lse by autograd in float64, over the lists that the device found; and tokens and
     log-weights, which they are functions of."""
@@ -707,56 +674,7 @@ def test_gradients_of_coarse_keys_equal_those_of_tilted_ones(size):
     assert relative(given, wanted[-1]) < 1e-6
 
 
-@needs_triton
-@pytest.mark.parametrize("masked", [False, True])
-def test_fitted_polynomials_equal_those_of_blocks_of_tokens(masked):
-    q, k, v = (x.to(DEVICE) for x in qkv(1, 2, n=600, d=8, scale=0.9, dtype=torch.float32))
-    q[0, 0, :5] *= 8  # rows that are far
-    k[0, 1, :4] *= 9  # and keys
-    mask = torch.rand(600, generator=torch.Generator().manual_seed(0)) < 0.8 if masked else None
-    mask = None if mask is None else mask.to(DEVICE)
-    plan = planned(q, k, v, mask, method=sb.BlockSupport(0.4, tail="polynomial"))
-    assert all(head.kind == "fitted" for head in plan.heads)
-    wanted = sb.attention(q, k, v, mask, plan=plan, return_result=True)
-    problem = attention_problem(q, k, v, mask, 0.0, False, None, False)
-    output, lse, lost = fitted.forward(problem, plan)
-    assert not lost.any()
-    assert relative(output, wanted.output) < 1e-5
-    torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=1e-4)
-
-
-@needs_triton
-@pytest.mark.filterwarnings("ignore:supportbasis. the last call")
-def test_rows_that_a_fit_loses_are_exact_and_counted():
-    """A plan reused on other data, as the component engine does it: output, counts and the way
-    back, which is told what was lost."""
-    q, k, v = (x.to(DEVICE) for x in qkv(1, 1, n=600, d=4, scale=0.5, dtype=torch.float32))
-    plan = planned(q, k, v, method=sb.BlockSupport(0.4, tail="polynomial"))
-    kernel = replace(plan.heads[0].fitted, query_radius=math.inf)
-    plan = replace(plan, heads=(replace(plan.heads[0], fitted=kernel),))
-    q = 30 * q
-    problem = attention_problem(q, k, v, None, 0.0, False, None, False)
-    mine = dispatch.run(problem, [dispatch.Batch("fitted", (0,), plan)])
-    theirs = dispatch.run(problem, [dispatch.Batch(None, (0,), plan)])
-    assert 0 < int(theirs.rescued_rows) < 600
-    for name in ("rescued", "rescued_rows", "invalid_rows"):
-        assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
-    assert relative(mine.output, theirs.output) < 1e-3
-    grad, none = torch.ones_like(mine.output), None
-    given = (theirs.output, theirs.lse, theirs.rescued, grad, none, False)
-    made = [
-        dispatch.gradients(problem, [dispatch.Batch(kind, (0,), plan)], *given)
-        for kind in ("fitted", None)
-    ]
-    for name in ("query", "key", "value"):
-        assert relative(getattr(made[0], name), getattr(made[1], name)) < 1e-3, name
-
-
 # ---- room -------------------------------------------------------------------------------------
-
-
-def rooms_of(plan):
-    return [kept for kept in plan.memory.values() if isinstance(kept, Room)]
 
 
 def test_room_grows_to_what_was_needed_and_never_shrinks():
@@ -785,7 +703,7 @@ def test_room_has_a_quarter_to_spare_in_coarse_steps():
 @needs_triton
 @pytest.mark.parametrize(
     ("kind", "masked"),
-    [("lists", True), ("causal", False), ("fitted", False), ("fitted", True)],
+    [("lists", True), ("causal", False)],
 )
 def test_what_does_not_fit_is_exact(kind, masked):
     """A plan reused on tokens that need more room than any before, with keys that heads share."""
@@ -796,31 +714,24 @@ def test_what_does_not_fit_is_exact(kind, masked):
     if masked:
         bias = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(DEVICE)
         bias[::5] = -math.inf
-    tail, causal = "polynomial" if kind == "fitted" else "coarse", kind == "causal"
-    if kind == "fitted":
-        q, k = q / 2, k / 2
-    method = sb.BlockSupport(0.8, tail=tail, block_size=32, order="tree")
+    causal = kind == "causal"
+    method = sb.BlockSupport(0.8, tail="coarse", block_size=32, order="tree")
     call = {"is_causal": causal, "scale": scale}
     plan = beyond(planned(q, k, v, bias, **call, enable_gqa=True, method=method))
-    evaluator = fitted if kind == "fitted" else lists
-    assert all(head.kind == ("fitted" if kind == "fitted" else "block") for head in plan.heads)
+    assert all(head.kind == "block" for head in plan.heads)
     problem = attention_problem(q, k, v, bias, 0.0, causal, scale, True)
-    first = evaluator.forward(problem, plan)[0]
+    first = lists.forward(problem, plan)[0]
     (room,) = rooms_of(plan)
-    assert torch.equal(evaluator.forward(problem, plan)[0], first)
+    assert torch.equal(lists.forward(problem, plan)[0], first)
     exact, exact_lse = dense_attention(q, k, v, bias, **call)
     assert relative(first, exact) > 1e-5
     enough, number = room.sizes, 3 if kind == "lists" else 1
     room.sizes = (*enough[:number], 0, *enough[number + 1 :])
-    if kind == "fitted":  # rows that are far
-        q = torch.cat([40 * q[:, :, :9], q[:, :, 9:]], 2)
-        problem = attention_problem(q, k, v, bias, 0.0, False, scale, True)
-        exact, exact_lse = dense_attention(q, k, v, bias, **call)
     room._report.pending = False
-    output, lse, _ = evaluator.forward(problem, plan)
+    output, lse, _ = lists.forward(problem, plan)
     assert relative(output, exact) < 2e-6
     torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-4)
-    output = evaluator.forward(problem, plan)[0]  # there is room now
+    output = lists.forward(problem, plan)[0]  # there is room now
     assert room.sizes[number] > 0
     assert relative(output, exact) > 1e-5
 
@@ -829,16 +740,13 @@ def test_what_does_not_fit_is_exact(kind, masked):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tail", ["coarse", "polynomial"])
-def test_replays_do_what_first_calls_do(tail):
+def test_replays_do_what_first_calls_do():
     """The same shapes again and again, with other tokens each time: run, recorded, replayed."""
     replay._recordings.clear()
     replay._plain.clear()
     made = [smooth(2, 4096, d=16, seed=seed, dtype=torch.bfloat16) for seed in range(3)]
-    if tail == "polynomial":
-        made = [(x / 4, y / 4, z) for x, y, z in made]
-    plan = planned(*made[0], method=sb.BlockSupport(0.5, tail=tail, block_size=64))
-    assert all(head.kind == ("block" if tail == "coarse" else "fitted") for head in plan.heads)
+    plan = planned(*made[0], method=sb.BlockSupport(0.5, tail="coarse", block_size=64))
+    assert all(head.kind == "block" for head in plan.heads)
     for number, (q, k, v) in enumerate([*made, made[0]]):
         output = sb.attention(q, k, v, plan=plan)
         assert min(1, number) <= len(replay._recordings) <= number  # others may need more room
@@ -850,24 +758,14 @@ def test_replays_do_what_first_calls_do(tail):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-@pytest.mark.parametrize(
-    ("tail", "masked", "causal"),
-    [
-        ("coarse", False, False),
-        ("coarse", True, False),
-        ("coarse", False, True),
-        ("coarse", True, True),
-        ("polynomial", False, False),
-    ],
-)
-def test_nothing_waits_and_a_call_can_be_recorded(tail, masked, causal):
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_nothing_waits_and_a_call_can_be_recorded(masked, causal):
     tokens = smooth(2, 4096, d=16, dtype=torch.bfloat16)
-    if tail == "polynomial":
-        tokens = (tokens[0] / 4, tokens[1] / 4, tokens[2])
     mask = torch.arange(4096, device=DEVICE) % 7 != 3 if masked else None
-    method = sb.BlockSupport(0.5, tail=tail, block_size=64, order="tree")
+    method = sb.BlockSupport(0.5, tail="coarse", block_size=64, order="tree")
     plan = planned(*tokens, mask, is_causal=causal, method=method)
-    assert all(head.kind == ("block" if tail == "coarse" else "fitted") for head in plan.heads)
+    assert all(head.kind == "block" for head in plan.heads)
 
     def call():
         return sb.attention(*tokens, mask, is_causal=causal, plan=plan)
@@ -883,13 +781,12 @@ def test_nothing_waits_and_a_call_can_be_recorded(tail, masked, causal):
         x.copy_(x.flip(2))
     graph.replay()
     assert relative(output, call()) < 1e-3
-    if tail == "coarse":  # everything is opened, for which there is no room
-        (prices,) = [x for key, x in plan.memory.items() if key[0] == "prices"]
-        prices.zero_()
-        graph.replay()
-        bias = None if mask is None else torch.zeros_like(mask, dtype=torch.float64)
-        bias = None if bias is None else bias.masked_fill(~mask, -math.inf)
-        assert relative(output, dense_attention(*tokens, bias, causal)[0]) < 3e-3
+    (prices,) = [x for key, x in plan.memory.items() if key[0] == "prices"]
+    prices.zero_()  # everything is opened, for which there is no room
+    graph.replay()
+    bias = None if mask is None else torch.zeros_like(mask, dtype=torch.float64)
+    bias = None if bias is None else bias.masked_fill(~mask, -math.inf)
+    assert relative(output, dense_attention(*tokens, bias, causal)[0]) < 3e-3
 
 
 @pytest.mark.gpu
@@ -920,36 +817,3 @@ def test_nothing_waits_on_the_way_back_either(masked, causal):
     wanted = torch.autograd.grad(dense_attention(*exact, bias, causal)[0], exact, grad.double())
     for mine, theirs in zip(results[1:], wanted, strict=True):
         assert relative(mine, theirs) < 2.0**-6
-
-
-def followed(call, tokens):
-    """A recording of a call that waits for nothing, and what it writes: as tokens change."""
-    for _ in range(3):  # run, recorded, replayed
-        call()
-    without_waiting(call)
-    graph, results = record(call)
-    with torch.no_grad():
-        for x in tokens:
-            x.copy_(x.flip(2))
-    graph.replay()
-    for mine, theirs in zip(results, call(), strict=True):
-        assert relative(mine.detach(), theirs.detach()) < 1e-2
-    return graph, results
-
-
-def without_waiting(call):
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():  # the mode that forbids waiting warns about itself
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            call()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-def record(call):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    return graph, result
