@@ -285,6 +285,18 @@ def test_there_are_1024_features_unless_something_is_given():
     assert 512 < plan.fitted.features <= 1024
 
 
+@pytest.mark.parametrize("how", [{"features": 200}, {"tolerance": 0.1}])
+def test_the_seed_chooses_what_is_fitted_to(how):
+    tensors = diffuse(2000)
+    first, again, other = (
+        sb.plan(*tensors, method=sb.FittedPolynomial(**how, seed=seed)).heads[0]
+        for seed in (0, 0, 1)
+    )
+    assert first.fitted == again.fitted and first.measured == again.measured
+    assert first.fitted.coefficients != other.fitted.coefficients
+    assert first.measured != other.measured
+
+
 def test_a_large_error_is_warned_about_once():
     """For all heads of a plan, when it is made; not where the caller has chosen the error."""
     pairs = zip(diffuse(2000), diffuse(2000, seed=1), strict=True)
