@@ -115,14 +115,14 @@ def cases() -> list[Case]:
         Case.of("sketched power", sb.PowerAttention(2, 12, seed=4), small, "power", **whole),
         Case.of(
             "fit",
-            sb.BlockSupport(0.95, tail="polynomial"),
+            sb.FittedPolynomial(),
             qkv(1, 1, n=261, d=3, scale=0.7, dtype=single),
             "fitted",
             **whole,
         ),
         Case.of(
             "causal fit",
-            sb.BlockSupport(0.95, tail="polynomial"),
+            sb.FittedPolynomial(),
             qkv(1, 1, n=1031, d=2, scale=0.5, dtype=single),
             "fitted",
             **causal,

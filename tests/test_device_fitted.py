@@ -11,27 +11,29 @@ import pytest
 import torch
 
 import supportbasis as sb
-from cases import dense_attention, qkv
+from cases import beyond, dense_attention, qkv
+from device_cases import (  # before kernels are imported
+    DEVICE,
+    directions,
+    followed,
+    marks,
+    needs_triton,
+    planned,
+    record,
+    relative,
+    rooms_of,
+    smooth,
+    without_waiting,
+)
 from supportbasis.basis import split_of
+from supportbasis.device import dispatch, fitted, fitted_chunks, fitted_sums, replay
+from supportbasis.device.room import Room, with_spare
 from supportbasis.inputs import attention_problem
 from supportbasis.methods.fitted import FittedSearch
 from supportbasis.plans import Plan
-from test_device_lists import (  # kernels are imported there: see what is set before
-    DEVICE,
-    directions,
-    dispatch,
-    fitted,
-    followed,
-    needs_triton,
-    relative,
-    smooth,
-)
-
-from test_device_lists import pytestmark as marks  # isort: skip
-from supportbasis.device import fitted_chunks, fitted_sums  # isort: skip
 
 pytestmark = [*marks, pytest.mark.filterwarnings("ignore:supportbasis. the last call")]
-METHOD = sb.BlockSupport(0.5, tail="polynomial")
+METHOD = sb.FittedPolynomial()
 
 
 def fit_of(tokens, bias, call, features=40):
@@ -196,6 +198,80 @@ def test_lost_rows_are_warned_of_at_the_next_call():
     assert not warned(far, later) and not warned(tokens, later)
 
 
+@needs_triton
+@pytest.mark.parametrize("masked", [False, True])
+def test_fitted_polynomials_equal_those_of_blocks_of_tokens(masked):
+    q, k, v = (x.to(DEVICE) for x in qkv(1, 2, n=600, d=8, scale=0.9, dtype=torch.float32))
+    q[0, 0, :5] *= 8  # rows that are far
+    k[0, 1, :4] *= 9  # and keys
+    mask = torch.rand(600, generator=torch.Generator().manual_seed(0)) < 0.8 if masked else None
+    mask = None if mask is None else mask.to(DEVICE)
+    plan = planned(q, k, v, mask, method=sb.FittedPolynomial(tolerance=0.3))
+    assert all(head.kind == "fitted" for head in plan.heads)
+    wanted = sb.attention(q, k, v, mask, plan=plan, return_result=True)
+    problem = attention_problem(q, k, v, mask, 0.0, False, None, False)
+    output, lse, lost = fitted.forward(problem, plan)
+    assert not lost.any()
+    assert relative(output, wanted.output) < 1e-5
+    torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=1e-4)
+
+
+@needs_triton
+def test_rows_that_a_fit_loses_are_exact_and_counted():
+    """A plan reused on other data, as the component engine does it: output, counts and the way
+    back, which is told what was lost."""
+    q, k, v = (x.to(DEVICE) for x in qkv(1, 1, n=600, d=4, scale=0.5, dtype=torch.float32))
+    plan = planned(q, k, v, method=METHOD)
+    kernel = replace(plan.heads[0].fitted, query_radius=math.inf)
+    plan = replace(plan, heads=(replace(plan.heads[0], fitted=kernel),))
+    q = 30 * q
+    problem = attention_problem(q, k, v, None, 0.0, False, None, False)
+    mine = dispatch.run(problem, [dispatch.Batch("fitted", (0,), plan)])
+    theirs = dispatch.run(problem, [dispatch.Batch(None, (0,), plan)])
+    assert 0 < int(theirs.rescued_rows) < 600
+    for name in ("rescued", "rescued_rows", "invalid_rows"):
+        assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+    assert relative(mine.output, theirs.output) < 1e-3
+    grad, none = torch.ones_like(mine.output), None
+    given = (theirs.output, theirs.lse, theirs.rescued, grad, none, False)
+    made = [
+        dispatch.gradients(problem, [dispatch.Batch(kind, (0,), plan)], *given)
+        for kind in ("fitted", None)
+    ]
+    for name in ("query", "key", "value"):
+        assert relative(getattr(made[0], name), getattr(made[1], name)) < 1e-3, name
+
+
+@needs_triton
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_does_not_fit_is_exact(masked):
+    """A plan reused on tokens that need more room than any before, with keys that heads share."""
+    q, k, v = smooth(2, 128)
+    q, k, v, scale = q / 2, k[:, :1] / 2, v[:, :1], 0.3
+    bias = None
+    if masked:
+        bias = torch.randn(128, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+        bias[::5] = -math.inf
+    plan = beyond(planned(q, k, v, bias, scale=scale, enable_gqa=True, method=METHOD))
+    assert all(head.kind == "fitted" for head in plan.heads)
+    problem = attention_problem(q, k, v, bias, 0.0, False, scale, True)
+    first = fitted.forward(problem, plan)[0]
+    (room,) = rooms_of(plan)
+    assert torch.equal(fitted.forward(problem, plan)[0], first)
+    assert relative(first, dense_attention(q, k, v, bias, scale=scale)[0]) > 1e-5
+    room.sizes = (room.sizes[0], 0, *room.sizes[2:])
+    q = torch.cat([40 * q[:, :, :9], q[:, :, 9:]], 2)  # rows that are far
+    problem = attention_problem(q, k, v, bias, 0.0, False, scale, True)
+    exact, exact_lse = dense_attention(q, k, v, bias, scale=scale)
+    room._report.pending = False
+    output, lse, _ = fitted.forward(problem, plan)
+    assert relative(output, exact) < 2e-6
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-4)
+    output = fitted.forward(problem, plan)[0]  # there is room now
+    assert room.sizes[1] > 0
+    assert relative(output, exact) > 1e-5
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
@@ -233,3 +309,68 @@ def test_nothing_waits_there_and_back(masked, causal):
     wanted = torch.autograd.grad(output, exact, grad.double())
     for mine, theirs in zip(results, (output, *wanted), strict=True):
         assert relative(mine.detach(), theirs.detach()) < 2.0**-6
+
+
+@pytest.mark.gpu
+def test_replays_do_what_first_calls_do():
+    """The same shapes again and again, with other tokens each time: run, recorded, replayed."""
+    replay._recordings.clear()
+    replay._plain.clear()
+    made = [smooth(2, 4096, d=16, seed=seed, dtype=torch.bfloat16) for seed in range(3)]
+    made = [(x / 4, y / 4, z) for x, y, z in made]
+    plan = planned(*made[0], method=METHOD)
+    assert all(head.kind == "fitted" for head in plan.heads)
+    for number, (q, k, v) in enumerate([*made, made[0]]):
+        output = sb.attention(q, k, v, plan=plan)
+        assert min(1, number) <= len(replay._recordings) <= number  # others may need more room
+        plain = sb.attention(q, k, v, plan=plan, implementation="eager")
+        exact = dense_attention(q, k, v)[0]
+        assert relative(output, exact) <= 1.2 * relative(plain, exact) + 2e-3
+    assert torch.equal(output, sb.attention(*made[0], plan=plan))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_nothing_waits_and_a_call_can_be_recorded():
+    q, k, v = smooth(2, 4096, d=16, dtype=torch.bfloat16)
+    tokens = (q / 4, k / 4, v)
+    plan = planned(*tokens, method=METHOD)
+    assert all(head.kind == "fitted" for head in plan.heads)
+
+    def call():
+        return sb.attention(*tokens, plan=plan)
+
+    with pytest.raises(sb.InputError, match="call once before a CUDA graph"):
+        record(call)  # which PyTorch warns about, too
+    torch.cuda.synchronize()
+    for _ in range(3):  # the first waits, the second is recorded
+        call()
+    without_waiting(call)
+    graph, output = record(call)
+    for x in tokens:
+        x.copy_(x.flip(2))
+    graph.replay()
+    assert relative(output, call()) < 1e-3
+
+
+def test_room_grows_to_what_was_needed_and_never_shrinks():
+    """The first call is made again until it fits; a later one is sure of itself, and the next one
+    has the room that it lacked."""
+    room, needs = Room((4, 4)), [(3, 9), (3, 10), (2, 2), (40, 1), (1, 1)]
+    calls = []
+
+    def work(sizes, sure):
+        calls.append((sizes, sure))
+        return len(calls), torch.tensor(needs[len(calls) - 1])
+
+    assert [room.run(work) for _ in range(4)] == [2, 3, 4, 5]
+    assert calls == [
+        ((4, 4), False), ((4, 16), False), ((4, 16), True), ((4, 16), True), ((64, 16), True),
+    ]  # fmt: skip
+
+
+def test_room_has_a_quarter_to_spare_in_coarse_steps():
+    for need in (1, 15, 16, 100, 1000, 1001, 123456):
+        room = with_spare(need)
+        assert need + need // 4 <= room <= 1.55 * need + 16
+    assert with_spare(100_000) == with_spare(101_000)

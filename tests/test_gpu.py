@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from test_blocks import clustered
 
 import supportbasis as sb
 from cases import METHODS, dense_attention, qkv
-from test_blocks import clustered
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,16 +95,22 @@ def test_cuda_block_support(causal):
     assert result.certificate.holds(0.2)
 
 
-@pytest.mark.parametrize("tail", ["coarse", "polynomial"])
 @pytest.mark.parametrize("order", ["tree", "groups", "sequence"])
-def test_cuda_orders_and_tails(order, tail):
+def test_cuda_orders(order):
     """Where tokens are repeated to fill a tree, rounding decides which copy goes where: devices
     may then differ, but not in how far they are off."""
     q, k, v = qkv(1, 2, n=2000, d=8, scale=0.9, dtype=torch.float64)
-    plan = sb.plan(q, k, v, method=sb.BlockSupport(0.4, order=order, tail=tail))
+    plan = sb.plan(q, k, v, method=sb.BlockSupport(0.4, order=order, tail="coarse"))
     cpu = sb.attention(q, k, v, plan=plan)
     cuda = sb.attention(q.cuda(), k.cuda(), v.cuda(), plan=plan).cpu()
     exact = dense_attention(q, k, v)[0]
     assert (cuda - exact).norm() <= 1.2 * (cpu - exact).norm()
-    if tail == "polynomial":
-        torch.testing.assert_close(cuda, cpu, rtol=1e-8, atol=1e-8)
+
+
+def test_cuda_fitted_polynomials():
+    q, k, v = qkv(1, 2, n=2000, d=8, scale=0.7, dtype=torch.float64)
+    plan = sb.plan(q, k, v, method=sb.FittedPolynomial())
+    assert all(head.kind == "fitted" for head in plan.heads)
+    cpu = sb.attention(q, k, v, plan=plan)
+    cuda = sb.attention(q.cuda(), k.cuda(), v.cuda(), plan=plan).cpu()
+    torch.testing.assert_close(cuda, cpu, rtol=1e-8, atol=1e-8)

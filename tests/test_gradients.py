@@ -163,7 +163,7 @@ def test_slopes_of_measured_methods(kind, mask):
     case = Case(method.get(kind, sb.Exact()), mask, ODD)
     if kind == "fitted":
         heads = fitted_heads(case.problem(*case.tensors, case.bias))
-        case.plan = sb.Plan(sb.Auto(), 1, 2, 5, heads)
+        case.plan = sb.Plan(sb.FittedPolynomial(), 1, 2, 5, heads)
     if kind != "auto":
         assert {head.kind for head in case.plan.heads} == {kind}
     assert_slope(case.run, case.inputs)

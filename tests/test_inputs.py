@@ -63,6 +63,7 @@ CASES = {
     "seed": (lambda: sb.Auto(0.1, seed=0.5), "seed must be an integer"),
     "seed of Auto": (lambda: sb.Auto(0.1, seed=2**63), "seed .* seed < 2.*63, got 9223372036854"),
     "seed of lists": (lambda: sb.BlockSupport(seed=2**65), "seed must be .* seed < 2"),
+    "seed of fits": (lambda: sb.FittedPolynomial(seed=2**65), "seed must be .* seed < 2"),
     "seed of buckets": (lambda: sb.MultiThreshold(seed=2**65), "seed must be .* seed < 2"),
     "seed of powers": (lambda: sb.PowerAttention(seed=2**65), "seed must be .* seed < 2"),
     "bandwidth": (lambda: sb.gaussian_kde(q[0, 0], k[0, 0], -1.0), "bandwidth must be finite"),
@@ -92,7 +93,10 @@ def test_the_error_names_the_argument(name):
     assert isinstance(error.value, sb.SupportBasisError)
 
 
-@pytest.mark.parametrize("method", [sb.BlockSupport, sb.MultiThreshold, sb.PowerAttention, sb.Auto])
+@pytest.mark.parametrize(
+    "method",
+    [sb.BlockSupport, sb.FittedPolynomial, sb.MultiThreshold, sb.PowerAttention, sb.Auto],
+)
 def test_the_largest_seed_serves(method):
     """Seeds of generators are this one plus a little."""
     options = {"budget": 0.9} if method is sb.BlockSupport else {}

@@ -17,6 +17,7 @@ METHODS = [
     sb.MultiThreshold(sketch_size=16),
     sb.PowerAttention(2),
     sb.BlockSupport(0.5),
+    sb.FittedPolynomial(),
     sb.Auto(),
 ]
 

@@ -14,7 +14,7 @@ METHODS = [
     sb.SingleThreshold(0.8, 2),
     sb.MultiThreshold(),
     sb.BlockSupport(0.5, tail="coarse"),
-    sb.BlockSupport(0.5, tail="polynomial"),
+    sb.FittedPolynomial(),
 ]
 FEW = {"n": 200, "d": 6, "scale": 0.3}
 
@@ -143,8 +143,7 @@ def test_ranges_are_those_of_norms():
     largest, mean = (0.5 * float(of(lengths[0]) * of(lengths[1])) for of in (torch.max, torch.mean))
     found = sb.plan(q, k, v, scale=0.5, method=sb.Polynomial(1)).heads[0].scores
     assert found.largest == pytest.approx(largest) and found.mean is None
-    method = sb.BlockSupport(0.9, tail="polynomial")
-    found = sb.plan(q, k, v, scale=0.5, method=method).heads[0].scores
+    found = sb.plan(q, k, v, scale=0.5, method=sb.FittedPolynomial(tolerance=0.5)).heads[0].scores
     assert found.mean == pytest.approx(mean) and found.largest is None
 
 
@@ -166,7 +165,7 @@ def test_a_fit_notices_other_directions_of_the_same_length():
     shape = torch.logspace(0, -1.5, 16, dtype=torch.float64)
     q, k, v = qkv(1, 1, n=2048, d=16)
     q, k = q * shape, k * shape.flip(0)
-    plan = sb.plan(q, k, v, method=sb.BlockSupport(0.5, tail="polynomial"))
+    plan = sb.plan(q, k, v, method=sb.FittedPolynomial())
     assert plan.heads[0].kind == "fitted" and not plan.heads[0].frame.is_plain
     with pytest.warns(UserWarning, match="mean balanced"):
         result = sb.attention(q.flip(-1), k.flip(-1), v, plan=plan, return_result=True)

@@ -25,6 +25,8 @@ from .problem import Problem
 from .result import Result
 from .rounding import compute_dtype, unit_roundoff
 
+LARGE_ERROR = 0.05  # measured, of a head's output: warned about where no error was asked for
+
 
 def attention(
     query: Tensor,
@@ -317,7 +319,26 @@ def _make_plan(problem: Problem, method: Method) -> Plan:
         heads = tuple(map(ranges.with_range, heads, everyone))
     shape = (problem.batch, problem.heads, problem.query.shape[-1])
     scale = -problem.scale if problem.is_flipped else problem.scale
-    return Plan(method, *shape, heads, scale, problem.is_causal)
+    plan = Plan(method, *shape, heads, scale, problem.is_causal)
+    if not method.promises_error:
+        _warn_about_error(plan)
+    return plan
+
+
+def _warn_about_error(plan: Plan) -> None:
+    """Say how large the largest measured error is, where that is large: once for each plan."""
+    errors = [(head.measured or 0.0, number) for number, head in enumerate(plan.heads)]
+    count = sum(error > LARGE_ERROR for error, _ in errors)
+    if not count:
+        return
+    error, number = max(errors)
+    others = f" (and more than {LARGE_ERROR:.0%} on {count - 1} others)" if count > 1 else ""
+    warnings.warn(
+        f"supportbasis: {plan.method} has a measured error of {error:.2g} on head "
+        f"{list(divmod(number, plan.num_heads))}{others}; give a tolerance to limit it",
+        UserWarning,
+        stacklevel=5,
+    )
 
 
 def _check_gradients(problem: Problem) -> None:

@@ -26,6 +26,7 @@ from .methods import (
     Auto,
     BlockSupport,
     Exact,
+    FittedPolynomial,
     Method,
     MultiThreshold,
     Polynomial,
@@ -71,6 +72,7 @@ KINDS_OF: dict[type[Method], tuple[str, ...]] = {
     MultiThreshold: ("exact", "multi-threshold"),
     PowerAttention: ("power",),
     BlockSupport: ("exact", "lists"),
+    FittedPolynomial: ("exact", "fitted"),
     Auto: ("exact", "polynomial", "single-threshold", "lists", "fitted"),
 }
 METHOD = union(

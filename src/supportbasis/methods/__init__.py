@@ -6,6 +6,7 @@ from .auto import Auto
 from .base import Method
 from .block_support import BlockSupport
 from .exact import Exact
+from .fitted import FittedPolynomial
 from .multi_threshold import MultiThreshold
 from .polynomial import Polynomial
 from .power import PowerAttention
@@ -15,6 +16,7 @@ __all__ = [
     "Auto",
     "BlockSupport",
     "Exact",
+    "FittedPolynomial",
     "Method",
     "MultiThreshold",
     "Polynomial",

@@ -23,6 +23,11 @@ LARGEST_SKETCH = math.isqrt(RANK_LIMIT)  # its square, halved by symmetry, is th
 class Method(ABC):
     """Chooses the components of one head from its data."""
 
+    @property
+    def promises_error(self) -> bool:
+        """False: the caller chose a cost, so a large measured error is warned about."""
+        return True
+
     @abstractmethod
     def plan_head(self, head: Head) -> HeadPlan:
         """What this head will do."""

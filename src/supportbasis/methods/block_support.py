@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..checks import check_seed
 from ..errors import InputError
@@ -13,7 +12,6 @@ from .base import Method, exact_plan, is_positive
 from .list_search import ListSearch
 
 LARGEST_BLOCK = 1024
-WARNED_ERROR = 0.05  # measured error from which a plan by budget is warned about
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,10 @@ class BlockSupport(Method):
             raise InputError(f"strict must be True, False or None, got {self.strict!r}")
         object.__setattr__(self, "seed", check_seed(self.seed))
 
+    @property
+    def promises_error(self) -> bool:
+        return self.tolerance is not None
+
     def plan_head(self, head: Head) -> HeadPlan:
         if self.budget is not None and self.budget >= 1:
             return exact_plan(head, f"a budget of {self.budget:g} buys all keys")
@@ -77,13 +79,4 @@ class BlockSupport(Method):
             return exact_plan(head, reason) if plan is None else plan
         assert self.budget is not None
         plan = search.affordable(self.budget)
-        if plan is None:
-            return exact_plan(head, f"no lists within a budget of {self.budget:g}")
-        if plan.measured is not None and plan.measured > WARNED_ERROR:
-            warnings.warn(
-                f"supportbasis: BlockSupport(budget={self.budget:g}) has a measured error of "
-                f"{plan.measured:.2g} on a head; give a larger budget, or a tolerance",
-                UserWarning,
-                stacklevel=2,
-            )
-        return replace(plan, reason="")
+        return plan or exact_plan(head, f"no lists within a budget of {self.budget:g}")

@@ -1,29 +1,112 @@
-"""Plans with polynomials fitted to the scores: how many features, and whether they are enough."""
+"""Far tokens exactly, the rest by a polynomial fitted to the scores: for diffuse heads."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from numbers import Integral
 
 from ..basis import split_of
+from ..checks import check_seed
 from ..cost import Work, fitted_work
+from ..errors import InputError
 from ..fitted import FittedKernel, PairSample, choose_spans, count_features
 from ..frame import Frame, framed, own_frame, prefix_of
 from ..plans import HeadPlan
 from ..problem import Head
 from ..rows import RowCheck
+from .base import Method, exact_plan, is_positive
 
-FEWEST, MOST = 8, 2**15  # features
+FEWEST, USUAL, MOST = 8, 1024, 2**15  # features
+USELESS = 1.0  # relative error of an output of zeros
 HALVES = 2  # how often the step between too few features and enough is halved
 HOPEFUL = 1.5  # times the tolerance: what is expected to err more is not measured
+
+
+@dataclass(frozen=True)
+class FittedPolynomial(Method):
+    """Queries and keys far from the others exactly, the rest by a polynomial of the scores,
+
+        p(x, y) = a_0 + a_1 <x, y>_1 + ... + a_g <x, y>_g ^ g,
+
+    where <x, y>_k is the inner product in the r_k directions in which scores vary most, and the
+    coefficients are fitted to sampled pairs (`fitted.py`). It suits diffuse heads, whose scores
+    vary little, and costs about (n + m) / (n m) of exact attention for each feature (monomial).
+
+    ``features`` is the most that it may have, 1024 unless given (and never more than 32768); there
+    are fewer where so many would cost as much as exact attention, or err more. The plan has the
+    measured error, and a warning names it where it exceeds 5 %. With a ``tolerance`` for the
+    relative Frobenius error of a head's output instead, there are the fewest features found whose
+    measured error, at its upper limit (95 % confidence), is within it.
+
+    Where nothing can be fitted, or nothing that is cheaper than exact attention is good enough,
+    the head is exact and the plan says why. No bound is proved: the certificate measures.
+
+    >>> import torch, supportbasis as sb
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> q, k, v = torch.randn(3, 1, 1, 2000, 8, generator=generator) / 2
+    >>> result = sb.attention(
+    ...     q, k, v, method=sb.FittedPolynomial(tolerance=0.02), return_result=True
+    ... )
+    >>> result.plan.heads[0].kind, result.certificate.holds(0.02)
+    ('fitted', True)
+    """
+
+    features: int | None = None  # 1024 where there is no tolerance either
+    tolerance: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.features is not None and self.tolerance is not None:
+            raise InputError("features and tolerance are both given; expected one of them")
+        if self.tolerance is None:
+            features = _checked(USUAL if self.features is None else self.features)
+            object.__setattr__(self, "features", features)
+        elif not is_positive(self.tolerance):
+            raise InputError(f"tolerance must be a finite number > 0, got {self.tolerance!r}")
+        else:
+            object.__setattr__(self, "tolerance", float(self.tolerance))
+        object.__setattr__(self, "seed", check_seed(self.seed))
+
+    @property
+    def promises_error(self) -> bool:
+        return self.tolerance is not None
+
+    def plan_head(self, head: Head) -> HeadPlan:
+        search = FittedSearch.of(head, self.seed)
+        if isinstance(search, str):
+            return exact_plan(head, search)
+        if not search.most():
+            return exact_plan(head, f"{FEWEST} features cost as much as exact attention")
+        if self.tolerance is not None:
+            check = RowCheck(head, self.tolerance, self.seed)
+            found = search.within(self.tolerance, check, speedup=0.0)
+            reason = f"no fitted polynomial within {self.tolerance:g} is cheaper than exact"
+            return found or exact_plan(head, reason)
+        assert self.features is not None
+        plan = search.affordable(features=self.features)
+        if plan is None:
+            return exact_plan(head, "scores are too large, or all alike, to fit a polynomial to")
+        plan = search.measured(plan)
+        assert plan.fitted is not None and plan.measured is not None
+        if plan.measured < USELESS:
+            return plan
+        fault = "leaves more than 1 % of the rows without a usable sum"
+        fault = fault if math.isinf(plan.measured) else f"errs by {plan.measured:.2g}"
+        return exact_plan(head, f"a fitted polynomial of {plan.fitted.features} features {fault}")
+
+
+def _checked(features: object) -> int:
+    integral = isinstance(features, Integral) and not isinstance(features, bool)
+    if not integral or int(features) < FEWEST:  # type: ignore[call-overload]
+        raise InputError(f"features must be an integer >= {FEWEST}, got {features!r}")
+    return int(features)  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True, eq=False)
 class FittedSearch:
     """Plans of one head with any number of features."""
 
-    NAME: ClassVar = "polynomial"
     head: Head
     frame: Frame
     sample: PairSample
@@ -34,7 +117,9 @@ class FittedSearch:
     @staticmethod
     def of(head: Head, seed: int) -> FittedSearch | str:
         """The search, or why there can be none."""
-        if not head.normalise or head.n < FEWEST or head.m < FEWEST or head.dim == 0:
+        if not head.normalise:
+            return "polynomials are fitted to softmax attention, not to kernel sums"
+        if head.n < FEWEST or head.m < FEWEST or head.dim == 0:
             return "there is too little to fit a polynomial to"
         frame = own_frame(head)
         if not bool(frame.spectrum.isfinite().all()):
@@ -64,55 +149,58 @@ class FittedSearch:
     def _work(self, spans: tuple[int, ...]) -> Work:
         return fitted_work(self.head, count_features(spans), self.far_rows, self.far_keys)
 
-    def affordable(self, budget: float) -> HeadPlan | None:
-        """Of the largest plans within the budget, the one that is expected to err least: a degree
-        that is barely begun may err more than one that is complete."""
-        low, high = 0, MOST
+    def most(self, speedup: float = 0.0, cost: float = 1.0, limit: int = MOST) -> int:
+        """The most features up to the limit, to a sixteenth, that cost less than ``cost`` and are
+        predicted to be faster than ``speedup``; 0: there are none."""
+
+        def pays(features: int) -> bool:
+            work = self._work(choose_spans(self.frame.spectrum, features))
+            return work.cost(self.head) < cost and work.speedup(self.head) > speedup
+
+        low, high = 0, min(limit, MOST)
+        if pays(high):
+            return high
         while high - low > max(1, low // 16):
             middle = (low + high) // 2
-            work = self._work(choose_spans(self.frame.spectrum, middle))
-            low, high = (middle, high) if work.cost(self.head) <= budget else (low, middle)
-        tried = (self.plan(low * part // 8) for part in (4, 6, 8) if low * part // 8 >= FEWEST)
-        plans = [plan for plan in tried if plan is not None and plan.cost <= budget]
+            low, high = (middle, high) if pays(middle) else (low, middle)
+        return low if low >= FEWEST else 0
+
+    def affordable(self, features: int = MOST) -> HeadPlan | None:
+        """Of the largest plans cheaper than exact attention, the one that is expected to err least: a
+        degree that is barely begun may err more than one that is complete."""
+        most = self.most(limit=features)
+        tried = (self.plan(most * part // 8) for part in (4, 6, 8) if most * part // 8 >= FEWEST)
+        plans = [plan for plan in tried if plan is not None and plan.cost < 1]
         return min(plans, key=self._expected, default=None)
 
     def within(self, tolerance: float, check: RowCheck, speedup: float) -> HeadPlan | None:
-        """The plan of fewest features whose measured error, at its upper limit, is within
-        tolerance, if it is predicted to be faster than ``speedup``."""
-        most = self._most(speedup)
-        last = None if most < FEWEST else self.plan(most)
+        """The plan of fewest features found whose measured error, at its upper limit, is within
+        tolerance; None where there is none that is cheaper than exact attention and predicted to
+        be faster than ``speedup``."""
+        most = self.most(speedup)
+        last = self.plan(most) if most else None
         if last is None or self._expected(last) > HOPEFUL * tolerance:
             return None
         features, found, short = FEWEST, None, 0
-        while found is None and features <= most:
+        while found is None and short < most:
             plan = last if features == most else self.plan(features)
-            if plan is None or plan.speedup <= speedup:
-                return None
             found = self._measured(plan, tolerance, check)
-            short, features = (features, 2 * features) if found is None else (short, features)
+            if found is None:
+                short, features = features, min(2 * features, most)
         for _ in range(HALVES if found is not None and short else 0):
             middle = round(math.sqrt(short * features))
-            plan = self.plan(middle)
-            plan = None if plan is None else self._measured(plan, tolerance, check)
+            plan = self._measured(self.plan(middle), tolerance, check)
             if plan is None:
                 short = middle
             else:
                 found, features = plan, middle
         return found
 
-    def _most(self, speedup: float) -> int:
-        """The most features that are predicted to be faster than ``speedup``; 0: none are."""
-        features = FEWEST
-        while features <= MOST:
-            work = self._work(choose_spans(self.frame.spectrum, features))
-            if work.speedup(self.head) <= speedup:
-                break
-            features *= 2
-        return features // 2 if features > FEWEST else 0
-
-    def _measured(self, plan: HeadPlan, tolerance: float, check: RowCheck) -> HeadPlan | None:
-        """The plan with its measured error, if that is within tolerance."""
-        if self._expected(plan) > HOPEFUL * tolerance:
+    def _measured(
+        self, plan: HeadPlan | None, tolerance: float, check: RowCheck
+    ) -> HeadPlan | None:
+        """The plan with its measured error, if there is one and that is within tolerance."""
+        if plan is None or self._expected(plan) > HOPEFUL * tolerance:
             return None
         measured, limit = check.error(plan)
         return replace(plan, measured=measured) if limit <= tolerance else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...methods import BlockSupport, Exact, Method, Polynomial, SingleThreshold
+from ...methods import Exact, FittedPolynomial, Method, Polynomial, SingleThreshold
 
 PAPER = 0.1  # standard deviation of entries in the paper's setting
 SIGMA03 = 0.3**0.5  # of entries whose scores have standard deviation 0.3
@@ -79,7 +79,7 @@ def _normal(heads: int, n: int, d: int, size: float, generator: torch.Generator)
 
 
 DEGREE1, DEGREE2 = Polynomial(1, bound=0.5), Polynomial(2, bound=0.5)
-SINGLE, FITS = SingleThreshold(0.9, 2), BlockSupport(0.7, tail="polynomial")
+SINGLE, FITTED = SingleThreshold(0.9, 2), FittedPolynomial(2400)
 easy, harder = gaussian(PAPER), gaussian(SIGMA03)
 
 WORKS = [
@@ -98,8 +98,8 @@ WORKS = [
     Work("single threshold, 1 % large", SINGLE, outliers, LONG, 64, causal=True),
     Work("single threshold, 1 % large", SINGLE, outliers, LONG, 128),
     Work("single threshold, 1 % large", SINGLE, outliers, 65536, 64, backward=True),
-    Work("fits, budget 0.7, σ=0.3", FITS, harder, LONG, 64, limit=2e-2),
-    Work("fits, budget 0.7, σ=0.3", FITS, harder, LONG, 64, backward=True, limit=2e-2),
+    Work("fitted, 2400 features, σ=0.3", FITTED, harder, LONG, 64, limit=2e-2),
+    Work("fitted, 2400 features, σ=0.3", FITTED, harder, LONG, 64, backward=True, limit=2e-2),
     Work("exact, own kernel", Exact(), easy, 32768, 64, implementation="triton"),
 ]
 

@@ -1,0 +1,95 @@
+"""Tokens, and what watches calls, for tests of evaluators on a device: in Triton's interpreter, or
+on the device where there is one. To be imported before any kernel."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+
+import pytest
+import torch
+
+import supportbasis as sb
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+CUDA = torch.cuda.is_available()
+if not CUDA:  # read when a kernel is decorated
+    os.environ["TRITON_INTERPRET"] = "1"
+DEVICE = "cuda" if CUDA else "cpu"
+
+from supportbasis.device.room import Room  # noqa: E402
+
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+marks = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    *([pytest.mark.gpu] if CUDA else []),  # there, all of them run on it
+]
+
+
+def smooth(heads, n, d=6, seed=0, dtype=torch.float32):
+    """Queries and keys on a curved surface, values that follow the keys: trees without clusters."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    slope, phase = 2 * normal(heads, 3, d), 6 * torch.rand(heads, 1, d, generator=generator)
+    q, k = (
+        2 * torch.cos(torch.rand(heads, n, 3, generator=generator) @ slope + phase)
+        for _ in range(2)
+    )
+    v = torch.tanh(k @ normal(heads, d, d))
+    return tuple(x.to(DEVICE, dtype)[None] for x in (q, k, v))
+
+
+def planned(*tokens, **how):
+    """A plan made on the CPU: on a GPU small heads are exact, because nothing is gained there."""
+    return sb.plan(*(None if x is None else x.cpu() for x in tokens), **how)
+
+
+def relative(given, wanted):
+    return float((given.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def directions(*results, seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(x.shape, generator=generator).to(x) for x in results]
+
+
+def rooms_of(plan):
+    return [kept for kept in plan.memory.values() if isinstance(kept, Room)]
+
+
+def followed(call, tokens):
+    """A recording of a call that waits for nothing, and what it writes: as tokens change."""
+    for _ in range(3):  # run, recorded, replayed
+        call()
+    without_waiting(call)
+    graph, results = record(call)
+    with torch.no_grad():
+        for x in tokens:
+            x.copy_(x.flip(2))
+    graph.replay()
+    for mine, theirs in zip(results, call(), strict=True):
+        assert relative(mine.detach(), theirs.detach()) < 1e-2
+    return graph, results
+
+
+def without_waiting(call):
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():  # the mode that forbids waiting warns about itself
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def record(call):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
