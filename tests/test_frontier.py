@@ -135,6 +135,13 @@ def test_a_cost_holds_the_keys_that_are_seen(name: str, causal: bool) -> None:
     assert answer.cost <= 1.05 * seen + 0.01
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_cost_of_sampling_holds_the_keys_that_are_seen(causal: bool) -> None:
+    """A key that is drawn twice, or in the own block, is paid and not seen."""
+    at, answer = weights("LSH + sampling (HyperAttention)", 0.3, causal)
+    assert 0.7 * answer.cost <= int((answer.output > 0).sum()) / at.pairs <= answer.cost
+
+
 @pytest.mark.parametrize("name", [name for name, causal in KINDS if causal])
 def test_causal_rows_see_nothing_later(name: str) -> None:
     _, answer = weights(name, 0.4, causal=True)
@@ -300,6 +307,16 @@ def assert_features_improve(at: Case) -> None:
     )
     ratio = sum(few) / sum(many)
     assert 2.5 < ratio < 6.5  # a sixteenth of the features: four times the error
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_random_features_are_summed_in_parts(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = case(capture(512, size=3.0, causal=causal))
+    whole = features.performer(at, 0.5, 0)
+    monkeypatch.setattr(features, "ENTRIES", 2000)
+    parts = features.performer(at, 0.5, 0)
+    assert whole is not None and parts is not None
+    assert torch.allclose(whole.output, parts.output, rtol=1e-4, atol=1e-5)
 
 
 def test_random_features_survive_large_scores() -> None:

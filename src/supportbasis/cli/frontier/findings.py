@@ -44,8 +44,8 @@ def _fastest(group: Group) -> str:
         gain = f"no faster than SDPA ({times(1 / point.x)})"
     return (
         f"{group.label}: of settings with a median error of at most {GOOD:g} and most heads not "
-        f"exact, {what} is fastest: {gain}, error {brief(point.error)}, 90th percentile {brief(point.high)}, worst "
-        f"{brief(worst.error)} on head {worst.name}."
+        f"exact, {what} is fastest: {gain}, error {brief(point.error)}, 90th percentile "
+        f"{brief(point.high)}, worst {brief(worst.error)} on head {worst.name}."
     )
 
 
