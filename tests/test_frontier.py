@@ -150,6 +150,19 @@ def test_causal_rows_see_nothing_later(name: str) -> None:
     assert float(answer.output[0, 0]) == pytest.approx(1, rel=1e-4)
 
 
+@pytest.mark.parametrize(("name", "causal"), KINDS)
+def test_tensors_are_made_on_the_device_of_the_head(name: str, causal: bool) -> None:
+    """Where PyTorch makes tensors elsewhere unless told, any that are not told cannot be used."""
+    at = case(capture(causal=causal))
+    expected = ALL[name](at, 0.3, 0)
+    with torch.device("meta"):
+        truth = measure.Truth.of(at.head, 0)
+        answer = ALL[name](Case(at.head, at.rows), 0.3, 0)
+    assert truth.output.device == CPU
+    assert expected is not None and answer is not None
+    assert torch.equal(answer.output, expected.output)
+
+
 def test_there_are_no_causal_landmarks() -> None:
     assert BASELINES[NYSTROM](case(capture(causal=True)), 0.5, 0) is None
 
@@ -710,29 +723,28 @@ def test_findings_are_what_the_rows_say() -> None:
     rows = [row(head=str(i), error=e) for i, e in enumerate((0.01, 0.02, 0.03))]
     rows += [row(head=str(i), setting=0.05, cost=0.05, error=0.2, ratio=9.0) for i in range(3)]
     rows += [baseline(head=str(i), error=0.04) for i in range(3)]
+    rows += [baseline(head=str(i), setting=0.05, cost=0.04, error=0.03) for i in range(3)]
     rows += [row(head=str(i), error=e, plan=p, ratio=20.0, **auto) for i, (e, p) in
              enumerate(((0.02, "block"), (1e-7, "exact"), (1e-7, "exact")))]  # fmt: skip
-    said = " ".join(findings.findings(summary.groups(rows)[0]))
+    said = findings.findings(summary.groups(rows)[0])
     assert "BlockSupport(budget=0.15) is fastest: 4× SDPA's speed" in said
     assert "error 0.02, 90th percentile 0.028, worst 0.03 on head 0.2" in said
-    assert "0.02 against 0.04 (top blocks (MInference)) at 15 %" in said
+    assert "median error is 0.15× (top blocks (MInference), 5 %) to 2× (top blocks" in said
     assert "Auto(0.03) leaves 2 of 3 heads exact; the others err by at most 0.02" in said
     broken = [replace(r, error=0.05) if r.method == measure.AUTO else r for r in rows]
-    said = " ".join(findings.findings(summary.groups(broken)[0]))
+    said = findings.findings(summary.groups(broken)[0])
     assert "1 exceed 1.25 times the tolerance, most 0.05 on head 0.0" in said
     slow = [replace(r, ratio=0.5) for r in rows if r.kind == measure.OURS]
-    assert "no faster than SDPA (0.5×)" in findings.findings(summary.groups(slow)[0])[0]
+    assert "no faster than SDPA (0.5×)" in findings.findings(summary.groups(slow)[0])
     poor = [replace(r, error=1.0) for r in rows]
-    assert "no setting of ours" in findings.findings(summary.groups(poor)[0])[0]
+    assert "no setting of ours" in findings.findings(summary.groups(poor)[0])
 
 
 def test_growth_is_the_slope_of_median_times() -> None:
-    rows = [
-        row(n=n, head=str(i), seconds=s * i) for n, s in ((1024, 1.0), (4096, 8.0)) for i in (1, 2)
-    ]
-    (said,) = findings.growth(rows)
-    assert said.endswith("from n=1024 to 4096 with exponents BlockSupport(budget=0.15) 1.50.")
-    assert not findings.growth(rows[:2])
+    rows = [row(n=n, head=str(i), seconds=s * i) for n, s in ((1024, 1), (4096, 8)) for i in (1, 3)]
+    grid = tables.growth_table(summary.groups(rows))
+    assert grid.lines == [["BlockSupport(budget=0.15)", "2.00 s", "16.00 s", "1.50"]]
+    assert tables.growth_table(summary.groups(rows[:2])).lines[0][-1] == "—"
 
 
 def test_tables_hold_every_setting() -> None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..intervals import log_slope
 from ..report import times
 from .measure import AUTO, LISTS, OURS, Row
-from .summary import Group, Point, groups, quantile
+from .summary import Group, Point
 from .tables import brief, setting_label, share
 
 GOOD = 0.05  # median error at which times are compared
 EXCESS = 1.25  # times a tolerance: beyond, it is said to be exceeded
 
 
-def findings(group: Group) -> list[str]:
-    """On one model at one length."""
-    said = [_fastest(group), _equal_cost(group)]
-    return [sentence for sentence in said if sentence] + _promises(group)
+def findings(group: Group) -> str:
+    """A paragraph on one model at one length."""
+    said = [_fastest(group), _equal_cost(group), *_promises(group)]
+    return " ".join(sentence for sentence in said if sentence)
 
 
 def _fastest(group: Group) -> str:
@@ -55,18 +54,19 @@ def _mostly_exact(rows: Sequence[Row]) -> bool:
 
 
 def _equal_cost(group: Group) -> str:
-    """Lists beside the best baseline at each budget where both have a median."""
-    if not group.baselines:
-        return ""
-    parts = []
-    for budget in group.budgets:
-        ours = group.median(LISTS, budget)
-        best, theirs = group.best_median(budget)
+    """How far lists are ahead of the best baseline, over the budgets where both have a median."""
+    ratios = []
+    for budget in group.budgets if group.baselines else ():
+        ours, (best, theirs) = group.median(LISTS, budget), group.best_median(budget)
         if math.isfinite(ours) and math.isfinite(theirs):
-            parts.append(f"{brief(ours)} against {brief(theirs)} ({best}) at {share(budget)}")
-        elif math.isfinite(theirs):
-            parts.append(f"no plan for the median head against {brief(theirs)} at {share(budget)}")
-    return f"At equal cost lists and the best baseline err by {'; '.join(parts)}." if parts else ""
+            ratios.append((theirs / ours, f"{best}, {share(budget)}"))
+    if not ratios:
+        return ""
+    (least, low), (most, high) = min(ratios), max(ratios)
+    return (
+        f"At equal cost the best baseline's median error is {times(least)} ({low}) to "
+        f"{times(most)} ({high}) that of lists."
+    )
 
 
 def _promises(group: Group) -> list[str]:
@@ -86,25 +86,4 @@ def _promises(group: Group) -> list[str]:
         elif tried:
             text += f"; the others err by at most {brief(max(row.error for row in tried))}"
         said.append(f"{text}.")
-    return said
-
-
-def growth(rows: Sequence[Row]) -> list[str]:
-    """How the time of each method grows with the length, where there are several."""
-    said = []
-    for model in dict.fromkeys(row.model for row in rows):
-        mine = groups([row for row in rows if row.model == model and row.seconds is not None])
-        parts = []
-        for method in mine[0].methods if len(mine) > 1 else ():
-            for setting in mine[0].settings(method):
-                found = {group.n: group.of(method, setting) for group in mine}
-                if all(found.values()):
-                    seconds = [quantile([r.seconds or 0.0 for r in x], 0.5) for x in found.values()]
-                    slope = log_slope(list(found), seconds)
-                    parts.append(f"{setting_label(method, setting)} {slope:.2f}")
-        if parts:
-            ends = f"n={mine[0].n} to {mine[-1].n}"
-            said.append(
-                f"{model}: median time grows from {ends} with exponents {', '.join(parts)}."
-            )
     return said

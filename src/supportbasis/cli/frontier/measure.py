@@ -99,7 +99,7 @@ class Truth:
     @staticmethod
     def of(head: Capture, seed: int) -> Truth:
         generator = torch.Generator().manual_seed(seed)
-        rows = torch.randperm(head.n, generator=generator)[:ROWS].sort().values
+        rows = torch.randperm(head.n, generator=generator, device="cpu")[:ROWS].sort().values
         rows = rows.to(head.query.device)
         key, value = head.key.double() * head.scale, head.value.double()
         at = torch.arange(head.m, device=rows.device)

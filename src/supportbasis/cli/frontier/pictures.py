@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,8 +56,8 @@ LABELS: dict[Axis, str] = {
 def draw(panels: Sequence[Group], x: Axis, path: Path) -> None:
     """Median error against cost or time: a panel for each group, a line for each method, a band
     from the 10th to the 90th percentile of the errors of ours."""
-    columns = min(COLUMNS, len(panels))
-    lines = -(-len(panels) // columns)
+    lines = math.ceil(len(panels) / COLUMNS)
+    columns = math.ceil(len(panels) / lines)
     figure = new_figure(0.8 + 3.5 * max(2, columns), 2.0 + 3.4 * lines)
     drawn = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
     for axes, group in zip(drawn, panels, strict=False):
@@ -70,7 +71,7 @@ def draw(panels: Sequence[Group], x: Axis, path: Path) -> None:
     for axes in drawn[len(panels) :]:
         axes.set_axis_off()
     for axes in drawn[::columns]:
-        axes.set_ylabel("relative error, median over heads")
+        axes.set_ylabel("relative error")
     if x is time:
         figure.suptitle(NOT_TIMED, x=0.01, ha="left", fontsize=9, color=GREY)
     legend_below(figure, drawn, 4 if columns > 2 else 3, [*STYLES, MEAN])

@@ -16,7 +16,7 @@ from ..measure import Tick
 from ..progress import Steps
 from ..report import write_table
 from . import pictures, shipped, tables
-from .findings import findings, growth
+from .findings import findings
 from .heads import SYNTHETIC, Capture, Source
 from .measure import ROWS, Row, measure_heads
 from .sources import Extent, Models, sources
@@ -115,9 +115,10 @@ def _chapter(model: str, made: Sequence[Group], out: Path) -> Chapter:
         path = out / f"{name}-{x.__name__}.png"
         pictures.draw(panels, x, path)
         figures.append((path, f"{model}: error against {x.__name__}. {CAPTION}"))
-    said = [sentence for group in made for sentence in findings(group)]
-    said += growth([row for group in made for row in group.rows])
+    said = [findings(group) for group in made]
     shown = [tables.our_table(group) for group in made]
+    if len(made) > 1:
+        shown.append(tables.growth_table(made))
     grids = [*shown, *(tables.equal_cost_table(group) for group in made)]
     return Chapter(model, _about(model, made[0].rows[0]), said, grids, shown, figures)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from ..intervals import log_slope
 from ..report import Grid, seconds, times
 from .measure import LISTS, MEAN, OURS
 from .summary import Group, quantile
@@ -79,3 +81,21 @@ def equal_cost_table(group: Group) -> Grid:
     lines.append([MEAN, *([brief(group.mean)] * len(group.budgets))])
     headings = ["median error at a cost of", *(share(budget) for budget in group.budgets)]
     return Grid(f"{group.label}, {len(group.heads)} heads: equal cost", headings, lines)
+
+
+def growth_table(made: Sequence[Group]) -> Grid:
+    """The median time of every setting of ours at each length, and the exponent it grows with."""
+    lines = []
+    for method, setting in dict.fromkeys(
+        (row.method, row.setting) for group in made for row in group.rows if row.kind == OURS
+    ):
+        took = {
+            group.n: quantile([row.seconds or 0.0 for row in rows], 0.5)
+            for group in made
+            if (rows := group.of(method, setting))
+        }
+        slope = f"{log_slope(list(took), list(took.values())):.2f}" if len(took) > 1 else "—"
+        cells = [seconds(took.get(group.n)) for group in made]
+        lines.append([setting_label(method, setting), *cells, slope])
+    headings = ["median time", *(f"n={group.n}" for group in made), "exponent"]
+    return Grid(f"{made[0].model}: growth of time", headings, lines)

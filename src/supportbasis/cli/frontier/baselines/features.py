@@ -60,6 +60,7 @@ def _logs(x: Tensor, w: Tensor) -> Tensor:
 
 def _orthogonal(count: int, dim: int, generator: torch.Generator) -> Tensor:
     groups = math.ceil(count / dim)
-    q = torch.linalg.qr(torch.randn(groups, dim, dim, generator=generator))[0]
-    length = torch.randn(groups * dim, dim, generator=generator).norm(dim=1, keepdim=True)
+    q = torch.linalg.qr(torch.randn(groups, dim, dim, generator=generator, device="cpu"))[0]
+    length = torch.randn(groups * dim, dim, generator=generator, device="cpu")
+    length = length.norm(dim=1, keepdim=True)
     return (q.mT.reshape(-1, dim) * length)[:count]

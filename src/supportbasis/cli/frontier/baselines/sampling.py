@@ -35,7 +35,7 @@ def hyper(case: Case, budget: float, seed: int) -> Answer | None:
     count = max(0, int(left / max(1, rows)))
     if count < 2 and budget < 1:
         return None
-    planes = torch.randn(head.d, PLANES, generator=generator).to(head.key.device)
+    planes = torch.randn(head.d, PLANES, generator=generator, device="cpu").to(head.key.device)
     weight = torch.full_like(case.scores, -math.inf)  # logarithms
     for part in segments:
         weight[_within(case, part), part] = 0.0
@@ -85,7 +85,8 @@ def _weights(
     own = _place(case.head.key[keys], planes) // block
     at = case.rows[_within(case, queries)] - queries.start
     mine = _place(case.head.query[queries], planes)[at] * math.ceil(most / block) // rows
-    drawn = torch.randint(most, (sample,), generator=generator).bincount(minlength=most)
+    drawn = torch.randint(most, (sample,), generator=generator, device="cpu")
+    drawn = drawn.bincount(minlength=most)
     rest = (drawn.to(own.device) * (most / max(1, sample))).log()
     return torch.where(own == mine.unsqueeze(1), 0.0, rest)
 

@@ -82,13 +82,15 @@ def _block_mask(grid: Grid, first: int, wide: int, chance: int, seed: int) -> Te
     """Global, window and random blocks, no block twice: [row blocks, key blocks]."""
     rows, keys, causal = grid.rows.count, grid.keys.count, grid.case.head.is_causal
     generator = torch.Generator().manual_seed(seed)
-    start = torch.arange(rows) * keys // rows - (wide - 1 if causal else wide // 2)
+    start = torch.arange(rows, device="cpu") * keys // rows - (wide - 1 if causal else wide // 2)
     start = start.clamp(0, max(0, keys - wide)).unsqueeze(1)
-    at = torch.arange(keys)
+    at = torch.arange(keys, device="cpu")
     kept = (at >= start) & (at < start + wide)
     kept |= at < first
     seen = grid.pairs.cpu() > 0
-    draw = torch.rand(rows, keys, generator=generator).masked_fill_(kept | ~seen, -1.0)
+    draw = torch.rand(rows, keys, generator=generator, device="cpu").masked_fill_(
+        kept | ~seen, -1.0
+    )
     kept.scatter_(1, draw.topk(min(chance, keys), 1).indices, True)
     if not causal:
         kept[:first] = True
