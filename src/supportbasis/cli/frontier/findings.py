@@ -62,11 +62,9 @@ def _equal_cost(group: Group) -> str:
             ratios.append((theirs / ours, f"{best}, {share(budget)}"))
     if not ratios:
         return ""
-    (least, low), (most, high) = min(ratios), max(ratios)
-    return (
-        f"At equal cost the best baseline's median error is {times(least)} ({low}) to "
-        f"{times(most)} ({high}) that of lists."
-    )
+    ends = [min(ratios), max(ratios)] if len(ratios) > 1 else ratios
+    parts = " to ".join(f"{times(ratio)} ({at})" for ratio, at in ends)
+    return f"At equal cost the best baseline's median error is {parts} that of lists."
 
 
 def _promises(group: Group) -> list[str]:
