@@ -16,6 +16,7 @@ from ..errors import InputError, SupportBasisError
 from .bench import FULL, QUICK, run_bench
 from .chapters import write_index
 from .demo import run_demo
+from .devices import chosen_device
 from .distribution import BUILT_IN, PRESETS, Access, Wish, check_installed, run_distribution
 from .downstream import BENCHMARKS, chosen_tasks, run_benchmarks, run_downstream, stories_folder
 from .downstream import FULL as WHOLE_DOWNSTREAM
@@ -26,7 +27,8 @@ from .efficiency import QUICK as QUICK_EFFICIENCY
 from .efficiency import run_efficiency
 from .frontier import FULL as WHOLE_FRONTIER
 from .frontier import QUICK as QUICK_FRONTIER
-from .frontier import Models, frontier_extent, run_frontier
+from .frontier import Models, frontier_extent, parse_heads, parse_lengths, run_frontier
+from .frontier import Wish as FrontierWish
 from .gpu import run_gpu_bench
 from .polynomial_attention import FULL as WHOLE_STUDY
 from .polynomial_attention import QUICK as QUICK_STUDY
@@ -135,32 +137,59 @@ def bench(
 
 @benchmarks.command()
 def frontier(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="One model and nothing else: a causal language model of transformers, or an "
+            "encoder of points.",
+        ),
+    ] = None,
     models: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of trained models, a folder each: encoders of points (tsp50) and causal "
-            "language models (stories260K). [default: $SUPPORTBASIS_MODELS]",
+            help="Folder of such models, a folder each. [default: $SUPPORTBASIS_MODELS]",
         ),
     ] = None,
-    n: Annotated[
-        list[int] | None, typer.Option(min=256, help="Tokens; give it once for each length.")
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="What language models read. [default: the standard library's modules]",
+        ),
     ] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Heads of each model, at most.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Short inputs and few budgets.")] = False,
-    time: Annotated[
-        bool, typer.Option("--time", help="Time Auto's plans against exact attention too.")
-    ] = False,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,...", help="Tokens, at most a language model's context."),
+    ] = None,
+    heads: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COUNT|LAYER.HEAD,...",
+            help="How many heads of each model, or which. [default: 6 of a language model, 12 of a "
+            "model of the package, all of an encoder]",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="Short inputs, few settings.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of inputs, samples and rows.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
         "supportbasis-out/frontier"
     ),
 ) -> None:
-    """Error against cost of BlockSupport and published methods, on trained and generated heads."""
+    """Error against cost and time of our methods and published ones, on trained heads."""
     with _friendly("bench frontier"):
-        extent = frontier_extent(QUICK_FRONTIER if quick else WHOLE_FRONTIER, n, heads)
-        found = Models.find(models)
-        run_frontier(extent, found, _writable(out), seed, time, _console())
+        if model is not None and models is not None:
+            raise InputError(
+                "--model is one model, --models a folder of them; expected one of the two"
+            )
+        asked = parse_lengths(lengths)
+        extent = QUICK_FRONTIER if quick else WHOLE_FRONTIER
+        extent = frontier_extent(extent, asked, parse_heads(heads))
+        wish = FrontierWish(extent, text, chosen_device(device), seed)
+        found = Models.find(models) if model is None else Models.only(model, asked)
+        run_frontier(wish, found, _writable(out), _console())
 
 
 Quick = Annotated[bool, typer.Option("--quick", help="Short inputs: about a minute.")]

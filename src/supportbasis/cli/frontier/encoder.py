@@ -18,7 +18,7 @@ from ...errors import InputError
 from ...methods import Auto
 from .heads import Capture
 
-MODEL = "tsp50"  # the one that statements are about
+MODEL = "tsp50"  # the one whose form others have
 FILE = "model.safetensors"
 INPUT = "init_embed"
 LAYERS, HEADS = 3, 8
@@ -61,10 +61,14 @@ class Encoder:
         """Of a head."""
         return self.weights[f"{_layer(0)}0.module.W_query"].shape[2]
 
+    def to(self, device: torch.device) -> Encoder:
+        return Encoder(self.name, {name: x.to(device) for name, x in self.weights.items()})
+
     def points(self, n: int, seed: int) -> Tensor:
         """Uniform in the unit square; of an encoder that is told more, in the unit cube."""
         dim = self.weights[f"{INPUT}.weight"].shape[1]
-        return torch.rand(n, dim, generator=torch.Generator().manual_seed(seed))
+        drawn = torch.rand(n, dim, generator=torch.Generator().manual_seed(seed))
+        return drawn.to(self.weights[f"{INPUT}.weight"].device)
 
     @torch.no_grad()
     def captures(self, points: Tensor, chosen: frozenset[int]) -> Iterator[Capture]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from ...errors import InputError
 
 DIM = 64
 CLUSTERS = 64
@@ -21,7 +23,7 @@ SYNTHETIC = "synthetic"
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """One head: query [n, d], key [m, d], value [m, dv], all float32, scale 1/√d."""
+    """One head: query [n, d], key [m, d], value [m, dv], scale 1/√d."""
 
     model: str
     layer: int
@@ -57,11 +59,12 @@ class Capture:
             return self.head
         return f"{self.layer}.{self.head}"
 
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As `sb.attention` takes them: [1, 1, tokens, dim]."""
-        query, key, value = (x[None, None] for x in (self.query, self.key, self.value))
-        return query, key, value
+    def to(self, *options: torch.device | torch.dtype) -> Capture:
+        """On a device, or in a dtype."""
+        query, key, value = self.query, self.key, self.value
+        for option in options:
+            query, key, value = (x.to(option) for x in (query, key, value))
+        return replace(self, query=query, key=key, value=value)
 
     @cached_property
     def sigma(self) -> float:
@@ -86,14 +89,62 @@ class Source:
         return f"{self.model}, n={self.n}"
 
 
-def spread(count: int, limit: int | None) -> list[int]:
-    """At most ``limit`` numbers below ``count``, evenly spaced.
+def stacked(heads: Sequence[Capture]) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads of one layer as `sb.attention` takes them: [1, heads, tokens, dim]."""
+    query, key, value = (
+        torch.stack([getattr(head, side) for head in heads]).unsqueeze(0)
+        for side in ("query", "key", "value")
+    )
+    return query, key, value
 
-    >>> spread(24, 3)
-    [0, 8, 16]
+
+Choice = int | tuple[tuple[int, int], ...] | None  # how many heads, or which; None: all
+
+
+def parse_heads(text: str | None) -> Choice:
+    """The heads that a user asks for: a number of them, or layer.head, several with commas.
+
+    >>> parse_heads("6"), parse_heads("0.1, 3.0")
+    (6, ((0, 1), (3, 0)))
     """
-    kept = count if limit is None else min(limit, count)
-    return [i * count // kept for i in range(kept)]
+    if text is None:
+        return None
+    try:
+        if "." not in text:
+            count = int(text)
+            if count < 1:
+                raise ValueError
+            return count
+        named = [part.split(".") for part in text.split(",")]
+        pairs = sorted({(int(layer), int(head)) for layer, head in named})
+        if min(min(pair) for pair in pairs) < 0:
+            raise ValueError
+    except ValueError:
+        raise InputError(
+            f"--heads: got {text!r}, expected a number of heads such as 6, or heads by layer and "
+            "number such as 0.0,3.1"
+        ) from None
+    return tuple(pairs)
+
+
+def chosen_heads(model: str, layers: int, heads: int, choice: Choice) -> list[tuple[int, int]]:
+    """Layer and number of each chosen head; a number of them is spread over layers and heads.
+
+    >>> chosen_heads("tsp50", 3, 8, 3)
+    [(0, 0), (1, 1), (2, 2)]
+    """
+    if isinstance(choice, tuple):
+        for layer, head in choice:
+            if layer >= layers or head >= heads:
+                raise InputError(
+                    f"--heads: {model} has no head {layer}.{head}; expected layers from 0 to "
+                    f"{layers - 1} and heads from 0 to {heads - 1}"
+                )
+        return list(choice)
+    count = layers * heads
+    kept = count if choice is None else min(choice, count)
+    pairs = (divmod(i * count // kept, heads) for i in range(kept))
+    return sorted((layer, (head + layer) % heads) for layer, head in pairs)
 
 
 Maker = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]

@@ -1,8 +1,11 @@
-"""The heads of a causal language model in the form of transformers, as it tells a story."""
+"""The heads of a causal language model in the form of transformers, as it reads a text."""
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,79 +14,137 @@ from torch import Tensor
 
 from ...errors import InputError
 from ..capture import observed
-from .heads import Capture, Source, spread
+from .heads import Capture, Choice, Source, chosen_heads
 
 CONFIG = "config.json"  # a folder that holds one is such a model
-LONGEST = 512  # tokens, and no more than the model's context
-START = "Once upon a time"
-
-Recorded = list[tuple[Tensor, Tensor, Tensor]]
-
-
-def check(folder: Path) -> None:
-    """Raise where the heads of a model cannot be measured."""
-    if find_spec("transformers") is None:
-        raise InputError('it needs pip install "supportbasis[hf]"')
-    _sizes(folder)
+NEEDED = ("transformers", "safetensors")
+CHARACTERS = 6  # of a token, about: how much text the tokenizer is given at first
+FILES = {"local_files_only": True, "trust_remote_code": False}
 
 
-def source(folder: Path, limit: int | None) -> Source:
-    """Some heads of the model in a folder, evenly spread."""
-    layers, heads, tokens = _sizes(folder)
-    chosen = spread(layers * heads, limit)
+Recorded = dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]]  # by layer and head
 
-    def make() -> Iterator[Capture]:
+
+class _Enough(Exception):
+    """The last layer that was asked for has been seen."""
+
+
+@dataclass(frozen=True)
+class Language:
+    """A model by its folder, and its sizes."""
+
+    folder: Path
+    layers: int
+    heads: int
+    context: int  # most tokens
+
+    @staticmethod
+    def of(folder: Path) -> Language:
+        """Read the configuration."""
+        if any(find_spec(name) is None for name in NEEDED):
+            raise InputError(
+                'it needs transformers and safetensors: pip install "supportbasis[hf]"'
+            )
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+        names = ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
         try:
-            recorded = _record(folder, tokens)
+            config = AutoConfig.from_pretrained(folder, **FILES)
+            sizes = [int(getattr(config, name)) for name in names]
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InputError(f"{CONFIG} cannot be used ({error})") from None
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise InputError(f"{CONFIG} is of {config.model_type}, no causal language model")
+        return Language(folder, *sizes)
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    def within(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        """The lengths that its context holds, or the context where it holds none of them."""
+        return tuple(n for n in lengths if n <= self.context) or (self.context,)
+
+    def source(self, n: int, choice: Choice, text: Path | None, device: torch.device) -> Source:
+        """Chosen heads on the first n tokens of a text."""
+        chosen = chosen_heads(self.name, self.layers, self.heads, choice)
+        return Source(self.name, n, len(chosen), lambda: self.captures(n, chosen, text, device))
+
+    def captures(
+        self, n: int, chosen: list[tuple[int, int]], text: Path | None, device: torch.device
+    ) -> Iterator[Capture]:
+        """Queries and keys after rotation, and values; layers beyond the last are not computed."""
+        tokens = self._tokens(text, n).to(device)
+        try:
+            recorded = self._record(tokens, chosen)
         except (OSError, ValueError) as error:
-            raise InputError(f"--models: {folder.name} cannot be run ({error})") from None
-        if len(recorded) != layers:
-            said = f"{len(recorded)} of {layers} layers of {folder.name} have such attention"
-            raise InputError(f"--models: {said}")
-        for number in chosen:
-            layer, head = divmod(number, heads)
-            query, key, value = (x[head].float().contiguous() for x in recorded[layer])
-            yield Capture(folder.name, layer, str(head), query, key, value, is_causal=True)
+            raise InputError(f"--model: {self.name} cannot be run ({error})") from None
+        for pair in chosen:
+            if pair not in recorded:
+                raise InputError(
+                    f"--model: layer {pair[0]} of {self.name} attends neither through "
+                    "transformers' interface nor by PyTorch's attention; it cannot be seen"
+                )
+            yield Capture(self.name, pair[0], str(pair[1]), *recorded.pop(pair), is_causal=True)
 
-    return Source(folder.name, tokens, len(chosen), make)
+    @torch.no_grad()
+    def _record(self, tokens: Tensor, chosen: list[tuple[int, int]]) -> Recorded:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        recorded: Recorded = {}
+        last = max(layer for layer, _ in chosen)
+
+        def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+            shared = query.shape[1] // key.shape[1]
+            for number in (head for at, head in chosen if at == layer):
+                sides = (query[0, number], key[0, number // shared], value[0, number // shared])
+                q, k, v = (x.float().contiguous() for x in sides)
+                recorded[layer, number] = q, k, v
+            if layer == last:
+                raise _Enough
+
+        dtype = torch.float32 if tokens.device.type == "cpu" else torch.bfloat16
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype, **FILES)
+        model.to(tokens.device).eval()
+        with suppress(_Enough), observed(model, observe):
+            model.base_model(tokens.unsqueeze(0), use_cache=False)
+        return recorded
+
+    def _tokens(self, path: Path | None, n: int) -> Tensor:
+        """The first n of a file, or of the standard library."""
+        from transformers import AutoTokenizer
+
+        text = standard_library() if path is None else read_text(path)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.folder, **FILES)
+        except (OSError, ValueError, KeyError) as error:
+            raise InputError(f"--model: {self.name} has no usable tokenizer ({error})") from None
+        length = CHARACTERS * n
+        found: list[int] = []
+        while len(found) <= n:  # the last may be half a word
+            found = tokenizer(text[:length], verbose=False).input_ids
+            if length >= len(text):
+                break
+            length *= 2
+        if not found:
+            raise InputError(f"--model: the tokenizer of {self.name} knows no words")
+        if len(found) < n:
+            said = "the standard library" if path is None else path
+            raise InputError(f"--text: {said} has {len(found)} tokens of {self.name}, expected {n}")
+        return torch.tensor(found[:n])
 
 
-def _sizes(folder: Path) -> tuple[int, int, int]:
-    """Layers, heads and tokens, from the configuration."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+def standard_library() -> str:
+    """Python's own modules, each headed by its name."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(folder.glob("*.py"))
+    return "".join(f"# file: {path.name}\n{read_text(path)}" for path in files)
 
-    names = ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+
+def read_text(path: Path) -> str:
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        layers, heads, context = (int(getattr(config, name)) for name in names)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"{CONFIG} cannot be used ({error})") from None
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InputError(f"{CONFIG} is of {config.model_type}, no causal language model")
-    return layers, heads, min(context, LONGEST)
-
-
-@torch.no_grad()
-def _record(folder: Path, tokens: int) -> Recorded:
-    """Queries and keys after rotation, and values, of each layer: [heads, tokens, dim]."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    recorded: Recorded = []
-
-    def observe(_: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-        recorded.append((query[0], key[0], value[0]))
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    start = AutoTokenizer.from_pretrained(folder, local_files_only=True)(
-        START, return_tensors="pt"
-    ).input_ids
-    length = tokens - start.shape[1]
-    story = model.generate(
-        start, do_sample=False, min_new_tokens=length, max_new_tokens=length, pad_token_id=0
-    )
-    with observed(model, observe):
-        model(story, use_cache=False)
-    return recorded
+        return path.read_text(encoding="utf-8", errors="ignore")
+    except OSError as error:
+        raise InputError(f"--text: {path} cannot be read ({error.strerror})") from None

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..downstream.documents import KIND, row
 from ..downstream.hook import attending, exact, is_causal
 from ..downstream.models import FOLDER, load_model
-from .heads import Capture, Source, spread
+from .heads import Capture, Choice, Source, chosen_heads
 
 LAYERS, HEADS = 6, 4
 SHOWN = 12  # heads of a model, unless the user says so
@@ -29,9 +29,9 @@ def missing(folder: Path = FOLDER) -> str | None:
     return None
 
 
-def sources(limit: int | None, seed: int, tokens: int) -> list[Source]:
-    """Some heads of both models, evenly spread."""
-    chosen = spread(LAYERS * HEADS, limit or SHOWN)
+def sources(choice: Choice, seed: int, tokens: int) -> list[Source]:
+    """Some heads of both models."""
+    chosen = chosen_heads("a shipped model", LAYERS, HEADS, SHOWN if choice is None else choice)
 
     def source(kind: str) -> Source:
         return Source(
@@ -42,7 +42,7 @@ def sources(limit: int | None, seed: int, tokens: int) -> list[Source]:
 
 
 @torch.no_grad()
-def captures(kind: str, tokens: int, seed: int, chosen: list[int]) -> Iterator[Capture]:
+def captures(kind: str, tokens: int, seed: int, chosen: list[tuple[int, int]]) -> Iterator[Capture]:
     recorded: list[tuple[Tensor, Tensor, Tensor]] = []
     model = load_model(FOLDER / kind)
     text = [token % KIND for token in row(Random(f"frontier {seed}"), tokens)]
@@ -53,7 +53,6 @@ def captures(kind: str, tokens: int, seed: int, chosen: list[int]) -> Iterator[C
 
     with attending(model, attend):
         model(torch.tensor([text]), use_cache=False)
-    for number in chosen:
-        layer, head = divmod(number, HEADS)
+    for layer, head in chosen:
         query, key, value = (x[0, head].contiguous() for x in recorded[layer])
         yield Capture(NAMES[kind], layer, str(head), query, key, value, is_causal(model))

@@ -1,16 +1,14 @@
-"""Medians over heads, the best baseline, and keys for a given error."""
+"""Medians over heads, and the best baseline."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-from .errors import BASELINE, NAME, OURS, VARIANT, Row
-
-TARGET = 0.02  # the error for which keys are counted
-WORSE = 1.2  # an error this many times the best baseline's counts as a loss
+from .measure import BASELINE, FREE, LISTS, OURS, Row
 
 
 def quantile(values: Iterable[float], share: float) -> float:
@@ -28,6 +26,16 @@ def quantile(values: Iterable[float], share: float) -> float:
     if ranked[low + 1] == math.inf:
         return math.inf
     return ranked[low] + rest * (ranked[low + 1] - ranked[low])
+
+
+class Point(NamedTuple):
+    """A method at one setting, over the heads that have it: medians, and a band of the errors."""
+
+    setting: float
+    x: float  # cost, or time relative to SDPA
+    error: float
+    low: float  # 10th percentile of the errors
+    high: float  # 90th
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,32 +56,41 @@ class Group:
 
     @cached_property
     def budgets(self) -> list[float]:
-        """Those at which all methods were run."""
-        return sorted({row.budget for row in self.rows if row.kind in (BASELINE, VARIANT)})
+        return self.settings(LISTS)
 
     @cached_property
     def methods(self) -> list[str]:
-        """Ours first."""
-        named = dict.fromkeys(row.method for row in self.rows if row.kind != OURS)
-        return [NAME, *named]
+        """Ours first; not the mean of V."""
+        named = dict.fromkeys(row.method for row in self.rows if row.kind != FREE)
+        return sorted(named, key=lambda name: self.of(name)[0].kind != OURS)
 
     @cached_property
     def baselines(self) -> list[str]:
         return list(dict.fromkeys(row.method for row in self.rows if row.kind == BASELINE))
 
     @cached_property
-    def _table(self) -> dict[tuple[str, float, str], float]:
-        return {
-            (row.method, row.budget, row.name): row.error if row.is_within else math.inf
-            for row in self.rows
-        }
+    def mean(self) -> float:
+        """The median error of the mean of V."""
+        return quantile([row.error for row in self.rows if row.kind == FREE], 0.5)
 
-    def error(self, method: str, budget: float, head: str) -> float:
-        """Infinite where a method has no answer within the budget."""
-        return self._table.get((method, budget, head), math.inf)
+    def of(self, method: str, setting: float | None = None) -> list[Row]:
+        return [
+            row for row in self.rows
+            if row.method == method and (setting is None or row.setting == setting)
+        ]  # fmt: skip
+
+    def settings(self, method: str) -> list[float]:
+        return sorted({row.setting for row in self.of(method)})
+
+    def only(self, head: str) -> Group:
+        """The rows of one head."""
+        rows = [row for row in self.rows if row.name == head]
+        return Group(f"{self.model}, {head}", self.n, rows)
 
     def errors(self, method: str, budget: float) -> list[float]:
-        return [self.error(method, budget, head) for head in self.heads]
+        """Of each head; infinite where a method has no answer within the budget."""
+        found = {row.name: row.error for row in self.of(method, budget) if row.is_within}
+        return [found.get(head, math.inf) for head in self.heads]
 
     def median(self, method: str, budget: float) -> float:
         return quantile(self.errors(method, budget), 0.5)
@@ -83,79 +100,18 @@ class Group:
         name = min(self.baselines, key=lambda method: self.median(method, budget))
         return name, self.median(name, budget)
 
-    def best_on(self, budget: float, head: str) -> tuple[str, float]:
-        """The baseline with the least error on one head."""
-        name = min(self.baselines, key=lambda method: self.error(method, budget, head))
-        return name, self.error(name, budget, head)
-
-    def lacks(self, budget: float, head: str) -> bool:
-        """Whether ours has no plan within the budget."""
-        return not math.isfinite(self.error(NAME, budget, head))
-
-    def losses(self, budget: float) -> list[str]:
-        """Heads on which our error is more than 20 % above the best baseline's, or which we
-        have no plan for."""
-        return [
-            head
-            for head in self.heads
-            if self.error(NAME, budget, head) > WORSE * self.best_on(budget, head)[1]
-        ]
+    def curve(self, method: str, x: Callable[[Row], float]) -> list[Point]:
+        """A point for each setting that every head has."""
+        points = []
+        for setting in self.settings(method):
+            rows = self.of(method, setting)
+            if len(rows) == len(self.heads):
+                low, middle, high = (quantile([r.error for r in rows], s) for s in (0.1, 0.5, 0.9))
+                points.append(Point(setting, quantile(map(x, rows), 0.5), middle, low, high))
+        return points
 
 
 def groups(rows: Sequence[Row]) -> list[Group]:
     """By model and length, in order of appearance."""
     keys = dict.fromkeys((row.model, row.n) for row in rows)
     return [Group(*key, [row for row in rows if (row.model, row.n) == key]) for key in keys]
-
-
-@dataclass(frozen=True)
-class KeysNeeded:
-    """Keys a query for an error of 2 %, on one head or on the median of all."""
-
-    model: str
-    head: str
-    n: int
-    keys: float | None  # in the lists; None: not reached
-    paid: float | None  # cost · m: all work, in keys
-    at_most: bool  # the cheapest plan was already more accurate
-
-
-def keys_needed(group: Group, target: float = TARGET) -> list[KeysNeeded]:
-    """For each head, and for the median over heads ("median")."""
-    mine = [row for row in group.rows if row.kind == OURS and row.is_within]
-    by_head = [[row for row in mine if row.name == head] for head in group.heads]
-    curves = [[(row.error, row.keys, row.cost * row.n) for row in rows] for rows in by_head]
-    found = [
-        _needed(group, head, curve, target) for head, curve in zip(group.heads, curves, strict=True)
-    ]
-    return [*found, _needed(group, "median", _median_curve(mine, len(group.heads)), target)]
-
-
-Curve = list[tuple[float, float, float]]  # error, keys, paid
-
-
-def _median_curve(rows: Sequence[Row], heads: int) -> Curve:
-    """Medians over the heads at each budget that every head could keep."""
-    curve = []
-    for budget in sorted({row.budget for row in rows}):
-        at = [row for row in rows if row.budget == budget]
-        if len(at) == heads:
-            columns = ([r.error for r in at], [r.keys for r in at], [r.cost * r.n for r in at])
-            error, keys, paid = (quantile(column, 0.5) for column in columns)
-            curve.append((error, keys, paid))
-    return curve
-
-
-def _needed(group: Group, head: str, curve: Curve, target: float) -> KeysNeeded:
-    """Between the two neighbours on a log-log scale."""
-    curve = sorted(curve, key=lambda point: point[1])
-    for index, (error, keys, paid) in enumerate(curve):
-        if error > target:
-            continue
-        if index == 0:
-            return KeysNeeded(group.model, head, group.n, keys, paid, True)
-        before = curve[index - 1]
-        share = math.log(before[0] / target) / math.log(before[0] / error)
-        between = [a * (b / a) ** share for a, b in zip(before[1:], (keys, paid), strict=True)]
-        return KeysNeeded(group.model, head, group.n, between[0], between[1], False)
-    return KeysNeeded(group.model, head, group.n, None, None, False)
