@@ -102,16 +102,24 @@ def test_leaves_are_those_of_float64(d):
             assert as_leaves(mine, 8) == as_leaves(expected, 8)
 
 
+def test_the_first_tokens_of_a_window_may_lie_apart():
+    """Sums are taken about their mean, not that of the window."""
+    x = (random(1, 256, 3) * torch.tensor([3.0, 1.0, 0.5])).float()
+    x[0, :128, 1] += 4.0
+    expected, gap = sorted_window(x[0], 64)
+    assert gap > 1e-4
+    order = sorting.window_order(x.to(DEVICE), 256, 64, 256)
+    assert as_leaves(order[0], 64) == as_leaves(expected, 64)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("d", [3, 64])
 def test_clusters_become_leaves(d, dtype):
-    x = (clusters(256, 128, 16, d) + 3.0).to(dtype)  # an offset costs no digits
-    order = sorting.window_order(x.to(DEVICE), 128, 16, 256)
-    for start in (0, 128):
-        expected, gap = sorted_window(x[0, start : start + 128], 16)
-        assert gap > 0.05
-        mine = order[0, start : start + 128].cpu() - start
-        assert as_leaves(mine, 16) == as_leaves(expected, 16)
+    x = (clusters(128, 128, 16, d) + 3.0).to(dtype)  # an offset costs no digits
+    order = sorting.window_order(x.to(DEVICE), 128, 16, 128)
+    expected, gap = sorted_window(x[0], 16)
+    assert gap > 0.05
+    assert as_leaves(order[0], 16) == as_leaves(expected, 16)
 
 
 @pytest.mark.parametrize("leaf", [16, 64, 128])
@@ -134,12 +142,15 @@ def test_tokens_keep_their_sequence_inside_a_leaf():
     assert (order.flatten().diff() < 0).any()
 
 
-@pytest.mark.parametrize("value", [0.0, 0.1, -1e12, math.inf, math.nan])
-@pytest.mark.parametrize("d", [3, 200])
+@pytest.mark.parametrize(
+    ("d", "value"),
+    [(3, 0.0), (3, 0.1), (3, -1e12), (3, math.inf), (3, math.nan), (200, 0.1), (200, math.nan)],
+)
 def test_equal_tokens_keep_their_sequence(d, value):
     """Also tokens that are not finite: their place does not matter, but each has one."""
     x = torch.full((1, 100, d), value).to(DEVICE)
     order = sorting.window_order(x, 64, 16, 100)
+    assert order.shape == (1, 128)
     assert order[0, :100].tolist() == list(range(100))
     assert (order[0, 100:] == -1).all()
 
@@ -250,6 +261,17 @@ def test_hidden_tokens_are_left_out(monkeypatch, count):
     assert order[1].tolist() == sorting.head_order(x[1:2].to(DEVICE), 32, count)[0].tolist()
 
 
+def test_centres_come_from_tokens_that_are_not_hidden(monkeypatch):
+    """A head with hidden tokens is sorted as if they were not there."""
+    monkeypatch.setattr(sorting, "SPAN", 64)
+    x, hidden = random(1, 200, 4).float(), torch.arange(200).view(1, -1) % 4 == 1
+    x[hidden] = 1e6
+    seen = (~hidden[0]).nonzero().flatten()
+    order = sorting.head_order(x.to(DEVICE), 32, 200, hidden.to(DEVICE))[0].cpu()
+    alone = sorting.head_order(x[:, seen].to(DEVICE), 32, 150)[0].cpu().long()
+    assert order[:150].tolist() == seen[alone[:150]].tolist()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -257,6 +279,7 @@ def test_hidden_tokens_are_left_out(monkeypatch, count):
         ({"x": torch.zeros(1, 64, 2, dtype=torch.float64)}, "x: got torch.float64"),
         ({"window": 48}, "window: got 48, expected a power of two"),
         ({"window": 8192}, "window: got 8192"),
+        ({"window": 8, "leaf": 8}, "window: got 8, expected a power of two from 16 to 4096"),
         ({"leaf": 128}, "leaf: got 128, expected at most the window, 64"),
         ({"leaf": 1}, "leaf: got 1"),
         ({"count": 65}, "count: got 65, expected 0 to the tokens of x, 64"),

@@ -27,6 +27,7 @@ AXIS_ITERATIONS = 6  # of the power method, for each of them
 NODE_ITERATIONS = 4  # and for the axis of a node
 SPAN = 2048  # tokens of a window where all of a head are sorted; of the sample that gives centres
 MOST_CENTRES = 256
+NARROWEST = 16  # tokens of a window: what the tensor cores multiply
 WIDEST = 4096  # tokens of a window: one program holds their coordinates
 HELD = 8  # tokens of a window that one thread holds; 16 registers for each
 IN_REGISTERS = 128  # entries of a token, for a covariance that one program can hold
@@ -72,7 +73,7 @@ def head_order(x: Tensor, leaf: int, count: int, hidden: Tensor | None = None) -
         )
     hidden = None if hidden is None else hidden[:, :count].contiguous()
     if count <= SPAN:
-        window = leaf * power_of_two(cdiv(count, leaf), 1)
+        window = max(NARROWEST, leaf * power_of_two(cdiv(count, leaf), 1))
         return window_order(x, window, leaf, count, None if hidden is None else _visible(hidden))
     return window_order(x, SPAN, leaf, count, _by_centre(x, count, hidden))
 
@@ -84,9 +85,11 @@ def _check(x: Tensor, window: int, leaf: int, count: int, sequence: Tensor | Non
             f"x: got {x.dtype} {tuple(x.shape)}, expected bfloat16, float16 or float32 "
             f"[heads, tokens, d]"
         )
-    for name, size in (("window", window), ("leaf", leaf)):
-        if size < 2 or size & (size - 1) or size > WIDEST:
-            raise InputError(f"{name}: got {size}, expected a power of two from 2 to {WIDEST}")
+    for name, size, least in (("window", window, NARROWEST), ("leaf", leaf, 2)):
+        if size & (size - 1) or not least <= size <= WIDEST:
+            raise InputError(
+                f"{name}: got {size}, expected a power of two from {least} to {WIDEST}"
+            )
     if leaf > window:
         raise InputError(f"leaf: got {leaf}, expected at most the window, {window}")
     if not 0 <= count <= x.shape[1]:
@@ -127,9 +130,10 @@ def _points(cut: _Cut) -> Tensor:
     """Principal coordinates of all windows, [heads, windows, window, POINTS] float32."""
     points, d = cut.new_points(), cut.x.shape[2]
     width = power_of_two(d)
+    tile = (128 if width <= 64 else 64) // (2 if cut.x.dtype == torch.float32 else 1)
     kernels.axes[(cut.windows, len(cut.x))](
         cut.x, cut.sequence, points, cut.slots, cut.count, *cut.x.stride()[:2], d,
-        cut.window, width, min(cut.window, 128 if width <= 64 else 64), min(POINTS, d),
+        cut.window, width, min(cut.window, tile), min(POINTS, d),
         AXIS_ITERATIONS // 2, cut.listed, *_operands(cut.x.dtype),
         num_warps=4 if width <= 64 else 8, num_stages=2,
     )  # fmt: skip

@@ -122,7 +122,7 @@ def along_principal_axis(p, real, STEPS: tl.constexpr):
 @jit
 def sortable(along, real):
     """Numbers as unsigned integers of the same sequence; the largest where there is no token."""
-    bits = tl.where(along == 0.0, 0.0, along).to(tl.int32, bitcast=True)  # no negative zero
+    bits = along.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     bits = tl.where(real, tl.minimum(bits, 0x7FFFFFFE), 0x7FFFFFFF)
     return bits.to(tl.uint32, bitcast=True) ^ 0x80000000
