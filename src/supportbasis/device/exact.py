@@ -1,4 +1,5 @@
-"""Exact heads on the device: one rectangle of all rows and all keys."""
+"""Exact heads on the device: PyTorch's fused kernels where they take the call (16 bits, no key
+weights, no gradient of lse), or one rectangle of all rows and all keys."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from ..cotangent import Gradients
 from ..kernels.rectangle import Rectangle, Tokens, Totals, add_gradients, exact_rows, slopes
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
+from . import fused
 from .dispatch import Forward, by_key_head
 
 
@@ -21,6 +23,9 @@ def family(head: HeadPlan) -> object:
 
 
 def forward(problem: Problem, plan: Plan) -> Forward:
+    made = fused.attention(problem)
+    if made is not None:
+        return (*made, None)
     output, lse = empty_results(problem)
     exact_rows(problem.query, problem.key, problem.value, whole(problem), output, lse)
     return output, lse, None
@@ -36,6 +41,9 @@ def gradients(
     grad_lse: Tensor | None,
     for_weights: bool,
 ) -> Gradients:
+    made = fused.gradients(problem, output, lse, grad) if grad_lse is None else None
+    if made is not None:
+        return Gradients(*made, None)
     total = empty_totals(problem)
     slope, tokens = slopes(grad, grad_lse, output), (problem.query, problem.key, problem.value)
     add_gradients(total, grad, slope, lse, *tokens, whole(problem))

@@ -1,0 +1,38 @@
+"""Sorting alone on one GPU: `python benchmarks/sorting.py`.
+
+Milliseconds to sort 8 heads of 131072 tokens in bfloat16: one side of an attention call.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from supportbasis.cli.gpu.measure import milliseconds
+from supportbasis.kernels.sorting import head_order, window_order
+
+HEADS, TOKENS = 8, 131072
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/sorting.py needs a CUDA device")
+    for d, leaf in itertools.product((64, 128), (64, 128)):
+        x = torch.randn(HEADS, TOKENS, d, device="cuda").bfloat16()
+        for window in (2048, 1024):
+            order = window_order(x, window, leaf, TOKENS)
+            parts = order.view(HEADS, -1, window).sort().values - torch.arange(
+                TOKENS, device="cuda", dtype=torch.int32
+            ).view(-1, window)
+            assert not parts.any(), "every window is a permutation"
+            time = milliseconds(lambda: window_order(x, window, leaf, TOKENS))  # noqa: B023
+            print(f"d={d} leaf={leaf} windows of {window}: {time:.3f} ms", flush=True)
+        order = head_order(x, leaf, TOKENS)
+        assert (order.sort().values == torch.arange(TOKENS, device="cuda")).all(), "a permutation"
+        time = milliseconds(lambda: head_order(x, leaf, TOKENS))  # noqa: B023
+        print(f"d={d} leaf={leaf} whole heads: {time:.3f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""Sorting by median splits against a float64 transcription of its definition."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+CUDA = torch.cuda.is_available()
+if not CUDA:  # read when a kernel is decorated
+    os.environ["TRITON_INTERPRET"] = "1"
+DEVICE = "cuda" if CUDA else "cpu"
+
+from supportbasis.errors import InputError  # noqa: E402
+from supportbasis.kernels import sorting  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of the interpreter
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+def principal(C: Tensor, iterations: int) -> Tensor:
+    v = C[:, C.diagonal().argmax()]
+    for _ in range(iterations):
+        v = C @ v
+        v = v / v.norm().clamp(min=1e-300)
+    return v
+
+
+def sorted_window(x: Tensor, leaf: int) -> tuple[list[int], float]:
+    """Tokens of one window [W, d], none of them padding, in the sequence of their leaves, and the
+    smallest gap at a median, relative to the spread of the node's projections."""
+    y = x.double() - x.double().mean(0)
+    C, axes = y.T @ y, []
+    for _ in range(min(8, x.shape[1])):
+        v = principal(C, 6)
+        C = C - (v @ C @ v) * torch.outer(v, v)
+        axes.append(v)
+    p, gap = y @ torch.stack(axes, 1), math.inf
+
+    def leaves(tokens: Tensor) -> list[int]:
+        nonlocal gap
+        if len(tokens) <= leaf:
+            return tokens.tolist()
+        z, half = p[tokens] - p[tokens].mean(0), len(tokens) // 2
+        along, index = (z @ principal(z.T @ z, 4)).sort(stable=True)
+        gap = min(gap, float((along[half] - along[half - 1]) / (along[-1] - along[0])))
+        return leaves(tokens[index[:half]]) + leaves(tokens[index[half:]])
+
+    return leaves(torch.arange(len(x))), gap
+
+
+def as_leaves(order: Tensor | list[int], leaf: int) -> list[set[int]]:
+    return [set(part.tolist()) for part in torch.as_tensor(order).cpu().long().split(leaf)]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def clusters(tokens: int, window: int, leaf: int, d: int) -> Tensor:
+    """One head, [1, tokens, d], whose leaves are clusters: every split is a quarter of that
+    before."""
+    levels = (window // leaf).bit_length() - 1
+    x = 1e-3 * 4.0**-levels * random(1, tokens, d)
+    direction = torch.nn.functional.normalize(random(levels, d, seed=1), dim=-1)
+    for start in range(0, tokens, window):
+        shuffle = torch.randperm(window, generator=torch.Generator().manual_seed(start))
+        for level in range(levels):
+            side = (shuffle >> level & 1) * 2.0 - 1.0
+            x[0, start : start + window] += 4.0**-level * side.unsqueeze(1) * direction[level]
+    return x
+
+
+def assert_permutes(order: Tensor, window: int, count: int) -> None:
+    """Every window holds its own tokens once, padding last."""
+    for row in order.cpu():
+        for start, part in zip(range(0, count, window), row.split(window), strict=True):
+            real = list(range(start, min(count, start + window)))
+            assert sorted(part[: len(real)].tolist()) == real
+            assert (part[len(real) :] == -1).all()
+
+
+@pytest.mark.parametrize("d", [3, 64, 150])
+def test_leaves_are_those_of_float64(d):
+    x = (random(2, 128, d) * torch.linspace(0.3, 2.0, d)).float()
+    order = sorting.window_order(x.to(DEVICE), 64, 8, 128)
+    assert order.dtype == torch.int32
+    assert order.shape == (2, 128)
+    for head in range(2):
+        for start in (0, 64):
+            expected, gap = sorted_window(x[head, start : start + 64], 8)
+            # rounding turns float32 axes by some 1e-6 for each of ten products
+            assert gap > 1e-4, "the data must be such that rounding cannot matter"
+            mine = order[head, start : start + 64].cpu() - start
+            assert as_leaves(mine, 8) == as_leaves(expected, 8)
+
+
+def test_the_first_tokens_of_a_window_may_lie_apart():
+    """Sums are taken about their mean, not that of the window."""
+    x = (random(1, 256, 3) * torch.tensor([3.0, 1.0, 0.5])).float()
+    x[0, :128, 1] += 4.0
+    expected, gap = sorted_window(x[0], 64)
+    assert gap > 1e-4
+    order = sorting.window_order(x.to(DEVICE), 256, 64, 256)
+    assert as_leaves(order[0], 64) == as_leaves(expected, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [3, 64])
+def test_clusters_become_leaves(d, dtype):
+    x = (clusters(128, 128, 16, d) + 3.0).to(dtype)  # an offset costs no digits
+    order = sorting.window_order(x.to(DEVICE), 128, 16, 128)
+    expected, gap = sorted_window(x[0], 16)
+    assert gap > 0.05
+    assert as_leaves(order[0], 16) == as_leaves(expected, 16)
+
+
+@pytest.mark.parametrize("leaf", [16, 64, 128])
+@pytest.mark.parametrize("count", [1, 111, 128, 257])
+def test_one_number_each_is_sorted_and_padding_is_last(count, leaf):
+    x = random(1, 300, 1).float()
+    order = sorting.window_order(x.to(DEVICE), 128, leaf, count)
+    assert_permutes(order, 128, count)
+    for start in range(0, count, 128):
+        part = x[0, start : min(count, start + 128), 0]
+        expected = torch.full((128,), -1)
+        expected[: len(part)] = start + (part.argsort() if leaf < 128 else torch.arange(len(part)))
+        mine = as_leaves(order[0, start : start + 128], leaf)
+        assert mine == as_leaves(expected, leaf)
+
+
+def test_tokens_keep_their_sequence_inside_a_leaf():
+    order = sorting.window_order(random(1, 128, 5).float().to(DEVICE), 128, 16, 128).view(-1, 16)
+    assert (order.diff(dim=1) > 0).all()
+    assert (order.flatten().diff() < 0).any()
+
+
+@pytest.mark.parametrize(
+    ("d", "value"),
+    [(3, 0.0), (3, 0.1), (3, -1e12), (3, math.inf), (3, math.nan), (200, 0.1), (200, math.nan)],
+)
+def test_equal_tokens_keep_their_sequence(d, value):
+    """Also tokens that are not finite: their place does not matter, but each has one."""
+    x = torch.full((1, 100, d), value).to(DEVICE)
+    order = sorting.window_order(x, 64, 16, 100)
+    assert order.shape == (1, 128)
+    assert order[0, :100].tolist() == list(range(100))
+    assert (order[0, 100:] == -1).all()
+
+
+def test_some_tokens_that_are_not_finite_leave_a_permutation():
+    x = random(1, 128, 4).float()
+    x[0, 5], x[0, 9, 2] = math.nan, -math.inf
+    assert_permutes(sorting.window_order(x.to(DEVICE), 64, 8, 128), 64, 128)
+
+
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
+def test_size_does_not_matter(size):
+    x = random(1, 64, 3).float().to(DEVICE)
+    order = sorting.window_order(x * 2.0 ** round(math.log2(size)), 64, 8, 64)
+    assert order.tolist() == sorting.window_order(x, 64, 8, 64).tolist()
+
+
+@pytest.mark.parametrize("d", [6, 130])
+def test_a_sequence_says_which_tokens_stand_in_a_window(d):
+    x = random(2, 128, d).float()
+    shuffle = torch.randperm(128, generator=torch.Generator().manual_seed(0))
+    sequence = torch.stack([shuffle, torch.arange(128).flip(0)]).int()
+    order = sorting.window_order(x.to(DEVICE), 128, 32, 128, sequence.to(DEVICE)).cpu()
+    for head in range(2):
+        local, gap = sorted_window(x[head, sequence[head].long()], 32)
+        assert gap > 1e-4
+        assert as_leaves(order[head], 32) == as_leaves(sequence[head][local], 32)
+
+
+@pytest.mark.parametrize("d", [6, 130])
+def test_no_token_in_a_slot_is_padding(d):
+    x, sequence = random(1, 70, d).float(), torch.arange(100).int().unsqueeze(0)
+    sequence[0, 53:64] = -1  # and tokens from 70 on do not count
+    order = sorting.window_order(x.to(DEVICE), 64, 16, 70, sequence.to(DEVICE))[0].cpu()
+    assert sorted(order[:53].tolist()) == list(range(53))
+    assert order[53:64].tolist() == [-1] * 11
+    assert sorted(order[64:70].tolist()) == list(range(64, 70))
+    assert order[70:].tolist() == [-1] * 58
+
+
+def test_strides_are_followed():
+    x = random(2, 3, 64, 6).float().to(DEVICE)
+    for part in (x[:, 1, :32], x[0, :2, ::2], x[0, :2, :32].mT.contiguous().mT):
+        mine = sorting.window_order(part, 32, 16, 32)
+        assert mine.tolist() == sorting.window_order(part.contiguous(), 32, 16, 32).tolist()
+
+
+# ---- whole heads ------------------------------------------------------------------------------
+
+
+def nearest_centres(x: Tensor, span: int) -> list[int]:
+    """The centre of each token of a head, by the definition."""
+    many = 2 ** math.ceil(math.log2(len(x) / span))
+    sample = x[torch.arange(span) * len(x) // span]
+    leaves = torch.tensor(sorted_window(sample, span // many)[0]).view(many, -1)
+    centres = sample.double()[leaves].mean(1)
+    return torch.cdist(x.double(), centres).argmin(1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_is_gathered_around_centres(monkeypatch, dtype):
+    monkeypatch.setattr(sorting, "SPAN", 64)
+    x = clusters(64, 64, 16, 20).repeat_interleave(4, 1)  # the sample has 16 of each of 4 clusters
+    x = (torch.cat([x, 10 * x.flip(1)]) + 3.0).to(dtype)  # heads of their own
+    order = sorting.head_order(x.to(DEVICE), 16, 256).cpu()
+    assert order.shape == (2, 256)
+    for head in range(2):
+        centre = torch.tensor(nearest_centres(x[head], 64))
+        assert centre.bincount().tolist() == [64] * 4
+        assert as_leaves(order[head], 64) == as_leaves(centre.argsort(stable=True), 64)
+
+
+def test_a_window_of_a_head_is_sorted_too(monkeypatch):
+    monkeypatch.setattr(sorting, "SPAN", 64)
+    x = random(1, 200, 5).float()
+    centre = nearest_centres(x[0], 64)
+    sequence = torch.tensor(sorted(range(200), key=lambda token: centre[token]))
+    order = sorting.head_order(x.to(DEVICE), 8, 200)[0]
+    for start in (0, 128):
+        local, gap = sorted_window(x[0, sequence[start : start + 64]], 8)
+        assert gap > 1e-4
+        expected = sequence[start : start + 64][local]
+        assert as_leaves(order[start : start + 64], 8) == as_leaves(expected, 8)
+
+
+@pytest.mark.parametrize(("count", "slots"), [(1, 16), (33, 64), (64, 64), (65, 128)])
+def test_every_token_of_a_head_has_a_slot(monkeypatch, count, slots):
+    monkeypatch.setattr(sorting, "SPAN", 64)
+    order = sorting.head_order(random(2, 70, 4).float().to(DEVICE), 16, count)
+    assert order.shape == (2, slots)
+    for row in order:
+        assert sorted(row[:count].tolist()) == list(range(count))
+        assert (row[count:] == -1).all()
+
+
+@pytest.mark.parametrize("count", [60, 150])
+def test_hidden_tokens_are_left_out(monkeypatch, count):
+    monkeypatch.setattr(sorting, "SPAN", 64)
+    x = random(3, 160, 4).float()
+    hidden = torch.rand(3, 160, generator=torch.Generator().manual_seed(0)) < 0.4
+    hidden[1], hidden[2, :count] = False, True
+    x[hidden] = 1e6  # nothing of them is seen
+    order = sorting.head_order(x.to(DEVICE), 32, count, hidden.to(DEVICE)).cpu()
+    for row, gone in zip(order, hidden[:, :count], strict=True):
+        real = (~gone).nonzero().flatten().tolist()
+        assert sorted(row[: len(real)].tolist()) == real
+        assert (row[len(real) :] == -1).all()
+    assert order[1].tolist() == sorting.head_order(x[1:2].to(DEVICE), 32, count)[0].tolist()
+
+
+def test_centres_come_from_tokens_that_are_not_hidden(monkeypatch):
+    """A head with hidden tokens is sorted as if they were not there."""
+    monkeypatch.setattr(sorting, "SPAN", 64)
+    x, hidden = random(1, 200, 4).float(), torch.arange(200).view(1, -1) % 4 == 1
+    x[hidden] = 1e6
+    seen = (~hidden[0]).nonzero().flatten()
+    order = sorting.head_order(x.to(DEVICE), 32, 200, hidden.to(DEVICE))[0].cpu()
+    alone = sorting.head_order(x[:, seen].to(DEVICE), 32, 150)[0].cpu().long()
+    assert order[:150].tolist() == seen[alone[:150]].tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"x": torch.zeros(2, 64)}, "x: got torch.float32"),
+        ({"x": torch.zeros(1, 64, 2, dtype=torch.float64)}, "x: got torch.float64"),
+        ({"window": 48}, "window: got 48, expected a power of two"),
+        ({"window": 8192}, "window: got 8192"),
+        ({"window": 8, "leaf": 8}, "window: got 8, expected a power of two from 16 to 4096"),
+        ({"leaf": 128}, "leaf: got 128, expected at most the window, 64"),
+        ({"leaf": 1}, "leaf: got 1"),
+        ({"count": 65}, "count: got 65, expected 0 to the tokens of x, 64"),
+        ({"sequence": torch.zeros(1, 64)}, "sequence: got torch.float32"),
+    ],
+)
+def test_arguments_are_checked(change, words):
+    call = {"x": torch.zeros(1, 64, 2), "window": 64, "leaf": 16, "count": 64, **change}
+    with pytest.raises(InputError, match=words):
+        sorting.window_order(**call)
+
+
+def test_hidden_is_checked():
+    with pytest.raises(InputError, match=r"hidden: got torch\.float32"):
+        sorting.head_order(torch.zeros(1, 64, 2), 16, 64, torch.zeros(1, 64))
+
+
+def test_nothing_to_sort():
+    assert sorting.window_order(torch.zeros(2, 64, 2), 64, 16, 0).shape == (2, 0)
