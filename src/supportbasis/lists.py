@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .sorting import head_order, nearest, window_order
 
@@ -101,11 +102,15 @@ def tables(
     if settings.window:
         visible = cells // settings.cells * (settings.window // settings.leaf)
         visible = visible.clamp(max=leaves)
-    if settings.strict and settings.window:
+    if settings.strict:
         none = members.new_full((len(members), settings.cells, settings.block), -1)
         members = torch.cat([none, members[:, : -settings.cells]], 1)
     mean = cell_means(query, members)
-    tiled = _tiles(query, mean, members, settings)
+    if settings.strict:
+        tiled = tiles_by_centre(query, mean, settings)
+    else:
+        one = torch.ones_like(members[..., 0])
+        tiled = (members, cells.expand_as(one), one)
     leaf_key = taken(key, slots).unflatten(1, (leaves, -1))
     return Tables(
         slots,
@@ -123,7 +128,7 @@ def tables(
 def _by_window(x: Tensor, count: int, width: int, leaf: int) -> Tensor:
     """The first ``count`` tokens, sorted within windows: [heads, slots], -1 for none."""
     heads, windows = len(x), -(-count // width)
-    padded = torch.nn.functional.pad(x[:, :count], (0, 0, 0, windows * width - count))
+    padded = pad(x[:, :count], (0, 0, 0, windows * width - count))
     first = torch.arange(windows, device=x.device).mul_(width).repeat(heads)
     real = None if count == windows * width else (count - first).clamp(max=width)
     at = window_order(padded.reshape(heads * windows, width, -1), leaf, real)
@@ -169,30 +174,28 @@ def cell_means(query: Tensor, members: Tensor) -> Tensor:
     return part.sum(2) / (members >= 0).sum(2, keepdim=True).clamp(min=1)
 
 
-def _tiles(
-    query: Tensor, mean: Tensor, members: Tensor, settings: ListSettings
+def tiles_by_centre(
+    query: Tensor, mean: Tensor, settings: ListSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows in tiles: the members of a cell, or with ``strict`` those nearest to its mean."""
-    heads, cells = members.shape[:2]
-    count = torch.ones(heads, cells, dtype=torch.long, device=query.device)
-    if not (settings.strict and settings.window):
-        return members, torch.arange(cells, device=query.device).expand(heads, -1), count
-    n, (width, each, size) = query.shape[1], (settings.window, settings.cells, settings.tile)
+    """Rows in tiles of the nearest of their window's cells [heads, cells, d]: rows [heads, tiles,
+    T], -1 for none, and the first tile and the number of tiles of each cell."""
+    (heads, cells), n = mean.shape[:2], query.shape[1]
+    width, each, size = settings.window, settings.cells, settings.tile
     windows = cells // each
-    padded = torch.nn.functional.pad(query, (0, 0, 0, windows * width - n))
-    centres = mean.view(heads, windows, each, -1)
-    cell = nearest(padded.view(heads, windows, width, -1).to(mean), centres)
+    padded = pad(query, (0, 0, 0, windows * width - n)).view(heads, windows, width, -1)
+    cell = nearest(padded.to(mean), mean.view(heads, windows, each, -1))
     place = torch.arange(windows * width, device=query.device).view(windows, width)
     cell = torch.where(place < n, cell, each)
     held = torch.nn.functional.one_hot(cell, each + 1).sum(2)[..., :each]
-    count = -(-held // size)
+    count = (held + size - 1) // size
     first = count.cumsum(2) - count
     at = cell.argsort(dim=2, stable=True)
     cell = cell.gather(2, at)
-    start = torch.nn.functional.pad(held.cumsum(2) - held, (0, 1))
-    rank = torch.arange(width, device=query.device) - start.gather(2, cell)
-    slot = (torch.nn.functional.pad(first, (0, 1)).gather(2, cell) * size + rank).clamp(min=0)
+    rank = torch.arange(width, device=query.device) - pad(held.cumsum(2) - held, (0, 1)).gather(
+        2, cell
+    )
     each_window = width // size + each  # tiles
+    slot = pad(first, (0, 1)).gather(2, cell) * size + rank
     slot = torch.where(cell < each, slot, each_window * size)
     rows = torch.where(place < n, place, -1).expand(heads, -1, -1).gather(2, at)
     tiles = rows.new_full((heads, windows, each_window * size + 1), -1).scatter_(2, slot, rows)

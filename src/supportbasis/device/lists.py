@@ -1,0 +1,251 @@
+"""Lists of exact and tilted keys on the device, all heads at once: the function of
+`components.lists`, by kernels.
+
+Tilts are made for some windows at a time, within a workspace of fixed size, so that memory grows
+with the tokens alone. No call synchronises with the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..cotangent import Gradients
+from ..errors import InputError
+from ..kernels import lists as kernels
+from ..kernels import sorting
+from ..lists import ListSettings, taken, tiles_by_centre
+from ..plans import HeadPlan, Plan
+from ..problem import Problem
+from . import exact
+from .dispatch import Forward, by_key_head
+
+WORKSPACE = 2 * 2**30  # bytes of tilts and lists at a time
+LEAST = 16  # tokens of a cell, a tile or a leaf that kernels take
+
+
+def refusal(head: HeadPlan) -> str | None:
+    settings = _settings_of(head)
+    if min(settings.leaf, settings.tile) < LEAST:
+        return f"{settings}: kernels take leaves and tiles of {LEAST} tokens or more"
+    if settings.window > sorting.WIDEST:
+        return f"{settings}: kernels sort windows of {sorting.WIDEST} positions at most"
+    return None
+
+
+def family(head: HeadPlan) -> object:
+    return replace(_settings_of(head), price=0.0)
+
+
+def _settings_of(head: HeadPlan) -> ListSettings:
+    assert head.lists is not None
+    return head.lists
+
+
+def forward(problem: Problem, plan: Plan) -> Forward:
+    settings = _settings_of(plan.heads[0])
+    call = _Call.of(problem, settings)
+    if settings.window:
+        output, lse = own_windows(problem, settings.window)
+    else:
+        output, lse = (x.flatten(0, 1) for x in exact.empty_results(problem))
+    own = (output, lse) if settings.window else None
+    price = _prices(plan, problem.query.device)
+    for first, last, leaves in call.ranges():
+        tilts = kernels.tilt(call.tables, first, last, leaves, problem.scale)
+        lists = kernels.select(call.tables, tilts, price, problem.scale)
+        kernels.attend(call.tables, tilts, lists, own, output, lse, problem.scale)
+    shape = problem.query.shape[:3]
+    return output.view(*shape, -1), lse.view(shape), None
+
+
+def gradients(
+    problem: Problem,
+    plan: Plan,
+    output: Tensor,
+    lse: Tensor,
+    rescued: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    for_weights: bool,
+) -> Gradients:
+    raise NotImplementedError
+
+
+def _prices(plan: Plan, device: torch.device) -> Tensor:
+    """The price of each head, kept with the plan."""
+    key = ("prices", device)
+    if key not in plan.memory:
+        prices = [_settings_of(head).price for head in plan.heads]
+        plan.memory[key] = torch.tensor(prices, dtype=torch.float32).to(device)
+    return cast(Tensor, plan.memory[key])
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """The tables of a call, and what they were made with."""
+
+    tables: kernels.Tables
+    settings: ListSettings
+    slots: Tensor  # [key heads, slots] int32: the key of each sorted slot, -1 for none
+
+    @staticmethod
+    def of(problem: Problem, settings: ListSettings) -> _Call:
+        query, key, value = (
+            x.flatten(0, 1).contiguous() for x in (problem.query, problem.key, problem.value)
+        )
+        weight = problem.key_log_weight
+        weight = None if weight is None else weight.flatten(0, 1).float()
+        slots, members = _sorted(query, key, weight, settings)
+        size, leaf = settings.block, settings.leaf
+        members = members.view(len(query), -1, size)
+        if settings.strict:  # the cells of a window are made of the queries before it
+            members = pad(members, (0, 0, settings.cells, 0), value=-1)[:, : -settings.cells]
+            members = members.contiguous()
+        mean, variance = kernels.cell_means(query, members)
+        routes = _routes(query, mean, settings) if settings.strict else None
+        ks, vs, bs = _leaves(key, value, weight, slots, _keys(problem, settings))
+        spread = kernels.cell_means(key, slots.view(len(key), -1, leaf))[1] * key.shape[2]
+        tables = kernels.Tables(
+            query, ks, vs, bs, members, _visible(members, slots, settings), mean, variance,
+            spread, leaf, routes, exact.precision(),
+        )  # fmt: skip
+        return _Call(tables, settings, slots)
+
+    def ranges(self) -> Iterator[tuple[int, int, int]]:
+        """Cells [first, last) that fit the workspace, and the leaves that they see."""
+        tables, each = self.tables, self.settings.cells
+        leaves = tables.ks.shape[1] // self.settings.leaf
+        entry = (tables.ks.shape[2] + tables.vs.shape[2]) * tables.ks.element_size() + 12
+        first = each if self.settings.window else 0  # the first window sees no leaf
+        while first < tables.cells:
+            last = first + each
+            while last < tables.cells:
+                seen = self._seen(last, leaves)
+                if (last + each - first) * seen * entry * tables.heads > WORKSPACE:
+                    break
+                last += each
+            seen = self._seen(last - each, leaves)
+            needed = (last - first) * seen * entry * tables.heads
+            if needed > 4 * WORKSPACE:
+                raise InputError(
+                    f"query: lists of {seen} leaves for {tables.heads} heads need a workspace of "
+                    f"{needed} bytes, more than {4 * WORKSPACE}; use fewer heads in a call, or a "
+                    "larger block_size"
+                )
+            if seen:
+                yield first, last, seen
+            first = last
+
+    def _seen(self, cell: int, leaves: int) -> int:
+        if not self.settings.window:
+            return leaves
+        return min(
+            leaves, cell // self.settings.cells * (self.settings.window // self.settings.leaf)
+        )
+
+
+def _keys(problem: Problem, settings: ListSettings) -> int:
+    """Keys that any row sees."""
+    return min(problem.n, problem.m) if settings.window else problem.m
+
+
+def _sorted(
+    query: Tensor, key: Tensor, weight: Tensor | None, settings: ListSettings
+) -> tuple[Tensor, Tensor]:
+    """Keys and queries of all heads in their sorted slots."""
+    n = query.shape[1]
+    if settings.window:
+        keys = min(n, key.shape[1])
+        slots = sorting.window_order(key, settings.window, settings.leaf, keys)
+        return slots, sorting.window_order(query, settings.window, settings.block, n)
+    hidden = None
+    if weight is not None:  # by all heads that share a key
+        hidden = (weight == -torch.inf).unflatten(0, (len(key), -1)).all(1)
+    slots = sorting.head_order(key, settings.leaf, key.shape[1], hidden)
+    return slots, sorting.head_order(query, settings.block, n)
+
+
+def _visible(members: Tensor, slots: Tensor, settings: ListSettings) -> Tensor:
+    """Leaves that each cell sees, [cells] int32."""
+    leaves = slots.shape[1] // settings.leaf
+    cell = torch.arange(members.shape[1], dtype=torch.int32, device=members.device)
+    if not settings.window:
+        return torch.full_like(cell, leaves)
+    return (cell // settings.cells * (settings.window // settings.leaf)).clamp(max=leaves)
+
+
+def _leaves(
+    key: Tensor, value: Tensor, weight: Tensor | None, slots: Tensor, keys: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Sorted keys, values and log-weights; zeros and -inf in slots without a key."""
+    if weight is None and slots.shape[1] == keys:  # no slot is empty
+        first = torch.arange(len(key), device=key.device).mul_(key.shape[1]).unsqueeze(1)
+        at = (slots + first).flatten()
+        ks, vs = (x.flatten(0, 1)[at].view(*slots.shape, -1) for x in (key, value))
+        return ks, vs, None
+    ks, vs = (taken(x, slots) for x in (key, value))
+    if weight is None:
+        weight = torch.zeros((), device=key.device).expand(len(key), key.shape[1])
+    slots = slots.repeat_interleave(len(weight) // len(slots), 0)
+    bs = weight.gather(1, slots.clamp(min=0).long())
+    return ks, vs, bs.masked_fill_(slots < 0, -torch.inf)
+
+
+def _routes(query: Tensor, mean: Tensor, settings: ListSettings) -> kernels.Routes:
+    """Tiles of rows by the nearest mean of a cell of their window."""
+    rows, first, count = tiles_by_centre(query, mean, settings)
+    tile = torch.arange(rows.shape[1], device=query.device).expand(len(rows), -1)
+    cell = torch.searchsorted(first, tile.contiguous(), right=True) - 1
+    parts = (x.int().contiguous() for x in (rows, cell, first, count))
+    return kernels.Routes(*parts)
+
+
+def own_windows(problem: Problem, width: int) -> tuple[Tensor, Tensor]:
+    """Output [heads, n, dv] and lse [heads, n] of all rows over their own windows."""
+    windows = _windows(problem, width)
+    output, lse, _ = exact.forward(windows, _EXACT)
+    return _by_head(output, problem), _by_head(lse.unsqueeze(-1), problem).squeeze(-1)
+
+
+_EXACT = cast(Plan, None)  # of exact heads, which need none
+
+
+def _windows(problem: Problem, width: int) -> Problem:
+    """Attention within windows: a batch of windows for each batch."""
+    count, keys = -(-problem.n // width), min(problem.n, problem.m)
+
+    def cut(x: Tensor, tokens: int, fill: float = 0.0) -> Tensor:
+        x = pad(x[:, :, :tokens], (0, 0, 0, count * width - tokens), value=fill)
+        x = x.unflatten(2, (count, width))
+        return (
+            x.flatten(0, 2).unsqueeze(1) if problem.group == 1 else x.transpose(1, 2).flatten(0, 1)
+        )
+
+    weight = problem.key_log_weight
+    if weight is None and keys < problem.n:
+        weight = problem.query.new_zeros(problem.batch, problem.heads, keys, dtype=torch.float32)
+    if weight is not None:
+        weight = cut(weight.float().unsqueeze(-1), keys, -torch.inf).squeeze(-1)
+    query, key, value = (
+        cut(problem.query, problem.n),
+        cut(problem.key, keys),
+        cut(problem.value, keys),
+    )
+    return replace(
+        problem, query=query, key=key, value=value, key_log_weight=weight,
+        leading=tuple(query.shape[:2]), kept=None,
+    )  # fmt: skip
+
+
+def _by_head(x: Tensor, problem: Problem) -> Tensor:
+    """What windows give, [windows, heads, W, ...], as [heads, n, ...]."""
+    heads = problem.batch * problem.heads
+    if problem.group > 1:
+        x = x.unflatten(0, (problem.batch, -1)).transpose(1, 2)
+    return x.reshape(heads, -1, x.shape[-1])[:, : problem.n].contiguous()
