@@ -56,10 +56,6 @@ class Data:
     own: tuple[Tensor, Tensor] | None
     price: Tensor
 
-    @property
-    def select_lse(self) -> Tensor | None:
-        return self.own[1] if self.own is not None and self.work.kind == "causal" else None
-
 
 def shuffled(work: Work) -> Tensor:
     """A permutation inside each window, [heads, n]."""
@@ -105,9 +101,11 @@ def build(work: Work) -> Data:
     strict = work.kind == "strict"
     if strict:  # cells of the window before
         members = torch.cat([torch.full_like(members[:, :per], -1), members[:, :-per]], 1)
+    ks = k.gather(1, order)
+    spread = ks.float().unflatten(1, (-1, work.leaf)).var(2, correction=0).sum(-1)
     tables = fast.Tables(
-        q, k.gather(1, order), v.gather(1, order), None, members, visible.int(),
-        *fast.cell_means(q, members), work.leaf, routes_of(work) if strict else None,
+        q, ks, v.gather(1, order), None, members, visible.int(), *fast.cell_means(q, members),
+        spread, work.leaf, routes_of(work) if strict else None,
     )  # fmt: skip
     data = Data(work, (q[None], k[None], v[None]), tables, None, torch.zeros(()))
     data.own = own_window(data) if work.causal else None
@@ -138,7 +136,7 @@ def price_of(data: Data) -> Tensor:
     values = []
     for first, last, leaves in pieces(data):
         tilts = fast.tilt(tables, first, last, leaves, work.scale)
-        value = fast.importance(tables, tilts, data.select_lse, work.scale)
+        value = fast.importance(tables, tilts, work.scale)
         seen = torch.arange(leaves, device=work.device) < tables.visible[first:last, None]
         values.append(value[:, seen][:, ::7])
     value = torch.cat(values, 1).sort(-1).values
@@ -171,7 +169,7 @@ def forward(data: Data) -> tuple[Tensor, Tensor]:
     lse = torch.empty(output.shape[:2], device=work.device)
     for first, last, leaves in pieces(data):
         tilts = fast.tilt(tables, first, last, leaves, work.scale)
-        lists = fast.select(tables, tilts, data.select_lse, data.price, work.scale)
+        lists = fast.select(tables, tilts, data.price, work.scale)
         fast.attend(tables, tilts, lists, data.own, output, lse, work.scale)
     return output, lse
 
@@ -182,7 +180,7 @@ def sampled_error(data: Data, samples: int = 4) -> float:
     output, wrong, size = forward(data)[0], 0.0, 0.0
     for first, last, leaves in pieces(data):
         tilts = fast.tilt(tables, first, last, leaves, work.scale)
-        lists = fast.select(tables, tilts, data.select_lse, data.price, work.scale)
+        lists = fast.select(tables, tilts, data.price, work.scale)
         ratio = tables.rows.shape[1] // tables.cells
         for head in range(work.heads):
             for tile in torch.linspace(first * ratio, last * ratio - 1, samples).int().tolist():
@@ -225,7 +223,7 @@ def parts(data: Data) -> dict[str, Callable[[], object]]:
     work, tables = data.work, data.tables
     leaves = int(tables.visible.max())
     tilts = fast.tilt(tables, 0, tables.cells, leaves, work.scale)
-    value = fast.importance(tables, tilts, data.select_lse, work.scale)
+    value = fast.importance(tables, tilts, work.scale)
     closed = replace(tilts, lt=tilts.lt.clone())
     lists = fast.choose(tables, closed, value, data.price)
     output = torch.empty_like(data.tokens[2][0])
@@ -233,8 +231,8 @@ def parts(data: Data) -> dict[str, Callable[[], object]]:
     calls: dict[str, Callable[[], object]] = {
         "means": lambda: fast.cell_means(tables.query, tables.members),
         "tilt": lambda: fast.tilt(tables, 0, tables.cells, leaves, work.scale),
-        "importance": lambda: fast.importance(tables, tilts, data.select_lse, work.scale),
-        "importance/4": lambda: fast.importance(tables, tilts, data.select_lse, work.scale, 4),
+        "importance": lambda: fast.importance(tables, tilts, work.scale),
+        "importance/4": lambda: fast.importance(tables, tilts, work.scale, 4),
         "choose": lambda: fast.choose(tables, closed, value, data.price),
         "attend": lambda: fast.attend(
             tables, closed, lists, data.own, output, lse, work.scale

@@ -53,7 +53,6 @@ class DenseTilts:
     kt: Tensor
     vt: Tensor
     lt: Tensor
-    spread: Tensor
     mean: Tensor
 
 
@@ -71,12 +70,10 @@ def dense_tilts(x: Tokens, tables: fast.Tables, scale: float) -> DenseTilts:
     w = t.softmax(-1) * seen.unsqueeze(-1)
     kt, vt = (torch.einsum("hclj,hljd->hcld", w, y) for y in (k, v))
     lt = t.logsumexp(-1) - scale * torch.einsum("hcd,hcld->hcl", mean, kt)
-    square = torch.einsum("hclj,hlj->hcl", w, k.square().sum(-1))
-    spread = square - kt.square().sum(-1)
-    return DenseTilts(kt, vt, lt.masked_fill(~seen, -INF), spread, mean)
+    return DenseTilts(kt, vt, lt.masked_fill(~seen, -INF), mean)
 
 
-def dense_importance(x, tilts: DenseTilts, tables, own_lse, scale, stride=1) -> Tensor:
+def dense_importance(x, tilts: DenseTilts, tables, scale, stride=1) -> Tensor:
     """Importance of every leaf for every cell; zero where there are no members."""
     heads = torch.arange(tables.heads, device=x.q.device)[:, None, None]
     live, index = tables.members >= 0, tables.members.long().clamp(min=0)
@@ -84,13 +81,11 @@ def dense_importance(x, tilts: DenseTilts, tables, own_lse, scale, stride=1) -> 
     apart = (rows - tilts.mean.unsqueeze(2)).square().sum(-1) * live
     qvar = apart.sum(-1) / live.sum(-1).clamp(min=1) / x.q.shape[-1]
     z = scale * torch.einsum("hcid,hcld->hcil", rows, tilts.kt) + tilts.lt.unsqueeze(2)
-    lse = z.logsumexp(-1)
-    if own_lse is not None:
-        lse = torch.logaddexp(lse, own_lse.double()[heads, index])
-    share = (z - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
+    share = (z - z.logsumexp(-1, keepdim=True)).exp().nan_to_num(0.0)
     share, live = share[:, :, ::stride], live[:, :, ::stride]
     square = (share.square() * live.unsqueeze(-1)).sum(2) / live.sum(2).clamp(min=1).unsqueeze(-1)
-    return square * (scale**2 * qvar.unsqueeze(-1) * tilts.spread).clamp(max=4.0)
+    spread = tables.spread.double().repeat_interleave(tables.group, 0).unsqueeze(1)
+    return square * scale**2 * qvar.unsqueeze(-1) * spread
 
 
 def dense_attend(x, tilts: DenseTilts, tables, opened, own, scale) -> tuple[Tensor, Tensor]:
@@ -140,10 +135,6 @@ class Case:
     leaves: int
 
     @property
-    def select_lse(self) -> Tensor | None:
-        return None if self.strict or self.own is None else self.own[1]
-
-    @property
     def rough(self) -> float:
         """Relative error of results, in the norm.
 
@@ -175,7 +166,7 @@ class Case:
     @cached_property
     def known(self) -> Tensor:
         """Importance [H, cells, leaves]."""
-        value = dense_importance(self.tokens, self.dense, self.tables, self.select_lse, self.scale)
+        value = dense_importance(self.tokens, self.dense, self.tables, self.scale)
         return value[:, :, : self.leaves]
 
     @cached_property
@@ -187,7 +178,7 @@ class Case:
 
     def select(self, price: Tensor) -> tuple[fast.Tilts, fast.Lists]:
         tilts = replace(self.made, lt=self.made.lt.clone())  # whose lt it changes
-        return tilts, fast.select(self.tables, tilts, self.select_lse, price, self.scale)
+        return tilts, fast.select(self.tables, tilts, price, self.scale)
 
 
 def sorted_in_windows(count: int, window: int, padded: int, generator) -> Tensor:
@@ -198,6 +189,14 @@ def sorted_in_windows(count: int, window: int, padded: int, generator) -> Tensor
         real = real[torch.randperm(len(real), generator=generator)]
         windows.append(torch.cat([real, torch.full((window - len(real),), -1)]))
     return torch.cat(windows).int()
+
+
+def leaf_spread(ks: Tensor, real: Tensor, leaf: int) -> Tensor:
+    """Mean |k - mean|^2 over the real keys of every leaf; zero where it has none."""
+    k, real = (x.float().unflatten(1, (-1, leaf)) for x in (ks, real))
+    count = real.sum(2, keepdim=True).clamp(min=1)
+    apart = (k - k.sum(2, keepdim=True) / count).square() * real
+    return (apart / count).sum((2, 3))
 
 
 def routed(n, windows, window, block, heads, generator) -> fast.Routes:
@@ -257,7 +256,7 @@ def case(
     mean, variance = fast.cell_means(query, members.contiguous().to(DEVICE))
     tables = fast.Tables(
         query, ks.to(DEVICE), vs.to(DEVICE), bs, members.contiguous().to(DEVICE),
-        visible.int().to(DEVICE), mean, variance, leaf,
+        visible.int().to(DEVICE), mean, variance, leaf_spread(ks, real, leaf).to(DEVICE), leaf,
         routed(n, windows, window, block, heads, generator) if strict else None, "ieee",
     )  # fmt: skip
     own = (randn(heads, n, dv).to(dtype).to(DEVICE), randn(heads, n).to(DEVICE)) if causal else None
@@ -332,12 +331,12 @@ def test_means_are_those_of_the_real_members(any_case):
 
 def test_tilts(any_case):
     tilts, known = any_case.made, any_case.dense
-    known = [y[:, :, : any_case.leaves] for y in (known.kt, known.vt, known.lt, known.spread)]
+    known = [y[:, :, : any_case.leaves] for y in (known.kt, known.vt, known.lt)]
     seen = known[2] > -INF
-    assert ((tilts.lt > -INF) == seen).all() and (tilts.spread[~seen] == 0).all()
+    assert ((tilts.lt > -INF) == seen).all()
     hidden = any_case.seen & ~seen
     assert (tilts.kt[hidden] == 0).all() and (tilts.vt[hidden] == 0).all()
-    for mine, right in zip((tilts.kt, tilts.vt, tilts.lt, tilts.spread), known, strict=True):
+    for mine, right in zip((tilts.kt, tilts.vt, tilts.lt), known, strict=True):
         assert relative(mine[seen], right[seen]) < any_case.rough
 
 
@@ -348,7 +347,6 @@ def test_tilts_of_a_range_are_the_same_bits(any_case):
         part = any_case.tilts(first, last)
         seen = part.lt > -INF
         assert torch.equal(part.lt, whole.lt[:, first:last])
-        assert torch.equal(part.spread, whole.spread[:, first:last])
         for mine, all_cells in ((part.kt, whole.kt), (part.vt, whole.vt)):
             assert torch.equal(mine[seen], all_cells[:, first:last][seen])
 
@@ -367,15 +365,15 @@ def test_the_tilt_is_exact_at_the_mean(any_case):
 
 
 def test_importance(any_case):
-    value = fast.importance(any_case.tables, any_case.made, any_case.select_lse, any_case.scale)
-    # a square of a share, times a spread
+    value = fast.importance(any_case.tables, any_case.made, any_case.scale)
+    # a square of a share, times a variance
     assert relative(value[any_case.seen], any_case.known[any_case.seen]) < 3 * any_case.rough
 
 
 def test_importance_of_every_second_member():
     given = case("full", heads=1, n=50, block=32)
-    value = fast.importance(given.tables, given.made, None, given.scale, stride=2)
-    known = dense_importance(given.tokens, given.dense, given.tables, None, given.scale, 2)
+    value = fast.importance(given.tables, given.made, given.scale, stride=2)
+    known = dense_importance(given.tokens, given.dense, given.tables, given.scale, 2)
     assert relative(value, known) < 3 * given.rough < 0.1 * relative(value, given.known)
 
 
@@ -437,7 +435,7 @@ def test_attention_of_ranges_of_whole_windows_is_the_same_bits():
     fast.attend(tables, tilts, lists, given.own, output, lse, given.scale)
     for first, last, leaves in ((0, 2, 1), (2, 6, 8)):
         tilts = fast.tilt(tables, first, last, leaves, given.scale)
-        lists = fast.select(tables, tilts, None, price, given.scale)
+        lists = fast.select(tables, tilts, price, given.scale)
         fast.attend(tables, tilts, lists, given.own, again, size, given.scale)
     assert torch.equal(again, output) and torch.equal(size, lse)
 
@@ -454,6 +452,7 @@ def test_the_own_output_may_be_float32():
         ({"leaf": 24}, "leaf"),
         ({"ks": torch.zeros(1, 96, 9)}, "ks"),
         ({"mean": torch.zeros(2, 6, 3)}, "mean"),
+        ({"spread": torch.zeros(2, 6)}, "spread"),
         ({"bs": torch.zeros(2, 96, dtype=torch.float64)}, "bs"),
         ({"query": torch.zeros(2, 90, 12, dtype=torch.float64)}, "float64"),
         ({"members": torch.zeros(2, 6, 16)}, "members"),
@@ -470,4 +469,4 @@ def test_wrong_ranges_are_refused():
     with pytest.raises(InputError, match="tilt: cells"):
         given.tilts(3, 20)
     with pytest.raises(InputError, match="stride"):
-        fast.importance(given.tables, given.made, None, 0.3, 2)
+        fast.importance(given.tables, given.made, 0.3, 2)

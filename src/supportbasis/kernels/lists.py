@@ -4,13 +4,13 @@ Keys lie sorted in leaves of L; queries that are alike form cells of B. For a ce
 a leaf of keys k_j, values v_j and log-weights b_j becomes one key:
 
     t_j = scale <m, k_j> + b_j    w = softmax t    kt = sum_j w_j k_j    vt = sum_j w_j v_j
-    lt = logsumexp t - scale <m, kt>    spread = sum_j w_j |k_j|^2 - |kt|^2
+    lt = logsumexp t - scale <m, kt>
 
 Rows q_i of the cell give it the score z_il = scale <q_i, kt_l> + lt_l, and the share p_il of their
-softmax over all leaves (and over their own window, in causal attention). Leaves whose importance
-mean_i p_il^2 min(4, scale^2 mean_i |q_i - m|^2 / d spread_l) exceeds a price are open: their keys
-are attended exactly. Output is one softmax over the own window, the tilted keys of closed leaves
-and the keys of open ones.
+softmax over all leaves. Leaves whose importance mean_i p_il^2 scale^2 variance spread_l exceeds a
+price are open: their keys are attended exactly. Here variance = mean_i |q_i - m|^2 / d and spread_l
+is the mean of |k_j - mean|^2 over the leaf's real keys. Output is one softmax over the own window
+(causal attention), the tilted keys of closed leaves and the keys of open ones.
 
 Tilts belong to a range of cells, in causal attention of whole windows, so that a caller can bound
 their memory. No function synchronises with the host; shapes depend on shapes alone.
@@ -28,7 +28,6 @@ from . import lists_kernels as kernels
 from .language import cdiv, interpreted, power_of_two
 from .rectangle import Tile
 
-CAP = 4.0  # of scale^2 qvar spread in the importance
 CHUNK = 256  # leaves that `choose` compacts at a time
 
 # Per kernel (rows, keys, warps, stages), for float16 and bfloat16 up to width 64, 128, 256 and for
@@ -68,6 +67,7 @@ class Tables:
     visible: Tensor  # [cells] int32: leaves that a cell sees, ascending
     mean: Tensor  # [Hq, cells, d] float32, of the members
     variance: Tensor  # [Hq, cells] float32: mean |q - m|^2 / d
+    spread: Tensor  # [Hk, leaves] float32: mean |k - mean|^2 over the real keys of a leaf
     leaf: int
     routes: Routes | None = None  # None: the members of a cell are its one tile
     precision: str = "tf32x3"  # of float32 products
@@ -120,14 +120,13 @@ class Tables:
 class Tilts:
     """Tilted keys of cells [first, first + cells) over the first ``leaves`` leaves.
 
-    Where a cell does not see a leaf lt is -inf and spread 0; kt and vt may hold anything there.
+    Where a cell does not see a leaf lt is -inf; kt and vt may hold anything there.
     """
 
     first: int
     kt: Tensor  # [Hq, cells, leaves, d]
     vt: Tensor  # [Hq, cells, leaves, dv]
     lt: Tensor  # [Hq, cells, leaves] float32
-    spread: Tensor  # [Hq, cells, leaves] float32
 
     @property
     def cells(self) -> int:
@@ -184,13 +183,13 @@ def tilt(tables: Tables, first: int, last: int, leaves: int, scale: float) -> Ti
         first,
         ks.new_empty((heads, cells, leaves, d)),
         ks.new_empty((heads, cells, leaves, dv)),
-        *ks.new_empty((2, heads, cells, leaves), dtype=torch.float32).unbind(0),
+        ks.new_empty((heads, cells, leaves), dtype=torch.float32),
     )
     tile = tables.tile("tilt")
     together, per = min(tile.rows, power_of_two(cells)), min(tile.keys, power_of_two(leaves, 1))
     kernels.tilt[(cdiv(cells, together), cdiv(leaves, per), heads)](
         tables.mean, ks, tables.vs, ks if tables.bs is None else tables.bs, tables.visible,
-        tilts.kt, tilts.vt, tilts.lt, tilts.spread,
+        tilts.kt, tilts.vt, tilts.lt,
         tables.cells, first, cells, ks.shape[1], leaves, tables.group, scale,
         d, dv, wide, value_wide, together, per, tables.leaf, tables.bs is not None, tables.dot,
         **tile.launch,
@@ -198,13 +197,10 @@ def tilt(tables: Tables, first: int, last: int, leaves: int, scale: float) -> Ti
     return tilts
 
 
-def importance(
-    tables: Tables, tilts: Tilts, own_lse: Tensor | None, scale: float, stride: int = 1
-) -> Tensor:
+def importance(tables: Tables, tilts: Tilts, scale: float, stride: int = 1) -> Tensor:
     """Importance of every visible leaf, [Hq, cells, leaves] float32, undefined at the others.
 
-    ``own_lse`` [Hq, n] joins the softmax of the members (causal, cells of their own window). Every
-    ``stride``-th member takes part; a cell without members finds nothing important.
+    Every ``stride``-th member takes part; a cell without members finds nothing important.
     """
     check_tilts(tables, tilts)
     block, heads = tables.block, tables.heads
@@ -212,8 +208,6 @@ def importance(
         raise InputError(
             f"stride: got {stride}; a divisor of the block of {block} that leaves 16 members"
         )
-    if own_lse is not None:
-        _check("own_lse", own_lse, (heads, tables.query.shape[1]), torch.float32)
     d, _, wide, _ = tables.widths
     size = tilts.lt.new_empty((heads, tilts.cells, block // stride))
     result = torch.empty_like(tilts.lt)
@@ -221,15 +215,14 @@ def importance(
     tile = tables.tile("row_sizes")
     rows = min(tile.rows, block // stride)
     kernels.row_sizes[(block // stride // rows, tilts.cells, heads)](
-        tables.query, tables.members, tilts.kt, tilts.lt, tables.visible,
-        size if own_lse is None else own_lse, size, *sizes,
-        d, wide, block, stride, rows, tile.keys, own_lse is not None, tables.dot, **tile.launch,
+        tables.query, tables.members, tilts.kt, tilts.lt, tables.visible, size, *sizes,
+        d, wide, block, stride, rows, tile.keys, tables.dot, **tile.launch,
     )  # fmt: skip
     tile = tables.tile("shares")
     rows = min(tile.rows, block // stride)
     kernels.importance[(cdiv(tilts.leaves, tile.keys), tilts.cells, heads)](
-        tables.query, tables.members, tilts.kt, tilts.lt, tilts.spread, tables.variance,
-        tables.visible, size, result, *sizes, CAP,
+        tables.query, tables.members, tilts.kt, tilts.lt, tables.spread, tables.variance,
+        tables.visible, size, result, *sizes, tables.spread.shape[1], tables.group,
         d, wide, block, stride, rows, tile.keys, tables.dot, **tile.launch,
     )  # fmt: skip
     return result
@@ -254,12 +247,9 @@ def choose(tables: Tables, tilts: Tilts, value: Tensor, price: Tensor) -> Lists:
     return lists
 
 
-def select(
-    tables: Tables, tilts: Tilts, own_lse: Tensor | None, price: Tensor, scale: float,
-    stride: int = 1,
-) -> Lists:  # fmt: skip
+def select(tables: Tables, tilts: Tilts, price: Tensor, scale: float, stride: int = 1) -> Lists:
     """Leaves more important than the price of their head; see `importance` and `choose`."""
-    return choose(tables, tilts, importance(tables, tilts, own_lse, scale, stride), price)
+    return choose(tables, tilts, importance(tables, tilts, scale, stride), price)
 
 
 def attend(
@@ -314,7 +304,6 @@ def check_tilts(tables: Tables, tilts: Tilts) -> None:
     _check("tilts.kt", tilts.kt, (*shape, tables.ks.shape[2]), tables.ks.dtype)
     _check("tilts.vt", tilts.vt, (*shape, tables.vs.shape[2]), tables.ks.dtype)
     _check("tilts.lt", tilts.lt, shape, torch.float32)
-    _check("tilts.spread", tilts.spread, shape, torch.float32)
 
 
 def check_lists(tables: Tables, tilts: Tilts, lists: Lists) -> None:
@@ -347,6 +336,7 @@ def _check_tables(tables: Tables) -> None:
     _check("visible", tables.visible, (cells,), torch.int32)
     _check("mean", tables.mean, (heads, cells, d), torch.float32)
     _check("variance", tables.variance, (heads, cells), torch.float32)
+    _check("spread", tables.spread, (key_heads, keys // leaf), torch.float32)
     sizes = [block]
     if tables.routes is not None:
         tiles, size = tables.routes.rows.shape[1:]

@@ -79,7 +79,7 @@ def cell_means(
 
 @jit
 def tilt(
-    mean, ks, vs, bs, visible, kt, vt, lt, spread,
+    mean, ks, vs, bs, visible, kt, vt, lt,
     all_cells, first, cells, keys, leaves, group, scale,
     d: tl.constexpr, dv: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BC: tl.constexpr, PER: tl.constexpr, L: tl.constexpr,
@@ -99,7 +99,6 @@ def tilt(
     kt += place * d
     vt += place * dv
     lt += place
-    spread += place
     near = near * leaves
     low = tl.program_id(1) * PER
     high = tl.minimum(low + PER, leaves)
@@ -115,20 +114,15 @@ def tilt(
         base = tl.where(top == float("-inf"), 0.0, top)
         weight = tl.exp2(score - base[:, None])
         size = base + tl.log2(tl.sum(weight, 1))
-        # Divided by the sum of the weights as rounded: then kt is a mean, and its spread true.
+        # Divided by the sum of the weights as rounded: then kt is a mean.
         rounded = weight.to(key.dtype)
-        weight = rounded.to(tl.float32)
-        mass = tl.sum(weight, 1)
+        mass = tl.sum(rounded.to(tl.float32), 1)
         share = tl.where(mass > 0.0, 1.0 / mass, 0.0)
-        square = key.to(tl.float32)
-        square = tl.sum(weight * tl.sum(square * square, 1)[None, :], 1) * share
         tilted = tl.dot(rounded, key, input_precision=PRECISION) * share[:, None]
-        apart = tl.maximum(square - tl.sum(tilted * tilted, 1), 0.0)
         tilted = tilted.to(kt.dtype.element_ty)
         store_rows(kt, tilted, near + leaf, here, d, D)
         link = tl.sum(middle.to(tl.float32) * tilted.to(tl.float32), 1) * scale
         tl.store(lt + near + leaf, size * 0.6931471805599453 - link, mask=here)
-        tl.store(spread + near + leaf, apart, mask=here)
         value = load_rows(vs + slot * dv, key_at, one, dv, E)
         value = tl.dot(rounded, value, input_precision=PRECISION) * share[:, None]
         store_rows(vt, value, near + leaf, here, dv, E)
@@ -136,7 +130,6 @@ def tilt(
     beyond = here[:, None] & (leaf >= reach)[None, :] & (leaf < high)[None, :]
     target = near[:, None] + leaf[None, :]
     tl.store(lt + target, tl.full((BC, PER), float("-inf"), tl.float32), mask=beyond)
-    tl.store(spread + target, tl.zeros((BC, PER), tl.float32), mask=beyond)
 
 
 @jit
@@ -148,10 +141,10 @@ def _members_at(members, cell, at, B: tl.constexpr, STRIDE: tl.constexpr):
 
 @jit
 def row_sizes(
-    query, members, kt, lt, visible, own_lse, size,
+    query, members, kt, lt, visible, size,
     n, all_cells, first, cells, leaves, scale,
     d: tl.constexpr, D: tl.constexpr, B: tl.constexpr, STRIDE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp to base 2 of a cell's members over all its tilted keys; inf: no weight."""
     bh = tl.program_id(2).to(tl.int64)
@@ -164,9 +157,6 @@ def row_sizes(
     lt += place * leaves
     top = tl.full((BM,), float("-inf"), dtype=tl.float32)
     mass = tl.zeros((BM,), dtype=tl.float32)
-    if OWN:
-        top = tl.load(own_lse + bh * n + row, mask=live, other=float("-inf")) * 1.4426950408889634
-        mass = tl.where(top == float("-inf"), 0.0, 1.0)
     end = tl.load(visible + first + cell)
     for start in range(0, end, BN):
         at = start + tl.arange(0, BN)
@@ -184,11 +174,11 @@ def row_sizes(
 @jit
 def importance(
     query, members, kt, lt, spread, variance, visible, size, result,
-    n, all_cells, first, cells, leaves, scale, cap,
+    n, all_cells, first, cells, leaves, scale, all_leaves, group,
     d: tl.constexpr, D: tl.constexpr, B: tl.constexpr, STRIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Mean squared share of a leaf among a cell's members, times how wrong its tilt may be."""
+    """Mean squared share of a leaf among a cell's members, times scale^2 variance spread."""
     cell, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
     end = tl.load(visible + first + cell)
     at = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -209,9 +199,9 @@ def importance(
         total += tl.sum(share * share, 0)
         count += live.to(tl.float32)
     count_all = tl.maximum(tl.sum(count, 0), 1.0)
-    apart = tl.load(spread + place * leaves + at, mask=here, other=0.0)
-    apart = tl.minimum(apart * (scale * scale * tl.load(variance + whole)), cap)
-    tl.store(result + place * leaves + at, total / count_all * apart, mask=here)
+    apart = tl.load(spread + bh // group * all_leaves + at, mask=here, other=0.0)
+    apart *= scale * scale * tl.load(variance + whole) / count_all
+    tl.store(result + place * leaves + at, total * apart, mask=here)
 
 
 @jit
