@@ -53,8 +53,8 @@ def window_order(x: Tensor, leaf: int, count: Tensor | None = None) -> Tensor:
 
 @torch.no_grad()
 def head_order(x: Tensor, leaf: int, hidden: Tensor | None = None) -> Tensor:
-    """All tokens [n, d] sorted into leaves: [slots], -1 for slots that are left over. Tokens that
-    are ``hidden`` come last."""
+    """All tokens [n, d] that are not ``hidden`` sorted into leaves: [slots], -1 for slots that are
+    left over."""
     n = len(x)
     width = window_length(n, leaf)
     order = torch.arange(n, device=x.device)
@@ -69,6 +69,7 @@ def head_order(x: Tensor, leaf: int, hidden: Tensor | None = None) -> Tensor:
     place = torch.arange(windows * width, device=x.device).view(windows, width)
     count = (place < shown).sum(1)
     at = window_order(x[slots.clamp(min=0)], leaf, None if shown == slots.numel() else count)
+    slots = slots.masked_fill(place >= shown, -1)
     return slots.gather(1, at).flatten()
 
 

@@ -23,7 +23,7 @@ from ..lists import ListSettings, taken, tiles_by_centre
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
 from . import exact
-from .dispatch import Forward, by_key_head
+from .dispatch import Forward
 
 WORKSPACE = 2 * 2**30  # bytes of tilts and lists at a time
 LEAST = 16  # tokens of a cell, a tile or a leaf that kernels take
@@ -109,7 +109,7 @@ class _Call:
             members = members.contiguous()
         mean, variance = kernels.cell_means(query, members)
         routes = _routes(query, mean, settings) if settings.strict else None
-        ks, vs, bs = _leaves(key, value, weight, slots, _keys(problem, settings))
+        ks, vs, bs = _leaves(key, value, weight, slots, _keys(problem, settings), problem.group)
         spread = kernels.cell_means(key, slots.view(len(key), -1, leaf))[1] * key.shape[2]
         tables = kernels.Tables(
             query, ks, vs, bs, members, _visible(members, slots, settings), mean, variance,
@@ -181,7 +181,7 @@ def _visible(members: Tensor, slots: Tensor, settings: ListSettings) -> Tensor:
 
 
 def _leaves(
-    key: Tensor, value: Tensor, weight: Tensor | None, slots: Tensor, keys: int
+    key: Tensor, value: Tensor, weight: Tensor | None, slots: Tensor, keys: int, group: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Sorted keys, values and log-weights; zeros and -inf in slots without a key."""
     if weight is None and slots.shape[1] == keys:  # no slot is empty
@@ -190,9 +190,9 @@ def _leaves(
         ks, vs = (x.flatten(0, 1)[at].view(*slots.shape, -1) for x in (key, value))
         return ks, vs, None
     ks, vs = (taken(x, slots) for x in (key, value))
+    slots = slots.repeat_interleave(group, 0)
     if weight is None:
-        weight = torch.zeros((), device=key.device).expand(len(key), key.shape[1])
-    slots = slots.repeat_interleave(len(weight) // len(slots), 0)
+        weight = torch.zeros((), device=key.device).expand(len(slots), key.shape[1])
     bs = weight.gather(1, slots.clamp(min=0).long())
     return ks, vs, bs.masked_fill_(slots < 0, -torch.inf)
 

@@ -166,8 +166,8 @@ class FittedSearch:
         return low if low >= FEWEST else 0
 
     def affordable(self, features: int = MOST) -> HeadPlan | None:
-        """Of the largest plans cheaper than exact attention, the one that is expected to err least: a
-        degree that is barely begun may err more than one that is complete."""
+        """Of the largest plans cheaper than exact attention, the one that is expected to err least:
+        a degree that is barely begun may err more than one that is complete."""
         most = self.most(limit=features)
         tried = (self.plan(most * part // 8) for part in (4, 6, 8) if most * part // 8 >= FEWEST)
         plans = [plan for plan in tried if plan is not None and plan.cost < 1]

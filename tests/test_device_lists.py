@@ -1,0 +1,112 @@
+"""Lists on the device against the evaluator in PyTorch operations, list by list."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from device_cases import DEVICE, marks, needs_triton  # before kernels are imported
+
+import supportbasis as sb  # isort: skip
+from supportbasis.components.lists import groups, head_tables, list_attention
+from supportbasis.device import lists as device_lists
+from supportbasis.inputs import attention_problem
+from supportbasis.kernels import lists as kernels
+from supportbasis.lists import ListSettings
+from supportbasis.plans import HeadPlan, Plan
+from test_lists import clustered, weights
+
+pytestmark = [*marks, needs_triton]
+MODES = ["whole", "causal", "strict"]
+
+
+def settings_of(mode, price=1e-3, block=32, leaf=16, window=64):
+    return ListSettings(price, block, leaf, 0 if mode == "whole" else window, mode == "strict")
+
+
+def plan_of(q, settings, causal):
+    head = HeadPlan("lists", "", q.shape[2], q.shape[2], 0.5, 1.0, lists=settings)
+    count = q.shape[0] * q.shape[1]
+    return Plan(sb.BlockSupport(), *q.shape[:2], q.shape[3], (head,) * count, None, causal)
+
+
+def tokens(n=150, m=None, heads=2, key_heads=2, d=8, dv=8):
+    made = [clustered(n, m, d, dv, seed=seed, dtype=torch.float32) for seed in range(heads)]
+    q, k, v = (torch.stack(x).unsqueeze(0).to(DEVICE) for x in zip(*made, strict=True))
+    return q, k[:, :key_heads].contiguous(), v[:, :key_heads].contiguous()
+
+
+@pytest.mark.parametrize("kind", ["none", "bias", "mask"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "shape", [(150, 150, 2, 2, 8), (192, 192, 2, 1, 8), (130, 100, 1, 1, 5), (70, 130, 1, 1, 8)]
+)
+def test_matches_the_evaluator_in_pytorch(shape, mode, kind):
+    n, m, heads, key_heads, dv = shape
+    q, k, v = tokens(n, m, heads, key_heads, dv=dv)
+    causal, settings, bias = mode != "whole", settings_of(mode), weights(kind, m)
+    mask = None if bias is None else bias.float().to(DEVICE).view(1, 1, 1, m)
+    problem = attention_problem(q, k, v, mask, 0.0, causal, None, key_heads != heads)
+    plan = plan_of(q, settings, causal)
+    output, lse, _ = device_lists.forward(problem, plan)
+    for b, h, head in problem.each_head():
+        wanted, wanted_lse = list_attention(head, settings)
+        limit = 2e-5 * float(v.abs().max())
+        assert (output[b, h] - wanted).abs().max() < limit
+        seen = wanted_lse > -math.inf
+        assert torch.equal(lse[b, h] > -math.inf, seen)
+        assert (lse[b, h] - wanted_lse)[seen].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_lists_are_the_same(mode):
+    """Every cell opens the same leaves, as sets of keys, for the same queries."""
+    q, k, v = tokens(192, heads=2)
+    settings = settings_of(mode)
+    problem = attention_problem(q, k, v, None, 0.0, mode != "whole", None, False)
+    call = device_lists._Call.of(problem, settings)
+    price = torch.full((2,), settings.price, device=DEVICE)
+    found, listed = {}, 0
+    for first, last, leaves in call.ranges():
+        tilts = kernels.tilt(call.tables, first, last, leaves, problem.scale)
+        lists = kernels.select(call.tables, tilts, price, problem.scale)
+        for h in range(2):
+            for cell in range(first, last):
+                rows = frozenset(call.tables.members[h, cell].tolist()) - {-1}
+                count = int(lists.count[h, cell - first])
+                leaf = lists.index[h, cell - first, :count].long()
+                keys = call.slots[h].view(-1, settings.leaf)[leaf]
+                found[h, rows] = {frozenset(x) for x in keys.tolist()}
+                listed += count
+    assert listed
+    for _, h, head in problem.each_head():
+        made = head_tables(head, settings)
+        for group in groups(head, made, settings):
+            for at, cell in enumerate(range(group.cells.start, group.cells.stop)):
+                rows = frozenset(made.members[0, cell].tolist()) - {-1}
+                if not rows or not int(made.visible[cell]):
+                    continue
+                keys = made.slots[0].view(-1, settings.leaf)[group.open[at].nonzero().squeeze(1)]
+                assert found[h, rows] == {frozenset(x) for x in keys.tolist()}
+
+
+def test_ranges_of_a_small_workspace_give_the_same_bits(monkeypatch):
+    q, k, v = tokens(192)
+    for mode in MODES:
+        problem = attention_problem(q, k, v, None, 0.0, mode != "whole", None, False)
+        plan = plan_of(q, settings_of(mode), mode != "whole")
+        whole = device_lists.forward(problem, plan)
+        with monkeypatch.context() as patch:
+            patch.setattr(device_lists, "WORKSPACE", 2000)
+            parts = device_lists.forward(problem, plan)
+        assert torch.equal(whole[0], parts[0]) and torch.equal(whole[1], parts[1])
+
+
+def test_a_workspace_that_does_not_fit_is_refused(monkeypatch):
+    q, k, v = tokens(192)
+    problem = attention_problem(q, k, v, None, 0.0, False, None, False)
+    monkeypatch.setattr(device_lists, "WORKSPACE", 10)
+    with pytest.raises(sb.InputError, match=r"need a workspace of \d+ bytes.*block_size"):
+        device_lists.forward(problem, plan_of(q, settings_of("whole"), False))
