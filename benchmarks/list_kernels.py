@@ -131,16 +131,19 @@ def own_window(data: Data) -> tuple[Tensor, Tensor]:
 
 
 def price_of(data: Data) -> Tensor:
-    """Per head, the importance that the given share of the visible leaves exceeds."""
+    """Per head, about the price at which the given share of the visible leaves is open."""
     work, tables = data.work, data.tables
-    values = []
-    for first, last, leaves in pieces(data):
-        tilts = fast.tilt(tables, first, last, leaves, work.scale)
-        value = fast.importance(tables, tilts, work.scale)
-        seen = torch.arange(leaves, device=work.device) < tables.visible[first:last, None]
-        values.append(value[:, seen][:, ::7])
-    value = torch.cat(values, 1).sort(-1).values
-    return value[:, int(value.shape[1] * (1 - work.share))].contiguous()
+    low, high = (torch.full((work.heads,), x, device=work.device) for x in (-46.0, 10.0))
+    first, last, leaves = list(pieces(data))[-1]
+    tilts = fast.tilt(tables, first, last, leaves, work.scale)
+    seen = float(tables.visible[first:last].sum())
+    for _ in range(12):
+        middle = (low + high) / 2
+        closed = replace(tilts, lt=tilts.lt.clone())
+        count = fast.select(tables, closed, middle.exp(), work.scale).count.sum(1)
+        many = count > work.share * seen
+        low, high = torch.where(many, middle, low), torch.where(many, high, middle)
+    return high.exp()
 
 
 def pieces(data: Data) -> Iterator[tuple[int, int, int]]:
@@ -223,17 +226,14 @@ def parts(data: Data) -> dict[str, Callable[[], object]]:
     work, tables = data.work, data.tables
     leaves = int(tables.visible.max())
     tilts = fast.tilt(tables, 0, tables.cells, leaves, work.scale)
-    value = fast.importance(tables, tilts, work.scale)
     closed = replace(tilts, lt=tilts.lt.clone())
-    lists = fast.choose(tables, closed, value, data.price)
+    lists = fast.select(tables, closed, data.price, work.scale)
     output = torch.empty_like(data.tokens[2][0])
     lse = torch.empty(output.shape[:2], device=work.device)
     calls: dict[str, Callable[[], object]] = {
         "means": lambda: fast.cell_means(tables.query, tables.members),
         "tilt": lambda: fast.tilt(tables, 0, tables.cells, leaves, work.scale),
-        "importance": lambda: fast.importance(tables, tilts, work.scale),
-        "importance/4": lambda: fast.importance(tables, tilts, work.scale, 4),
-        "choose": lambda: fast.choose(tables, closed, value, data.price),
+        "select": lambda: fast.select(tables, closed, data.price, work.scale),
         "attend": lambda: fast.attend(
             tables, closed, lists, data.own, output, lse, work.scale
         ),

@@ -54,6 +54,9 @@ class ListSettings:
         return max(1, self.block // 2) if self.strict else self.block
 
 
+ASKED = 32  # members of a cell, at even strides, that say which leaves matter
+
+
 class Tables(NamedTuple):
     """Sorted keys, cells of queries, and tiles of rows that share a cell's list."""
 
@@ -259,9 +262,11 @@ def _variances(x: Tensor, index: Tensor) -> Tensor:
 
 def importance(weight: Tensor, members: Tensor, inner: Tensor) -> Tensor:
     """Estimated squared error of leaves as tilted keys, relative to the output, [cells, leaves]:
-    the mean squared share of a leaf in the attention of the cell's members to all leaves, times
-    the variance of scores within it. ``weight`` [cells, B, leaves] may have any units. (The
-    keys of their own window do not enter: those of later members are ahead of earlier ones.)"""
+    the mean squared share of a leaf in the attention of some members to all leaves, times the
+    variance of scores within it. ``weight`` [cells, B, leaves] may have any units. (The keys of
+    their own window do not enter: those of later members are ahead of earlier ones.)"""
+    stride = max(1, members.shape[1] // ASKED)
+    weight, members = weight[:, ::stride], members[:, ::stride]
     total = weight.sum(2)
     real = (members >= 0) & (total > 0)
     factor = torch.where(real, total, math.inf).square().reciprocal()

@@ -14,7 +14,7 @@ from torch import Tensor
 from .basis import buckets_of
 from .components.sketched import Sketched
 from .jensen import least_lse
-from .lists import ListSettings, Tables
+from .lists import ASKED, ListSettings, Tables
 from .plans import HeadPlan, Plan
 from .powers import PowerKernel
 from .problem import Head, Problem
@@ -180,8 +180,8 @@ def list_attention(head: Head, settings: ListSettings, made: Tables) -> tuple[Te
         tilts = [_tilted(head.scale * key[j] @ mean + bias[j], key[j], value[j]) for j in seen]
         keys, values, masses, spreads = map(torch.stack, zip(*tilts, strict=True))
         weight = masses - head.scale * keys @ mean
-        coarse = head.scale * query[members] @ keys.T + weight
-        share = coarse.softmax(1)
+        asked = query[members[:: max(1, settings.block // ASKED)]]
+        share = (head.scale * asked @ keys.T + weight).softmax(1)
         variance = (query[members] - mean).square().sum(1).mean() / max(1, head.dim)
         opened = share.square().mean(0) * head.scale**2 * variance * spreads > settings.price
         exact = [leaf[live[leaf]] for leaf, is_open in zip(seen, opened, strict=True) if is_open]

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..problem import Problem
 
 DTYPES = (torch.bfloat16, torch.float16)
-LONG = 4096  # rows from which on cuDNN comes first: it prepares for every shape anew
+LONG = 2**17  # rows of all heads from which on cuDNN comes first: it prepares every shape anew
 
 Made = TypeVar("Made")
 
@@ -64,7 +64,7 @@ def kernels_for(problem: Problem) -> list[Kernel]:
     call = torch.backends.cuda.SDPAParams(*tokens, None, 0.0, problem.is_causal, problem.group > 1)
     found = [kernel for kernel in (CUDNN, FLASH) if kernel.can_use(call)]
     has_wgmma = torch.cuda.get_device_capability(problem.query.device)[0] >= 9
-    return found if has_wgmma and problem.n >= LONG else found[::-1]
+    return found if has_wgmma and problem.batch * problem.heads * problem.n >= LONG else found[::-1]
 
 
 def is_plain(problem: Problem) -> bool:

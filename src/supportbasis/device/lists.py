@@ -19,7 +19,7 @@ from ..cotangent import Gradients
 from ..errors import InputError
 from ..kernels import lists as kernels
 from ..kernels import sorting
-from ..lists import ListSettings, taken, tiles_by_centre
+from ..lists import ListSettings, tiles_by_centre
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
 from . import exact
@@ -109,8 +109,10 @@ class _Call:
             members = members.contiguous()
         mean, variance = kernels.cell_means(query, members)
         routes = _routes(query, mean, settings) if settings.strict else None
-        ks, vs, bs = _leaves(key, value, weight, slots, _keys(problem, settings), problem.group)
-        spread = kernels.cell_means(key, slots.view(len(key), -1, leaf))[1] * key.shape[2]
+        ks, vs, spread = kernels.gather_leaves(key, value, slots, leaf)
+        bs = None
+        if weight is not None or slots.shape[1] != _keys(problem, settings):
+            bs = _leaf_weights(weight, slots, problem)
         tables = kernels.Tables(
             query, ks, vs, bs, members, _visible(members, slots, settings), mean, variance,
             spread, leaf, routes, exact.precision(),
@@ -180,21 +182,12 @@ def _visible(members: Tensor, slots: Tensor, settings: ListSettings) -> Tensor:
     return (cell // settings.cells * (settings.window // settings.leaf)).clamp(max=leaves)
 
 
-def _leaves(
-    key: Tensor, value: Tensor, weight: Tensor | None, slots: Tensor, keys: int, group: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Sorted keys, values and log-weights; zeros and -inf in slots without a key."""
-    if weight is None and slots.shape[1] == keys:  # no slot is empty
-        first = torch.arange(len(key), device=key.device).mul_(key.shape[1]).unsqueeze(1)
-        at = (slots + first).flatten()
-        ks, vs = (x.flatten(0, 1)[at].view(*slots.shape, -1) for x in (key, value))
-        return ks, vs, None
-    ks, vs = (taken(x, slots) for x in (key, value))
-    slots = slots.repeat_interleave(group, 0)
+def _leaf_weights(weight: Tensor | None, slots: Tensor, problem: Problem) -> Tensor:
+    """Log-weights of sorted keys [heads, slots], -inf where there is none."""
+    slots = slots.repeat_interleave(problem.group, 0)
     if weight is None:
-        weight = torch.zeros((), device=key.device).expand(len(slots), key.shape[1])
-    bs = weight.gather(1, slots.clamp(min=0).long())
-    return ks, vs, bs.masked_fill_(slots < 0, -torch.inf)
+        weight = torch.zeros((), device=slots.device).expand(len(slots), problem.m)
+    return weight.gather(1, slots.clamp(min=0).long()).masked_fill_(slots < 0, -torch.inf)
 
 
 def _routes(query: Tensor, mean: Tensor, settings: ListSettings) -> kernels.Routes:

@@ -6,9 +6,9 @@ a leaf of keys k_j, values v_j and log-weights b_j becomes one key:
     t_j = scale <m, k_j> + b_j    w = softmax t    kt = sum_j w_j k_j    vt = sum_j w_j v_j
     lt = logsumexp t - scale <m, kt>
 
-Rows q_i of the cell give it the score z_il = scale <q_i, kt_l> + lt_l, and the share p_il of their
-softmax over all leaves. Leaves whose importance mean_i p_il^2 scale^2 variance spread_l exceeds a
-price are open: their keys are attended exactly. Here variance = mean_i |q_i - m|^2 / d and spread_l
+Some rows q_i of the cell give it the score z_il = scale <q_i, kt_l> + lt_l, and the share p_il of
+their softmax over all leaves. Leaves whose importance mean_i p_il^2 scale^2 variance spread_l
+exceeds a price are open: their keys are attended exactly. Here variance = mean_i |q_i - m|^2 / d and spread_l
 is the mean of |k_j - mean|^2 over the leaf's real keys. Output is one softmax over the own window
 (causal attention), the tilted keys of closed leaves and the keys of open ones.
 
@@ -24,19 +24,17 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..lists import ASKED
 from . import lists_kernels as kernels
 from .language import cdiv, interpreted, power_of_two
 from .rectangle import Tile
-
-CHUNK = 256  # leaves that `choose` compacts at a time
 
 # Per kernel (rows, keys, warps, stages), for float16 and bfloat16 up to width 64, 128, 256 and for
 # float32 up to 128, 256.
 Shapes = tuple[tuple[int, int, int, int], ...]
 TILES: dict[str, Shapes] = {  # cells and leaves of a program; rows, leaves or keys at a time
     "tilt": ((128, 8, 8, 3), (64, 8, 8, 2), (64, 8, 8, 1), (32, 4, 8, 1), (16, 4, 8, 1)),
-    "row_sizes": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
-    "shares": ((128, 64, 4, 1), (128, 64, 8, 1), (64, 64, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+    "select": ((32, 128, 4, 3), (32, 64, 4, 3), (32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
     "attend": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
 }  # fmt: skip
 
@@ -169,6 +167,22 @@ def cell_means(query: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
     return mean, variance
 
 
+def gather_leaves(key: Tensor, value: Tensor, slots: Tensor, leaf: int) -> tuple[Tensor, ...]:
+    """Keys and values [Hk, M, ...] in the sequence of ``slots`` [Hk, M] int32 (-1: none, zeros),
+    and the variance of the keys of each leaf, [Hk, leaves] float32, the sum over coordinates."""
+    heads, tokens, d = key.shape
+    dv, keys = value.shape[2], slots.shape[1]
+    _check("key", key, (heads, tokens, d))
+    _check("value", value, (heads, tokens, dv), key.dtype)
+    _check("slots", slots, (heads, keys), torch.int32)
+    ks, vs = key.new_empty(heads, keys, d), value.new_empty(heads, keys, dv)
+    spread = key.new_empty((heads, keys // leaf), dtype=torch.float32)
+    kernels.gather_leaves[(keys // leaf, heads)](
+        key, value, slots, ks, vs, spread, tokens, d, dv, power_of_two(d), power_of_two(dv), leaf,
+    )  # fmt: skip
+    return ks, vs, spread
+
+
 def tilt(tables: Tables, first: int, last: int, leaves: int, scale: float) -> Tilts:
     """Tilted keys of the first ``leaves`` leaves for the cells [first, last), which see no more."""
     d, dv, wide, value_wide = tables.widths
@@ -197,59 +211,29 @@ def tilt(tables: Tables, first: int, last: int, leaves: int, scale: float) -> Ti
     return tilts
 
 
-def importance(tables: Tables, tilts: Tilts, scale: float, stride: int = 1) -> Tensor:
-    """Importance of every visible leaf, [Hq, cells, leaves] float32, undefined at the others.
-
-    Every ``stride``-th member takes part; a cell without members finds nothing important.
-    """
-    check_tilts(tables, tilts)
-    block, heads = tables.block, tables.heads
-    if stride < 1 or block % stride or block // stride < 16:
-        raise InputError(
-            f"stride: got {stride}; a divisor of the block of {block} that leaves 16 members"
-        )
-    d, _, wide, _ = tables.widths
-    size = tilts.lt.new_empty((heads, tilts.cells, block // stride))
-    result = torch.empty_like(tilts.lt)
-    sizes = (tables.query.shape[1], tables.cells, tilts.first, tilts.cells, tilts.leaves, scale)
-    tile = tables.tile("row_sizes")
-    rows = min(tile.rows, block // stride)
-    kernels.row_sizes[(block // stride // rows, tilts.cells, heads)](
-        tables.query, tables.members, tilts.kt, tilts.lt, tables.visible, size, *sizes,
-        d, wide, block, stride, rows, tile.keys, tables.dot, **tile.launch,
-    )  # fmt: skip
-    tile = tables.tile("shares")
-    rows = min(tile.rows, block // stride)
-    kernels.importance[(cdiv(tilts.leaves, tile.keys), tilts.cells, heads)](
-        tables.query, tables.members, tilts.kt, tilts.lt, tables.spread, tables.variance,
-        tables.visible, size, result, *sizes, tables.spread.shape[1], tables.group,
-        d, wide, block, stride, rows, tile.keys, tables.dot, **tile.launch,
-    )  # fmt: skip
-    return result
-
-
-def choose(tables: Tables, tilts: Tilts, value: Tensor, price: Tensor) -> Lists:
-    """Lists of the leaves whose importance ``value`` exceeds the price of the head, [Hq] float32.
+def select(tables: Tables, tilts: Tilts, price: Tensor, scale: float) -> Lists:
+    """Leaves more important than the price of their head, [Hq] float32: the mean squared share of
+    a leaf among some members of the cell, times scale^2 variance spread.
 
     Open leaves are attended by their keys: their lt becomes -inf, in place.
     """
     check_tilts(tables, tilts)
-    _check("value", value, tuple(tilts.lt.shape), torch.float32)
     _check("price", price, (tables.heads,), torch.float32)
     lists = Lists(
         torch.empty_like(tilts.lt, dtype=torch.int32),
         tilts.lt.new_empty((tables.heads, tilts.cells), dtype=torch.int32),
     )
-    kernels.choose[(tilts.cells, tables.heads)](
-        value, price, tables.visible, tilts.lt, lists.index, lists.count,
-        tilts.first, tilts.cells, tilts.leaves, CHUNK,
+    d, _, wide, _ = tables.widths
+    block, tile = tables.block, tables.tile("select")
+    stride = max(1, block // ASKED)
+    kernels.select[(tilts.cells, tables.heads)](
+        tables.query, tables.members, tilts.kt, tilts.lt, tables.spread, tables.variance,
+        tables.visible, price, lists.index, lists.count,
+        tables.query.shape[1], tables.cells, tilts.first, tilts.cells, tilts.leaves, scale,
+        tables.spread.shape[1], tables.group,
+        d, wide, block, stride, power_of_two(block // stride), tile.keys, tables.dot, **tile.launch,
     )  # fmt: skip
     return lists
-
-
-def select(tables: Tables, tilts: Tilts, price: Tensor, scale: float, stride: int = 1) -> Lists:
-    """Leaves more important than the price of their head; see `importance` and `choose`."""
-    return choose(tables, tilts, importance(tables, tilts, scale, stride), price)
 
 
 def attend(

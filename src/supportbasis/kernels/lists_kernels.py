@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Kernels of `lists`: cell means, tilts of leaves, importance, lists, and attention over them.
+"""Kernels of `lists`: cell means, leaves and their tilts, lists, and attention over them.
 
 Heads are those of the queries; ``group`` of them share keys. Cells of a span are counted from
 ``first``. Logarithms are to base 2 inside, as the hardware has them, and natural in memory.
@@ -133,96 +133,81 @@ def tilt(
 
 
 @jit
-def _members_at(members, cell, at, B: tl.constexpr, STRIDE: tl.constexpr):
-    """Every STRIDE-th member of a cell, and which exist."""
-    row = tl.load(members + cell * B + at * STRIDE).to(tl.int64)
-    return row, row >= 0
-
-
-@jit
-def row_sizes(
-    query, members, kt, lt, visible, size,
-    n, all_cells, first, cells, leaves, scale,
-    d: tl.constexpr, D: tl.constexpr, B: tl.constexpr, STRIDE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+def gather_leaves(
+    key, value, slots, ks, vs, spread,
+    tokens, d: tl.constexpr, dv: tl.constexpr, D: tl.constexpr, E: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp to base 2 of a cell's members over all its tilted keys; inf: no weight."""
-    bh = tl.program_id(2).to(tl.int64)
-    cell = tl.num_programs(1) - 1 - tl.program_id(1)  # cells that see the most come first
-    near = tl.program_id(0) * BM + tl.arange(0, BM)
-    row, live = _members_at(members, bh * all_cells + first + cell, near, B, STRIDE)
-    token = load_rows(query + bh * n * d, row, live, d, D)
-    place = bh * cells + cell
-    kt += place * leaves * d
-    lt += place * leaves
-    top = tl.full((BM,), float("-inf"), dtype=tl.float32)
-    mass = tl.zeros((BM,), dtype=tl.float32)
-    end = tl.load(visible + first + cell)
-    for start in range(0, end, BN):
-        at = start + tl.arange(0, BN)
-        key = load_rows(kt, at, at < end, d, D)
-        score = tl.dot(token, tl.trans(key), input_precision=PRECISION)
-        score = score * (scale * 1.4426950408889634) + leaf_bias(lt, at, at < end)[None, :]
-        new_top = tl.maximum(top, tl.max(score, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        mass = mass * tl.exp2(top - base) + tl.sum(tl.exp2(score - base[:, None]), 1)
-        top = new_top
-    total = tl.where(live & (mass > 0.0), top + tl.log2(mass), float("inf"))
-    tl.store(size + place * (B // STRIDE) + near, total)
+    """Keys and values of a leaf side by side, zeros where there is none, and the keys' variance."""
+    bh = tl.program_id(1).to(tl.int64)
+    leaf = bh * tl.num_programs(0) + tl.program_id(0)
+    near = tl.arange(0, L)
+    token = tl.load(slots + leaf * L + near).to(tl.int64)
+    live = token >= 0
+    found = load_rows(key + bh * tokens * d, token, live, d, D)
+    store_rows(ks + leaf * L * d, found, near, near < L, d, D)
+    part = load_rows(value + bh * tokens * dv, token, live, dv, E)
+    store_rows(vs + leaf * L * dv, part, near, near < L, dv, E)
+    wide = found.to(tl.float32)
+    count = tl.maximum(tl.sum(live.to(tl.float32), 0), 1.0)
+    apart = tl.where(live[:, None], wide - (tl.sum(wide, 0) / count)[None, :], 0.0)
+    tl.store(spread + leaf, tl.sum(tl.sum(apart * apart, 1), 0) / count)
 
 
 @jit
-def importance(
-    query, members, kt, lt, spread, variance, visible, size, result,
+def _scores(
+    token, kt, lt, at, end, scale, d: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Scores of rows with tilted keys to base 2; -inf where there is no leaf."""
+    key = load_rows(kt, at, at < end, d, D)
+    score = tl.dot(token, tl.trans(key), input_precision=PRECISION)
+    return score * (scale * 1.4426950408889634) + leaf_bias(lt, at, at < end)[None, :]
+
+
+@jit
+def select(
+    query, members, kt, lt, spread, variance, visible, price, index, count,
     n, all_cells, first, cells, leaves, scale, all_leaves, group,
     d: tl.constexpr, D: tl.constexpr, B: tl.constexpr, STRIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Mean squared share of a leaf among a cell's members, times scale^2 variance spread."""
-    cell, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    end = tl.load(visible + first + cell)
-    at = tl.program_id(0) * BN + tl.arange(0, BN)
-    here = at < end
-    many = tl.where(tl.program_id(0) * BN < end, B // STRIDE, 0)
+    """Leaves of a cell whose importance exceeds the price, ascending; their tilted keys get no
+    weight. Every STRIDE-th member is asked, BM at most; first for its log-sum-exp."""
+    bh = tl.program_id(1).to(tl.int64)
+    cell = tl.num_programs(0) - 1 - tl.program_id(0)  # cells that see the most come first
     place, whole = bh * cells + cell, bh * all_cells + first + cell
-    key = load_rows(kt + place * leaves * d, at, here, d, D)
-    bias = leaf_bias(lt + place * leaves, at, here)
-    total = tl.zeros((BN,), dtype=tl.float32)
-    count = tl.zeros((BM,), dtype=tl.float32)
-    for start in range(0, many, BM):
-        near = start + tl.arange(0, BM)
-        row, live = _members_at(members, whole, near, B, STRIDE)
-        token = load_rows(query + bh * n * d, row, live, d, D)
-        score = tl.dot(token, tl.trans(key), input_precision=PRECISION)
-        score = score * (scale * 1.4426950408889634) + bias[None, :]
-        share = tl.exp2(score - tl.load(size + place * (B // STRIDE) + near)[:, None])
-        total += tl.sum(share * share, 0)
-        count += live.to(tl.float32)
-    count_all = tl.maximum(tl.sum(count, 0), 1.0)
-    apart = tl.load(spread + bh // group * all_leaves + at, mask=here, other=0.0)
-    apart *= scale * scale * tl.load(variance + whole) / count_all
-    tl.store(result + place * leaves + at, total * apart, mask=here)
-
-
-@jit
-def choose(
-    value, price, visible, lt, index, count,
-    first, cells, leaves, BN: tl.constexpr,
-):  # fmt: skip
-    """Leaves of a cell above the price, ascending; their tilted keys get no weight."""
-    cell, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    limit, end = tl.load(price + bh), tl.load(visible + first + cell)
-    place = (bh * cells + cell) * leaves
+    near = tl.arange(0, BM)
+    asked = near < B // STRIDE
+    row = tl.load(members + whole * B + near * STRIDE, mask=asked, other=-1).to(tl.int64)
+    token = load_rows(query + bh * n * d, row, row >= 0, d, D)
+    kt += place * leaves * d
+    lt += place * leaves
+    end = tl.load(visible + first + cell)
+    top = tl.full((BM,), float("-inf"), dtype=tl.float32)
+    mass = tl.zeros((BM,), dtype=tl.float32)
+    for start in range(0, end, BN):
+        score = _scores(token, kt, lt, start + tl.arange(0, BN), end, scale, d, D, PRECISION)
+        new_top = tl.maximum(top, tl.max(score, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        mass = mass * tl.exp2(top - base) + tl.sum(tl.exp2(score - base[:, None]), 1)
+        top = new_top
+    live = (row >= 0) & (mass > 0.0)
+    size = tl.where(live, top + tl.log2(mass), float("inf"))
+    factor = scale * scale * tl.load(variance + whole)
+    factor = factor / tl.maximum(tl.sum(live.to(tl.float32), 0), 1.0)
+    limit = tl.load(price + bh)
+    spread += bh // group * all_leaves
+    index += place * leaves
     total = tl.zeros((), dtype=tl.int32)
     for start in range(0, end, BN):
         at = start + tl.arange(0, BN)
-        above = tl.load(value + place + at, mask=at < end, other=float("-inf")) > limit
-        above = above & (at < end)
+        share = tl.exp2(_scores(token, kt, lt, at, end, scale, d, D, PRECISION) - size[:, None])
+        apart = tl.load(spread + at, mask=at < end, other=0.0)
+        above = (tl.sum(share * share, 0) * apart * factor > limit) & (at < end)
         slot = total + tl.cumsum(above.to(tl.int32), 0) - 1
-        tl.store(index + place + slot, at, mask=above)
-        tl.store(lt + place + at, tl.full((BN,), float("-inf"), tl.float32), mask=above)
+        tl.store(index + slot, at, mask=above)
+        tl.store(lt + at, tl.full((BN,), float("-inf"), tl.float32), mask=above)
         total += tl.sum(above.to(tl.int32), 0)
-    tl.store(count + bh * cells + cell, total)
+    tl.store(count + place, total)
 
 
 @jit
