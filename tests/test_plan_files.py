@@ -48,7 +48,7 @@ def test_a_loaded_plan_is_the_plan_that_was_saved(made, tmp_path):
         assert torch.equal(first.certificate.bound, second.certificate.bound), case.name
         for mine, theirs in zip(case.plan.heads, loaded.heads, strict=True):
             assert theirs.polynomial == mine.polynomial and theirs.pairs == mine.pairs
-            assert theirs.blocks == mine.blocks and theirs.fitted == mine.fitted
+            assert theirs.lists == mine.lists and theirs.fitted == mine.fitted
             assert theirs.exact_rows == mine.exact_rows and theirs.kernels == mine.kernels
 
 
