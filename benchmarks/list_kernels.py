@@ -134,13 +134,12 @@ def price_of(data: Data) -> Tensor:
     """Per head, about the price at which the given share of the visible leaves is open."""
     work, tables = data.work, data.tables
     low, high = (torch.full((work.heads,), x, device=work.device) for x in (-46.0, 10.0))
-    first, last, leaves = list(pieces(data))[-1]
-    tilts = fast.tilt(tables, first, last, leaves, work.scale)
-    seen = float(tables.visible[first:last].sum())
+    seen = float(tables.visible.sum())
     for _ in range(12):
-        middle = (low + high) / 2
-        closed = replace(tilts, lt=tilts.lt.clone())
-        count = fast.select(tables, closed, middle.exp(), work.scale).count.sum(1)
+        middle, count = (low + high) / 2, torch.zeros_like(low)
+        for first, last, leaves in pieces(data):
+            tilts = fast.tilt(tables, first, last, leaves, work.scale)
+            count += fast.select(tables, tilts, middle.exp(), work.scale).count.sum(1)
         many = count > work.share * seen
         low, high = torch.where(many, middle, low), torch.where(many, high, middle)
     return high.exp()

@@ -214,7 +214,9 @@ def _windows(problem: Problem, width: int) -> Problem:
     count, keys = -(-problem.n // width), min(problem.n, problem.m)
 
     def cut(x: Tensor, tokens: int, fill: float = 0.0) -> Tensor:
-        x = pad(x[:, :, :tokens], (0, 0, 0, count * width - tokens), value=fill)
+        x = x[:, :, :tokens]
+        if tokens < count * width:
+            x = pad(x, (0, 0, 0, count * width - tokens), value=fill)
         x = x.unflatten(2, (count, width))
         return (
             x.flatten(0, 2).unsqueeze(1) if problem.group == 1 else x.transpose(1, 2).flatten(0, 1)

@@ -8,9 +8,9 @@ a leaf of keys k_j, values v_j and log-weights b_j becomes one key:
 
 Some rows q_i of the cell give it the score z_il = scale <q_i, kt_l> + lt_l, and the share p_il of
 their softmax over all leaves. Leaves whose importance mean_i p_il^2 scale^2 variance spread_l
-exceeds a price are open: their keys are attended exactly. Here variance = mean_i |q_i - m|^2 / d and spread_l
-is the mean of |k_j - mean|^2 over the leaf's real keys. Output is one softmax over the own window
-(causal attention), the tilted keys of closed leaves and the keys of open ones.
+exceeds a price are open: their keys are attended exactly. Here variance = mean_i |q_i - m|^2 / d
+and spread_l is the mean of |k_j - mean|^2 over the leaf's real keys. Output is one softmax over the
+own window (causal attention), the tilted keys of closed leaves and the keys of open ones.
 
 Tilts belong to a range of cells, in causal attention of whole windows, so that a caller can bound
 their memory. No function synchronises with the host; shapes depend on shapes alone.

@@ -26,7 +26,7 @@ from .single_threshold import threshold_plan
 
 # exact attention that takes less is left alone: what a search costs, or what is worth one whose
 # plan is used many times; on a GPU, where a search costs more than it saves in a call, always that
-PLANNING_SECONDS, REUSED_SECONDS = {"cpu": 0.02, "cuda": 1e-3}, {"cpu": 5e-3, "cuda": 1e-3}
+PLANNING_SECONDS, REUSED_SECONDS = {"cpu": 0.02, "cuda": 1e-3}, {"cpu": 5e-3, "cuda": 2e-4}
 SHARES = (0.0, 0.001, 0.004, 0.015, 0.05)  # of tokens that a candidate threshold makes large
 WORTHWHILE = 1.3  # predicted speed against exact attention that leaves room for a wrong prediction
 MARGIN = 0.8  # of the tolerance that an estimate may use up before it is verified

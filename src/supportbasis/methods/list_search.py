@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..components.lists import ENTRIES, Coarse, head_tables, own_windows, row_risks, rows_of
+from ..components.lists import Coarse, entries, head_tables, own_windows, row_risks, rows_of
 from ..cost import list_work
 from ..lists import ListSettings, Tables, Tilts, importance, score_variances, tilt
 from ..plans import HeadPlan
@@ -144,7 +144,7 @@ def _curves(
 
 
 def _rows_at_once(head: Head) -> int:
-    return max(8, min(64, ENTRIES // max(1, head.m)))
+    return max(8, min(64, entries(head) // max(1, head.m)))
 
 
 def _cells_of_rows(n: int, made: Tables) -> Tensor:
