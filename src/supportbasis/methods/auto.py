@@ -56,6 +56,7 @@ class Auto(Method):
     def plan_head(self, head: Head) -> HeadPlan:
         limit = exact_seconds(head)
         cheapest = polynomial_work(head, head.n, head.m, 0).seconds(head)
+        cheapest = min(cheapest, limit / fastest_lists(head))
         seconds = REUSED_SECONDS if head.is_reused else PLANNING_SECONDS
         least = seconds.get(head.query.device.type, seconds["cpu"])
         if limit < least + cheapest:
