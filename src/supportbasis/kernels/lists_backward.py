@@ -103,7 +103,8 @@ def gradients(
 ) -> None:
     """Add the gradients of the rows of the tilts' cells, except those of the own window.
 
-    ``tilts`` and ``lists`` are those of the forward pass. The tilts' kt and vt are overwritten.
+    ``tilts`` and ``lists`` are those of the forward pass. The tilts' kt and vt are overwritten;
+    beside them a pair of a cell and a leaf takes 13 bytes, and 4 for every tile of the cell.
     """
     check_tilts(tables, tilts)
     check_lists(tables, tilts, lists)
