@@ -146,7 +146,7 @@ def check(case: Case, device: str) -> Verdict:
     try:
         pairs = list(_compared(case, device))
     except RuntimeError as error:  # a kernel that does not compile or does not run
-        first = str(error).strip().splitlines()[0]
+        first = (str(error).strip() or "no message").splitlines()[0]
         return Verdict(case, float("inf"), float("inf"), f"{type(error).__name__}: {first}")
     errors = [float((mine.double() - theirs).norm() / theirs.norm()) for mine, theirs in pairs]
     return Verdict(case, errors[0], max(errors[1:]))
