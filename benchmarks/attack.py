@@ -278,8 +278,7 @@ class LimitRow(Row):
 
 METHODS: tuple[sb.Method, ...] = (
     sb.Polynomial(1), sb.Polynomial(2), sb.SingleThreshold(None, 1), sb.SingleThreshold(None, 2),
-    sb.FittedPolynomial(), sb.BlockSupport(0.7, tail="coarse", order="tree"),
-    sb.BlockSupport(0.7, tail="coarse", order="places"),
+    sb.FittedPolynomial(), sb.BlockSupport(0.3), sb.BlockSupport(0.7),
 )  # fmt: skip
 
 

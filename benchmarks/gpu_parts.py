@@ -29,7 +29,7 @@ def parts(work: Work) -> None:
             torch.autograd.grad(output, tokens, output.detach())
         torch.cuda.synchronize()
 
-    for _ in range(3):  # run, recorded, replayed
+    for _ in range(3):  # fitted polynomials: run, captured, replayed
         call()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         call()

@@ -1,8 +1,8 @@
 """Kernels of the lists alone on one GPU: `python benchmarks/list_kernels.py`.
 
 Random tokens, sorted at random inside windows; the price opens a given share of the leaves that
-cells see. Prints milliseconds of every part and of PyTorch's attention in the same run, after a
-check of sampled tiles of every head against float32 PyTorch.
+cells see. Prints milliseconds of every part, forward and backward, and of PyTorch's attention in
+the same run, after a check of sampled tiles and leaves against float32 PyTorch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from supportbasis.kernels import lists as fast
+from supportbasis.kernels import lists_backward as back
 
 WORKSPACE = 2 << 30  # bytes of tilts at a time
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
@@ -55,6 +56,7 @@ class Data:
     tables: fast.Tables
     own: tuple[Tensor, Tensor] | None
     price: Tensor
+    rows: back.Rows | None = None  # of a random loss
 
 
 def shuffled(work: Work) -> Tensor:
@@ -110,6 +112,9 @@ def build(work: Work) -> Data:
     data = Data(work, (q[None], k[None], v[None]), tables, None, torch.zeros(()))
     data.own = own_window(data) if work.causal else None
     data.price = price_of(data)
+    output, lse = forward(data)
+    grad = torch.randn(output.shape, device=work.device).to(work.dtype)
+    data.rows = back.Rows(grad, (grad.float() * output).sum(-1), lse)
     return data
 
 
@@ -134,13 +139,12 @@ def price_of(data: Data) -> Tensor:
     """Per head, about the price at which the given share of the visible leaves is open."""
     work, tables = data.work, data.tables
     low, high = (torch.full((work.heads,), x, device=work.device) for x in (-46.0, 10.0))
-    first, last, leaves = list(pieces(data))[-1]
-    tilts = fast.tilt(tables, first, last, leaves, work.scale)
-    seen = float(tables.visible[first:last].sum())
+    seen = float(tables.visible.sum())
     for _ in range(12):
-        middle = (low + high) / 2
-        closed = replace(tilts, lt=tilts.lt.clone())
-        count = fast.select(tables, closed, middle.exp(), work.scale).count.sum(1)
+        middle, count = (low + high) / 2, torch.zeros_like(low)
+        for first, last, leaves in pieces(data):
+            tilts = fast.tilt(tables, first, last, leaves, work.scale)
+            count += fast.select(tables, tilts, middle.exp(), work.scale).count.sum(1)
         many = count > work.share * seen
         low, high = torch.where(many, middle, low), torch.where(many, high, middle)
     return high.exp()
@@ -175,6 +179,45 @@ def forward(data: Data) -> tuple[Tensor, Tensor]:
         lists = fast.select(tables, tilts, data.price, work.scale)
         fast.attend(tables, tilts, lists, data.own, output, lse, work.scale)
     return output, lse
+
+
+def new_totals(data: Data) -> back.Totals:
+    q, k, v = (x[0].shape for x in data.tokens)
+    return back.Totals(*(torch.zeros(x, device=data.work.device) for x in (q, k, v)))
+
+
+def backward(data: Data) -> back.Totals:
+    """Gradients of the lists, whose tilts are made again; the own window's are not among them."""
+    work, tables, totals = data.work, data.tables, new_totals(data)
+    for first, last, leaves in pieces(data):
+        tilts = fast.tilt(tables, first, last, leaves, work.scale)
+        lists = fast.select(tables, tilts, data.price, work.scale)
+        back.gradients(tables, tilts, lists, data.rows, work.scale, totals)
+    return totals
+
+
+def own_window_backward(data: Data, output: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of the own window, from the output and lse of the whole."""
+    work, rows = data.work, data.rows
+
+    def cut(x: Tensor) -> Tensor:
+        return x.unflatten(1, (-1, work.window)).transpose(0, 1)
+
+    seed = torch.zeros(2, dtype=torch.uint64, device=work.device)
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        cut(rows.grad), *(cut(x[0]) for x in data.tokens), cut(output), cut(rows.lse).contiguous(),
+        None, None, work.window, work.window, 0.0, True, seed, seed[0], scale=work.scale,
+    )  # fmt: skip
+
+
+def everything(data: Data) -> None:
+    """Forward and backward pass with the own window; sorting and routing are not among them."""
+    if data.work.causal:
+        own_window(data)
+    output, _ = forward(data)
+    backward(data)
+    if data.work.causal:
+        own_window_backward(data, output)
 
 
 def sampled_error(data: Data, samples: int = 4) -> float:
@@ -221,6 +264,96 @@ def float32_tile(data: Data, head: int, cell: int, rows: Tensor, opened: Tensor)
     return z.softmax(1) @ values
 
 
+def opened_leaves(data: Data, head: int) -> Tensor:
+    """Open leaves of every cell of a head, [cells, leaves]."""
+    work, tables = data.work, data.tables
+    mask = torch.zeros(tables.cells, work.n // work.leaf + 1, dtype=bool, device=work.device)
+    for first, last, leaves in pieces(data):
+        tilts = fast.tilt(tables, first, last, leaves, work.scale)
+        lists = fast.select(tables, tilts, data.price, work.scale)
+        listed = torch.arange(leaves, device=work.device) < lists.count[head].unsqueeze(-1)
+        mask[first:last].scatter_(1, lists.index[head].where(listed, mask.shape[1] - 1).long(), 1)
+    return mask[:, :-1]
+
+
+def surrogate(data, head, rows, q, m, k, v, opened) -> Tensor:
+    """A sum whose gradient is that of the loss, from some rows of a cell over leaves [.., L, d]."""
+    scale, given = data.work.scale, data.rows
+    t = scale * k @ m
+    kt, vt = ((t.softmax(-1).unsqueeze(-1) * x).sum(1) for x in (k, v))
+    lt = (t.logsumexp(-1) - scale * kt @ m).masked_fill(opened, -1e9)
+    keys, values = (torch.cat([x, y[opened].flatten(0, 1)]) for x, y in ((kt, k), (vt, v)))
+    z = scale * q @ keys.T + torch.cat([lt, lt.new_zeros(len(keys) - len(lt))])
+    along = given.grad[head, rows].float() @ values.T
+    p = (z.detach() - given.lse[head, rows, None]).exp()
+    dz = p * (along.detach() - given.slope[head, rows, None])
+    return (dz * z).sum() + (p * along).sum()
+
+
+def sampled_gradient_error(data: Data) -> dict[str, float]:
+    """Relative errors at a leaf and at the members of a cell of the last head, against float32."""
+    work, tables, head = data.work, data.tables, data.work.heads - 1
+    totals, opened = backward(data), opened_leaves(data, head)
+    q, mean = tables.query[head].float(), tables.mean[head]
+    k, v = (x[head].float().unflatten(0, (-1, work.leaf)) for x in (tables.ks, tables.vs))
+    home = torch.full((work.n + 1,), -1, device=work.device)  # cell of a row
+    ratio = tables.rows.shape[1] // tables.cells
+    cell_of = torch.arange(tables.cells, device=work.device).repeat_interleave(ratio).int()
+    cell_of = cell_of if tables.routes is None else tables.routes.cell[head]
+    home[tables.rows[head].long()] = cell_of.long().unsqueeze(-1).expand(tables.rows.shape[1:])
+    home = home[:-1]
+    leaf = work.n // work.leaf // 3
+    at = slice(leaf, leaf + 1)
+    key, value = k[at].clone().requires_grad_(), v[at].clone().requires_grad_()
+    for cell in range(tables.cells):
+        rows = (home == cell).nonzero()[:, 0]
+        if int(tables.visible[cell]) > leaf and len(rows):
+            given = (data, head, rows, q[rows], mean[cell], key, value, opened[cell, at])
+            surrogate(*given).backward()
+    cell = tables.cells * 3 // 4
+    members = tables.members[head, cell].long()
+    tokens = q.clone().requires_grad_()
+    for one in {cell, *home[members].tolist()}:
+        end = int(tables.visible[one])
+        rows = (home == one).nonzero()[:, 0]
+        m = tokens[members].mean(0) if one == cell else mean[one]
+        given = (k[:end], v[:end], opened[one, :end])
+        surrogate(data, head, rows, tokens[rows], m, *given).backward()
+    pairs = {
+        "query": (totals.query[head, members], tokens.grad[members]),
+        "key": (totals.key[head].unflatten(0, (-1, work.leaf))[at], key.grad),
+        "value": (totals.value[head].unflatten(0, (-1, work.leaf))[at], value.grad),
+    }
+    return {name: float((x - y).norm() / y.norm()) for name, (x, y) in pairs.items()}
+
+
+def backward_parts(data, tilts, lists, output) -> dict[str, Callable[[], object]]:
+    """Calls of the backward pass to time, by name; the tilts are lost."""
+    given, totals = (data.tables, tilts), new_totals(data)
+    scale = data.work.scale
+    rows = back.gather(*given, data.rows)
+    openers = back.transposed(lists, rows)
+    changes = back.tilt_gradients(
+        data.tables, replace(tilts, kt=tilts.kt.clone(), vt=tilts.vt.clone()), rows, scale
+    )
+    calls: dict[str, Callable[[], object]] = {
+        "gather": lambda: back.gather(*given, data.rows),
+        "dq of rows": lambda: back.query_gradients(*given, lists, rows, scale, totals),
+        "transposed lists": lambda: back.transposed(lists, rows),
+        "dk, dv of open leaves": lambda: back.exact_gradients(
+            data.tables, openers, rows, scale, totals
+        ),
+        "dk, dv through tilts": lambda: back.leaf_gradients(*given, changes, scale, totals),
+        "dq through means": lambda: back.mean_gradients(*given, changes, scale, totals),
+        "d of tilts": lambda: back.tilt_gradients(*given, rows, scale),
+        "backward": lambda: backward(data),
+    }
+    if data.work.causal:
+        calls["own window backward"] = lambda: own_window_backward(data, output)
+    calls["all, forward and backward"] = lambda: everything(data)
+    return calls
+
+
 def parts(data: Data) -> dict[str, Callable[[], object]]:
     """Calls to time, by name; tilts of all cells at once."""
     work, tables = data.work, data.tables
@@ -241,11 +374,12 @@ def parts(data: Data) -> dict[str, Callable[[], object]]:
     }  # fmt: skip
     if work.causal:
         calls["own window"] = lambda: own_window(data)
-    return calls
+    return calls | backward_parts(data, closed, lists, output)
 
 
 def exact(data: Data) -> Iterator[tuple[str, Callable[[], object]]]:
-    """PyTorch's attention by each backend."""
+    """PyTorch's attention by each backend, forward alone and with the backward pass."""
+    tokens = [x.clone().requires_grad_() for x in data.tokens]
     for name, backend in BACKENDS.items():
 
         def call(backend: SDPBackend = backend) -> object:
@@ -254,7 +388,15 @@ def exact(data: Data) -> Iterator[tuple[str, Callable[[], object]]]:
                     *data.tokens, is_causal=data.work.causal, scale=data.work.scale
                 )
 
+        def both(backend: SDPBackend = backend) -> object:
+            with sdpa_kernel(backend):
+                output = F.scaled_dot_product_attention(
+                    *tokens, is_causal=data.work.causal, scale=data.work.scale
+                )
+            return torch.autograd.grad(output, tokens, data.rows.grad[None])
+
         yield name, call
+        yield f"{name} and backward", both
 
 
 def report(work: Work) -> None:
@@ -266,13 +408,15 @@ def report(work: Work) -> None:
         f"\n{work.kind} n={work.n} d={work.d} heads={work.heads} {work.share:.0%} open", flush=True
     )
     print(f"  error against float32  {sampled_error(data):.1e}", flush=True)
+    errors = ", ".join(f"{name} {x:.1e}" for name, x in sampled_gradient_error(data).items())
+    print(f"  of gradients           {errors}", flush=True)
     for name, call in (*parts(data).items(), *exact(data)):
         try:
             call()
             took = do_bench(call, warmup=20, rep=100, return_mode="median")
-            print(f"  {name:22s} {took:8.3f} ms", flush=True)
+            print(f"  {name:25s} {took:8.3f} ms", flush=True)
         except Exception as error:  # a shape that does not fit is part of the answer
-            print(f"  {name:22s} {str(error).splitlines()[0][:80]}", flush=True)
+            print(f"  {name:25s} {str(error).splitlines()[0][:80]}", flush=True)
 
 
 def main() -> None:

@@ -47,7 +47,6 @@ METHODS = {
     "SingleThreshold(3)": sb.SingleThreshold(3.0),
     "Polynomial(2)": sb.Polynomial(2),
     "Polynomial(4)": sb.Polynomial(4),
-    "BlockSupport(1, coarse)": sb.BlockSupport(budget=1.0, tail="coarse"),
     "Auto(1e-2)": sb.Auto(1e-2),
 }
 LAYERS, DIM, HEADS, BATCH, RATE = 3, 64, 4, 4, 8e-3

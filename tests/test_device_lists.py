@@ -10,6 +10,7 @@ import torch
 from device_cases import DEVICE, marks, needs_triton  # before kernels are imported
 
 import supportbasis as sb  # isort: skip
+from supportbasis.backward import backward
 from supportbasis.components.lists import groups, head_tables, list_attention
 from supportbasis.device import lists as device_lists
 from supportbasis.inputs import attention_problem
@@ -110,3 +111,26 @@ def test_a_workspace_that_does_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr(device_lists, "WORKSPACE", 10)
     with pytest.raises(sb.InputError, match=r"need a workspace of \d+ bytes.*block_size"):
         device_lists.forward(problem, plan_of(q, settings_of("whole"), False))
+
+
+@pytest.mark.parametrize("kind", ["none", "mask"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(130, 130, 1, 1, 8), (128, 128, 2, 1, 8), (130, 100, 1, 1, 5)])
+def test_gradients_match_those_in_pytorch(shape, mode, kind):
+    n, m, heads, key_heads, dv = shape
+    q, k, v = tokens(n, m, heads, key_heads, dv=dv)
+    causal, settings, bias = mode != "whole", settings_of(mode), weights(kind, m)
+    mask = None if bias is None else bias.float().to(DEVICE).view(1, 1, 1, m)
+    problem = attention_problem(q, k, v, mask, 0.0, causal, None, key_heads != heads)
+    plan = plan_of(q, settings, causal)
+    output, lse, _ = device_lists.forward(problem, plan)
+    generator = torch.Generator().manual_seed(4)
+    grad = torch.randn(output.shape, generator=generator).to(DEVICE)
+    grad_lse = torch.randn(lse.shape, generator=generator).to(DEVICE)
+    given = (output, lse, torch.zeros_like(lse).bool(), grad, grad_lse)
+    found = device_lists.gradients(problem, plan, *given, kind == "mask")
+    wanted = backward(problem, plan, *given, for_weights=kind == "mask")
+    for name in ("query", "key", "value", "key_log_weight"):
+        one, other = getattr(found, name), getattr(wanted, name)
+        if other is not None:
+            assert (one - other).abs().max() < 1e-4 * max(1.0, float(other.abs().max())), name

@@ -298,11 +298,11 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def test_lists_are_planned_on_the_first_item_of_each_layer_and_length(
     planned: list[tuple[int, ...]],
 ) -> None:
-    query, key, value = (x.float() for x in tokens_of(3, 2, 300, 16, spread=2.0))
+    query, key, value = (x.float() for x in tokens_of(3, 2, 300, 16, spread=0.2))
     method = sb.BlockSupport(0.6)
     reuse = Reuse(method, 2)
     first, second = (sb.plan(x[:1], x[:1], value[:1], method=method) for x in (query, key))
-    assert {head.kind for head in first.heads + second.heads} == {"block"}
+    assert {head.kind for head in first.heads + second.heads} == {"lists"}
     for _ in range(2):
         for x, plan in ((query, first), (key, second)):  # two layers, in turn
             whole = Plan(method, 3, 2, 16, plan.heads * 3)
@@ -333,11 +333,11 @@ def test_a_part_is_answered_the_same_whatever_was_answered_before(weights: Path)
     """Plans are those of the first item, also in a run that goes on from the middle."""
 
     def part(subject: measure.Subject, first: int) -> tuple[str, str, float | None]:
-        given = (subject, "u", "BlockSupport(0.5)", "easy", first, 2, 150, 2)
+        given = (subject, "u", "BlockSupport(0.5)", "easy", first, 2, 200, 2)
         (row,) = measure.measure_task(*given, lambda share: None)
         return row.right, row.written, row.cost
 
-    whole, rest = (measure.Subject.of("causal", weights / "causal", CPU) for _ in range(2))
+    whole, rest = (measure.Subject.of("diffusion", weights / "diffusion", CPU) for _ in range(2))
     part(whole, 0)
     found = part(whole, 2)
     assert part(rest, 2) == found

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from test_triton import CUDA, needs_triton
+from device_cases import CUDA, needs_triton
 
 pytest.importorskip("typer")
 
 from rich.console import Console
 
 from supportbasis.cli import selftest
-from supportbasis.cli.gpu import study, works
+from supportbasis.cli.gpu import lists, study, works
 from supportbasis.cli.gpu.rows import GpuRow
 from supportbasis.cli.machine import Machine
 from supportbasis.cli.records import Records
@@ -43,7 +43,7 @@ def made_up(work: works.Work) -> GpuRow:
 
 
 def every_work() -> list[works.Work]:
-    return [*works.WORKS, *works.CROSSOVER, *works.sweep(study.LENGTHS)]
+    return [*works.WORKS, *lists.list_works(), *works.CROSSOVER, *works.sweep(study.LENGTHS)]
 
 
 def test_units_have_names_of_their_own():
@@ -59,7 +59,7 @@ def test_the_report_is_drawn_from_rows(tmp_path: Path) -> None:
     assert "faster from n≈10000" in text
     for name in ("report.html", "lengths.png", "lengths.svg"):
         assert (tmp_path / name).stat().st_size > 0
-    assert all(work.name in text for work in works.WORKS)
+    assert all(work.name in text for work in (*works.WORKS, *lists.list_works()))
 
 
 def test_errors_beyond_the_limit_are_red():
@@ -109,7 +109,7 @@ def test_selftest_says_pass_or_fail(monkeypatch, capsys):
         raise RuntimeError("out of resources\nand more")
 
     monkeypatch.setattr(selftest, "_compared", broken)
-    assert selftest.judge(case, "cpu").problem == "RuntimeError: out of resources"
+    assert selftest.check(case, "cpu").problem == "RuntimeError: out of resources"
 
 
 def test_selftest_refuses_unknown_devices():

@@ -11,7 +11,10 @@ from cases import dense_attention, qkv
 from supportbasis import cost
 from supportbasis.basis import support_basis
 from supportbasis.components import ExactSum, PolynomialSum
+from supportbasis.drawing import LIST_PARTS, draw_supports
 from supportbasis.inputs import attention_problem
+from supportbasis.lists import ListSettings
+from supportbasis.plans import HeadPlan
 
 METHODS = [
     sb.Exact(),
@@ -192,6 +195,28 @@ def test_a_plan_prints_and_draws(tmp_path):
     assert (tmp_path / "supports.png").stat().st_size > 5000
     with pytest.raises(sb.InputError, match="head must be"):
         plan.draw(head=2)
+
+
+@pytest.mark.parametrize("window", [0, 64])
+@pytest.mark.parametrize(("n", "m"), [(300, 300), (300, 200), (200, 300)])
+def test_the_picture_of_lists_has_the_pairs_of_the_plan(n, m, window):
+    to_hex = pytest.importorskip("matplotlib.colors").to_hex
+    settings = ListSettings(1e-3, 32, 16, window)
+    head = HeadPlan("lists", "", n, m, 0.5, 1.0, lists=settings, keys=20.0)
+    figure = draw_supports(head)
+    area = dict.fromkeys((colour for _, colour in LIST_PARTS), 0.0)
+    for patch in figure.axes[0].patches:
+        corners = patch.get_patch_transform().transform(patch.get_path().vertices[:4])
+        (x, y), (u, w) = corners.T, corners[[1, 2, 3, 0]].T
+        area[to_hex(patch.get_facecolor())] += abs(float((x * w - u * y).sum())) / 2
+    closed, opened, own = area.values()
+    key, row = torch.arange(m), torch.arange(n).unsqueeze(1)
+    far = key < row // window * window if window else torch.ones(n, m)
+    near = (key // window == row // window) & (key <= row) if window else torch.zeros(n, m)
+    assert opened == pytest.approx(20.0 * n)
+    assert opened + closed == pytest.approx(float(far.sum()))
+    # half a pair for each row on the diagonal lies beyond the triangles
+    assert own == pytest.approx(float(near.sum()) - (min(n, m) / 2 if window else 0.0))
 
 
 def test_a_plan_that_splits_nothing_serves_any_length():

@@ -17,7 +17,7 @@ from torch import Tensor
 from .components.streaming import CAUSAL_CHUNK, lane_count
 from .features import FeatureMap, block_rows
 from .frame import FRAME_TOKENS
-from .lists import ListSettings
+from .lists import ASKED, ListSettings
 from .polynomials import true_rank
 from .powers import PowerKernel
 from .problem import Head
@@ -41,10 +41,13 @@ DEAR_MOVE = 700  # and in that of one entry that is moved
 FIT_ENTRY = 7.0  # entries moved by a fit there, for each of a token and its value,
 FIT_FEATURE, FIT_PAIR = 3.5, 20.0  # in causal heads also for each feature and pair of a chunk
 FIT_CHUNK = 256  # tokens
-# entries moved by lists: for an entry of a token and its value, a pair of a mean query and a key,
-# a pair of a row and a tilted key, an entry of a key in a list
+# entries moved by lists on a CPU: for an entry of a token and its value, a pair of a mean query and
+# a key, a pair of a row and a tilted key, an entry of a key in a list
 LIST_TOKEN, LIST_TILT, LIST_COARSE, LIST_GATHERED = 30.0, 10.0, 10.0, 4.0
-LIST_SECONDS = {"cpu": 2e-3, "cuda": 3e-4}  # of a head, whatever its size
+LIST_SECONDS = 2e-3  # of a head, whatever its size
+# by kernels, in pairs of SDPA: a pair of a mean query and a key; a pair of a row and a tilted key,
+# to select, to attend; and seconds of an entry of a token and its value, sorted and gathered
+TILT_PAIR, SELECT_PAIR, LIST_PAIR, TOKEN_SECONDS = 6.5, 1.0, 1.8, 4e-12
 CAUSAL_TOKENS = 3072  # that SDPA's causal kernels there need before they gain anything
 
 
@@ -222,27 +225,34 @@ def list_work(head: Head, settings: ListSettings, opened: float) -> Work:
     """Sorting, tilts, selection and attention by lists, with ``opened`` open leaves a row."""
     dim, width, leaf = head.dim, head.value_dim, settings.leaf
     keys = min(head.n, head.m) if settings.window else head.m
-    leaves = math.ceil(keys / leaf)
-    own = 0.0
+    leaves, own = float(math.ceil(keys / leaf)), 0.0
     if settings.window:  # a row sees the leaves of earlier windows, half of them on average
         windows = math.ceil(head.n / settings.window)
         leaves = min(leaves, settings.window // leaf * (windows - 1) / 2)
         own = settings.window / 2
-    cells, strict = head.n / settings.block, bool(settings.strict)
-    splits = math.log2(max(2, min(keys, SORTED) / leaf)) * 2
+    cells, asked = head.n / settings.block, min(1.0, ASKED / settings.block)
     tilted = cells * leaves * leaf  # pairs of mean queries and keys
     coarse = head.n * leaves  # pairs of rows and tilted keys
+    exact = head.n * (opened * leaf + own)
+    splits = 2 * math.log2(max(2.0, min(keys, SORTED) / leaf))
     sorting = (head.n + keys) * (dim * (dim + 2 * AXES) + splits * AXES * (AXES + 2))
+    asked *= dim if settings.strict or _has_kernels(head) else 0  # scores made for that alone
+    made = sorting + tilted * (2 * dim + width) + coarse * (dim + width + asked)
+    if _has_kernels(head):
+        pairs = TILT_PAIR * tilted + SELECT_PAIR * coarse + LIST_PAIR * (coarse + exact)
+        seconds = pairs * _rates(head).pair(head)
+        seconds += TOKEN_SECONDS * (head.n + keys) * (dim + width)
+        return Work(priced=int(made + exact * (dim + width)), trees=seconds)
     return Work(
-        exact_pairs=int(head.n * (opened * leaf + own)),
-        products=int(sorting + tilted * (2 * dim + width) + coarse * (dim + width + dim * strict)),
+        exact_pairs=int(exact),
+        products=int(made),
         moved=int(
             LIST_TOKEN * (head.n + keys) * (dim + width)
             + LIST_TILT * tilted
-            + LIST_COARSE * coarse * (1 + strict)
+            + LIST_COARSE * coarse * (2 if settings.strict else 1)
             + LIST_GATHERED * cells * opened * leaf * (dim + width)
         ),
-        trees=LIST_SECONDS.get(head.query.device.type, LIST_SECONDS["cpu"]),
+        trees=LIST_SECONDS,
     )
 
 

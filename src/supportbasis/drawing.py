@@ -23,6 +23,11 @@ PARTS = (
     ("large rows × all keys: exact", "#c44e52"),
 )
 POWER_PARTS = (("all rows × all keys: a power of the score", "#e3d7f0"),)
+LIST_PARTS = (
+    ("closed leaves: a tilted key in place of each", "#cfe3f5"),
+    ("open leaves: exact", "#4878b8"),
+    ("own window: exact", "#c44e52"),
+)
 BUCKET_PARTS = (
     ("bucket pair: power p of a polynomial", "#cfe3f5"),
     ("bucket pair: power p, sketched", "#e3d7f0"),
@@ -40,8 +45,8 @@ def draw_supports(plan: HeadPlan, path: str | Path | None = None) -> Figure:
         ) from error
     figure = NewFigure(figsize=(6.2, 5.6), layout="constrained")
     axes = figure.add_subplot()
-    labels = _draw_buckets(axes, plan) if plan.pairs else _draw_split(axes, plan)
-    _legend(figure, labels)
+    draw = _draw_lists if plan.lists else _draw_buckets if plan.pairs else _draw_split
+    _legend(figure, draw(axes, plan))
     axes.set_title(_title(plan), fontsize=10)
     if path is not None:
         figure.savefig(path, dpi=150)
@@ -62,6 +67,8 @@ def _title(plan: HeadPlan) -> str:
     title = f"{plan.kind}, {plan.n} × {plan.m} pairs, cost {plan.cost:.3g} of exact"
     if plan.threshold is not None:
         title += f", T = {plan.threshold:.3g}"
+    if plan.lists is not None:
+        title += f"\n{plan.lists}"
     return title
 
 
@@ -96,6 +103,50 @@ def _picture(plan: HeadPlan) -> torch.Tensor:
         picture[:, : math.ceil(plan.large[1] * keys / max(1, plan.m))] = 1.0
         picture[: math.ceil(plan.large[0] * rows / max(1, plan.n))] = 2.0
     return picture
+
+
+# ---- lists: windows at their positions, open leaves of a window first --------------------------
+
+
+def _draw_lists(axes: Axes, plan: HeadPlan) -> Labels:
+    """How much a row attends to exactly. Which leaves are open is decided at each call, for each
+    block of queries; their mean share is drawn."""
+    assert plan.lists is not None
+    n, keys, window = plan.n, plan.m, plan.lists.window
+    if window:
+        keys = min(n, keys)
+        far = sum(min(keys, row) * min(window, n - row) for row in range(0, n, window)) / n
+        share = plan.keys / far if far else 0.0
+        for first in range(0, keys, window):
+            _window(axes, first, min(window, keys - first), window, n, share)
+    else:
+        _columns(axes, (0, 0), (keys, n), plan.keys / max(1, keys))
+    axes.set_xlim(0, max(1, plan.m))
+    axes.set_ylim(max(1, n), 0)
+    where = " in each window" if window else ""
+    axes.set_xlabel(f"keys, those of open leaves first{where}")
+    axes.set_ylabel("query row")
+    return LIST_PARTS if window else LIST_PARTS[:2]
+
+
+def _window(axes: Axes, first: int, width: int, window: int, n: int, share: float) -> None:
+    """A window of keys: its own rows see it exactly, those after it through lists."""
+    from matplotlib.patches import Polygon
+
+    last = min(n, first + window)
+    own = [(first, first), (first + width, first + width), (first + width, last), (first, last)]
+    axes.add_patch(Polygon(own, facecolor=LIST_PARTS[2][1]))
+    _columns(axes, (first, last), (width, n - last), share)
+
+
+def _columns(axes: Axes, corner: tuple[int, int], size: tuple[int, int], share: float) -> None:
+    """Keys and rows of a rectangle, a share of the keys in open leaves."""
+    from matplotlib.patches import Rectangle
+
+    (x, y), (width, height) = corner, size
+    opened = share * width
+    axes.add_patch(Rectangle((x, y), opened, height, facecolor=LIST_PARTS[1][1]))
+    axes.add_patch(Rectangle((x + opened, y), width - opened, height, facecolor=LIST_PARTS[0][1]))
 
 
 # ---- many buckets: rows and keys in the order of their buckets ---------------------------------

@@ -51,7 +51,7 @@ def execute(problem: Problem, plan: Plan) -> Outcome:
         run_head(head, plan.head(b, h), basis, outcome, (b, h))
         if problem.kept is not None:
             problem.kept[b, h] = (head, basis)
-            head.memory.clear()  # trees are built anew
+            head.memory.clear()  # what is kept for the backward pass: tokens alone
     return outcome
 
 

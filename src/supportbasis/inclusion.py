@@ -28,7 +28,7 @@ from .problem import Head
 SAMPLED_KEYS, ODD_KEYS, FOUND_KEYS = 64, 24, 48
 PILOT_ROWS = 64
 PILOT_ENTRIES = 2**23
-PIECE = 1024  # rows at a time: their scores stay in the caches
+PIECE = {"cpu": 1024, "cuda": 2**16}  # rows at a time: on a CPU their scores stay in the caches
 LENGTH_POWER = 8
 EVEN = 0.4  # of the sample: the share that is drawn from all rows alike
 FLOOR = 1e-6  # of the largest eigenvalue: directions with less count as that
@@ -171,7 +171,8 @@ def _estimate(
     many = max(1.0, len(index) / max(1, int(sampled.sum())))
     count = torch.where(sampled, many, 1.0).to(head.dtype)
     parts, sums = [], []
-    for rows in torch.arange(head.n, device=live.device).split(PIECE):
+    piece = PIECE.get(live.device.type, PIECE["cpu"])
+    for rows in torch.arange(head.n, device=live.device).split(piece):
         score = _scores(head, rows, keys)
         top = score.amax(1)
         weight = score.sub_(top.unsqueeze(1)).exp_()

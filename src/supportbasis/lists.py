@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .sorting import head_order, nearest, window_order
+from .sorting import head_order, nearest, window_length, window_order
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,10 @@ def tables(
 
 def _by_window(x: Tensor, count: int, width: int, leaf: int) -> Tensor:
     """The first ``count`` tokens, sorted within windows: [heads, slots], -1 for none."""
+    if _has_kernel(x, width, leaf):
+        from .kernels import sorting
+
+        return sorting.window_order(x.contiguous(), width, leaf, count).long()
     heads, windows = len(x), -(-count // width)
     padded = pad(x[:, :count], (0, 0, 0, windows * width - count))
     first = torch.arange(windows, device=x.device).mul_(width).repeat(heads)
@@ -144,9 +149,21 @@ def _by_head(x: Tensor, leaf: int, hidden: Tensor | None, group: int) -> Tensor:
     that share them do not see come last."""
     if hidden is not None:
         hidden = hidden.unflatten(0, (-1, group)).all(1)
+    if _has_kernel(x, window_length(x.shape[1], leaf), leaf):
+        from .kernels import sorting
+
+        return sorting.head_order(x.contiguous(), leaf, x.shape[1], hidden).long()
     return torch.stack(
         [head_order(x[i], leaf, None if hidden is None else hidden[i]) for i in range(len(x))]
     )
+
+
+def _has_kernel(x: Tensor, width: int, leaf: int) -> bool:
+    """Whether a kernel sorts such tokens: they have to be on a GPU."""
+    return (
+        x.is_cuda and x.dtype != torch.float64 and 16 <= width <= 4096 and leaf >= 2
+        and find_spec("triton") is not None
+    )  # fmt: skip
 
 
 def taken(x: Tensor, index: Tensor) -> Tensor:
@@ -248,7 +265,8 @@ def weights_of(score: Tensor) -> Tensor:
     """exp, in place, of scores whose largest is 0. Weights far below rounding are 0: they and
     their squares would be subnormal numbers, with which a CPU computes a hundred times slower."""
     least = 1e-20 if score.dtype == torch.float64 else 1e-10
-    return torch.nn.functional.threshold_(score.exp_(), least, 0.0)
+    weight = score.exp_()
+    return torch.threshold_(weight, least, 0.0)
 
 
 def _variances(x: Tensor, index: Tensor) -> Tensor:

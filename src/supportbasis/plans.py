@@ -236,7 +236,7 @@ class Plan:
         return plan_json.load(path)
 
     def draw(self, path: str | Path | None = None, head: int = 0) -> Figure:
-        """Draw the supports of one head: large rows, large keys, and the rest."""
+        """Draw the components of one head: which pairs are exact, and how the rest is summed."""
         from .drawing import draw_supports
 
         if not 0 <= head < len(self.heads):

@@ -62,7 +62,7 @@ class Head:
     mask: Tensor | None = None  # [n, m] bool or bias; only exact sums know what to do with it
     precision: torch.dtype | None = None  # of all sums; None: chosen from the input
     is_reused: bool = False  # whether its plan will serve many calls, and may take some time
-    memory: dict[object, object] = field(default_factory=dict, init=False, repr=False)  # of trees
+    memory: dict[object, object] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def dtype(self) -> torch.dtype:

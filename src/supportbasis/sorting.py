@@ -78,7 +78,7 @@ def _by_centres(x: Tensor, width: int, hidden: Tensor | None) -> Tensor:
     count = min(CENTRES, 1 << (-(-len(x) // width) - 1).bit_length())
     sample = x[torch.arange(width, device=x.device) * len(x) // width].unsqueeze(0)
     at = window_order(sample, width // count)[0]
-    centres = sample[0, at].float().view(count, -1, x.shape[1]).mean(1)
+    centres = sample[0, at].view(count, -1, x.shape[1]).mean(1)
     member = nearest(x, centres)
     if hidden is not None:
         member = member.masked_fill(hidden, count)

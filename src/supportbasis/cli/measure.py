@@ -235,8 +235,8 @@ def describe(plan: Plan) -> str:
 def _describe_head(head: HeadPlan) -> str:
     if head.kind == "exact":
         return f"exact: {head.reason}" if head.reason else "exact"
-    if head.kind == "block":
-        return f"{head.keys:.0f} keys a query, exact and coarse"
+    if head.kind == "lists":
+        return f"{head.keys:.0f} keys a query in open leaves, {head.lists}"
     if head.polynomial is None:
         powers = sorted({kernel.power for kernel in head.kernels})
         listed = f"powers {powers[0]} to {powers[-1]}" if powers else "all exact"

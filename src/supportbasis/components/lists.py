@@ -33,7 +33,7 @@ from ..problem import Head
 from ..rounding import gamma, product_roundoff, sum_depth
 from .exact import SUM_BLOCK
 
-ENTRIES = 2**22  # of the largest array of a group of windows
+ENTRIES = {"cpu": 2**22, "cuda": 2**26}  # of the largest array of a group of windows
 GATHERED = 2**22  # entries of keys that are copied at a time
 Attended = tuple[Tensor, Tensor]  # output [..., rows, dv] and lse [..., rows]
 
@@ -69,6 +69,11 @@ def _relative_noise(head: Head) -> float:
     unit = product_roundoff(head.dtype)
     score = min(1.0, reach * gamma(head.dim + 6, unit))
     return min(1.0, math.expm1(2 * score)) + gamma(sum_depth(head.m, SUM_BLOCK) + 16, unit)
+
+
+def entries(head: Head) -> int:
+    """Of the largest array that is made at a time: on a CPU they stay in the caches."""
+    return ENTRIES.get(head.query.device.type, ENTRIES["cpu"])
 
 
 class Coarse(NamedTuple):
@@ -112,16 +117,20 @@ def list_attention(head: Head, settings: ListSettings) -> Attended:
 
 
 def head_tables(head: Head, settings: ListSettings) -> Tables:
+    """The tables of one head, in the dtype of sums."""
     weight = head.key_log_weight
-    tokens = (x.detach().unsqueeze(0) for x in (head.query, head.key, head.value))
-    return tables(*tokens, None if weight is None else weight.unsqueeze(0), settings)
+    query, key, value = (
+        x.detach().to(head.dtype).unsqueeze(0) for x in (head.query, head.key, head.value)
+    )
+    weight = None if weight is None else weight.detach().unsqueeze(0)
+    return tables(query, key, value, weight, settings)
 
 
 def groups(head: Head, made: Tables, settings: ListSettings) -> Iterator[Group]:
     """Windows, a few at a time, that see any leaf."""
     each, visible = settings.cells, made.visible.tolist()
     per_window = made.tiles.shape[1] // (len(visible) // each)
-    most = ENTRIES // max(settings.block, settings.leaf)  # pairs of cells and leaves
+    most = entries(head) // max(settings.block, settings.leaf)  # pairs of cells and leaves
     first = 0
     while first < len(visible):
         last = first + each
@@ -247,7 +256,7 @@ def own_windows(head: Head, width: int) -> Attended:
     """Every row over the keys of its own window that are not ahead of it."""
     windows = -(-head.n // width)
     query, key, value, bias = window_tokens(head, width)
-    step = max(1, ENTRIES // (width * (width if bias is not None else max(1, head.dim))))
+    step = max(1, entries(head) // width**2)
     parts = []
     for some in range(0, windows, step):
         at = slice(some, some + step)

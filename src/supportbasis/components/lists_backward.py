@@ -18,9 +18,9 @@ from ..cotangent import Cotangent, Gradients
 from ..lists import ListSettings, Tables, Tilts
 from ..problem import Head
 from .lists import (
-    ENTRIES,
     Group,
     causal_bias,
+    entries,
     equal_lists,
     gathered,
     groups,
@@ -39,8 +39,9 @@ class Rows(NamedTuple):
     den: Tensor  # [batch, rows]
     log_scale: Tensor  # [batch, rows]
 
-    def __getitem__(self, some: Tensor | slice) -> Rows:  # type: ignore[override]
-        return Rows(*(x[some] for x in tuple(self)))
+    def of(self, some: Tensor) -> Rows:
+        """Some of the batch."""
+        return Rows(*(x[some] for x in self))
 
 
 class Leaves(NamedTuple):
@@ -117,7 +118,7 @@ def _add_own_windows(total: Gradients, cotangent: Cotangent, head: Head, width: 
     _, key, value, bias = window_tokens(head, width)
     ahead = causal_bias(key.new_empty(width, width))
     windows, keys = len(key), min(head.n, head.m)
-    step = max(1, ENTRIES // width**2)
+    step = max(1, entries(head) // width**2)
     for first in range(0, windows, step):
         last = min(windows, first + step)
         at = torch.arange(first * width, last * width, device=key.device)
@@ -148,8 +149,8 @@ def _add_group(
     tiles, cell = made.tiles[0, group.tiles], tile_cells(made, group)
     rows, opened = _taken(cotangent, head, tiles), group.open[cell]
     closed = group.tilts.log_weight.masked_fill(group.open, -math.inf)
-    tilted = [x[cell] for x in (group.tilts.key, group.tilts.value, closed)]
-    part = attention_gradients(rows, *tilted[:2], tilted[2].unsqueeze(1), head.scale)
+    key, value, bias = (x[cell] for x in (group.tilts.key, group.tilts.value, closed))
+    part = attention_gradients(rows, key, value, bias.unsqueeze(1), head.scale)
     query = part.query
     of_tilts = Tilts(
         *(
@@ -159,8 +160,7 @@ def _add_group(
     )
     _add_tilts(total, leaves, of_tilts, head, made, group)
     for some, listed in equal_lists(opened, settings.leaf * max(head.dim, head.value_dim)):
-        key, value, bias = gathered(head, made, listed)
-        exact = attention_gradients(rows[some], key, value, bias, head.scale)
+        exact = attention_gradients(rows.of(some), *gathered(head, made, listed), head.scale)
         query[some] += exact.query
         at, size = listed.flatten(), settings.leaf
         leaves.key.index_add_(0, at, exact.key.reshape(len(at), size, -1))

@@ -18,7 +18,9 @@ from torch.nn.functional import pad
 from ..cotangent import Gradients
 from ..errors import InputError
 from ..kernels import lists as kernels
+from ..kernels import lists_backward as backward
 from ..kernels import sorting
+from ..kernels.rectangle import slopes
 from ..lists import ListSettings, tiles_by_centre
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
@@ -74,7 +76,57 @@ def gradients(
     grad_lse: Tensor | None,
     for_weights: bool,
 ) -> Gradients:
-    raise NotImplementedError
+    """Tables, tilts and lists are made again, the same bits as before."""
+    settings, group = _settings_of(plan.heads[0]), problem.group
+    call, total = _Call.of(problem, settings), exact.empty_totals(problem)
+    slope = -slopes(grad, grad_lse, output)
+    rows = backward.Rows(*(x.flatten(0, 1).contiguous() for x in (grad, slope, lse)))
+    heads, (slots, d), dv = call.tables.heads, call.tables.ks.shape[1:], call.tables.vs.shape[2]
+    shapes = ((heads, slots, d), (heads, slots, dv), (heads, slots))
+    sums = [total.query.new_zeros(shape) for shape in shapes]
+    sorted_total = backward.Totals(total.query.flatten(0, 1), sums[0], sums[1], sums[2])
+    price = _prices(plan, problem.query.device)
+    for first, last, leaves in call.ranges():
+        tilts = kernels.tilt(call.tables, first, last, leaves, problem.scale)
+        lists = kernels.select(call.tables, tilts, price, problem.scale)
+        backward.gradients(call.tables, tilts, lists, rows, problem.scale, sorted_total)
+    at = call.slots.repeat_interleave(group, 0).unsqueeze(-1)
+    wholes = (total.key, total.value, total.weight.unsqueeze(-1))
+    for whole, part in zip(wholes, (sums[0], sums[1], sums[2].unsqueeze(-1)), strict=True):
+        part = part.masked_fill_(at < 0, 0.0)  # a slot without a key has no gradient
+        index = at.clamp(min=0).long().expand_as(part)
+        whole.flatten(0, 1).scatter_add_(1, index, part)
+    found = exact.finished(total, problem, for_weights)
+    if settings.window:
+        _add_own_windows(found, problem, settings.window, grad, output, lse, grad_lse)
+    return found
+
+
+def _add_own_windows(
+    total: Gradients,
+    problem: Problem,
+    width: int,
+    grad: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    grad_lse: Tensor | None,
+) -> None:
+    """Gradients of exact attention within windows, given the whole output and lse of the rows."""
+
+    def cut(x: Tensor) -> Tensor:
+        return _cut(x, problem, width, problem.n).contiguous()
+
+    from_lse = None if grad_lse is None else cut(grad_lse.unsqueeze(-1)).squeeze(-1)
+    lse = cut(lse.unsqueeze(-1)).squeeze(-1)
+    given = (cut(output), lse, lse, cut(grad), from_lse, total.key_log_weight is not None)
+    part = exact.gradients(_windows(problem, width), _EXACT, *given)
+    pairs = [(total.query, part.query), (total.key, part.key), (total.value, part.value)]
+    if total.key_log_weight is not None and part.key_log_weight is not None:
+        pairs.append((total.key_log_weight.unsqueeze(-1), part.key_log_weight.unsqueeze(-1)))
+    for whole, piece in pairs:
+        piece = _by_head(piece, problem, whole.shape[1])
+        tokens = min(whole.shape[2], piece.shape[1])
+        whole[:, :, :tokens] += piece[:, :tokens].unflatten(0, whole.shape[:2])
 
 
 def _prices(plan: Plan, device: torch.device) -> Tensor:
@@ -201,44 +253,43 @@ def _routes(query: Tensor, mean: Tensor, settings: ListSettings) -> kernels.Rout
 
 def own_windows(problem: Problem, width: int) -> tuple[Tensor, Tensor]:
     """Output [heads, n, dv] and lse [heads, n] of all rows over their own windows."""
-    windows = _windows(problem, width)
-    output, lse, _ = exact.forward(windows, _EXACT)
-    return _by_head(output, problem), _by_head(lse.unsqueeze(-1), problem).squeeze(-1)
+    output, lse, _ = exact.forward(_windows(problem, width), _EXACT)
+    output, lse = (_by_head(x, problem, problem.heads) for x in (output, lse.unsqueeze(-1)))
+    return output[:, : problem.n].contiguous(), lse[:, : problem.n, 0].contiguous()
 
 
 _EXACT = cast(Plan, None)  # of exact heads, which need none
 
 
 def _windows(problem: Problem, width: int) -> Problem:
-    """Attention within windows: a batch of windows for each batch."""
-    count, keys = -(-problem.n // width), min(problem.n, problem.m)
-
-    def cut(x: Tensor, tokens: int, fill: float = 0.0) -> Tensor:
-        x = pad(x[:, :, :tokens], (0, 0, 0, count * width - tokens), value=fill)
-        x = x.unflatten(2, (count, width))
-        return (
-            x.flatten(0, 2).unsqueeze(1) if problem.group == 1 else x.transpose(1, 2).flatten(0, 1)
-        )
-
+    """Attention within windows."""
+    keys = min(problem.n, problem.m)
     weight = problem.key_log_weight
     if weight is None and keys < problem.n:
         weight = problem.query.new_zeros(problem.batch, problem.heads, keys, dtype=torch.float32)
     if weight is not None:
-        weight = cut(weight.float().unsqueeze(-1), keys, -torch.inf).squeeze(-1)
-    query, key, value = (
-        cut(problem.query, problem.n),
-        cut(problem.key, keys),
-        cut(problem.value, keys),
-    )
+        weight = _cut(weight.float().unsqueeze(-1), problem, width, keys, -torch.inf).squeeze(-1)
+    query = _cut(problem.query, problem, width, problem.n)
+    key, value = (_cut(x, problem, width, keys) for x in (problem.key, problem.value))
     return replace(
         problem, query=query, key=key, value=value, key_log_weight=weight,
         leading=tuple(query.shape[:2]), kept=None,
     )  # fmt: skip
 
 
-def _by_head(x: Tensor, problem: Problem) -> Tensor:
-    """What windows give, [windows, heads, W, ...], as [heads, n, ...]."""
-    heads = problem.batch * problem.heads
+def _cut(x: Tensor, problem: Problem, width: int, tokens: int, fill: float = 0.0) -> Tensor:
+    """The first tokens of all heads [batch, heads, tokens, ...] as windows of one head each, or
+    [windows, heads, W, ...] where heads share keys; filled up to whole windows of the queries."""
+    count = -(-problem.n // width)
+    x = x[:, :, :tokens]
+    if tokens < count * width:
+        x = pad(x, (0, 0, 0, count * width - tokens), value=fill)
+    x = x.unflatten(2, (count, width))
+    return x.flatten(0, 2).unsqueeze(1) if problem.group == 1 else x.transpose(1, 2).flatten(0, 1)
+
+
+def _by_head(x: Tensor, problem: Problem, heads: int) -> Tensor:
+    """What windows give, as [batch * heads, tokens, ...]."""
     if problem.group > 1:
         x = x.unflatten(0, (problem.batch, -1)).transpose(1, 2)
-    return x.reshape(heads, -1, x.shape[-1])[:, : problem.n].contiguous()
+    return x.reshape(problem.batch * heads, -1, x.shape[-1])

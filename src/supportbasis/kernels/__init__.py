@@ -9,12 +9,12 @@ modules can be read and imported where Triton is missing.
 `moments`          sums over keys that are small: of values, of keys, of products of two
 `folded`           the degree-2 state over keys and its read-out over queries
 `contract`         the gradient of the read-out with respect to its tokens
-`blocklist`        attention of blocks of queries over lists of granules of keys; its kernels
-                   are in `blocklist_kernels`
-`ordering`         trees: the order of their tokens; kernels in `ordering_kernels`
-`summary`          nodes of trees; kernels in `summary_kernels`
-`selection`        which nodes and leaves a block lists, and its coarse keys; kernels in
-                   `selection_kernels`
+`rectangle`        exact attention of some rows over some keys; kernels in `rectangle_kernels`
+`sorting`          tokens sorted into leaves of alike ones; kernels in `sorting_kernels`
+`lists`            tilted keys, lists of open leaves, attention over both; kernels in
+                   `lists_kernels`
+`framing`          tokens in the balancing transform of their head; kernels in `framing_kernels`
+`lengths`          norms of tokens, and which have a large entry; kernels in `lengths_kernels`
 `tiles`            which tile shapes were the fastest
 `language`         Triton, where it is installed
 =================  =========================================================================

@@ -8,9 +8,9 @@ a leaf of keys k_j, values v_j and log-weights b_j becomes one key:
 
 Some rows q_i of the cell give it the score z_il = scale <q_i, kt_l> + lt_l, and the share p_il of
 their softmax over all leaves. Leaves whose importance mean_i p_il^2 scale^2 variance spread_l
-exceeds a price are open: their keys are attended exactly. Here variance = mean_i |q_i - m|^2 / d and spread_l
-is the mean of |k_j - mean|^2 over the leaf's real keys. Output is one softmax over the own window
-(causal attention), the tilted keys of closed leaves and the keys of open ones.
+exceeds a price are open: their keys are attended exactly. Here variance = mean_i |q_i - m|^2 / d
+and spread_l is the mean of |k_j - mean|^2 over the leaf's real keys. Output is one softmax over the
+own window (causal attention), the tilted keys of closed leaves and the keys of open ones.
 
 Tilts belong to a range of cells, in causal attention of whole windows, so that a caller can bound
 their memory. No function synchronises with the host; shapes depend on shapes alone.
@@ -33,7 +33,7 @@ from .rectangle import Tile
 # float32 up to 128, 256.
 Shapes = tuple[tuple[int, int, int, int], ...]
 TILES: dict[str, Shapes] = {  # cells and leaves of a program; rows, leaves or keys at a time
-    "tilt": ((128, 8, 8, 3), (64, 8, 8, 2), (64, 8, 8, 1), (32, 4, 8, 1), (16, 4, 8, 1)),
+    "tilt": ((64, 32, 4, 3), (64, 8, 8, 2), (64, 8, 8, 1), (32, 4, 8, 1), (16, 4, 8, 1)),
     "select": ((32, 128, 4, 3), (32, 64, 4, 3), (32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
     "attend": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
 }  # fmt: skip
@@ -155,8 +155,8 @@ def cell_means(query: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
     """Mean of each cell's members, [Hq, cells, d], and mean |q - m|^2 / d; zeros if it has none."""
     heads, n, d = query.shape
     cells, block = members.shape[1:]
-    _check("query", query, (heads, n, d))
-    _check("members", members, (heads, cells, block), torch.int32)
+    check("query", query, (heads, n, d))
+    check("members", members, (heads, cells, block), torch.int32)
     mean = query.new_empty((heads, cells, d), dtype=torch.float32)
     variance = query.new_empty((heads, cells), dtype=torch.float32)
     wide = power_of_two(d)
@@ -172,9 +172,9 @@ def gather_leaves(key: Tensor, value: Tensor, slots: Tensor, leaf: int) -> tuple
     and the variance of the keys of each leaf, [Hk, leaves] float32, the sum over coordinates."""
     heads, tokens, d = key.shape
     dv, keys = value.shape[2], slots.shape[1]
-    _check("key", key, (heads, tokens, d))
-    _check("value", value, (heads, tokens, dv), key.dtype)
-    _check("slots", slots, (heads, keys), torch.int32)
+    check("key", key, (heads, tokens, d))
+    check("value", value, (heads, tokens, dv), key.dtype)
+    check("slots", slots, (heads, keys), torch.int32)
     ks, vs = key.new_empty(heads, keys, d), value.new_empty(heads, keys, dv)
     spread = key.new_empty((heads, keys // leaf), dtype=torch.float32)
     kernels.gather_leaves[(keys // leaf, heads)](
@@ -218,7 +218,7 @@ def select(tables: Tables, tilts: Tilts, price: Tensor, scale: float) -> Lists:
     Open leaves are attended by their keys: their lt becomes -inf, in place.
     """
     check_tilts(tables, tilts)
-    _check("price", price, (tables.heads,), torch.float32)
+    check("price", price, (tables.heads,), torch.float32)
     lists = Lists(
         torch.empty_like(tilts.lt, dtype=torch.int32),
         tilts.lt.new_empty((tables.heads, tilts.cells), dtype=torch.int32),
@@ -254,10 +254,10 @@ def attend(
     d, dv, wide, value_wide = tables.widths
     heads, n = tables.query.shape[:2]
     for name, x, shape in (("output", output, (heads, n, dv)), ("lse", lse, (heads, n))):
-        _check(name, x, shape, torch.float32 if name == "lse" else None)
+        check(name, x, shape, torch.float32 if name == "lse" else None)
     if own is not None:
-        _check("own output", own[0], (heads, n, dv))
-        _check("own lse", own[1], (heads, n), torch.float32)
+        check("own output", own[0], (heads, n, dv))
+        check("own lse", own[1], (heads, n), torch.float32)
     first_tile, tile_count = tiles_of(tables, tilts)
     tiles, size = tables.rows.shape[1:]
     tile = tables.tile("attend")
@@ -285,15 +285,15 @@ def check_tilts(tables: Tables, tilts: Tilts) -> None:
         raise InputError(
             f"tilts: cells [{tilts.first}, {tilts.first + tilts.cells}) of {tables.cells}"
         )
-    _check("tilts.kt", tilts.kt, (*shape, tables.ks.shape[2]), tables.ks.dtype)
-    _check("tilts.vt", tilts.vt, (*shape, tables.vs.shape[2]), tables.ks.dtype)
-    _check("tilts.lt", tilts.lt, shape, torch.float32)
+    check("tilts.kt", tilts.kt, (*shape, tables.ks.shape[2]), tables.ks.dtype)
+    check("tilts.vt", tilts.vt, (*shape, tables.vs.shape[2]), tables.ks.dtype)
+    check("tilts.lt", tilts.lt, shape, torch.float32)
 
 
 def check_lists(tables: Tables, tilts: Tilts, lists: Lists) -> None:
     shape = (tables.heads, tilts.cells, tilts.leaves)
-    _check("lists.index", lists.index, shape, torch.int32)
-    _check("lists.count", lists.count, shape[:2], torch.int32)
+    check("lists.index", lists.index, shape, torch.int32)
+    check("lists.count", lists.count, shape[:2], torch.int32)
 
 
 def _check_tables(tables: Tables) -> None:
@@ -311,31 +311,31 @@ def _check_tables(tables: Tables) -> None:
         raise InputError(
             f"leaf: got {leaf} for {keys} keys; a power of two from 16 on, whole leaves"
         )
-    _check("query", tables.query, (heads, n, d), dtype)
-    _check("ks", tables.ks, (key_heads, keys, d), dtype)
-    _check("vs", tables.vs, (key_heads, keys, dv), dtype)
+    check("query", tables.query, (heads, n, d), dtype)
+    check("ks", tables.ks, (key_heads, keys, d), dtype)
+    check("vs", tables.vs, (key_heads, keys, dv), dtype)
     if tables.bs is not None:
-        _check("bs", tables.bs, (heads, keys), torch.float32)
-    _check("members", tables.members, (heads, cells, block), torch.int32)
-    _check("visible", tables.visible, (cells,), torch.int32)
-    _check("mean", tables.mean, (heads, cells, d), torch.float32)
-    _check("variance", tables.variance, (heads, cells), torch.float32)
-    _check("spread", tables.spread, (key_heads, keys // leaf), torch.float32)
+        check("bs", tables.bs, (heads, keys), torch.float32)
+    check("members", tables.members, (heads, cells, block), torch.int32)
+    check("visible", tables.visible, (cells,), torch.int32)
+    check("mean", tables.mean, (heads, cells, d), torch.float32)
+    check("variance", tables.variance, (heads, cells), torch.float32)
+    check("spread", tables.spread, (key_heads, keys // leaf), torch.float32)
     sizes = [block]
     if tables.routes is not None:
         tiles, size = tables.routes.rows.shape[1:]
         sizes.append(size)
         if tiles % cells:
             raise InputError(f"routes: {tiles} tiles for {cells} cells; a multiple is expected")
-        _check("routes.rows", tables.routes.rows, (heads, tiles, size), torch.int32)
-        _check("routes.cell", tables.routes.cell, (heads, tiles), torch.int32)
-        _check("routes.first", tables.routes.first, (heads, cells), torch.int32)
-        _check("routes.count", tables.routes.count, (heads, cells), torch.int32)
+        check("routes.rows", tables.routes.rows, (heads, tiles, size), torch.int32)
+        check("routes.cell", tables.routes.cell, (heads, tiles), torch.int32)
+        check("routes.first", tables.routes.first, (heads, cells), torch.int32)
+        check("routes.count", tables.routes.count, (heads, cells), torch.int32)
     if any(size < 16 or size & (size - 1) for size in sizes):
         raise InputError(f"cells and tiles of {sizes} rows; powers of two from 16 on are expected")
 
 
-def _check(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+def check(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
     if tuple(x.shape) != shape or not x.is_contiguous() or x.dtype != (dtype or x.dtype):
         raise InputError(
             f"{name}: got {x.dtype} of shape {list(x.shape)}, strides {list(x.stride())}; expected "

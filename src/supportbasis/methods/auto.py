@@ -21,13 +21,14 @@ from ..rows import RowCheck
 from ..scores import ScoreSample
 from .base import Method, exact_plan, is_positive
 from .fitted import FittedSearch
-from .list_search import ListSearch, fastest_lists
+from .list_search import WIDE_BLOCK, ListSearch, fastest_lists
 from .single_threshold import threshold_plan
 
 # exact attention that takes less is left alone: what a search costs, or what is worth one whose
 # plan is used many times; on a GPU, where a search costs more than it saves in a call, always that
-PLANNING_SECONDS, REUSED_SECONDS = {"cpu": 0.02, "cuda": 1e-3}, {"cpu": 5e-3, "cuda": 1e-3}
+PLANNING_SECONDS, REUSED_SECONDS = {"cpu": 0.02, "cuda": 1e-3}, {"cpu": 5e-3, "cuda": 2e-4}
 SHARES = (0.0, 0.001, 0.004, 0.015, 0.05)  # of tokens that a candidate threshold makes large
+FEW_KEYS = 0.01  # of all, in open leaves, where wider blocks may do
 WORTHWHILE = 1.3  # predicted speed against exact attention that leaves room for a wrong prediction
 MARGIN = 0.8  # of the tolerance that an estimate may use up before it is verified
 
@@ -56,6 +57,7 @@ class Auto(Method):
     def plan_head(self, head: Head) -> HeadPlan:
         limit = exact_seconds(head)
         cheapest = polynomial_work(head, head.n, head.m, 0).seconds(head)
+        cheapest = min(cheapest, limit / fastest_lists(head))
         seconds = REUSED_SECONDS if head.is_reused else PLANNING_SECONDS
         least = seconds.get(head.query.device.type, seconds["cpu"])
         if limit < least + cheapest:
@@ -83,12 +85,20 @@ class Auto(Method):
         return search.within(self.tolerance, first.check, speedup)
 
     def _lists(self, first: _Search, speedup: float) -> HeadPlan | None:
-        """Lists of exact and tilted keys within the tolerance, where they can be faster."""
-        head = first.head
+        """Lists of exact and tilted keys within the tolerance, where they can be faster. Where few
+        leaves have to be open, wider blocks are tried: they cost less."""
+        head, best = first.head, None
         if head.is_density or fastest_lists(head) <= speedup:
             return None
-        search = ListSearch.of(head, None, None, self.seed, self.tolerance)
-        return None if isinstance(search, str) else search.within(self.tolerance, speedup)
+        for block in (None, WIDE_BLOCK):
+            search = ListSearch.of(head, block, None, self.seed, self.tolerance)
+            plan = None if isinstance(search, str) else search.within(self.tolerance, speedup)
+            if plan is None:
+                break
+            best, speedup = plan, plan.speedup
+            if plan.keys > FEW_KEYS * head.m:
+                break
+        return best
 
 
 class _Search:

@@ -14,14 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..components.lists import ENTRIES, Coarse, head_tables, own_windows, row_risks, rows_of
+from ..components.lists import Coarse, entries, head_tables, own_windows, row_risks, rows_of
 from ..cost import list_work
 from ..lists import ListSettings, Tables, Tilts, importance, score_variances, tilt
 from ..plans import HeadPlan
 from ..problem import Head
 from ..sampling import RowSample
 
-BLOCK, SMALL_BLOCK, LONG = 128, 64, 16384  # queries of a block; the first from so many tokens on
+# queries of a block, from so many tokens on; causal windows have too few for the largest
+BLOCKS, LARGEST_CAUSAL = {0: 64, 16384: 128, 131072: 256}, 128
+LEAF, WIDE_BLOCK, WIDE_LEAF = 64, 512, 128  # keys of a leaf, at most; of wide blocks
 WINDOWS, LEAST_WINDOW, LARGEST_WINDOW = 32, 512, 2048  # windows of a causal head; their positions
 ROWS = 512  # that errors are measured on
 LEAST, MOST, PRICES = -46.0, 10.0, 225  # logarithms of prices, and how many are tried
@@ -37,9 +39,12 @@ def window_of(n: int, block: int) -> int:
 
 def settings_for(head: Head, block: int | None, strict: bool | None) -> ListSettings:
     """Sizes for a head, at a price of 0."""
-    block = block or (BLOCK if head.n >= LONG else SMALL_BLOCK)
+    if block is None:
+        block = max(size for tokens, size in BLOCKS.items() if tokens <= head.n)
+        block = min(block, LARGEST_CAUSAL) if head.is_causal else block
     window = window_of(head.n, block) if head.is_causal else 0
-    return ListSettings(0.0, block, max(1, block // 2), window, strict and bool(window))
+    leaf = WIDE_LEAF if block >= WIDE_BLOCK else max(1, min(LEAF, block // 2))
+    return ListSettings(0.0, block, leaf, window, strict and bool(window))
 
 
 def fastest_lists(head: Head) -> float:
@@ -144,7 +149,7 @@ def _curves(
 
 
 def _rows_at_once(head: Head) -> int:
-    return max(8, min(64, ENTRIES // max(1, head.m)))
+    return max(8, min(64, entries(head) // max(1, head.m)))
 
 
 def _cells_of_rows(n: int, made: Tables) -> Tensor:

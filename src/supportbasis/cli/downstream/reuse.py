@@ -2,8 +2,8 @@
 
 Planning takes far longer than attending to a few hundred tokens, and the items of a task are
 equally long. So the heads of a layer are planned on the first item of this length, and the plan
-is used for the others (`Reuse`). Exact heads stay exact. Lists are selected anew for every item,
-at the price and in the frame of the plan; a fitted polynomial computes tokens beyond its radius
+is used for the others (`Reuse`). Exact heads stay exact. Tokens are sorted and lists selected anew
+for every item, at the price of the plan; a fitted polynomial computes tokens beyond its radius
 and rows that it loses exactly. What is certified for a range of scores is not used beyond it:
 heads with a threshold are planned for every item, and many thresholds for all items of a batch
 together (`powers`).
@@ -24,7 +24,7 @@ from ...plans import HeadPlan, Plan
 from .hook import exact
 from .powers import by_powers
 
-LASTING = ("exact", "block", "fitted")  # kinds of heads whose plan serves other tokens too
+LASTING = ("exact", "lists", "fitted")  # kinds of heads whose plan serves other tokens too
 
 
 @dataclass

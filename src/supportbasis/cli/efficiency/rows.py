@@ -69,7 +69,7 @@ class Truth:
 
     def matrix_error(self, plan: HeadPlan) -> float | None:
         """Of a plan's attention matrix, in float64; None where a plan has none to write down."""
-        if plan.kind == "block":
+        if plan.kind == "lists":
             return None
         square = 0.0
         for rows, exact in zip(
@@ -92,7 +92,7 @@ def exact_share(plan: HeadPlan) -> float | None:
     """Share of all pairs that are computed exactly; of lists of keys it is not known."""
     if plan.kind == "exact":
         return 1.0
-    if plan.kind == "block":
+    if plan.kind == "lists":
         return None
     if plan.large is not None:
         return 1 - (1 - plan.large[0] / plan.n) * (1 - plan.large[1] / plan.m)

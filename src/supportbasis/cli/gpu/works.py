@@ -100,7 +100,7 @@ WORKS = [
     Work("single threshold, 1 % large", SINGLE, outliers, 65536, 64, backward=True),
     Work("fitted, 2400 features, σ=0.3", FITTED, harder, LONG, 64, limit=2e-2),
     Work("fitted, 2400 features, σ=0.3", FITTED, harder, LONG, 64, backward=True, limit=2e-2),
-    Work("exact, own kernel", Exact(), easy, 32768, 64, implementation="triton"),
+    Work("exact", Exact(), easy, 32768, 64, implementation="triton"),
 ]
 
 CROSSOVER = [
