@@ -46,7 +46,15 @@ LEFT_OUT = {
 OTHER_TESTS = (
     *("cli", "distribution", "downstream", "efficiency", "examples", "frontier", "reproduce"),
     *("device", "device_fitted", "device_lists", "device_ranges", "fused"),
-    *("gpu", "gpu_bench", "list_kernels", "rectangle", "sorting_kernels", "triton"),
+    *(
+        "gpu",
+        "gpu_bench",
+        "list_backward",
+        "list_kernels",
+        "rectangle",
+        "sorting_kernels",
+        "triton",
+    ),
 )
 ROUNDS = (10.0, 30.0, 100.0)  # seconds of tests for one mutant, as timed without it
 SLOWER = 8.0  # a run that takes this many times longer, and a minute, does not end: killed
