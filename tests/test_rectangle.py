@@ -8,8 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from supportbasis.kernels import rectangle as exact
-from test_triton import CUDA, DEVICE, UNIT, inputs, needs_triton, on_device, relative
+from test_triton import (  # before kernels are imported
+    CUDA,
+    DEVICE,
+    UNIT,
+    inputs,
+    needs_triton,
+    on_device,
+    relative,
+)  # fmt: skip
+
+from supportbasis.kernels import rectangle as exact  # isort: skip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
