@@ -21,10 +21,13 @@ from ..plans import HeadPlan
 from ..problem import Head
 from ..sampling import RowSample
 
-# queries of a block, from so many tokens on; causal windows have too few for the largest
-BLOCKS, LARGEST_CAUSAL = {0: 64, 16384: 128, 131072: 256}, 128
-LEAF, WIDE_BLOCK, WIDE_LEAF = 64, 512, 128  # keys of a leaf, at most; of wide blocks
+# From so many tokens on: queries of a block, keys of a leaf. Tilts and their attention take
+# n^2 (1 / block + 1 / leaf), so both grow with the length.
+SIZES = {0: (64, 32), 16384: (128, 64), 131072: (256, 64), 524288: (512, 128)}
+CAUSAL_SIZES = {0: (64, 32), 16384: (128, 64), 262144: (256, 128), 786432: (512, 128)}
+WIDE_BLOCK = 512
 WINDOWS, LEAST_WINDOW, LARGEST_WINDOW = 32, 512, 2048  # windows of a causal head; their positions
+VERY_LONG = 262144  # tokens from which on windows may have twice as many
 ROWS = 512  # that errors are measured on
 LEAST, MOST, PRICES = -46.0, 10.0, 225  # logarithms of prices, and how many are tried
 WIDE_PRECISION = 1e-5  # tolerance below which errors are measured in float64
@@ -33,18 +36,20 @@ TYPICAL = 1e-2  # price over squared tolerance, about: where closed leaves are l
 
 def window_of(n: int, block: int) -> int:
     """Positions of a causal window: a power of two near n / 32."""
-    wish = min(LARGEST_WINDOW, max(LEAST_WINDOW, n // WINDOWS))
+    largest = LARGEST_WINDOW * (2 if n >= VERY_LONG else 1)
+    wish = min(largest, max(LEAST_WINDOW, n // WINDOWS))
     return max(block, 1 << (wish.bit_length() - 1))
 
 
 def settings_for(head: Head, block: int | None, strict: bool | None) -> ListSettings:
     """Sizes for a head, at a price of 0."""
-    if block is None:
-        block = max(size for tokens, size in BLOCKS.items() if tokens <= head.n)
-        block = min(block, LARGEST_CAUSAL) if head.is_causal else block
-    window = window_of(head.n, block) if head.is_causal else 0
-    leaf = WIDE_LEAF if block >= WIDE_BLOCK else max(1, min(LEAF, block // 2))
-    return ListSettings(0.0, block, leaf, window, strict and bool(window))
+    sizes = CAUSAL_SIZES if head.is_causal else SIZES
+    chosen = max(pair for tokens, pair in sizes.items() if tokens <= head.n)
+    if block is not None:
+        leaf = max(pair for pair in sizes.values() if pair[0] <= max(64, block))[1]
+        chosen = (block, max(1, min(leaf, block // 2)))
+    window = window_of(head.n, chosen[0]) if head.is_causal else 0
+    return ListSettings(0.0, *chosen, window, strict and bool(window))
 
 
 def fastest_lists(head: Head) -> float:
