@@ -11,6 +11,8 @@ from torch import Tensor
 import supportbasis as sb
 from supportbasis import reference
 from supportbasis.inputs import attention_problem
+from supportbasis.lists import ListSettings
+from supportbasis.plans import HeadPlan
 
 METHODS = {
     "exact": sb.Exact(),
@@ -56,6 +58,45 @@ def qkv(
     return q.to(dtype), k.to(dtype), normal(*key_leading, m, dv).to(dtype)
 
 
+def clustered(
+    *leading: int,
+    n: int = 2048,
+    d: int = 8,
+    clusters: int = 12,
+    size: float = 3.0,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys around common centres, values that follow the keys: heads as trained models
+    have them, in small. Scores have a standard deviation of ``size``."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    heads = []
+    for _ in range(math.prod(leading)):
+        centres = normal(clusters, d)
+        q, k = (
+            centres[torch.randint(clusters, (n,), generator=generator)] + 0.15 * normal(n, d)
+            for _ in range(2)
+        )
+        factor = math.sqrt(size * math.sqrt(d) / float((q[:400] @ k[:400].T).std()))
+        heads.append((q * factor, k * factor, torch.tanh(k @ normal(d, d))))
+    q, k, v = (torch.stack(x).view(*leading, n, d).to(dtype) for x in zip(*heads, strict=True))
+    return q, k, v
+
+
+def list_plan(q: Tensor, settings: ListSettings) -> sb.Plan:
+    """Lists of these settings for all heads, whatever they cost."""
+    batch, heads = math.prod(q.shape[:-3]), q.shape[-3]
+    head = HeadPlan("lists", "", q.shape[-2], q.shape[-2], 0.5, 1.0, lists=settings)
+    return sb.Plan(
+        sb.BlockSupport(), batch, heads, q.shape[-1], (head,) * (batch * heads),
+        is_causal=settings.window > 0,
+    )  # fmt: skip
+
+
 def dense_attention(
     q: Tensor,
     k: Tensor,
@@ -84,7 +125,7 @@ def dense_attention(
 def run_both(
     q: Tensor, k: Tensor, v: Tensor, method: sb.methods.Method, **call: object
 ) -> tuple[sb.Result, Tensor, Tensor]:
-    """A method's result, and what the dense float64 twin says of the same plan."""
+    """A method's result, and what the dense float64 reference says of the same plan."""
     result = sb.attention(q, k, v, method=method, return_result=True, **call)
     arguments = [
         call.get(name, default)

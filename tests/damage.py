@@ -94,10 +94,10 @@ def cases() -> list[Case]:
     single = torch.float32
     small = qkv(1, 2, n=41, d=3, scale=0.6)
     low = qkv(1, 1, n=41, d=3, scale=0.6, dtype=single)
-    long = qkv(1, 1, n=261, d=3, dtype=single)
+    long = qkv(1, 1, n=1301, d=3, scale=0.5, dtype=single)
+    wide = qkv(1, 1, n=4099, d=3, scale=0.3, dtype=single)
     whole, causal = {"is_causal": False}, {"is_causal": True}
-    lists = {"budget": 0.95, "block_size": 16, "tail": "coarse"}
-    made = [
+    return [
         Case.of("exact", sb.Exact(), small, "exact", **whole),
         Case.of("polynomial", sb.Polynomial(3), small, "polynomial", **causal),
         Case.of("polynomial in float32", sb.Polynomial(2), low, "polynomial", **whole),
@@ -127,15 +127,11 @@ def cases() -> list[Case]:
             "fitted",
             **causal,
         ),
-        Case.of("causal tree", sb.BlockSupport(order="tree", **lists), long, "block", **causal),
-        Case.of("causal places", sb.BlockSupport(order="places", **lists), long, "block", **causal),
+        Case.of("lists", sb.BlockSupport(0.95, block_size=32), long, "lists", **whole),
+        Case.of("causal lists", sb.BlockSupport(0.97), long, "lists", **causal),
+        Case.of("strict lists", sb.BlockSupport(0.97, strict=True), long, "lists", **causal),
+        Case.of("auto", sb.Auto(0.02), wide, "polynomial", **whole),
     ]
-    for order in ("auto", "tree", "groups", "sequence", "places"):
-        method = sb.BlockSupport(order=order, **lists)
-        made.append(Case.of(f"lists by {order}", method, long, "block", **whole))
-    wide = qkv(1, 1, n=4099, d=3, scale=0.3, dtype=single)
-    made.append(Case.of("auto", sb.Auto(0.02), wide, "polynomial", **whole))
-    return made
 
 
 def places(content: object, at: Place = ()) -> Iterator[Place]:

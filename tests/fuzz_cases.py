@@ -40,7 +40,7 @@ MEASURED = {  # methods whose error is measured
     "sb.PowerAttention(2, sketch_size=11)": 1,
     "sb.PowerAttention(6, sketch_size=7, seed=1)": 1,
     "sb.BlockSupport(0.3, block_size=8)": 1,
-    "sb.BlockSupport(0.5, block_size=16, order='sequence')": 1,
+    "sb.BlockSupport(0.5, block_size=16, strict=True)": 1,
     "sb.BlockSupport(tolerance=0.1, block_size=8)": 1,
     "sb.FittedPolynomial(40)": 1,
     "sb.FittedPolynomial(tolerance=0.1)": 1,

@@ -9,7 +9,7 @@ call a function of its file, in three rounds: fast ones and those of its own fun
 
 The lines are those with the smallest hash of (seed, path, text), so that the choice is
 deterministic and an edit of one line does not change the choice of others. Left out: messages,
-annotations, tuning constants (names in capitals), kernels, devices, and block lists.
+annotations, tuning constants (names in capitals), kernels and devices.
 """
 
 from __future__ import annotations
@@ -41,15 +41,20 @@ FOLDERS = ("", "components/", "methods/", "sketch/")
 LEFT_OUT = {
     *("__init__.py", "__main__.py"),
     *("cost.py", "drawing.py"),  # rates of machines; pictures
-    *("blocks.py", "tree.py", "forest.py", "places.py", "selection.py", "arrangement.py"),
-    *("components/blocks.py", "components/blocks_backward.py"),
-    *("methods/block_support.py", "methods/block_check.py"),
 }
 # Tests of the command line, of kernels and of devices: slow, and not what tests the core.
 OTHER_TESTS = (
     *("cli", "distribution", "downstream", "efficiency", "examples", "frontier", "reproduce"),
-    *("device", "device_fitted", "device_lists", "device_ranges"),
-    *("gpu", "gpu_bench", "rectangle", "triton"),
+    *("device", "device_fitted", "device_lists", "device_ranges", "fused"),
+    *(
+        "gpu",
+        "gpu_bench",
+        "list_backward",
+        "list_kernels",
+        "rectangle",
+        "sorting_kernels",
+        "triton",
+    ),
 )
 ROUNDS = (10.0, 30.0, 100.0)  # seconds of tests for one mutant, as timed without it
 SLOWER = 8.0  # a run that takes this many times longer, and a minute, does not end: killed

@@ -143,7 +143,7 @@ def test_a_diffuse_head_by_features(dtype):
     (plan,) = result.plan.heads
     assert plan.kind == "fitted" and 200 < plan.fitted.features <= 400 and plan.cost < 0.25
     assert relative(result.output, exact_of(*tensors)) < (0.03 if dtype != torch.bfloat16 else 0.05)
-    assert "directions" in str(plan) and "balanced frame" in str(plan)
+    assert "directions" in str(plan)
 
 
 def test_far_tokens_are_exact():

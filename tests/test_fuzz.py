@@ -67,7 +67,7 @@ FOUND = {
         values="denormal", seed=815360024,
     ),
     "squares of huge errors": Case(
-        "sb.BlockSupport(0.5, block_size=16, order='sequence')", check="plan", dtype="float64",
+        "sb.BlockSupport(0.5, block_size=16, strict=True)", check="plan", dtype="float64",
         n=111, m=111, d=2, dv=2, data="integers", values="huge", seed=2076517730,
     ),
     "outputs beyond float16": Case(
@@ -86,7 +86,7 @@ FOUND = {
         d=4, dv=1, data="huge", seed=623349155,
     ),
     "lists of values without entries": Case(
-        "sb.BlockSupport(0.5, block_size=16, order='sequence')", n=111, m=111, d=4, dv=0
+        "sb.BlockSupport(0.5, block_size=16, strict=True)", n=111, m=111, d=4, dv=0
     ),
     "a scale that float32 takes for zero": Case(causal=True, scale=1e-300),
     "gradients of a scale of zero": Case(

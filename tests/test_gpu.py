@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from test_blocks import clustered
 
 import supportbasis as sb
-from cases import METHODS, dense_attention, qkv
+from cases import METHODS, clustered, dense_attention, qkv
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,8 +80,8 @@ def test_cuda_rows_that_see_nothing():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_cuda_block_support(causal):
-    q, k, v = clustered(n=4096, dtype=torch.float64)
-    method = sb.BlockSupport(0.3)
+    q, k, v = clustered(1, 1, n=4096, dtype=torch.float64)
+    method = sb.BlockSupport(0.5)
     plan = sb.plan(q, k, v, is_causal=causal, method=method)
     on_cpu = sb.attention(q, k, v, is_causal=causal, plan=plan)
     on_cuda = sb.attention(q.cuda(), k.cuda(), v.cuda(), is_causal=causal, plan=plan)
@@ -91,20 +90,8 @@ def test_cuda_block_support(causal):
     result = sb.attention(
         q.cuda(), k.cuda(), v.cuda(), is_causal=causal, method=method, return_result=True
     )
-    assert result.plan.heads[0].kind == "block"
+    assert result.plan.heads[0].kind == "lists"
     assert result.certificate.holds(0.2)
-
-
-@pytest.mark.parametrize("order", ["tree", "groups", "sequence"])
-def test_cuda_orders(order):
-    """Where tokens are repeated to fill a tree, rounding decides which copy goes where: devices
-    may then differ, but not in how far they are off."""
-    q, k, v = qkv(1, 2, n=2000, d=8, scale=0.9, dtype=torch.float64)
-    plan = sb.plan(q, k, v, method=sb.BlockSupport(0.4, order=order, tail="coarse"))
-    cpu = sb.attention(q, k, v, plan=plan)
-    cuda = sb.attention(q.cuda(), k.cuda(), v.cuda(), plan=plan).cpu()
-    exact = dense_attention(q, k, v)[0]
-    assert (cuda - exact).norm() <= 1.2 * (cpu - exact).norm()
 
 
 def test_cuda_fitted_polynomials():

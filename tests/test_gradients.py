@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import supportbasis as sb
-from cases import METHODS, beyond, dense_attention, qkv
+from cases import METHODS, beyond, dense_attention, list_plan, qkv
 from supportbasis import autograd, features, polynomials, reference
 from supportbasis.components import exact, streaming
 from supportbasis.components.polynomial import rescaled
 from supportbasis.components.sketched import Sketched
 from supportbasis.features import FeatureMap
 from supportbasis.inputs import attention_problem
+from supportbasis.lists import ListSettings
 from supportbasis.methods.fitted import FittedSearch
 from supportbasis.polynomials import horner
 from supportbasis.powers import PowerKernel
@@ -155,15 +156,21 @@ def fitted_heads(problem, features=12):
     return tuple(FittedSearch.of(head, 0).plan(features) for _, _, head in problem.each_head())
 
 
+def lists_of(case, strict, price=1e-4):
+    return ListSettings(price, 8, 4, 32 if case.causal else 0, strict and case.causal)
+
+
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("kind", ["block", "fitted", "auto"])
+@pytest.mark.parametrize("kind", ["lists", "strict", "fitted", "auto"])
 def test_slopes_of_measured_methods(kind, mask):
     """Grouped heads of odd sizes; whatever `Auto` chooses, it is differentiated as it ran."""
-    method = {"block": sb.BlockSupport(0.95, block_size=8, tail="coarse"), "auto": sb.Auto(0.1)}
-    case = Case(method.get(kind, sb.Exact()), mask, ODD)
+    case = Case(sb.Auto(0.1) if kind == "auto" else sb.Exact(), mask, ODD)
     if kind == "fitted":
         heads = fitted_heads(case.problem(*case.tensors, case.bias))
         case.plan = sb.Plan(sb.FittedPolynomial(), 1, 2, 5, heads)
+    elif kind in ("lists", "strict"):
+        case.plan = list_plan(case.tensors[0], lists_of(case, kind == "strict"))
+        kind = "lists"
     if kind != "auto":
         assert {head.kind for head in case.plan.heads} == {kind}
     assert_slope(case.run, case.inputs)
@@ -216,6 +223,15 @@ def test_gradients_of_a_fitted_polynomial(mask):
     q[..., 70, :] *= 9
     k[..., 40, :] *= 9
     case.plan = sb.Plan(sb.Auto(), 1, 2, 3, fitted_heads(case.problem(q, k, v, case.bias)))
+    assert_close(gradients(case.run, case.inputs), gradients(case.twin, case.inputs))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradients_of_lists(mask, strict):
+    """Heads that share keys, and values of another dim."""
+    case = Case(sb.Exact(), mask, ODD, seed=6, scale=1.2)
+    case.plan = list_plan(case.tensors[0], lists_of(case, strict, price=1e-3))
     assert_close(gradients(case.run, case.inputs), gradients(case.twin, case.inputs))
 
 

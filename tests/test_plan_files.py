@@ -48,7 +48,7 @@ def test_a_loaded_plan_is_the_plan_that_was_saved(made, tmp_path):
         assert torch.equal(first.certificate.bound, second.certificate.bound), case.name
         for mine, theirs in zip(case.plan.heads, loaded.heads, strict=True):
             assert theirs.polynomial == mine.polynomial and theirs.pairs == mine.pairs
-            assert theirs.blocks == mine.blocks and theirs.fitted == mine.fitted
+            assert theirs.lists == mine.lists and theirs.fitted == mine.fitted
             assert theirs.exact_rows == mine.exact_rows and theirs.kernels == mine.kernels
 
 
@@ -187,7 +187,13 @@ def test_damaged_files_are_refused_or_keep_their_bound(made, tmp_path):
         ("one bucket", ("pairs", 0, "kernel", "polynomial", "coefficients", 0), "1e308", "ran"),
         ("fit", ("fitted", "coefficients", 0), "1e308", "refused"),
         ("fit", ("frame", "query_centre", 0), "1e308", "refused"),
-        ("lists by tree", ("frame", "key_centre", 0), "1e25", "refused"),
+        ("lists", ("lists", "price"), "1e308", "ran"),
+        ("lists", ("lists", "price"), "-1e308", "refused"),
+        ("lists", ("lists", "window"), "64", "refused"),
+        ("causal lists", ("lists", "window"), "0", "refused"),
+        ("causal lists", ("lists", "block"), "48", "refused"),
+        ("causal lists", ("lists", "leaf"), "128", "refused"),
+        ("strict lists", ("lists", "window"), "281474976710656", "refused"),
     ],
 )
 def test_numbers_that_no_sum_can_hold(name, at, by, expected, made, tmp_path):

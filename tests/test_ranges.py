@@ -13,7 +13,7 @@ METHODS = [
     sb.Polynomial(2),
     sb.SingleThreshold(0.8, 2),
     sb.MultiThreshold(),
-    sb.BlockSupport(0.5, tail="coarse"),
+    sb.BlockSupport(tolerance=0.1),
     sb.FittedPolynomial(),
 ]
 FEW = {"n": 200, "d": 6, "scale": 0.3}

@@ -297,21 +297,6 @@ def test_vmap_of_a_mask_of_pairs_is_refused(with_plan):
         torch.func.vmap(lambda mask: sb.attention(q, k, v, mask, plan=plan))(torch.zeros(2, 12, 12))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_graph_differentiates_lists(causal):
-    """Their backward pass records operations, which an operator of a graph does not by itself."""
-    x = torch.randn(3, 1, 1, 300, 4, generator=torch.Generator().manual_seed(0)).double()
-    q, k, v = (y.clone().requires_grad_() for y in 2 * x)
-    plan = sb.plan(q, k, v, is_causal=causal, method=sb.BlockSupport(0.95, 8, tail="coarse"))
-    assert plan.heads[0].kind == "block"
-
-    def step(q, k, v):
-        return sb.attention(q * 0.9, k, v, is_causal=causal, plan=plan).sin()
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert_equal(grads(compiled(q, k, v), (q, k, v)), grads(step(q, k, v), (q, k, v)))
-
-
 @pytest.mark.parametrize("method", [sb.Exact(), sb.Polynomial(2), sb.SingleThreshold(0.4)], ids=str)
 def test_autocast_takes_inputs_as_sdpa_does_and_sums_in_float32(method):
     q, k, v = tensors(dtype=torch.float32, n=64)

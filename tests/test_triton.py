@@ -22,7 +22,7 @@ if not CUDA:  # read when a kernel is decorated
     os.environ["TRITON_INTERPRET"] = "1"
 DEVICE = "cuda" if CUDA else "cpu"
 
-from supportbasis.kernels import blocklist, polynomial  # noqa: E402
+from supportbasis.kernels import polynomial  # noqa: E402
 from supportbasis.kernels.language import require  # noqa: E402
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -199,59 +199,6 @@ def test_transposed_memory():
     assert torch.equal(sums(*columns, TAYLOR, 0.3)[0], expected)
 
 
-def lists(heads: int, n: int, m: int, block: int, share: float, seed: int = 0):
-    """Random lists as offsets and indices, and as a mask; the first block of all lists nothing."""
-    generator = torch.Generator().manual_seed(seed)
-    blocks, granules = -(-n // block), -(-m // blocklist.GRANULE)
-    listed = torch.rand(heads, blocks, granules, generator=generator) < share
-    listed[0, 0] = False
-    listed[-1, -1, 0] = False  # not all lists begin with the same granule
-    counts = listed.flatten(0, 1).sum(-1)
-    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
-    indices = listed.flatten(0, 1).nonzero()[:, 1].int()
-    mask = listed.repeat_interleave(block, 1)[:, :n]
-    mask = mask.repeat_interleave(blocklist.GRANULE, 2)[..., :m]
-    return offsets.to(DEVICE), indices.to(DEVICE), mask.to(DEVICE)
-
-
-def dense_listed(q, k, v, mask, scale, log_weight=None) -> tuple[Tensor, Tensor]:
-    """Attention over the listed keys in float64; rows without a key give 0 and -inf."""
-    group = q.shape[1] // k.shape[1]
-    z = q.double() @ k.double().repeat_interleave(group, 1).transpose(-1, -2) * scale
-    if log_weight is not None:
-        z = z + log_weight.double().repeat_interleave(group, 1).unsqueeze(2)
-    z = z.masked_fill(~mask.view(q.shape[0], q.shape[1], *mask.shape[1:]), -math.inf)
-    lse = z.logsumexp(-1)
-    weight = (z - torch.where(lse > -math.inf, lse, 0.0).unsqueeze(-1)).exp()
-    return weight @ v.double().repeat_interleave(group, 1), lse
-
-
-@needs_triton
-@pytest.mark.parametrize("weighted", [False, True])
-def test_block_lists_equal_dense_attention(weighted):
-    (q, k, v), call = inputs(2, 1, n=70, m=90, d=20, dv=24, weighted=weighted)
-    call.pop("lengths", None)
-    offsets, indices, mask = lists(2, 70, 90, 32, 0.5)
-    tokens = [x.requires_grad_() for x in (q, k, v, *call.values())]
-    output, lse = blocklist.block_list_attention(
-        q, k, v, offsets, torch.cat([indices, indices[:5]]),  # spare entries
-        scale=0.3, block=32, precision="ieee", **call,
-    )  # fmt: skip
-    expected, expected_lse = dense_listed(q, k, v, mask, 0.3, **call)
-    seen = expected_lse > -math.inf
-    assert torch.equal(lse > -math.inf, seen)
-    assert relative(output, expected) < 64 * UNIT[torch.float32]
-    torch.testing.assert_close(lse[seen].double(), expected_lse[seen], rtol=0, atol=1e-5)
-    generator = torch.Generator().manual_seed(2)
-    grad = torch.randn(output.shape, generator=generator).to(DEVICE)
-    grad_lse = torch.randn(lse.shape, generator=generator).to(DEVICE) * seen
-    made = torch.autograd.grad((output, lse), tokens, (grad, grad_lse))
-    safe = torch.where(seen, expected_lse, 0.0)
-    wanted = torch.autograd.grad((expected * grad).sum() + (safe * grad_lse).sum(), tokens)
-    for mine, theirs in zip(made, wanted, strict=True):
-        assert relative(mine, theirs.double().nan_to_num(0.0)) < 128 * UNIT[torch.float32]
-
-
 @needs_triton
 def test_bad_arguments_are_named():
     (q, k, v), _ = inputs(1, n=20, d=16)
@@ -268,9 +215,6 @@ def test_bad_arguments_are_named():
         polynomial.polynomial_attention(q, k[:, :, :0], v[:, :, :0], taylor)
     with pytest.raises(InputError, match="key: got 2 heads, expected a divisor of 1"):
         polynomial.polynomial_sums(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), taylor)
-    offsets = torch.zeros(3, dtype=torch.int32, device=DEVICE)
-    with pytest.raises(InputError, match="offsets: got 3"):
-        blocklist.block_list_attention(q, k, v, offsets, offsets)
 
 
 def test_missing_triton_is_said_in_words(monkeypatch):
@@ -374,28 +318,6 @@ class TestOnDevice:
         limits = [2, 4, 4, 4, 4] if dtype != torch.float32 else [16, 32, 32, 32, 32]
         for mine, theirs, limit in zip(made, wanted, limits, strict=True):
             assert relative(mine, theirs) < limit * unit
-
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-    @pytest.mark.parametrize(
-        ("d", "dv", "block"), [(24, 40, 64), (64, 64, 128), (128, 128, 64), (256, 128, 32)]
-    )
-    def test_block_lists(self, d, dv, block, dtype):
-        (q, k, v), call = inputs(4, 2, n=700, m=900, d=d, dv=dv, dtype=dtype, weighted=True)
-        del call["lengths"]
-        tokens = [x.requires_grad_() for x in (q, k, v, *call.values())]
-        offsets, indices, mask = lists(4, 700, 900, block, 0.3)
-        output, lse = blocklist.block_list_attention(q, k, v, offsets, indices, block=block, **call)
-        expected, expected_lse = dense_listed(q, k, v, mask, d**-0.5, **call)
-        seen = expected_lse > -math.inf
-        rough = 4 * UNIT[dtype] if dtype != torch.float32 else 1e-5
-        assert relative(output, expected) < rough
-        torch.testing.assert_close(lse[seen].double(), expected_lse[seen], rtol=0, atol=1e-3)
-        grad, grad_lse = torch.randn_like(output), torch.randn_like(lse) * seen
-        made = torch.autograd.grad((output, lse), tokens, (grad, grad_lse))
-        safe = torch.where(seen, expected_lse, 0.0)
-        wanted = torch.autograd.grad((expected * grad).sum() + (safe * grad_lse).sum(), tokens)
-        for mine, theirs in zip(made, wanted, strict=True):
-            assert relative(mine, theirs.double().nan_to_num(0.0)) < 2 * rough
 
     def test_a_million_tokens_and_memory_beyond_two_gigabytes(self):
         n, heads, d = 2**20, 40, 64  # 2.7e9 entries: offsets do not fit in 32 bits

@@ -138,7 +138,7 @@ def _sample(
     if plan.kernel is None and head.normalise and head.n > SAMPLED_ROWS:
         away = (Sketch.of(head, seed).lse - outcome.lse[at].double()).abs()
         measures.append(away.nan_to_num(0.0, FURTHEST).clamp(max=FURTHEST).expm1().square())
-    if plan.lists is not None and head.n > SAMPLED_ROWS:
+    if plan.lists is not None and head.n > SAMPLED_ROWS and head.m:
         measures.append(row_risks(head, plan.lists))
     return RowSample.draw(head, SAMPLED_ROWS, seed, tuple(measures))
 

@@ -50,6 +50,8 @@ def _of_lists(head: Head, plan: HeadPlan) -> Distortion:
     q, whose logarithms differ by a range of r; so its mean value errs by 2 tanh(r / 4) max|V| at
     most. Its mass is at most the true one (Jensen) and at least exp(-r^2 / 8) of it (Hoeffding)."""
     assert plan.lists is not None
+    if not head.n or not head.m:
+        return Distortion(0.0, 0.0, True)
     widest = abs(head.scale) * list_reach(head, plan.lists)
     bound = 2 * math.tanh(widest / 4) + 2 * math.tanh(widest**2 / 32)
     spread = 4 * math.atanh(bound / 2) if bound < 2 * (1 - 1e-12) else math.inf

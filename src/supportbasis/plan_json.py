@@ -166,6 +166,8 @@ def _plan(**content: Any) -> Plan:
     plan = Plan(**content)
     if not plan.is_exact and None in (plan.scale, plan.is_causal):
         raise ValueError("scale or is_causal is null, and not every head is exact")
+    if any(head.lists and bool(head.lists.window) != plan.is_causal for head in plan.heads):
+        raise ValueError("lists have windows where, and only where, is_causal is true")
     if len(plan.heads) != plan.batch * plan.num_heads:
         raise ValueError(f"{len(plan.heads)} heads for {plan.batch} x {plan.num_heads}")
     return plan

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .basis import buckets_of
+from .components.lists import head_tables
 from .components.sketched import Sketched
 from .jensen import least_lse
 from .lists import ASKED, ListSettings, Tables
@@ -39,6 +40,8 @@ def execute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
 
 def run_head(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
     """One head, quadratic time and memory. Rows that a sketch lost are exact, as in `execute`."""
+    if plan.lists is not None and head.n and head.m:
+        return list_attention(head, plan.lists, head_tables(head, plan.lists))
     weight, top = weights(head, plan)
     den = weight.sum(1)
     if plan.may_lose_rows:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cotangent import Cotangent, Gradients, add_tokens
+from ..errors import InputError
 from ..features import FeatureMap
 from ..partial import Partial
 from ..polynomials import CertifiedPolynomial
@@ -59,6 +60,11 @@ class _PolynomialTask(Task):
         reach = abs(head.scale) * self.query_norm * self.key_norm
         features = FeatureMap(head.dim, poly.degree)
         coefficients, self.log_scale = rescaled(poly, reach)
+        if not abs(self.log_scale) <= torch.finfo(head.dtype).max:
+            raise InputError(
+                f"a polynomial on ±{poly.bound:.3g} overflows {head.dtype}; use a smaller bound or "
+                "float64"
+            )
         super().__init__(head, rows, keys, features, coefficients)
         self._relative_norms = (query_norms / self.query_norm).to(head.dtype)
 

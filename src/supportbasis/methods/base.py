@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import ClassVar, TypeGuard
+from typing import TypeGuard
 
-from ..cost import exact_seconds
 from ..errors import InputError
 from ..features import RANK_LIMIT
 from ..plans import HeadPlan
 from ..problem import Head
 
-SEARCH_TIMES, SEARCH_SECONDS = 5.0, 1.0  # of exact attention that a search may take, and more
 LARGEST_SKETCH = math.isqrt(RANK_LIMIT)  # its square, halved by symmetry, is the number of features
 
 
@@ -35,20 +32,6 @@ class Method(ABC):
     def plan_exactly(self, head: Head, reason: str) -> HeadPlan:
         """What this head will do when no approximation applies to the call."""
         return exact_plan(head, reason)
-
-
-class SearchTime:
-    """How long the search for one head's plan may take, in CPU time of this thread: other load on
-    the machine does not change the plan."""
-
-    GIVEN_UP: ClassVar = f"the search was given up after {SEARCH_TIMES:g} times exact attention"
-
-    def __init__(self, head: Head):
-        self._end = time.thread_time() + SEARCH_SECONDS + SEARCH_TIMES * exact_seconds(head)
-
-    @property
-    def is_up(self) -> bool:
-        return time.thread_time() > self._end
 
 
 def exact_plan(head: Head, reason: str) -> HeadPlan:

@@ -59,7 +59,7 @@ class BlockSupport(Method):
             raise InputError(
                 f"block_size must be a power of two from 2 to {LARGEST_BLOCK}, got {size!r}"
             )
-        if self.strict not in (None, True, False):
+        if self.strict is not None and type(self.strict) is not bool:
             raise InputError(f"strict must be True, False or None, got {self.strict!r}")
         object.__setattr__(self, "seed", check_seed(self.seed))
 
