@@ -205,9 +205,9 @@ def list_reach(head: Head, settings: ListSettings) -> float:
     return widest * (1 + 4 * gamma(head.dim + 8, product_roundoff(head.dtype)))
 
 
-def row_risks(head: Head, settings: ListSettings) -> Tensor:
+def row_risks(head: Head, settings: ListSettings, made: Tables | None = None) -> Tensor:
     """Estimated squared error of each row through its closed leaves, float64 [n]."""
-    made = head_tables(head, settings)
+    made = head_tables(head, settings) if made is None else made
     risk = torch.zeros(head.n + 1, dtype=torch.float64, device=head.query.device)
     own = own_windows(head, settings.window)[1] if settings.window else None
     for group in groups(head, made, settings):
