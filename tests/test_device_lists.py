@@ -70,7 +70,7 @@ def test_lists_are_the_same(mode):
     call = device_lists._Call.of(problem, settings)
     price = torch.full((2,), settings.price, device=DEVICE)
     found, listed = {}, 0
-    for first, last, leaves in call.ranges():
+    for first, last, leaves in device_lists.ranges(problem, settings):
         tilts = kernels.tilt(call.tables, first, last, leaves, problem.scale)
         lists = kernels.select(call.tables, tilts, price, problem.scale)
         for h in range(2):

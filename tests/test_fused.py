@@ -154,6 +154,7 @@ def test_exact_heads_run_through_them_unless_lse_is_differentiated(kernels, with
 
 
 @needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tokens on the CPU, in the interpreter")
 def test_key_weights_and_float32_are_left_to_the_rectangle(kernels):
     from supportbasis.device import exact  # whose kernels ask for the interpreter on import
 
@@ -226,7 +227,7 @@ class TestOnDevice:
         expected, lse = self.dense(problem)
         error = (result.output.double() - expected).abs().amax((-1, -2))
         error = error / problem.value.detach().double().abs().amax()
-        assert (error <= result.certificate.bound).all()
+        assert (error.cpu() <= result.certificate.bound).all()
         torch.testing.assert_close(result.lse.double(), lse, rtol=0, atol=1e-3)
         grad = torch.randn_like(result.output)
         self.check_gradients(problem, grad, torch.autograd.grad(result.output, leaves, grad))

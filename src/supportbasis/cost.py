@@ -42,8 +42,8 @@ FIT_ENTRY = 7.0  # entries moved by a fit there, for each of a token and its val
 FIT_FEATURE, FIT_PAIR = 3.5, 20.0  # in causal heads also for each feature and pair of a chunk
 FIT_CHUNK = 256  # tokens
 # entries moved by lists on a CPU: for an entry of a token and its value, a pair of a mean query and
-# a key, a pair of a row and a tilted key, an entry of a key in a list
-LIST_TOKEN, LIST_TILT, LIST_COARSE, LIST_GATHERED = 30.0, 10.0, 10.0, 4.0
+# a key, a pair of a row and a tilted key, an entry of a key in a list, an exact pair
+LIST_TOKEN, LIST_TILT, LIST_COARSE, LIST_GATHERED, LIST_EXACT = 54.0, 20.0, 40.0, 14.0, 18.0
 LIST_SECONDS = 2e-3  # of a head, whatever its size
 # by kernels, in pairs of SDPA: a pair of a mean query and a key; a pair of a row and a tilted key,
 # to select, to attend; and seconds of an entry of a token and its value, sorted and gathered
@@ -251,6 +251,7 @@ def list_work(head: Head, settings: ListSettings, opened: float) -> Work:
             + LIST_TILT * tilted
             + LIST_COARSE * coarse * (2 if settings.strict else 1)
             + LIST_GATHERED * cells * opened * leaf * (dim + width)
+            + LIST_EXACT * exact
         ),
         trees=LIST_SECONDS,
     )

@@ -88,8 +88,10 @@ def tables(
     value: Tensor,
     weight: Tensor | None,
     settings: ListSettings,
+    dtype: torch.dtype,
 ) -> Tables:
-    """Tables of tokens [heads, tokens, dim] and key log-weights [heads, m]."""
+    """Tables of tokens [heads, tokens, dim] and key log-weights [heads, m], in the dtype of sums:
+    tokens are sorted as they are given."""
     n, keys = query.shape[1], key.shape[1]
     if settings.window:
         keys = min(n, keys)
@@ -109,17 +111,17 @@ def tables(
     if settings.strict:
         none = members.new_full((len(members), settings.cells, settings.block), -1)
         members = torch.cat([none, members[:, : -settings.cells]], 1)
-    mean = cell_means(query, members)
+    mean = cell_means(query, members, dtype)
     if settings.strict:
         tiled = tiles_by_centre(query, mean, settings)
     else:
         one = torch.ones_like(members[..., 0])
         tiled = (members, cells.expand_as(one), one)
-    leaf_key = taken(key, slots).unflatten(1, (leaves, -1))
+    leaf_key = taken(key, slots).unflatten(1, (leaves, -1)).to(dtype)
     return Tables(
         slots,
         leaf_key,
-        taken(value, slots).unflatten(1, (leaves, -1)),
+        taken(value, slots).unflatten(1, (leaves, -1)).to(dtype),
         _leaf_weights(weight, slots, leaves, len(query) // len(key)),
         _variances(leaf_key, slots.unflatten(1, (leaves, -1))),
         members,
@@ -187,10 +189,9 @@ def _leaf_weights(weight: Tensor | None, slots: Tensor, leaves: int, group: int)
     return weight.masked_fill(padded, -math.inf).unflatten(1, (leaves, -1))
 
 
-def cell_means(query: Tensor, members: Tensor) -> Tensor:
-    """Mean query of each cell in the dtype of sums, [heads, cells, d]; zeros where it is empty."""
-    part = taken(query, members)
-    part = part.float() if part.dtype != torch.float64 else part
+def cell_means(query: Tensor, members: Tensor, dtype: torch.dtype) -> Tensor:
+    """Mean query of each cell, [heads, cells, d]; zeros where it is empty."""
+    part = taken(query, members).to(dtype)
     return part.sum(2) / (members >= 0).sum(2, keepdim=True).clamp(min=1)
 
 
@@ -271,7 +272,6 @@ def weights_of(score: Tensor) -> Tensor:
 
 def _variances(x: Tensor, index: Tensor) -> Tensor:
     """Mean squared distance of tokens [..., size, d] from their mean, of those that are real."""
-    x = x.float() if x.dtype != torch.float64 else x
     real = (index >= 0).to(x.dtype)
     count = real.sum(-1).clamp(min=1)
     away = x - (x.sum(-2) / count.unsqueeze(-1)).unsqueeze(-2)

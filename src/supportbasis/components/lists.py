@@ -119,11 +119,9 @@ def list_attention(head: Head, settings: ListSettings) -> Attended:
 def head_tables(head: Head, settings: ListSettings) -> Tables:
     """The tables of one head, in the dtype of sums."""
     weight = head.key_log_weight
-    query, key, value = (
-        x.detach().to(head.dtype).unsqueeze(0) for x in (head.query, head.key, head.value)
-    )
+    query, key, value = (x.detach().unsqueeze(0) for x in (head.query, head.key, head.value))
     weight = None if weight is None else weight.detach().unsqueeze(0)
-    return tables(query, key, value, weight, settings)
+    return tables(query, key, value, weight, settings, head.dtype)
 
 
 def groups(head: Head, made: Tables, settings: ListSettings) -> Iterator[Group]:
@@ -188,7 +186,8 @@ def attend(head: Head, made: Tables, group: Group, settings: ListSettings) -> At
 
 def list_reach(head: Head, settings: ListSettings) -> float:
     """Upper bound of |q - m| times the diameter of a leaf, over rows and the leaves that the list
-    of their cell, of mean m, keeps closed."""
+    of their cell, of mean m, keeps closed. (On a GPU over all leaves that it sees: kernels select
+    with other roundings.)"""
     made, widest = head_tables(head, settings), 0.0
     real = (made.slots[0] >= 0).view(made.key.shape[1:3])
     key = made.key[0].to(head.dtype)
@@ -199,15 +198,16 @@ def list_reach(head: Head, settings: ListSettings) -> float:
         rows, cell = made.tiles[0, group.tiles], tile_cells(made, group)
         mean = made.mean[0, group.cells][cell].unsqueeze(1)
         away = torch.linalg.vector_norm(rows_of(head, rows) - mean, dim=2).masked_fill(rows < 0, 0)
-        closed = ~group.open & (group.tilts.log_weight > -math.inf)
+        closed = group.tilts.log_weight > -math.inf
+        closed = closed if head.query.is_cuda else closed & ~group.open
         leaf = (diameter[: closed.shape[1]] * closed).amax(1)
         widest = max(widest, float((away.amax(1) * leaf[cell]).max()))
     return widest * (1 + 4 * gamma(head.dim + 8, product_roundoff(head.dtype)))
 
 
-def row_risks(head: Head, settings: ListSettings) -> Tensor:
+def row_risks(head: Head, settings: ListSettings, made: Tables | None = None) -> Tensor:
     """Estimated squared error of each row through its closed leaves, float64 [n]."""
-    made = head_tables(head, settings)
+    made = head_tables(head, settings) if made is None else made
     risk = torch.zeros(head.n + 1, dtype=torch.float64, device=head.query.device)
     own = own_windows(head, settings.window)[1] if settings.window else None
     for group in groups(head, made, settings):

@@ -7,7 +7,6 @@ with the tokens alone. No call synchronises with the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -24,6 +23,7 @@ from ..kernels.rectangle import slopes
 from ..lists import ListSettings, tiles_by_centre
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
+from ..sorting import window_length
 from . import exact
 from .dispatch import Forward
 
@@ -51,14 +51,14 @@ def _settings_of(head: HeadPlan) -> ListSettings:
 
 def forward(problem: Problem, plan: Plan) -> Forward:
     settings = _settings_of(plan.heads[0])
-    call = _Call.of(problem, settings)
+    parts, call = ranges(problem, settings), _Call.of(problem, settings)
     if settings.window:
         output, lse = own_windows(problem, settings.window)
     else:
         output, lse = (x.flatten(0, 1) for x in exact.empty_results(problem))
     own = (output, lse) if settings.window else None
     price = _prices(plan, problem.query.device)
-    for first, last, leaves in call.ranges():
+    for first, last, leaves in parts:
         tilts = kernels.tilt(call.tables, first, last, leaves, problem.scale)
         lists = kernels.select(call.tables, tilts, price, problem.scale)
         kernels.attend(call.tables, tilts, lists, own, output, lse, problem.scale)
@@ -86,7 +86,7 @@ def gradients(
     sums = [total.query.new_zeros(shape) for shape in shapes]
     sorted_total = backward.Totals(total.query.flatten(0, 1), sums[0], sums[1], sums[2])
     price = _prices(plan, problem.query.device)
-    for first, last, leaves in call.ranges():
+    for first, last, leaves in ranges(problem, settings):
         tilts = kernels.tilt(call.tables, first, last, leaves, problem.scale)
         lists = kernels.select(call.tables, tilts, price, problem.scale)
         backward.gradients(call.tables, tilts, lists, rows, problem.scale, sorted_total)
@@ -171,37 +171,45 @@ class _Call:
         )  # fmt: skip
         return _Call(tables, settings, slots)
 
-    def ranges(self) -> Iterator[tuple[int, int, int]]:
-        """Cells [first, last) that fit the workspace, and the leaves that they see."""
-        tables, each = self.tables, self.settings.cells
-        leaves = tables.ks.shape[1] // self.settings.leaf
-        entry = (tables.ks.shape[2] + tables.vs.shape[2]) * tables.ks.element_size() + 12
-        first = each if self.settings.window else 0  # the first window sees no leaf
-        while first < tables.cells:
-            last = first + each
-            while last < tables.cells:
-                seen = self._seen(last, leaves)
-                if (last + each - first) * seen * entry * tables.heads > WORKSPACE:
-                    break
-                last += each
-            seen = self._seen(last - each, leaves)
-            needed = (last - first) * seen * entry * tables.heads
-            if needed > 4 * WORKSPACE:
-                raise InputError(
-                    f"query: lists of {seen} leaves for {tables.heads} heads need a workspace of "
-                    f"{needed} bytes, more than {4 * WORKSPACE}; use fewer heads in a call, or a "
-                    "larger block_size"
-                )
-            if seen:
-                yield first, last, seen
-            first = last
 
-    def _seen(self, cell: int, leaves: int) -> int:
-        if not self.settings.window:
-            return leaves
-        return min(
-            leaves, cell // self.settings.cells * (self.settings.window // self.settings.leaf)
-        )
+def ranges(problem: Problem, settings: ListSettings) -> list[tuple[int, int, int]]:
+    """Cells [first, last) whose tilts fit the workspace, and how many leaves they see; or an error
+    where those of one window do not fit, before anything is computed."""
+    leaf, window, each = settings.leaf, settings.window, settings.cells
+    if window:
+        cells = -(-problem.n // window) * each
+        leaves = -(-_keys(problem, settings) // window) * (window // leaf)
+    else:
+        cells = padded_slots(problem.n, settings.block) // settings.block
+        leaves = padded_slots(problem.m, leaf) // leaf
+
+    def seen(cell: int) -> int:
+        return min(leaves, cell // each * (window // leaf)) if window else leaves
+
+    width = problem.query.shape[-1] + problem.value.shape[-1]
+    pair = (width * problem.query.element_size() + 12) * problem.batch * problem.heads
+    found = []
+    first = each if window else 0  # the first window sees no leaf
+    while first < cells:
+        last = first + each
+        while last < cells and (last + each - first) * seen(last) * pair <= WORKSPACE:
+            last += each
+        needed = (last - first) * seen(last - each) * pair
+        if needed > 4 * WORKSPACE:
+            raise InputError(
+                f"query: lists of {seen(last - each)} leaves for {problem.batch * problem.heads} "
+                f"heads need a workspace of {needed} bytes, more than {4 * WORKSPACE}; use fewer "
+                "heads in a call, or a larger block_size"
+            )
+        found.append((first, last, seen(last - each)))
+        first = last
+    return found
+
+
+def padded_slots(tokens: int, leaf: int) -> int:
+    """Slots that `sorting.head_order` sorts tokens into."""
+    window = window_length(tokens, max(leaf, LEAST))
+    return -(-tokens // window) * window
 
 
 def _keys(problem: Problem, settings: ListSettings) -> int:

@@ -33,7 +33,7 @@ from .rectangle import Tile
 # float32 up to 128, 256.
 Shapes = tuple[tuple[int, int, int, int], ...]
 TILES: dict[str, Shapes] = {  # cells and leaves of a program; rows, leaves or keys at a time
-    "tilt": ((64, 32, 4, 3), (64, 8, 8, 2), (64, 8, 8, 1), (32, 4, 8, 1), (16, 4, 8, 1)),
+    "tilt": ((64, 32, 4, 3), (64, 8, 4, 2), (64, 8, 8, 1), (32, 4, 8, 1), (16, 4, 8, 1)),
     "select": ((32, 128, 4, 3), (32, 64, 4, 3), (32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
     "attend": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
 }  # fmt: skip

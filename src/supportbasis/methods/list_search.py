@@ -21,30 +21,35 @@ from ..plans import HeadPlan
 from ..problem import Head
 from ..sampling import RowSample
 
-# queries of a block, from so many tokens on; causal windows have too few for the largest
-BLOCKS, LARGEST_CAUSAL = {0: 64, 16384: 128, 131072: 256}, 128
-LEAF, WIDE_BLOCK, WIDE_LEAF = 64, 512, 128  # keys of a leaf, at most; of wide blocks
+# From so many tokens on: queries of a block, keys of a leaf. Tilts and their attention take
+# n^2 (1 / block + 1 / leaf), so both grow with the length.
+SIZES = {0: (64, 32), 16384: (128, 64), 131072: (256, 64), 524288: (512, 128)}
+CAUSAL_SIZES = {0: (64, 32), 16384: (128, 64), 262144: (256, 128), 786432: (512, 128)}
+WIDE_BLOCK = 512
 WINDOWS, LEAST_WINDOW, LARGEST_WINDOW = 32, 512, 2048  # windows of a causal head; their positions
-ROWS = 512  # that errors are measured on
+VERY_LONG = 262144  # tokens from which on windows may have twice as many
+FIRST_ROWS, ROWS = 192, 512  # that errors are measured on: to find a price, and to check it
+ROUNDS = 4  # of checks, each at a lower price, after which a head is given up
 LEAST, MOST, PRICES = -46.0, 10.0, 225  # logarithms of prices, and how many are tried
 WIDE_PRECISION = 1e-5  # tolerance below which errors are measured in float64
-TYPICAL = 1e-2  # price over squared tolerance, about: where closed leaves are looked for
 
 
 def window_of(n: int, block: int) -> int:
     """Positions of a causal window: a power of two near n / 32."""
-    wish = min(LARGEST_WINDOW, max(LEAST_WINDOW, n // WINDOWS))
+    largest = LARGEST_WINDOW * (2 if n >= VERY_LONG else 1)
+    wish = min(largest, max(LEAST_WINDOW, n // WINDOWS))
     return max(block, 1 << (wish.bit_length() - 1))
 
 
 def settings_for(head: Head, block: int | None, strict: bool | None) -> ListSettings:
     """Sizes for a head, at a price of 0."""
-    if block is None:
-        block = max(size for tokens, size in BLOCKS.items() if tokens <= head.n)
-        block = min(block, LARGEST_CAUSAL) if head.is_causal else block
-    window = window_of(head.n, block) if head.is_causal else 0
-    leaf = WIDE_LEAF if block >= WIDE_BLOCK else max(1, min(LEAF, block // 2))
-    return ListSettings(0.0, block, leaf, window, strict and bool(window))
+    sizes = CAUSAL_SIZES if head.is_causal else SIZES
+    chosen = max(pair for tokens, pair in sizes.items() if tokens <= head.n)
+    if block is not None:
+        leaf = max(pair for pair in sizes.values() if pair[0] <= max(64, block))[1]
+        chosen = (block, max(1, min(leaf, block // 2)))
+    window = window_of(head.n, chosen[0]) if head.is_causal else 0
+    return ListSettings(0.0, *chosen, window, strict and bool(window))
 
 
 def fastest_lists(head: Head) -> float:
@@ -53,15 +58,44 @@ def fastest_lists(head: Head) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class ListSearch:
-    """Errors and lengths of lists at all prices."""
+class Curves:
+    """Errors of sampled rows, and lengths of lists, at all prices."""
 
-    head: Head
-    settings: ListSettings
     sample: RowSample
     squared: Tensor  # float64 [prices, rows]: squared errors
     size: Tensor  # float64 [rows]: squared sizes of exact outputs
     opened: Tensor  # float64 [prices]: open leaves that a row sees, mean over all rows
+
+    def error(self, at: int) -> tuple[float, float]:
+        """Relative Frobenius error at a price, and its upper limit."""
+        return self.sample.frobenius_limit(self.squared[at], self.size)
+
+    def highest(self, tolerance: float, most: int) -> int:
+        """The highest price, up to ``most``, whose error at its upper limit is within tolerance;
+        -1: none is. Errors fall with the price."""
+        low, high = -1, most + 1
+        if self.error(most)[1] <= tolerance:
+            return most
+        while high - low > 1:
+            middle = (low + high) // 2
+            good = self.error(middle)[1] <= tolerance
+            low, high = (middle, high) if good else (low, middle)
+        return low
+
+
+@dataclass(frozen=True, eq=False)
+class ListSearch:
+    """Plans of one head at any price.
+
+    A first, small sample finds a price. The rows that it is checked on are drawn anew, those almost
+    surely that lean on leaves which are closed at this price.
+    """
+
+    head: Head
+    settings: ListSettings  # as they run: strict is settled
+    strict: bool | None  # as it was asked for
+    made: Tables
+    seed: int
 
     @staticmethod
     def of(
@@ -73,62 +107,73 @@ class ListSearch:
         settings = settings_for(head, block, head.requires_grad if strict is None else strict)
         if min(head.n, head.m) <= max(settings.window, 2 * settings.block):
             return "there are too few tokens for lists"
-        settings = replace(settings, price=TYPICAL * tolerance**2)
         if tolerance < WIDE_PRECISION:
             head = replace(head, precision=torch.float64)
-        made = head_tables(head, settings)
-        sample = RowSample.draw(head, ROWS, seed, (row_risks(head, settings),))
-        squared, size, opened = _curves(head, made, settings, sample)
-        return ListSearch(
-            head,
-            replace(settings, strict=strict if settings.window else False),
-            sample,
-            squared,
-            size,
-            opened,
-        )
-
-    def plan(self, at: int) -> HeadPlan:
-        """The plan at one of the prices."""
-        settings = replace(self.settings, price=math.exp(_log_prices()[at]))
-        opened = float(self.opened[at])
-        work = list_work(self.head, settings, opened)
-        return HeadPlan(
-            "lists", "", self.head.n, self.head.m, work.cost(self.head), work.speedup(self.head),
-            measured=self.error(at)[0], lists=settings, keys=opened * settings.leaf,
-        )  # fmt: skip
-
-    def error(self, at: int) -> tuple[float, float]:
-        """Relative Frobenius error at a price, and its upper limit."""
-        return self.sample.frobenius_limit(self.squared[at], self.size)
+        asked = strict if settings.window else False
+        return ListSearch(head, settings, asked, head_tables(head, settings), seed)
 
     def affordable(self, budget: float) -> HeadPlan | None:
         """The plan of the lowest price within the budget."""
+        curves = self._curves(None)
+        at = self._cheapest(curves, budget)
+        if at is None:
+            return None
+        curves = self._curves(at)
+        at = self._cheapest(curves, budget)
+        return None if at is None else self._plan(at, curves)
+
+    def _cheapest(self, curves: Curves, budget: float) -> int | None:
         low, high = 0, PRICES - 1
-        if self.plan(high).cost > budget:
+        if self._plan(high, curves).cost > budget:
             return None
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.plan(middle).cost <= budget else (middle + 1, high)
-        return self.plan(low)
+            good = self._plan(middle, curves).cost <= budget
+            low, high = (low, middle) if good else (middle + 1, high)
+        return low
 
     def within(self, tolerance: float, speedup: float = 0.0) -> HeadPlan | None:
         """The plan of the highest price whose error, at its upper limit, is within tolerance; None
         where it is not cheaper than exact attention or not predicted to be faster than that."""
-        low, high = -1, PRICES  # an error falls with the price
-        while high - low > 1:
-            middle = (low + high) // 2
-            good = self.error(middle)[1] <= tolerance
-            low, high = (middle, high) if good else (low, middle)
-        plan = None if low < 0 else self.plan(low)
-        return plan if plan is not None and plan.cost < 1 and plan.speedup > speedup else None
+        curves = self._curves(None)
+        at = curves.highest(tolerance, PRICES - 1)
+        for _ in range(ROUNDS):
+            plan = None if at < 0 else self._plan(at, curves)
+            if plan is None or plan.cost >= 1 or plan.speedup <= speedup:
+                return None
+            curves, before = self._curves(at), at
+            at = curves.highest(tolerance, before)
+            if at == before:
+                return self._plan(at, curves)
+        return None
+
+    def _plan(self, at: int, curves: Curves) -> HeadPlan:
+        """The plan at one of the prices."""
+        settings = replace(self.settings, price=math.exp(_log_prices()[at]))
+        opened, head = float(curves.opened[at]), self.head
+        work = list_work(head, settings, opened)
+        return HeadPlan(
+            "lists", "", head.n, head.m, work.cost(head), work.speedup(head),
+            measured=curves.error(at)[0], lists=replace(settings, strict=self.strict),
+            keys=opened * settings.leaf,
+        )  # fmt: skip
+
+    def _curves(self, at: int | None) -> Curves:
+        """Curves of rows that are drawn for a price; None: for no price, and fewer."""
+        head, count = self.head, FIRST_ROWS
+        measures: tuple[Tensor, ...] = ()
+        if at is not None:
+            settings = replace(self.settings, price=math.exp(_log_prices()[at]))
+            count, measures = ROWS, (row_risks(head, settings, self.made),)
+        sample = RowSample.draw(head, count, self.seed, measures)
+        return Curves(sample, *_measured(head, self.made, self.settings, sample))
 
 
 def _log_prices() -> list[float]:
     return [LEAST + (MOST - LEAST) * i / (PRICES - 1) for i in range(PRICES)]
 
 
-def _curves(
+def _measured(
     head: Head, made: Tables, settings: ListSettings, sample: RowSample
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Squared errors [prices, rows], squared sizes [rows], and open leaves [prices]."""
