@@ -30,7 +30,8 @@ WINDOWS, LEAST_WINDOW, LARGEST_WINDOW = 32, 512, 2048  # windows of a causal hea
 VERY_LONG = 262144  # tokens from which on windows may have twice as many
 FIRST_ROWS, ROWS = 192, 512  # that errors are measured on: to find a price, and to check it
 ROUNDS = 4  # of checks, each at a lower price, after which a head is given up
-LEAST, MOST, PRICES = -46.0, 10.0, 225  # logarithms of prices, and how many are tried
+PRICES = tuple(math.exp(x / 4) for x in range(-184, 41))
+STEPS = 32  # between two of them
 WIDE_PRECISION = 1e-5  # tolerance below which errors are measured in float64
 
 
@@ -39,6 +40,11 @@ def window_of(n: int, block: int) -> int:
     largest = LARGEST_WINDOW * (2 if n >= VERY_LONG else 1)
     wish = min(largest, max(LEAST_WINDOW, n // WINDOWS))
     return max(block, 1 << (wish.bit_length() - 1))
+
+
+def _between(low: float, high: float) -> tuple[float, ...]:
+    """Prices from one to another."""
+    return tuple(low * (high / low) ** (i / STEPS) for i in range(STEPS + 1))
 
 
 def settings_for(head: Head, block: int | None, strict: bool | None) -> ListSettings:
@@ -61,6 +67,7 @@ def fastest_lists(head: Head) -> float:
 class Curves:
     """Errors of sampled rows, and lengths of lists, at all prices."""
 
+    prices: tuple[float, ...]  # ascending
     sample: RowSample
     squared: Tensor  # float64 [prices, rows]: squared errors
     size: Tensor  # float64 [rows]: squared sizes of exact outputs
@@ -113,17 +120,21 @@ class ListSearch:
         return ListSearch(head, settings, asked, head_tables(head, settings), seed)
 
     def affordable(self, budget: float) -> HeadPlan | None:
-        """The plan of the lowest price within the budget."""
-        curves = self._curves(None)
+        """The plan of the lowest price within the budget: of a grid, then between two of it."""
+        curves = self._curves(PRICES, None)
         at = self._cheapest(curves, budget)
         if at is None:
             return None
-        curves = self._curves(at)
+        curves = self._curves(_between(PRICES[max(0, at - 1)], PRICES[at]), PRICES[at])
         at = self._cheapest(curves, budget)
+        if at is None:  # these rows have longer lists than those
+            curves = self._curves(PRICES, curves.prices[-1])
+            at = self._cheapest(curves, budget)
         return None if at is None else self._plan(at, curves)
 
     def _cheapest(self, curves: Curves, budget: float) -> int | None:
-        low, high = 0, PRICES - 1
+        """The lowest price within the budget; None: the highest is not."""
+        low, high = 0, len(curves.prices) - 1
         if self._plan(high, curves).cost > budget:
             return None
         while low < high:
@@ -135,13 +146,13 @@ class ListSearch:
     def within(self, tolerance: float, speedup: float = 0.0) -> HeadPlan | None:
         """The plan of the highest price whose error, at its upper limit, is within tolerance; None
         where it is not cheaper than exact attention or not predicted to be faster than that."""
-        curves = self._curves(None)
-        at = curves.highest(tolerance, PRICES - 1)
+        curves = self._curves(PRICES, None)
+        at = curves.highest(tolerance, len(PRICES) - 1)
         for _ in range(ROUNDS):
             plan = None if at < 0 else self._plan(at, curves)
             if plan is None or plan.cost >= 1 or plan.speedup <= speedup:
                 return None
-            curves, before = self._curves(at), at
+            curves, before = self._curves(PRICES, PRICES[at]), at
             at = curves.highest(tolerance, before)
             if at == before:
                 return self._plan(at, curves)
@@ -149,7 +160,7 @@ class ListSearch:
 
     def _plan(self, at: int, curves: Curves) -> HeadPlan:
         """The plan at one of the prices."""
-        settings = replace(self.settings, price=math.exp(_log_prices()[at]))
+        settings = replace(self.settings, price=curves.prices[at])
         opened, head = float(curves.opened[at]), self.head
         work = list_work(head, settings, opened)
         return HeadPlan(
@@ -158,26 +169,26 @@ class ListSearch:
             keys=opened * settings.leaf,
         )  # fmt: skip
 
-    def _curves(self, at: int | None) -> Curves:
+    def _curves(self, prices: tuple[float, ...], drawn_for: float | None) -> Curves:
         """Curves of rows that are drawn for a price; None: for no price, and fewer."""
         head, count = self.head, FIRST_ROWS
         measures: tuple[Tensor, ...] = ()
-        if at is not None:
-            settings = replace(self.settings, price=math.exp(_log_prices()[at]))
+        if drawn_for is not None:
+            settings = replace(self.settings, price=drawn_for)
             count, measures = ROWS, (row_risks(head, settings, self.made),)
         sample = RowSample.draw(head, count, self.seed, measures)
-        return Curves(sample, *_measured(head, self.made, self.settings, sample))
-
-
-def _log_prices() -> list[float]:
-    return [LEAST + (MOST - LEAST) * i / (PRICES - 1) for i in range(PRICES)]
+        return Curves(prices, sample, *_measured(head, self.made, self.settings, sample, prices))
 
 
 def _measured(
-    head: Head, made: Tables, settings: ListSettings, sample: RowSample
+    head: Head,
+    made: Tables,
+    settings: ListSettings,
+    sample: RowSample,
+    at_prices: tuple[float, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Squared errors [prices, rows], squared sizes [rows], and open leaves [prices]."""
-    prices = torch.tensor(_log_prices(), dtype=torch.float64, device=head.query.device).exp()
+    prices = torch.tensor(at_prices, dtype=torch.float64, device=head.query.device)
     cell = _cells_of_rows(head.n, made)[sample.rows]
     squared = prices.new_zeros(len(prices), len(sample.rows))
     size, opened = squared.new_zeros(len(sample.rows)), squared.new_zeros(len(prices))
