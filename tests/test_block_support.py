@@ -98,7 +98,7 @@ def test_a_tighter_tolerance_opens_more():
 def test_longer_heads_open_a_smaller_share():
     shares = []
     for n in (2048, 8192):
-        (head,) = sb.plan(*clustered(1, 1, n=n), method=sb.BlockSupport(tolerance=1e-3)).heads
+        (head,) = sb.plan(*clustered(1, 1, n=n), method=sb.BlockSupport(tolerance=1e-3, block_size=64)).heads
         shares.append(head.keys / n)
     assert shares[1] < 0.7 * shares[0]
 

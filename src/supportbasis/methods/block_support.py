@@ -9,7 +9,7 @@ from ..errors import InputError
 from ..plans import HeadPlan
 from ..problem import Head
 from .base import Method, exact_plan, is_positive
-from .list_search import ListSearch
+from .list_search import WIDE_BLOCK, ListSearch
 
 LARGEST_BLOCK = 1024
 
@@ -37,7 +37,7 @@ class BlockSupport(Method):
 
     budget: float | None = None
     tolerance: float | None = None
-    block_size: int | None = None  # a power of two; 128, or 64 below 16384 tokens
+    block_size: int | None = None  # a power of two; None: 32 to 512, by the length
     strict: bool | None = None
     seed: int = 0
 
@@ -78,5 +78,13 @@ class BlockSupport(Method):
             reason = f"no lists within {self.tolerance:g} are cheaper than exact attention"
             return exact_plan(head, reason) if plan is None else plan
         assert self.budget is not None
-        plan = search.affordable(self.budget)
+        while True:
+            plan = search.affordable(self.budget)
+            block = 2 * search.settings.block
+            if plan is not None or self.block_size is not None or block > WIDE_BLOCK:
+                break
+            wider = ListSearch.of(head, block, self.strict, self.seed, 1.0)  # and cheaper
+            if isinstance(wider, str):
+                break
+            search = wider
         return plan or exact_plan(head, f"no lists within a budget of {self.budget:g}")

@@ -23,8 +23,13 @@ from ..sampling import RowSample
 
 # From so many tokens on: queries of a block, keys of a leaf. Tilts and their attention take
 # n^2 (1 / block + 1 / leaf), so both grow with the length.
-SIZES = {0: (64, 32), 16384: (128, 64), 131072: (256, 64), 524288: (512, 128)}
-CAUSAL_SIZES = {0: (64, 32), 16384: (128, 64), 262144: (256, 128), 786432: (512, 128)}
+SIZES = {0: (32, 16), 8192: (64, 32), 16384: (128, 64), 131072: (256, 64), 524288: (512, 128)}
+CAUSAL_SIZES = SIZES | {
+    131072: (128, 64),
+    262144: (256, 128),
+    524288: (256, 128),
+    786432: (512, 128),
+}
 WIDE_BLOCK = 512
 WINDOWS, LEAST_WINDOW, LARGEST_WINDOW = 32, 512, 2048  # windows of a causal head; their positions
 VERY_LONG = 262144  # tokens from which on windows may have twice as many
@@ -52,7 +57,7 @@ def settings_for(head: Head, block: int | None, strict: bool | None) -> ListSett
     sizes = CAUSAL_SIZES if head.is_causal else SIZES
     chosen = max(pair for tokens, pair in sizes.items() if tokens <= head.n)
     if block is not None:
-        leaf = max(pair for pair in sizes.values() if pair[0] <= max(64, block))[1]
+        leaf = max(pair for pair in sizes.values() if pair[0] <= max(32, block))[1]
         chosen = (block, max(1, min(leaf, block // 2)))
     window = window_of(head.n, chosen[0]) if head.is_causal else 0
     return ListSettings(0.0, *chosen, window, strict and bool(window))
