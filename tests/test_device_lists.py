@@ -39,12 +39,17 @@ def tokens(n=150, m=None, heads=2, key_heads=2, d=8, dv=8):
     return q, k[:, :key_heads].contiguous(), v[:, :key_heads].contiguous()
 
 
-@pytest.mark.parametrize("kind", ["none", "bias", "mask"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "shape", [(150, 150, 2, 2, 8), (192, 192, 2, 1, 8), (130, 100, 1, 1, 5), (70, 130, 1, 1, 8)]
+    ("shape", "kind"),
+    [
+        ((150, 150, 2, 2, 8), "mask"),
+        ((192, 192, 2, 1, 8), "none"),
+        ((130, 100, 1, 1, 5), "bias"),
+        ((70, 130, 1, 1, 8), "none"),
+    ],
 )
-def test_matches_the_evaluator_in_pytorch(shape, mode, kind):
+def test_matches_the_evaluator_in_pytorch(shape, kind, mode):
     n, m, heads, key_heads, dv = shape
     q, k, v = tokens(n, m, heads, key_heads, dv=dv)
     causal, settings, bias = mode != "whole", settings_of(mode), weights(kind, m)
@@ -113,10 +118,11 @@ def test_a_workspace_that_does_not_fit_is_refused(monkeypatch):
         device_lists.forward(problem, plan_of(q, settings_of("whole"), False))
 
 
-@pytest.mark.parametrize("kind", ["none", "mask"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", [(130, 130, 1, 1, 8), (128, 128, 2, 1, 8), (130, 100, 1, 1, 5)])
-def test_gradients_match_those_in_pytorch(shape, mode, kind):
+@pytest.mark.parametrize(
+    ("shape", "kind"), [((128, 128, 2, 1, 8), "none"), ((130, 100, 1, 1, 5), "mask")]
+)
+def test_gradients_match_those_in_pytorch(shape, kind, mode):
     n, m, heads, key_heads, dv = shape
     q, k, v = tokens(n, m, heads, key_heads, dv=dv)
     causal, settings, bias = mode != "whole", settings_of(mode), weights(kind, m)
