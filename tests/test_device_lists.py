@@ -39,6 +39,16 @@ def tokens(n=150, m=None, heads=2, key_heads=2, d=8, dv=8):
     return q, k[:, :key_heads].contiguous(), v[:, :key_heads].contiguous()
 
 
+def case_of(shape, kind, mode):
+    """A call and its plan."""
+    n, m, heads, key_heads, dv = shape
+    q, k, v = tokens(n, m, heads, key_heads, dv=dv)
+    bias, causal = weights(kind, m), mode != "whole"
+    mask = None if bias is None else bias.float().to(DEVICE).view(1, 1, 1, m)
+    problem = attention_problem(q, k, v, mask, 0.0, causal, None, key_heads != heads)
+    return problem, plan_of(q, settings_of(mode), causal)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("shape", "kind"),
@@ -50,16 +60,11 @@ def tokens(n=150, m=None, heads=2, key_heads=2, d=8, dv=8):
     ],
 )
 def test_matches_the_evaluator_in_pytorch(shape, kind, mode):
-    n, m, heads, key_heads, dv = shape
-    q, k, v = tokens(n, m, heads, key_heads, dv=dv)
-    causal, settings, bias = mode != "whole", settings_of(mode), weights(kind, m)
-    mask = None if bias is None else bias.float().to(DEVICE).view(1, 1, 1, m)
-    problem = attention_problem(q, k, v, mask, 0.0, causal, None, key_heads != heads)
-    plan = plan_of(q, settings, causal)
+    problem, plan = case_of(shape, kind, mode)
     output, lse, _ = device_lists.forward(problem, plan)
     for b, h, head in problem.each_head():
-        wanted, wanted_lse = list_attention(head, settings)
-        limit = 2e-5 * float(v.abs().max())
+        wanted, wanted_lse = list_attention(head, settings_of(mode))
+        limit = 2e-5 * float(problem.value.abs().max())
         assert (output[b, h] - wanted).abs().max() < limit
         seen = wanted_lse > -math.inf
         assert torch.equal(lse[b, h] > -math.inf, seen)
@@ -123,12 +128,7 @@ def test_a_workspace_that_does_not_fit_is_refused(monkeypatch):
     ("shape", "kind"), [((128, 128, 2, 1, 8), "none"), ((130, 100, 1, 1, 5), "mask")]
 )
 def test_gradients_match_those_in_pytorch(shape, kind, mode):
-    n, m, heads, key_heads, dv = shape
-    q, k, v = tokens(n, m, heads, key_heads, dv=dv)
-    causal, settings, bias = mode != "whole", settings_of(mode), weights(kind, m)
-    mask = None if bias is None else bias.float().to(DEVICE).view(1, 1, 1, m)
-    problem = attention_problem(q, k, v, mask, 0.0, causal, None, key_heads != heads)
-    plan = plan_of(q, settings, causal)
+    problem, plan = case_of(shape, kind, mode)
     output, lse, _ = device_lists.forward(problem, plan)
     generator = torch.Generator().manual_seed(4)
     grad = torch.randn(output.shape, generator=generator).to(DEVICE)

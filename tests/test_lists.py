@@ -13,6 +13,7 @@ from supportbasis.components.lists import ListSum, head_tables, list_attention
 from supportbasis.cotangent import Cotangent, Gradients
 from supportbasis.lists import ListSettings
 from supportbasis.problem import Head
+from supportbasis.sorting import head_order
 
 DTYPES = {torch.float64: 1e-10, torch.float32: 3e-5}
 
@@ -181,3 +182,13 @@ def test_every_row_is_in_one_tile():
             rows = made.tiles[made.tiles >= 0]
             assert rows.sort().values.tolist() == list(range(n))
             assert made.slots[made.slots >= 0].sort().values.tolist() == list(range(n))
+
+
+def test_hidden_tokens_do_not_sort_the_others():
+    """Of a head that is longer than a window: centres are those of tokens that are seen."""
+    x = clustered(5000, d=4)[0].float()
+    hidden = torch.arange(5000) % 3 == 0
+    before = head_order(x, 64, hidden)
+    x[hidden] = 100.0
+    assert torch.equal(before, head_order(x, 64, hidden))
+    assert before[before >= 0].sort().values.tolist() == (~hidden).nonzero().flatten().tolist()

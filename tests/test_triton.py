@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,18 +12,11 @@ import torch
 from torch import Tensor
 
 from cases import qkv
+from device_cases import CUDA, DEVICE, needs_triton  # before kernels are imported
 from supportbasis.errors import InputError, SupportBasisError
+from supportbasis.kernels import polynomial
+from supportbasis.kernels.language import require
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-CUDA = torch.cuda.is_available()
-if not CUDA:  # read when a kernel is decorated
-    os.environ["TRITON_INTERPRET"] = "1"
-DEVICE = "cuda" if CUDA else "cpu"
-
-from supportbasis.kernels import polynomial  # noqa: E402
-from supportbasis.kernels.language import require  # noqa: E402
-
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 on_device = [
     pytest.mark.gpu,
     pytest.mark.skipif(not CUDA, reason="no CUDA device"),

@@ -32,8 +32,6 @@ FITTED_SECONDS, FITTED_TOKEN, FITTED_FEATURE = 2e-3, 60, 3  # of a head; moved f
 ROUNDS, REPEATS = 4, 3  # of what is timed: in turns, and at a time
 KERNEL_PRODUCT = 2.5  # of a feature in a GPU kernel, in multiply-adds of exact attention
 KERNEL_READS = 0.5  # of every entry there, in reads of a reduction
-
-
 CALL_SECONDS = {"cpu": 3e-4, "cuda": 1e-4}  # of a head, whatever its size
 DEAR_FEATURE = 32  # multiply-adds of exact attention on a GPU in the time of one of the features
 # of a fitted polynomial, which are float32 and go through memory
@@ -70,7 +68,7 @@ class Work:
     products: int = 0  # multiply-adds of sketches and of their features with the values
     moved: int = 0  # entries gathered, sorted and copied: time, but no arithmetic
     priced: int = 0  # multiply-adds of exact attention in the time of that: cost, but no time
-    trees: float = 0.0  # seconds that lists and fits take, whatever their size
+    direct: float = 0.0  # seconds that are known as such: of lists by kernels, of fixed parts
 
     def __add__(self, other: Work) -> Work:
         """Both kinds of work; of features, at most one side may have any."""
@@ -85,7 +83,7 @@ class Work:
             self.products + other.products,
             self.moved + other.moved,
             self.priced + other.priced,
-            self.trees + other.trees,
+            self.direct + other.direct,
         )
 
     def multiply_adds(self, head: Head) -> float:
@@ -115,7 +113,7 @@ class Work:
         pairs = (1.3 * self.exact_pairs + 2.0 * self.dense_pairs) * pair
         sketches = self.formed * rates.feature + self.products * rates.product
         reading = self.scanned * rates.scan + self.moved * _move_seconds(head, rates)
-        calls = CALL_SECONDS.get(head.query.device.type, CALL_SECONDS["cpu"]) + self.trees
+        calls = CALL_SECONDS.get(head.query.device.type, CALL_SECONDS["cpu"]) + self.direct
         return calls + pairs + features + sketches + reading
 
     def _feature_seconds(self, head: Head, rates: Rates) -> float:
@@ -201,7 +199,7 @@ def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
     far = far_rows * head.m + (head.n - far_rows) * far_keys
     share = head.pairs / max(1, head.n * head.m)
     products = tokens * count * (head.value_dim + 1)
-    moved, priced, trees = 0, 0, 0.0
+    moved, priced, direct = 0, 0, 0.0
     if _has_kernels(head):
         moved = int(FIT_ENTRY * tokens * (head.dim + head.value_dim))
         if head.is_causal:
@@ -209,14 +207,14 @@ def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
         priced = (DEAR_FEATURE - 1) * products + DEAR_MOVE * moved
     elif head.query.device.type == "cpu":
         moved = tokens * (FITTED_TOKEN * head.dim + FITTED_FEATURE * count)
-        trees = FITTED_SECONDS
+        direct = FITTED_SECONDS
     return Work(
         exact_pairs=int(far * share),
         dense_pairs=head.n * CAUSAL_CHUNK // 2 if head.is_causal else 0,
         formed=tokens * count,
         products=products + _frame_work(head),
         moved=moved,
-        trees=trees,
+        direct=direct,
         priced=priced,
     )
 
@@ -242,7 +240,7 @@ def list_work(head: Head, settings: ListSettings, opened: float) -> Work:
         pairs = TILT_PAIR * tilted + SELECT_PAIR * coarse + LIST_PAIR * (coarse + exact)
         seconds = pairs * _rates(head).pair(head)
         seconds += TOKEN_SECONDS * (head.n + keys) * (dim + width)
-        return Work(priced=int(made + exact * (dim + width)), trees=seconds)
+        return Work(priced=int(made + exact * (dim + width)), direct=seconds)
     return Work(
         exact_pairs=int(exact),
         products=int(made),
@@ -253,7 +251,7 @@ def list_work(head: Head, settings: ListSettings, opened: float) -> Work:
             + LIST_GATHERED * cells * opened * leaf * (dim + width)
             + LIST_EXACT * exact
         ),
-        trees=LIST_SECONDS,
+        direct=LIST_SECONDS,
     )
 
 

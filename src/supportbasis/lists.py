@@ -104,10 +104,7 @@ def tables(
     members = members.unflatten(1, (-1, settings.block))
     leaves = slots.shape[1] // settings.leaf
     cells = torch.arange(members.shape[1], device=query.device)
-    visible = torch.full_like(cells, leaves)
-    if settings.window:
-        visible = cells // settings.cells * (settings.window // settings.leaf)
-        visible = visible.clamp(max=leaves)
+    visible = visible_leaves(cells, leaves, settings)
     if settings.strict:
         none = members.new_full((len(members), settings.cells, settings.block), -1)
         members = torch.cat([none, members[:, : -settings.cells]], 1)
@@ -131,6 +128,13 @@ def tables(
     )
 
 
+def visible_leaves(cells: Tensor, leaves: int, settings: ListSettings) -> Tensor:
+    """How many of all leaves, the first ones, each cell sees: those of earlier windows."""
+    if not settings.window:
+        return torch.full_like(cells, leaves)
+    return (cells // settings.cells * (settings.window // settings.leaf)).clamp(max=leaves)
+
+
 def _by_window(x: Tensor, count: int, width: int, leaf: int) -> Tensor:
     """The first ``count`` tokens, sorted within windows: [heads, slots], -1 for none."""
     if _has_kernel(x, width, leaf):
@@ -147,8 +151,8 @@ def _by_window(x: Tensor, count: int, width: int, leaf: int) -> Tensor:
 
 
 def _by_head(x: Tensor, leaf: int, hidden: Tensor | None, group: int) -> Tensor:
-    """All tokens, sorted: [heads, slots], -1 for none. Keys that all of the ``group`` of heads
-    that share them do not see come last."""
+    """All tokens, sorted: [heads, slots], -1 for none, and for keys that none of the ``group`` of
+    heads that share them sees."""
     if hidden is not None:
         hidden = hidden.unflatten(0, (-1, group)).all(1)
     if _has_kernel(x, window_length(x.shape[1], leaf), leaf):
@@ -207,7 +211,8 @@ def tiles_by_centre(
     cell = nearest(padded.to(mean), mean.view(heads, windows, each, -1))
     place = torch.arange(windows * width, device=query.device).view(windows, width)
     cell = torch.where(place < n, cell, each)
-    held = torch.nn.functional.one_hot(cell, each + 1).sum(2)[..., :each]
+    held = cell.new_zeros(heads, windows, each + 1)
+    held = held.scatter_add_(2, cell, torch.ones_like(cell))[..., :each]
     count = (held + size - 1) // size
     first = count.cumsum(2) - count
     at = cell.argsort(dim=2, stable=True)

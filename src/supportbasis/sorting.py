@@ -76,7 +76,10 @@ def head_order(x: Tensor, leaf: int, hidden: Tensor | None = None) -> Tensor:
 def _by_centres(x: Tensor, width: int, hidden: Tensor | None) -> Tensor:
     """All tokens in the sequence of their nearest centres."""
     count = min(CENTRES, 1 << (-(-len(x) // width) - 1).bit_length())
-    sample = x[torch.arange(width, device=x.device) * len(x) // width].unsqueeze(0)
+    shown = torch.arange(len(x), device=x.device)
+    if hidden is not None and not bool(hidden.all()):
+        shown = shown[~hidden]
+    sample = x[shown[torch.arange(width, device=x.device) * len(shown) // width]].unsqueeze(0)
     at = window_order(sample, width // count)[0]
     centres = sample[0, at].view(count, -1, x.shape[1]).mean(1)
     member = nearest(x, centres)

@@ -20,7 +20,7 @@ from ..kernels import lists as kernels
 from ..kernels import lists_backward as backward
 from ..kernels import sorting
 from ..kernels.rectangle import slopes
-from ..lists import ListSettings, tiles_by_centre
+from ..lists import ListSettings, tiles_by_centre, visible_leaves
 from ..plans import HeadPlan, Plan
 from ..problem import Problem
 from ..sorting import window_length
@@ -140,10 +140,9 @@ def _prices(plan: Plan, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """The tables of a call, and what they were made with."""
+    """The tables of a call."""
 
     tables: kernels.Tables
-    settings: ListSettings
     slots: Tensor  # [key heads, slots] int32: the key of each sorted slot, -1 for none
 
     @staticmethod
@@ -165,11 +164,13 @@ class _Call:
         bs = None
         if weight is not None or slots.shape[1] != _keys(problem, settings):
             bs = _leaf_weights(weight, slots, problem)
+        cells = torch.arange(members.shape[1], dtype=torch.int32, device=query.device)
+        visible = visible_leaves(cells, slots.shape[1] // leaf, settings)
         tables = kernels.Tables(
-            query, ks, vs, bs, members, _visible(members, slots, settings), mean, variance,
-            spread, leaf, routes, exact.precision(),
+            query, ks, vs, bs, members, visible, mean, variance, spread, leaf, routes,
+            exact.precision(),
         )  # fmt: skip
-        return _Call(tables, settings, slots)
+        return _Call(tables, slots)
 
 
 def ranges(problem: Problem, settings: ListSettings) -> list[tuple[int, int, int]]:
@@ -231,15 +232,6 @@ def _sorted(
         hidden = (weight == -torch.inf).unflatten(0, (len(key), -1)).all(1)
     slots = sorting.head_order(key, settings.leaf, key.shape[1], hidden)
     return slots, sorting.head_order(query, settings.block, n)
-
-
-def _visible(members: Tensor, slots: Tensor, settings: ListSettings) -> Tensor:
-    """Leaves that each cell sees, [cells] int32."""
-    leaves = slots.shape[1] // settings.leaf
-    cell = torch.arange(members.shape[1], dtype=torch.int32, device=members.device)
-    if not settings.window:
-        return torch.full_like(cell, leaves)
-    return (cell // settings.cells * (settings.window // settings.leaf)).clamp(max=leaves)
 
 
 def _leaf_weights(weight: Tensor | None, slots: Tensor, problem: Problem) -> Tensor:

@@ -19,14 +19,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import InputError
+from ..sorting import AXES, AXIS_STEPS, NODE_STEPS
+from ..sorting import CENTRES as MOST_CENTRES
+from ..sorting import SORTED as SPAN
 from . import sorting_kernels as kernels
 from .language import cdiv, interpreted, power_of_two, require, tl
 
-POINTS = 8  # principal coordinates of a window
-AXIS_ITERATIONS = 6  # of the power method, for each of them
-NODE_ITERATIONS = 4  # and for the axis of a node
-SPAN = 2048  # tokens of a window where all of a head are sorted; of the sample that gives centres
-MOST_CENTRES = 256
 NARROWEST = 16  # tokens of a window: what the tensor cores multiply
 WIDEST = 4096  # tokens of a window: one program holds their coordinates
 HELD = 8  # tokens of a window that one thread holds; 16 registers for each
@@ -52,7 +50,7 @@ def window_order(
     keys = torch.empty_like(order, dtype=torch.uint32)
     kernels.split[(windows, heads)](
         points, cut.sequence, keys, order, cut.slots, count, window,
-        (window // leaf).bit_length() - 1, NODE_ITERATIONS + 1, cut.listed,
+        (window // leaf).bit_length() - 1, NODE_STEPS + 1, cut.listed,
         num_warps=max(1, window // (32 * HELD)), maxnreg=16 * HELD,
     )  # fmt: skip
     return order
@@ -122,19 +120,19 @@ class _Cut:
         return _Cut(x, given, listed, slots, window, cdiv(count, window), count)
 
     def new_points(self) -> Tensor:
-        shape = (len(self.x), self.windows, self.window, POINTS)
+        shape = (len(self.x), self.windows, self.window, AXES)
         return torch.empty(shape, dtype=torch.float32, device=self.x.device)
 
 
 def _points(cut: _Cut) -> Tensor:
-    """Principal coordinates of all windows, [heads, windows, window, POINTS] float32."""
+    """Principal coordinates of all windows, [heads, windows, window, AXES] float32."""
     points, d = cut.new_points(), cut.x.shape[2]
     width = power_of_two(d)
     tile = (128 if width <= 64 else 64) // (2 if cut.x.dtype == torch.float32 else 1)
     kernels.axes[(cut.windows, len(cut.x))](
         cut.x, cut.sequence, points, cut.slots, cut.count, *cut.x.stride()[:2], d,
-        cut.window, width, min(cut.window, tile), min(POINTS, d),
-        AXIS_ITERATIONS // 2, cut.listed, *_operands(cut.x.dtype),
+        cut.window, width, min(cut.window, tile), min(AXES, d),
+        AXIS_STEPS // 2, cut.listed, *_operands(cut.x.dtype),
         num_warps=4 if width <= 64 else 8, num_stages=2,
     )  # fmt: skip
     return points
@@ -161,9 +159,9 @@ def _wide_points(cut: _Cut) -> Tensor:
     y = (y - y.sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)) * real
     y = y / y.square().sum(1).amax(1).sqrt().clamp(min=1e-30).view(-1, 1, 1)
     C, found = y.mT @ y, []
-    for _ in range(POINTS):
+    for _ in range(AXES):
         v = C.gather(2, C.diagonal(0, 1, 2).argmax(1).view(-1, 1, 1).expand(-1, d, 1))
-        for _ in range(AXIS_ITERATIONS):
+        for _ in range(AXIS_STEPS):
             v = C @ v
             v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp(min=1e-30)
         C = C - (v.mT @ C @ v) * (v @ v.mT)

@@ -50,8 +50,10 @@ def list_works() -> list[Work]:
     name = "lists, budget {}, curved"
     return [
         Work(name.format(0.05), few, curved, LONG, 64, limit=FAIR),
-        Work(name.format(0.1), more, curved, LONG, 64, causal=True, limit=LARGE),
-        Work(name.format(0.1), more, curved, LONG, 128, causal=True, limit=LARGE),
+        Work(name.format(0.05), few, curved, LONG, 64, backward=True, limit=FAIR),
+        Work(name.format(0.05), few, curved, LONG, 64, causal=True, limit=LARGE),
+        Work(name.format(0.05), few, curved, LONG, 128, causal=True, limit=LARGE),
+        Work(name.format(0.05), few, curved, LONG, 64, causal=True, backward=True, limit=LARGE),
         Work(name.format(0.1), more, curved, LONG, 64, causal=True, backward=True, limit=LARGE),
         *_trained(),
     ]
