@@ -4,13 +4,16 @@ on the device where there is one. To be imported before any kernel."""
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import warnings
 
 import pytest
 import torch
+from torch import Tensor
 
 import supportbasis as sb
+from cases import qkv
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CUDA = torch.cuda.is_available()
@@ -21,6 +24,8 @@ DEVICE = "cuda" if CUDA else "cpu"
 from supportbasis.device.room import Room  # noqa: E402
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+on_device = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device"), needs_triton]
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 marks = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -44,13 +49,27 @@ def smooth(heads, n, d=6, seed=0, dtype=torch.float32):
     return tuple(x.to(DEVICE, dtype)[None] for x in (q, k, v))
 
 
+def inputs(heads=2, key_heads=None, *, batch=1, weighted=False, dtype=torch.float32, **shape):
+    q, k, v = qkv(batch, heads, key_heads=key_heads or heads, dtype=dtype, **shape)
+    call = {}
+    if weighted:
+        generator = torch.Generator().manual_seed(1)
+        m = k.shape[2]
+        call["log_weight"] = torch.randn(batch, k.shape[1], m, generator=generator)
+        call["log_weight"][..., 3] = -math.inf
+        call["lengths"] = torch.randint(m // 2, m, (batch,), generator=generator)
+    return [x.to(DEVICE) for x in (q, k, v)], {key: x.to(DEVICE) for key, x in call.items()}
+
+
 def planned(*tokens, **how):
     """A plan made on the CPU: on a GPU small heads are exact, because nothing is gained there."""
     return sb.plan(*(None if x is None else x.cpu() for x in tokens), **how)
 
 
-def relative(given, wanted):
-    return float((given.double() - wanted.double()).norm() / wanted.double().norm())
+def relative(given: Tensor, wanted: Tensor) -> float:
+    assert given.isfinite().all()
+    given, wanted = given.detach().double(), wanted.detach().double()
+    return float((given - wanted).norm() / wanted.norm())
 
 
 def directions(*results, seed=2):

@@ -13,11 +13,11 @@ from torch import Tensor
 
 import supportbasis as sb
 from cases import beyond, qkv
+from device_cases import CUDA, DEVICE, HAS_TRITON, UNIT, needs_triton, on_device, relative
 from supportbasis import reference
 from supportbasis.device import dispatch
 from supportbasis.inputs import attention_problem
 from supportbasis.methods import Method
-from test_triton import CUDA, DEVICE, HAS_TRITON, UNIT, needs_triton, on_device, relative
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),

@@ -11,8 +11,8 @@ import torch
 
 import supportbasis as sb
 from cases import dense_attention, qkv
+from device_cases import DEVICE, needs_triton, on_device
 from supportbasis.inputs import attention_problem
-from test_triton import DEVICE, needs_triton, on_device
 
 # after the interpreter is chosen, which is read when a kernel is decorated
 from supportbasis.device.range_check import SECONDS, RangeCheck  # isort: skip

@@ -11,11 +11,11 @@ from torch import Tensor
 
 import supportbasis as sb
 from cases import dense_attention, qkv
+from device_cases import DEVICE, needs_triton, on_device
 from supportbasis.device import fused
 from supportbasis.inputs import attention_problem
 from supportbasis.problem import Problem
 from supportbasis.rounding import unit_roundoff
-from test_triton import DEVICE, needs_triton, on_device
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),

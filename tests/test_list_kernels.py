@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from supportbasis.errors import InputError
-from test_triton import (
+from device_cases import (
     CUDA,
     DEVICE,
     UNIT,
     needs_triton,
     relative,
 )  # first: it chooses the interpreter
+from supportbasis.errors import InputError
 
 from supportbasis.kernels import lists as fast  # isort: skip
 

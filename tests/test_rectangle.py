@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from test_triton import (  # before kernels are imported
+from device_cases import (  # before kernels are imported
     CUDA,
     DEVICE,
     UNIT,

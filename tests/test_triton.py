@@ -11,24 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases import qkv
-from device_cases import CUDA, DEVICE, needs_triton  # before kernels are imported
+from device_cases import DEVICE, UNIT, inputs, needs_triton, on_device, relative
 from supportbasis.errors import InputError, SupportBasisError
 from supportbasis.kernels import polynomial
 from supportbasis.kernels.language import require
 
-on_device = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not CUDA, reason="no CUDA device"),
-    needs_triton,
-]
 pytestmark = [  # NumPy's, of the interpreter
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
 TAYLOR = (1.0, 1.0, 0.5)
-UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 
 
 def dense_weights(q, k, coefficients, scale, log_weight=None, lengths=None, causal=False) -> Tensor:
@@ -52,24 +45,6 @@ def dense_sums(q, k, v, *args, **kwargs) -> tuple[Tensor, Tensor]:
     weight = dense_weights(q, k, *args, **kwargs)
     group = q.shape[1] // k.shape[1]
     return weight @ v.double().repeat_interleave(group, 1), weight.sum(-1)
-
-
-def inputs(heads=2, key_heads=None, *, batch=1, weighted=False, dtype=torch.float32, **shape):
-    q, k, v = qkv(batch, heads, key_heads=key_heads or heads, dtype=dtype, **shape)
-    call = {}
-    if weighted:
-        generator = torch.Generator().manual_seed(1)
-        m = k.shape[2]
-        call["log_weight"] = torch.randn(batch, k.shape[1], m, generator=generator)
-        call["log_weight"][..., 3] = -math.inf
-        call["lengths"] = torch.randint(m // 2, m, (batch,), generator=generator)
-    return [x.to(DEVICE) for x in (q, k, v)], {key: x.to(DEVICE) for key, x in call.items()}
-
-
-def relative(result: Tensor, reference: Tensor) -> float:
-    assert result.isfinite().all()
-    result, reference = result.detach().double(), reference.detach()
-    return float((result - reference).norm() / reference.norm())
 
 
 def polynomials(
