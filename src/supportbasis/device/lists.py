@@ -2,12 +2,14 @@
 `components.lists`, by kernels.
 
 Tilts are made for some windows at a time, within a workspace of fixed size, so that memory grows
-with the tokens alone. No call synchronises with the host.
+with the tokens alone. No call synchronises with the host. Calls so short that their launches take
+longer than their work are recorded as CUDA graphs and replayed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -26,8 +28,10 @@ from ..problem import Problem
 from ..sorting import window_length
 from . import exact
 from .dispatch import Forward
+from .replay import replayed
 
 WORKSPACE = 2 * 2**30  # bytes of tilts and lists at a time
+SHORT = 2**26  # entries of tokens up to which a call is replayed: some 2 ms of work
 LEAST = 16  # tokens of a cell, a tile or a leaf that kernels take
 
 
@@ -41,7 +45,12 @@ def refusal(head: HeadPlan) -> str | None:
 
 
 def family(head: HeadPlan) -> object:
-    return replace(_settings_of(head), price=0.0)
+    return settings_family(_settings_of(head))
+
+
+def settings_family(settings: ListSettings) -> ListSettings:
+    """What a call is shaped by: all but the price, which each head has for itself."""
+    return replace(settings, price=0.0)
 
 
 def _settings_of(head: HeadPlan) -> ListSettings:
@@ -51,19 +60,42 @@ def _settings_of(head: HeadPlan) -> ListSettings:
 
 def forward(problem: Problem, plan: Plan) -> Forward:
     settings = _settings_of(plan.heads[0])
-    parts, call = ranges(problem, settings), _Call.of(problem, settings)
+    parts = ranges(problem, settings)
+    tokens = (problem.query, problem.key, problem.value)
+    weight = () if problem.key_log_weight is None else (problem.key_log_weight.float(),)
+    given = (*tokens, _prices(plan, problem.query.device), *weight)
+    made = partial(_forward, problem, settings, parts)
+    if sum(x.numel() for x in tokens) > SHORT:
+        return *made(*given), None
+    key = ("lists", settings_family(settings), problem.scale, exact.precision())
+    output, lse = replayed(key, made, *given)
+    return output, lse, None
+
+
+def _forward(
+    problem: Problem,
+    settings: ListSettings,
+    parts: list[tuple[int, int, int]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    price: Tensor,
+    weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of all rows of a problem with these tensors."""
+    problem = replace(problem, query=query, key=key, value=value, key_log_weight=weight)
+    call = _Call.of(problem, settings)
     if settings.window:
         output, lse = own_windows(problem, settings.window)
     else:
         output, lse = (x.flatten(0, 1) for x in exact.empty_results(problem))
     own = (output, lse) if settings.window else None
-    price = _prices(plan, problem.query.device)
     for first, last, leaves in parts:
         tilts = kernels.tilt(call.tables, first, last, leaves, problem.scale)
         lists = kernels.select(call.tables, tilts, price, problem.scale)
         kernels.attend(call.tables, tilts, lists, own, output, lse, problem.scale)
     shape = problem.query.shape[:3]
-    return output.view(*shape, -1), lse.view(shape), None
+    return output.view(*shape, -1), lse.view(shape)
 
 
 def gradients(
