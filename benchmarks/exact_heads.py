@@ -17,8 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import supportbasis as sb
 from supportbasis.cli.gpu.measure import milliseconds
-from supportbasis.device import exact, fused
-from supportbasis.inputs import attention_problem
+from supportbasis.cuda.exact import exact_heads as exact
+from supportbasis.cuda.exact import fused
+from supportbasis.problem.validation import attention_problem
 
 HEADS = 8
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)

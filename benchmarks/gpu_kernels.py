@@ -15,8 +15,8 @@ import torch
 
 from supportbasis.cli.gpu.measure import milliseconds
 from supportbasis.cli.gpu.works import LONG, PAPER, gaussian
-from supportbasis.kernels import polynomial
-from supportbasis.kernels.tiles import RowTiles, StateTiles, choose_tiles
+from supportbasis.cuda.polynomial import sums as polynomial
+from supportbasis.cuda.polynomial.tiles import RowTiles, StateTiles, choose_tiles
 
 
 def sweep(d: int) -> None:

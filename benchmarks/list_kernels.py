@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from supportbasis.kernels import lists as fast
-from supportbasis.kernels import lists_backward as back
+from supportbasis.cuda.lists import list_attention as fast
+from supportbasis.cuda.lists import list_backward as back
 
 WORKSPACE = 2 << 30  # bytes of tilts at a time
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 import supportbasis as sb
-from supportbasis.basis import support_basis
 from supportbasis.components import ExactSum, evaluate
 from supportbasis.components.streaming import lane_count
-from supportbasis.features import FeatureMap, block_rows
-from supportbasis.inputs import attention_problem
+from supportbasis.engine.basis import support_basis
+from supportbasis.polynomials.features import FeatureMap, block_rows
+from supportbasis.problem.validation import attention_problem
 
 
 def best(call: Callable[[], object], repeats: int = 7) -> float:

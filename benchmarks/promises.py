@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import supportbasis as sb
+from supportbasis.accuracy.sampling import exact_rows
 from supportbasis.cli.frontier.language import Language
-from supportbasis.inputs import attention_problem
-from supportbasis.sampling import exact_rows
+from supportbasis.problem.validation import attention_problem
 
 SAMPLED = 2048  # rows of a head
 

@@ -10,7 +10,7 @@ import itertools
 import torch
 
 from supportbasis.cli.gpu.measure import milliseconds
-from supportbasis.kernels.sorting import head_order, window_order
+from supportbasis.cuda.lists.window_sorting import head_order, window_order
 
 HEADS, TOKENS = 8, 131072
 

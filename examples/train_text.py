@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import supportbasis as sb
 from supportbasis.methods import Method
 from supportbasis.nn import rotated
-from supportbasis.plans import HeadPlan
+from supportbasis.plans.plan import HeadPlan
 
 BASIS = sb.SingleThreshold(2.0)  # rows with an entry beyond 2 exactly, the rest in degree 2
 RUNS = {

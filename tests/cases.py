@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import supportbasis as sb
-from supportbasis import reference
-from supportbasis.inputs import attention_problem
-from supportbasis.lists import ListSettings
-from supportbasis.plans import HeadPlan
+from supportbasis.accuracy import reference
+from supportbasis.lists.tables import ListSettings
+from supportbasis.plans.plan import HeadPlan
+from supportbasis.problem.validation import attention_problem
 
 METHODS = {
     "exact": sb.Exact(),

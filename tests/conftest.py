@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from supportbasis import cost
+from supportbasis.plans import cost
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ if not CUDA:  # read when a kernel is decorated
     os.environ["TRITON_INTERPRET"] = "1"
 DEVICE = "cuda" if CUDA else "cpu"
 
-from supportbasis.device.room import Room  # noqa: E402
+from supportbasis.cuda.runtime.room import Room  # noqa: E402
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 on_device = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device"), needs_triton]

@@ -20,10 +20,11 @@ from torch import Tensor
 
 import supportbasis as sb
 from fuzz_cases import REFUSED_MASKS, TURNS, Case, Inputs, build
-from supportbasis import certificate, cost, reference
-from supportbasis.inputs import attention_problem
+from supportbasis.accuracy import certificate, reference
 from supportbasis.methods import auto
-from supportbasis.plans import HeadPlan
+from supportbasis.plans import cost
+from supportbasis.plans.plan import HeadPlan
+from supportbasis.problem.validation import attention_problem
 
 Array = np.ndarray
 WIDE = np.longdouble

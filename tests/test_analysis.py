@@ -27,7 +27,7 @@ from supportbasis.analysis import (
     variance_proxy,
 )
 from supportbasis.errors import InputError
-from supportbasis.split import large_rows, row_maxima, support_basis
+from supportbasis.paper.split import large_rows, row_maxima, support_basis
 
 properties = settings(derandomize=True, deadline=None, max_examples=60)
 SEEDS = 400

@@ -8,9 +8,9 @@ import torch
 
 import supportbasis as sb
 from cases import dense_attention, qkv
-from supportbasis.inputs import attention_problem
+from supportbasis.accuracy.fitted_rows import RowCheck
 from supportbasis.methods import auto
-from supportbasis.rows import RowCheck
+from supportbasis.problem.validation import attention_problem
 
 
 def relative(output, exact):

@@ -11,7 +11,7 @@ import torch
 
 import supportbasis as sb
 from cases import beyond, clustered, dense_attention, list_plan, max_error, qkv, run_both
-from supportbasis.lists import ListSettings
+from supportbasis.lists.tables import ListSettings
 
 DTYPES = {
     torch.float64: 2**-53,

@@ -16,22 +16,25 @@ from torch import Tensor
 
 import supportbasis as sb
 from cases import beyond, dense_attention, max_error, qkv
-from supportbasis import basis, buckets, jensen, polynomials, reference
+from supportbasis.accuracy import reference
+from supportbasis.accuracy.bounds import distortion
 from supportbasis.components import ExactSum, PowerSum, evaluate
-from supportbasis.distortion import distortion
+from supportbasis.engine import basis, jensen
 from supportbasis.errors import InputError
-from supportbasis.inputs import attention_problem, kernel_problem
 from supportbasis.methods import multi_threshold
-from supportbasis.plans import BucketPair, HeadPlan, Plan
-from supportbasis.powers import (
+from supportbasis.paper import buckets
+from supportbasis.paper.split import are_disjoint, is_support_basis, row_maxima, support_size
+from supportbasis.plans.plan import BucketPair, HeadPlan, Plan
+from supportbasis.polynomials import certified as polynomials
+from supportbasis.polynomials.powers import (
     INNER_REACH,
     LARGEST_POWER,
     PowerKernel,
     normalising_constant,
     smallest_power,
 )
-from supportbasis.problem import Head
-from supportbasis.split import are_disjoint, is_support_basis, row_maxima, support_size
+from supportbasis.problem.problem import Head
+from supportbasis.problem.validation import attention_problem, kernel_problem
 
 EPS = torch.finfo(torch.float64).eps
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

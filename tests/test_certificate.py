@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 import supportbasis as sb
 from cases import beyond, dense_attention, max_error, qkv
-from supportbasis import reference
-from supportbasis.certificate import CONFIDENCE, SAMPLED_ROWS
+from supportbasis.accuracy import reference
+from supportbasis.accuracy.certificate import CONFIDENCE, SAMPLED_ROWS
+from supportbasis.accuracy.sampling import RowSample
 from supportbasis.components import ExactSum, evaluate
-from supportbasis.inputs import attention_problem
-from supportbasis.plans import HeadPlan
-from supportbasis.sampling import RowSample
+from supportbasis.plans.plan import HeadPlan
+from supportbasis.problem.validation import attention_problem
 
 pytestmark = pytest.mark.filterwarnings("ignore:supportbasis. rows had no usable")
 
@@ -261,7 +261,7 @@ def test_bound_holds_for_values_of_any_size(method, size, dtype):
 def test_exact_work_bounds_the_rounding_of_large_scores(through, size, monkeypatch):
     """Float32 scores near 1e4 are wrong in their third digit; the bound must say so."""
     if through == "tiles":
-        monkeypatch.setattr("supportbasis.components.exact._kernel_takes", lambda *_: False)
+        monkeypatch.setattr("supportbasis.components.exact_sum._kernel_takes", lambda *_: False)
     worst = 0.0
     for seed in range(6):
         q, k, v = qkv(1, 1, n=64, d=64, dtype=torch.float32, seed=seed)

@@ -9,9 +9,9 @@ import torch
 
 import supportbasis as sb
 from cases import qkv
-from supportbasis import cost
-from supportbasis.inputs import attention_problem
-from supportbasis.problem import Head
+from supportbasis.plans import cost
+from supportbasis.problem.problem import Head
+from supportbasis.problem.validation import attention_problem
 
 REAL = cost.calibrate  # the fixture in conftest replaces it
 

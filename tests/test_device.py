@@ -14,10 +14,10 @@ from torch import Tensor
 import supportbasis as sb
 from cases import beyond, qkv
 from device_cases import CUDA, DEVICE, HAS_TRITON, UNIT, needs_triton, on_device, relative
-from supportbasis import reference
-from supportbasis.device import dispatch
-from supportbasis.inputs import attention_problem
+from supportbasis.accuracy import reference
+from supportbasis.engine import dispatch
 from supportbasis.methods import Method
+from supportbasis.problem.validation import attention_problem
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),

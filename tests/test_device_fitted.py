@@ -25,12 +25,15 @@ from device_cases import (  # before kernels are imported
     smooth,
     without_waiting,
 )
-from supportbasis.basis import split_of
-from supportbasis.device import dispatch, fitted, fitted_chunks, fitted_sums, replay
-from supportbasis.device.room import Room, with_spare
-from supportbasis.inputs import attention_problem
+from supportbasis.cuda.fitted import fitted_chunks, fitted_sums
+from supportbasis.cuda.fitted import fitted_heads as fitted
+from supportbasis.cuda.runtime import replay
+from supportbasis.cuda.runtime.room import Room, with_spare
+from supportbasis.engine import dispatch
+from supportbasis.engine.basis import split_of
 from supportbasis.methods.fitted import FittedSearch
-from supportbasis.plans import Plan
+from supportbasis.plans.plan import Plan
+from supportbasis.problem.validation import attention_problem
 
 pytestmark = [*marks, pytest.mark.filterwarnings("ignore:supportbasis. the last call")]
 METHOD = sb.FittedPolynomial()

@@ -10,13 +10,13 @@ import torch
 from device_cases import DEVICE, marks, needs_triton  # before kernels are imported
 
 import supportbasis as sb  # isort: skip
-from supportbasis.backward import backward
-from supportbasis.components.lists import groups, head_tables, list_attention
-from supportbasis.device import lists as device_lists
-from supportbasis.inputs import attention_problem
-from supportbasis.kernels import lists as kernels
-from supportbasis.lists import ListSettings
-from supportbasis.plans import HeadPlan, Plan
+from supportbasis.cuda.lists import list_attention as kernels
+from supportbasis.cuda.lists import list_heads as device_lists
+from supportbasis.engine.backward import backward
+from supportbasis.lists.list_sum import groups, head_tables, list_attention
+from supportbasis.lists.tables import ListSettings
+from supportbasis.plans.plan import HeadPlan, Plan
+from supportbasis.problem.validation import attention_problem
 from test_lists import clustered, weights
 
 pytestmark = [*marks, needs_triton]

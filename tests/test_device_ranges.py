@@ -12,11 +12,11 @@ import torch
 import supportbasis as sb
 from cases import dense_attention, qkv
 from device_cases import DEVICE, needs_triton, on_device
-from supportbasis.inputs import attention_problem
+from supportbasis.problem.validation import attention_problem
 
 # after the interpreter is chosen, which is read when a kernel is decorated
-from supportbasis.device.range_check import SECONDS, RangeCheck  # isort: skip
-from supportbasis.kernels.lengths import large, lengths, listed, rounded_down  # isort: skip
+from supportbasis.cuda.runtime.range_check import SECONDS, RangeCheck  # isort: skip
+from supportbasis.cuda.runtime.lengths import large, lengths, listed, rounded_down  # isort: skip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),

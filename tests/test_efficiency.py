@@ -20,15 +20,7 @@ import supportbasis as sb
 from supportbasis.cli import app as app_module
 from supportbasis.cli import records as records_module
 from supportbasis.cli.app import app
-from supportbasis.cli.efficiency import (
-    Extent,
-    contenders,
-    inputs,
-    measure,
-    rows,
-    study,
-    tables,
-)
+from supportbasis.cli.efficiency import Extent, contenders, inputs, measure, rows, study, tables
 from supportbasis.cli.machine import Machine
 from supportbasis.cli.measure import with_method
 from supportbasis.cli.records import Records, Row

@@ -7,7 +7,7 @@ import torch
 
 import supportbasis as sb
 from cases import dense_attention, qkv
-from supportbasis.inputs import attention_problem
+from supportbasis.problem.validation import attention_problem
 
 METHODS = [
     sb.Exact(),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import supportbasis as sb
-from supportbasis.features import (
+from supportbasis.polynomials.features import (
     BUFFER_BYTES,
     RANK_LIMIT,
     FeatureMap,

@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 
 import supportbasis as sb
 from cases import beyond, dense_attention, qkv
-from supportbasis import fitted, jensen, reference
-from supportbasis.execute import execute
-from supportbasis.features import FeatureMap
-from supportbasis.fitted import FittedKernel, PairSample, choose_spans, count_features
-from supportbasis.frame import balanced, framed, own_frame
-from supportbasis.inputs import attention_problem
-from supportbasis.jensen import WRONG, grouped_lse, least_lse, lower_lse
+from supportbasis.accuracy import reference
+from supportbasis.accuracy.fitted_rows import RowCheck
+from supportbasis.engine import jensen
+from supportbasis.engine.execute import execute
+from supportbasis.engine.jensen import WRONG, grouped_lse, least_lse, lower_lse
 from supportbasis.methods.fitted import FittedSearch
-from supportbasis.plans import HeadPlan, Plan
-from supportbasis.rows import RowCheck
+from supportbasis.plans.plan import HeadPlan, Plan
+from supportbasis.polynomials import fitting as fitted
+from supportbasis.polynomials.balancing import balanced, framed, own_frame
+from supportbasis.polynomials.features import FeatureMap
+from supportbasis.polynomials.fitting import FittedKernel, PairSample, choose_spans, count_features
+from supportbasis.problem.validation import attention_problem
 
 
 def problem_of(n, m=None, d=8, dv=5, sigma=0.5, causal=False, bias=None, dtype=torch.float64):

@@ -25,7 +25,15 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 import supportbasis as sb  # noqa: E402
 from supportbasis.cli import app as app_module  # noqa: E402
-from supportbasis.cli.frontier import findings, language, measure, shipped, sources, summary, tables  # noqa: E402
+from supportbasis.cli.frontier import (  # noqa: E402
+    findings,
+    language,
+    measure,
+    shipped,
+    sources,
+    summary,
+    tables,
+)
 from supportbasis.cli.frontier.baselines import (  # noqa: E402
     BASELINES,
     ORACLES,

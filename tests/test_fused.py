@@ -12,10 +12,10 @@ from torch import Tensor
 import supportbasis as sb
 from cases import dense_attention, qkv
 from device_cases import DEVICE, needs_triton, on_device
-from supportbasis.device import fused
-from supportbasis.inputs import attention_problem
-from supportbasis.problem import Problem
-from supportbasis.rounding import unit_roundoff
+from supportbasis.cuda.exact import fused
+from supportbasis.problem.problem import Problem
+from supportbasis.problem.rounding import unit_roundoff
+from supportbasis.problem.validation import attention_problem
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -156,7 +156,9 @@ def test_exact_heads_run_through_them_unless_lse_is_differentiated(kernels, with
 @needs_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tokens on the CPU, in the interpreter")
 def test_key_weights_and_float32_are_left_to_the_rectangle(kernels):
-    from supportbasis.device import exact  # whose kernels ask for the interpreter on import
+    from supportbasis.cuda.exact import (
+        exact_heads as exact,  # whose kernels ask for the interpreter on import
+    )
 
     mask = torch.arange(40) < 30
     for problem in (problem_of(mask=mask), problem_of(dtype=torch.float32)):

@@ -9,7 +9,8 @@ import torch
 import fuzz
 import supportbasis as sb
 from fuzz import Case, Violation, check, draw, draw_bound
-from supportbasis import certificate, execute
+from supportbasis.accuracy import certificate
+from supportbasis.engine import execute
 
 CHUNKS, SIZE = 8, 50
 

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import supportbasis as sb
-from supportbasis import reference as dense
+from supportbasis.accuracy import reference as dense
 from supportbasis.errors import InputError
-from supportbasis.gradient import attention_loss_gradient, reference
+from supportbasis.gradient import attention_loss_gradient
+from supportbasis.gradient import dense_loss as reference
+from supportbasis.gradient.dense_loss import autograd, closed_form, softmax_weights
 from supportbasis.gradient.loss import EPS, SEED
-from supportbasis.gradient.reference import autograd, closed_form, softmax_weights
-from supportbasis.inputs import attention_problem
-from supportbasis.polynomials import chebyshev
+from supportbasis.polynomials.certified import chebyshev
+from supportbasis.problem.validation import attention_problem
 
 NAMES = ("loss", "output", "weight_qk", "weight_v", "x")
 # float64: sums of a few hundred terms of one magnitude, each rounded to 1.1e-16, in a dozen stages
@@ -148,7 +149,7 @@ def test_gradient_is_the_closed_form_of_the_weights(method, scale):
 def test_gradient_is_the_same_in_blocks_of_any_size(monkeypatch):
     data = problem(203, outliers=9)
     whole = run(data, 0.3, sb.SingleThreshold(1.2, 3))
-    monkeypatch.setattr("supportbasis.features.BUFFER_BYTES", 16 * 36 * 8)
+    monkeypatch.setattr("supportbasis.polynomials.features.BUFFER_BYTES", 16 * 36 * 8)
     monkeypatch.setattr("supportbasis.gradient.weights.TILE", 500)
     pieces = run(data, 0.3, sb.SingleThreshold(1.2, 3))
     assert_equal(pieces, {name: getattr(whole, name) for name in NAMES})

@@ -9,16 +9,20 @@ from hypothesis import strategies as st
 
 import supportbasis as sb
 from cases import METHODS, beyond, dense_attention, list_plan, qkv
-from supportbasis import autograd, features, polynomials, reference
-from supportbasis.components import exact, streaming
-from supportbasis.components.polynomial import rescaled
-from supportbasis.components.sketched import Sketched
-from supportbasis.features import FeatureMap
-from supportbasis.inputs import attention_problem
-from supportbasis.lists import ListSettings
+from supportbasis.accuracy import reference
+from supportbasis.components import exact_sum as exact
+from supportbasis.components import streaming
+from supportbasis.components.polynomial_sum import rescaled
+from supportbasis.components.sketch_sum import Sketched
+from supportbasis.engine import autograd
+from supportbasis.lists.tables import ListSettings
 from supportbasis.methods.fitted import FittedSearch
-from supportbasis.polynomials import horner
-from supportbasis.powers import PowerKernel
+from supportbasis.polynomials import certified as polynomials
+from supportbasis.polynomials import features
+from supportbasis.polynomials.certified import horner
+from supportbasis.polynomials.features import FeatureMap
+from supportbasis.polynomials.powers import PowerKernel
+from supportbasis.problem.validation import attention_problem
 from supportbasis.sketch import PolySketch
 
 MASKS = ("none", "causal", "padding", "bias", "causal-bias")

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 import supportbasis as sb
 from cases import qkv
+from supportbasis.accuracy.density import GRID, _error_within, density_error
 from supportbasis.api import _density_problem
-from supportbasis.density import GRID, _error_within, density_error
-from supportbasis.plans import HeadPlan
-from supportbasis.polynomials import taylor
+from supportbasis.plans.plan import HeadPlan
+from supportbasis.polynomials.certified import taylor
 
 METHODS = [
     sb.Exact(),

@@ -5,8 +5,8 @@ import torch
 
 import supportbasis as sb
 from cases import dense_attention
-from supportbasis import flash
-from supportbasis.problem import in_rows
+from supportbasis.components import flash
+from supportbasis.problem.problem import in_rows
 
 B, H, N, D = 1, 2, 300, 8
 METHODS = [

@@ -26,8 +26,8 @@ from test_list_kernels import (
     relative,
 )
 
-from supportbasis.kernels import lists as fast  # isort: skip
-from supportbasis.kernels import lists_backward as back  # isort: skip
+from supportbasis.cuda.lists import list_attention as fast  # isort: skip
+from supportbasis.cuda.lists import list_backward as back  # isort: skip
 
 NAMES = ("query", "key", "value", "weight")
 

@@ -19,7 +19,7 @@ from device_cases import (
 )  # first: it chooses the interpreter
 from supportbasis.errors import InputError
 
-from supportbasis.kernels import lists as fast  # isort: skip
+from supportbasis.cuda.lists import list_attention as fast  # isort: skip
 
 pytestmark = [
     needs_triton,

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from supportbasis import reference
-from supportbasis.components.lists import ListSum, head_tables, list_attention
-from supportbasis.cotangent import Cotangent, Gradients
-from supportbasis.lists import ListSettings
-from supportbasis.problem import Head
-from supportbasis.sorting import head_order
+from supportbasis.accuracy import reference
+from supportbasis.components.cotangent import Cotangent, Gradients
+from supportbasis.lists.list_sum import ListSum, head_tables, list_attention
+from supportbasis.lists.sorting import head_order
+from supportbasis.lists.tables import ListSettings
+from supportbasis.problem.problem import Head
 
 DTYPES = {torch.float64: 1e-10, torch.float32: 3e-5}
 

@@ -6,9 +6,9 @@ import torch
 
 from cases import qkv
 from supportbasis.components import ExactSum, PolynomialSum, evaluate
-from supportbasis.partial import Partial
-from supportbasis.polynomials import taylor
-from supportbasis.problem import Head
+from supportbasis.components.partial import Partial
+from supportbasis.polynomials.certified import taylor
+from supportbasis.problem.problem import Head
 
 
 def head(n=20, m=30, d=4, is_causal=False, scale=0.5, seed=0, key_log_weight=None):
@@ -50,8 +50,8 @@ def test_a_polynomial_sum_is_the_sum_of_its_parts():
 
 
 def test_the_kernel_and_the_tiles_give_the_same_sums(monkeypatch):
-    monkeypatch.setattr("supportbasis.components.exact.KERNEL_KEYS", 7)
-    monkeypatch.setattr("supportbasis.components.exact.KERNEL_ROWS", 6)
+    monkeypatch.setattr("supportbasis.components.exact_sum.KERNEL_KEYS", 7)
+    monkeypatch.setattr("supportbasis.components.exact_sum.KERNEL_ROWS", 6)
     bias = torch.randn(30, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     for weight in (None, bias):
         for keys in (None, torch.arange(1, 30, 3)):
@@ -59,7 +59,9 @@ def test_the_kernel_and_the_tiles_give_the_same_sums(monkeypatch):
                 problem = head(key_log_weight=weight)
                 by_kernel = evaluate([ExactSum(keys)], problem, rows)
                 with monkeypatch.context() as patch:
-                    patch.setattr("supportbasis.components.exact._kernel_takes", lambda *_: False)
+                    patch.setattr(
+                        "supportbasis.components.exact_sum._kernel_takes", lambda *_: False
+                    )
                     by_tiles = evaluate([ExactSum(keys)], problem, rows)
                 assert_same_sums(by_kernel, by_tiles)
 

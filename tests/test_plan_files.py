@@ -11,7 +11,7 @@ import torch
 import damage
 import supportbasis as sb
 from cases import dense_attention, max_error, qkv
-from supportbasis import plan_json
+from supportbasis.plans import files as plan_json
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ import torch
 
 import supportbasis as sb
 from cases import dense_attention, qkv
-from supportbasis import cost
-from supportbasis.basis import support_basis
 from supportbasis.components import ExactSum, PolynomialSum
-from supportbasis.drawing import LIST_PARTS, draw_supports
-from supportbasis.inputs import attention_problem
-from supportbasis.lists import ListSettings
-from supportbasis.plans import HeadPlan
+from supportbasis.engine.basis import support_basis
+from supportbasis.lists.tables import ListSettings
+from supportbasis.plans import cost
+from supportbasis.plans.drawing import LIST_PARTS, draw_supports
+from supportbasis.plans.plan import HeadPlan
+from supportbasis.problem.validation import attention_problem
 
 METHODS = [
     sb.Exact(),

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supportbasis import polynomials
 from supportbasis.errors import InputError
-from supportbasis.polynomials import (
+from supportbasis.polynomials import certified as polynomials
+from supportbasis.polynomials.certified import (
     CertifiedPolynomial,
     chebyshev,
     largest_bound,

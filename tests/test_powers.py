@@ -9,10 +9,11 @@ import torch
 
 import supportbasis as sb
 from cases import dense_attention, qkv
-from supportbasis import basis, execute, reference
+from supportbasis.accuracy import reference
 from supportbasis.components import ExactSum, PowerSum, SketchSum, evaluate
-from supportbasis.inputs import attention_problem
+from supportbasis.engine import basis, execute
 from supportbasis.methods import multi_threshold
+from supportbasis.problem.validation import attention_problem
 
 LOST_ROWS = "ignore:supportbasis. rows had no usable"
 

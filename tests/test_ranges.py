@@ -7,7 +7,7 @@ import torch
 
 import supportbasis as sb
 from cases import dense_attention, qkv
-from supportbasis import ranges
+from supportbasis.engine import ranges
 
 METHODS = [
     sb.Polynomial(2),

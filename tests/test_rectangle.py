@@ -18,7 +18,7 @@ from device_cases import (  # before kernels are imported
     relative,
 )  # fmt: skip
 
-from supportbasis.kernels import rectangle as exact  # isort: skip
+from supportbasis.cuda.exact import rectangle as exact  # isort: skip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),

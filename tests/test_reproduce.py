@@ -13,9 +13,9 @@ import torch
 from typer.testing import CliRunner
 
 import supportbasis as sb
-from supportbasis import reference
-from supportbasis.inputs import attention_problem
-from supportbasis.plans import HeadPlan, Plan
+from supportbasis.accuracy import reference
+from supportbasis.plans.plan import HeadPlan, Plan
+from supportbasis.problem.validation import attention_problem
 from supportbasis.sketch import PolySketch
 
 pytest.importorskip("matplotlib")
@@ -34,13 +34,7 @@ from supportbasis.cli.polynomial_attention import (
     timing,
     variants,
 )
-from supportbasis.cli.polynomial_attention.dense import (
-    Dense,
-    Errors,
-    Exact,
-    Norms,
-    measure_errors,
-)
+from supportbasis.cli.polynomial_attention.dense import Dense, Errors, Exact, Norms, measure_errors
 
 TINY = Extent(
     lengths=(95,),

@@ -7,9 +7,9 @@ import torch
 
 import supportbasis as sb
 from cases import dense_attention
-from supportbasis.inclusion import Sketch, draw_rows, probabilities
-from supportbasis.inputs import attention_problem
-from supportbasis.sampling import QUANTILE, RowSample
+from supportbasis.accuracy.inclusion import Sketch, draw_rows, probabilities
+from supportbasis.accuracy.sampling import QUANTILE, RowSample
+from supportbasis.problem.validation import attention_problem
 
 
 def head_of(q, k, v, mask=None, causal=False):

@@ -15,8 +15,8 @@ if not CUDA:  # read when a kernel is decorated
     os.environ["TRITON_INTERPRET"] = "1"
 DEVICE = "cuda" if CUDA else "cpu"
 
+from supportbasis.cuda.lists import window_sorting as sorting  # noqa: E402
 from supportbasis.errors import InputError  # noqa: E402
-from supportbasis.kernels import sorting  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),

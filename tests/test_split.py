@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from supportbasis.errors import InputError
-from supportbasis.split import (
+from supportbasis.paper.split import (
     are_disjoint,
     is_support_basis,
     large_rows,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from device_cases import DEVICE, UNIT, inputs, needs_triton, on_device, relative
+from supportbasis.cuda.polynomial import sums as polynomial
+from supportbasis.cuda.runtime.language import require
 from supportbasis.errors import InputError, SupportBasisError
-from supportbasis.kernels import polynomial
-from supportbasis.kernels.language import require
 
 pytestmark = [  # NumPy's, of the interpreter
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -184,7 +184,7 @@ def test_bad_arguments_are_named():
 
 
 def test_missing_triton_is_said_in_words(monkeypatch):
-    monkeypatch.setattr("supportbasis.kernels.language.triton", None)
+    monkeypatch.setattr("supportbasis.cuda.runtime.language.triton", None)
     with pytest.raises(SupportBasisError, match="needs Triton"):
         require()
 

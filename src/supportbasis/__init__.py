@@ -10,8 +10,8 @@ _collects = _gc.isenabled()
 _gc.disable()  # a collection would go through all of torch, and find nothing
 try:
     from . import analysis, gradient, nn, sketch
+    from .accuracy.certificate import Certificate
     from .api import attention, gaussian_kde, kernel_sum, plan
-    from .certificate import Certificate
     from .errors import InputError, SupportBasisError
     from .methods import (
         Auto,
@@ -23,8 +23,8 @@ try:
         PowerAttention,
         SingleThreshold,
     )
-    from .plans import Plan
-    from .result import Result
+    from .plans.plan import Plan
+    from .problem.result import Result
 except KeyboardInterrupt:  # torch takes seconds to import; half of this package is imported again
     raise KeyboardInterrupt("supportbasis was interrupted while it was imported") from None
 finally:

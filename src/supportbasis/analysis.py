@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .checks import check_finite
 from .errors import InputError
-from .split import check_pair, check_threshold, row_maxima
+from .paper.split import check_pair, check_threshold, row_maxima
+from .problem.checks import check_finite
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

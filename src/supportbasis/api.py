@@ -11,19 +11,19 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from . import autograd, ranges, sdpa
-from .certificate import certify
-from .checks import is_tracing
-from .device.dispatch import batches, check_implementation, said
-from .device.noise import with_noise
+from .accuracy.certificate import certify
+from .cuda.runtime.noise import with_noise
+from .engine import autograd, ranges, sdpa
+from .engine.dispatch import batches, check_implementation, said
+from .engine.execute import execute
 from .errors import InputError
-from .execute import Outcome, execute
-from .inputs import attention_problem, check_tensors, kernel_problem, with_weights
 from .methods import Auto, Exact, Method, Polynomial, PowerAttention
-from .plans import Plan
-from .problem import Problem
-from .result import Result
-from .rounding import compute_dtype, unit_roundoff
+from .plans.plan import Plan
+from .problem.checks import is_tracing
+from .problem.problem import Problem
+from .problem.result import Outcome, Result
+from .problem.rounding import compute_dtype, unit_roundoff
+from .problem.validation import attention_problem, check_tensors, kernel_problem, with_weights
 
 LARGE_ERROR = 0.05  # measured, of a head's output: warned about where no error was asked for
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..api import gaussian_kde
 from ..methods import Auto
-from ..result import Result
+from ..problem.result import Result
 from .measure import Contender, Measurement, Tick, describe, interleave
 
 DIM, BANDWIDTH = 3, 1.0

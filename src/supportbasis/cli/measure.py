@@ -21,8 +21,8 @@ from torch import Tensor
 from ..api import attention
 from ..errors import SupportBasisError
 from ..methods import Method
-from ..plans import HeadPlan, Plan
-from ..result import Result
+from ..plans.plan import HeadPlan, Plan
+from ..problem.result import Result
 from .settings import Setting
 
 SAMPLED_ROWS = 512

@@ -19,12 +19,12 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from .. import reference
+from ..accuracy import reference
 from ..api import attention, plan
 from ..errors import InputError
-from ..inputs import attention_problem
 from ..methods import BlockSupport, Exact, Method, Polynomial, SingleThreshold
-from ..plans import Plan
+from ..plans.plan import Plan
+from ..problem.validation import attention_problem
 
 UNITS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-9}
 Tokens = tuple[Tensor, Tensor, Tensor]
@@ -124,7 +124,7 @@ def _prepare(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: PyTorch sees no CUDA device here")
     if device == "cpu":  # read when kernels are decorated
-        loaded = "supportbasis.kernels.language" in sys.modules
+        loaded = "supportbasis.cuda.runtime.language" in sys.modules
         if loaded and os.environ.get("TRITON_INTERPRET") != "1":
             raise InputError("--device cpu: kernels are compiled in this process already")
         os.environ["TRITON_INTERPRET"] = "1"

@@ -11,21 +11,19 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..cotangent import Cotangent, Gradients
-from ..partial import Partial
-from ..problem import Head
-from .exact import ExactSum
-from .fitted import FittedSum
-from .lists import ListSum
-from .polynomial import PolynomialSum
-from .power import PowerSum
-from .sketched import SketchSum
+from ..problem.problem import Head
+from .cotangent import Cotangent, Gradients
+from .exact_sum import ExactSum
+from .fitted_sum import FittedSum
+from .partial import Partial
+from .polynomial_sum import PolynomialSum
+from .power_sum import PowerSum
+from .sketch_sum import SketchSum
 
 __all__ = [
     "Component",
     "ExactSum",
     "FittedSum",
-    "ListSum",
     "PolynomialSum",
     "PowerSum",
     "SketchSum",

@@ -23,14 +23,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cotangent import Gradients
-from ..features import FeatureMap, block_rows
-from ..monomials import Buffer
-from ..partial import Partial
-from ..polynomials import derivative, horner
-from ..problem import Head
-from ..rounding import gamma, product_roundoff, sum_depth
-from .exact import take, take_index
+from ..polynomials.certified import derivative, horner
+from ..polynomials.features import FeatureMap, block_rows
+from ..polynomials.monomials import Buffer
+from ..problem.problem import Head
+from ..problem.rounding import gamma, product_roundoff, sum_depth
+from .cotangent import Gradients
+from .exact_sum import take, take_index
+from .partial import Partial
 
 CAUSAL_CHUNK = 504  # see `block_rows` for why it is not 512
 MAX_LANES = 16

@@ -18,18 +18,9 @@ import math
 import torch
 from torch import Tensor
 
-from ..cotangent import Cotangent, Gradients, add_tokens
-from .exact import take_index
-from .streaming import (
-    Block,
-    Reader,
-    Span,
-    State,
-    Task,
-    causal_chunks,
-    lane_rows,
-    sum_keys,
-)
+from .cotangent import Cotangent, Gradients, add_tokens
+from .exact_sum import take_index
+from .streaming import Block, Reader, Span, State, Task, causal_chunks, lane_rows, sum_keys
 
 
 def add_gradients(task: Task, total: Gradients, cotangent: Cotangent) -> None:

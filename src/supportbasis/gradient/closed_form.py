@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from ..problem import Head
+from ..problem.problem import Head
 from .factors import Adjoint, Factors, times_second
 from .weights import BlockWeights
 

@@ -18,11 +18,11 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from ..components.polynomial import largest_norm, rescaled
-from ..features import FeatureMap, block_rows
-from ..polynomials import CertifiedPolynomial
-from ..problem import Head
-from ..rounding import gamma, product_roundoff, sum_depth
+from ..components.polynomial_sum import largest_norm, rescaled
+from ..polynomials.certified import CertifiedPolynomial
+from ..polynomials.features import FeatureMap, block_rows
+from ..problem.problem import Head
+from ..problem.rounding import gamma, product_roundoff, sum_depth
 
 
 class Factors(ABC):

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..inputs import attention_problem
 from ..methods import Method
-from ..plans import HeadPlan, Plan
-from ..problem import Head
+from ..plans.plan import HeadPlan, Plan
+from ..problem.problem import Head
+from ..problem.validation import attention_problem
 from ..sketch import approximate_svd
 from .closed_form import Layer, Sums
 from .factors import Factors, SvdFactors, moment_columns
-from .inputs import Call, check_settings, checked_call
-from .result import AttentionLossGradient, LowRankPart
+from .loss_inputs import Call, check_settings, checked_call
+from .loss_result import AttentionLossGradient, LowRankPart
 from .weights import BlockWeights, RowGroup, block_weights, row_groups, sparse_part
 
 EPS, SEED = 0.5, 0  # of the approximate SVD

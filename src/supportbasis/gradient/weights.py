@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..basis import split_of
-from ..features import odd_rows
-from ..plans import HeadPlan
-from ..problem import Head
+from ..engine.basis import split_of
+from ..plans.plan import HeadPlan
+from ..polynomials.features import odd_rows
+from ..problem.problem import Head
 from .factors import Factors, PolynomialFactors
 
 TILE = 2**21  # exact weights at a time

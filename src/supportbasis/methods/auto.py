@@ -9,16 +9,16 @@ from functools import cached_property
 
 import torch
 
-from ..basis import split_of
-from ..checks import check_seed
-from ..cost import exact_seconds, polynomial_work
-from ..density import NormBins, density_scale
+from ..accuracy.density import NormBins, density_scale
+from ..accuracy.fitted_rows import RowCheck
+from ..accuracy.scores import ScoreSample
+from ..engine.basis import split_of
 from ..errors import InputError
-from ..features import largest_degree
-from ..plans import HeadPlan
-from ..problem import Head
-from ..rows import RowCheck
-from ..scores import ScoreSample
+from ..plans.cost import exact_seconds, polynomial_work
+from ..plans.plan import HeadPlan
+from ..polynomials.features import largest_degree
+from ..problem.checks import check_seed
+from ..problem.problem import Head
 from .base import Method, exact_plan, is_positive
 from .fitted import FittedSearch
 from .list_search import WIDE_BLOCK, ListSearch, fastest_lists

@@ -9,9 +9,9 @@ from numbers import Integral, Real
 from typing import TypeGuard
 
 from ..errors import InputError
-from ..features import RANK_LIMIT
-from ..plans import HeadPlan
-from ..problem import Head
+from ..plans.plan import HeadPlan
+from ..polynomials.features import RANK_LIMIT
+from ..problem.problem import Head
 
 LARGEST_SKETCH = math.isqrt(RANK_LIMIT)  # its square, halved by symmetry, is the number of features
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..checks import check_seed
 from ..errors import InputError
-from ..plans import HeadPlan
-from ..problem import Head
+from ..plans.plan import HeadPlan
+from ..problem.checks import check_seed
+from ..problem.problem import Head
 from .base import Method, exact_plan, is_positive
 from .list_search import WIDE_BLOCK, ListSearch
 

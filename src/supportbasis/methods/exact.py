@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..plans import HeadPlan
-from ..problem import Head
+from ..plans.plan import HeadPlan
+from ..problem.problem import Head
 from .base import Method, exact_plan
 
 

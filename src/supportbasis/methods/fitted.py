@@ -6,15 +6,15 @@ import math
 from dataclasses import dataclass, replace
 from numbers import Integral
 
-from ..basis import split_of
-from ..checks import check_seed
-from ..cost import Work, fitted_work
+from ..accuracy.fitted_rows import RowCheck
+from ..engine.basis import split_of
 from ..errors import InputError
-from ..fitted import FittedKernel, PairSample, choose_spans, count_features
-from ..frame import Frame, framed, own_frame, prefix_of
-from ..plans import HeadPlan
-from ..problem import Head
-from ..rows import RowCheck
+from ..plans.cost import Work, fitted_work
+from ..plans.plan import HeadPlan
+from ..polynomials.balancing import Frame, framed, own_frame, prefix_of
+from ..polynomials.fitting import FittedKernel, PairSample, choose_spans, count_features
+from ..problem.checks import check_seed
+from ..problem.problem import Head
 from .base import Method, exact_plan, is_positive
 
 FEWEST, USUAL, MOST = 8, 1024, 2**15  # features

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..components.lists import Coarse, entries, head_tables, own_windows, row_risks, rows_of
-from ..cost import list_work
-from ..lists import ListSettings, Tables, Tilts, importance, score_variances, tilt
-from ..plans import HeadPlan
-from ..problem import Head
-from ..sampling import RowSample
+from ..accuracy.sampling import RowSample
+from ..lists.list_sum import Coarse, entries, head_tables, own_windows, row_risks, rows_of
+from ..lists.tables import ListSettings, Tables, Tilts, importance, score_variances, tilt
+from ..plans.cost import list_work
+from ..plans.plan import HeadPlan
+from ..problem.problem import Head
 
 # From so many tokens on: queries of a block, keys of a leaf. Tilts and their attention take
 # n^2 (1 / block + 1 / leaf), so both grow with the length.

@@ -10,17 +10,17 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..basis import buckets_of
-from ..buckets import check_ratio, edges, smallest_maximum
-from ..checks import check_seed
-from ..components.polynomial import LARGEST_REACH
-from ..cost import Work, kernel_work, pair_work, sketch_work
+from ..accuracy.scores import ScoreSample, best_polynomial
+from ..components.polynomial_sum import LARGEST_REACH
+from ..engine.basis import buckets_of
 from ..errors import InputError
-from ..features import check_rank
-from ..plans import BucketPair, HeadPlan
-from ..powers import LARGEST_POWER, PowerKernel, normalising_constant, smallest_power
-from ..problem import Head
-from ..scores import ScoreSample, best_polynomial
+from ..paper.buckets import check_ratio, edges, smallest_maximum
+from ..plans.cost import Work, kernel_work, pair_work, sketch_work
+from ..plans.plan import BucketPair, HeadPlan
+from ..polynomials.features import check_rank
+from ..polynomials.powers import LARGEST_POWER, PowerKernel, normalising_constant, smallest_power
+from ..problem.checks import check_seed
+from ..problem.problem import Head
 from .base import Method, check_degree, check_sketch_size, exact_plan
 
 MOST_PAIRS = 4096

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..basis import score_reach
-from ..cost import polynomial_work
+from ..engine.basis import score_reach
 from ..errors import InputError
-from ..features import check_rank
-from ..plans import HeadPlan
-from ..polynomials import chebyshev
-from ..problem import Head
+from ..plans.cost import polynomial_work
+from ..plans.plan import HeadPlan
+from ..polynomials.certified import chebyshev
+from ..polynomials.features import check_rank
+from ..problem.problem import Head
 from .base import Method, check_degree, is_positive
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Integral
 
-from ..checks import check_seed
-from ..cost import Work, kernel_work
 from ..errors import InputError
-from ..plans import HeadPlan
-from ..powers import LARGEST_POWER, PowerKernel
-from ..problem import Head
+from ..plans.cost import Work, kernel_work
+from ..plans.plan import HeadPlan
+from ..polynomials.powers import LARGEST_POWER, PowerKernel
+from ..problem.checks import check_seed
+from ..problem.problem import Head
 from .base import Method, check_sketch_size
 
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from .. import analysis
-from ..basis import Side, entry_reach, large_tokens, score_reach, sides
-from ..cost import Work, polynomial_work
+from ..accuracy.scores import ScoreSample, best_polynomial
+from ..engine.basis import Side, entry_reach, large_tokens, score_reach, sides
 from ..errors import InputError
-from ..features import check_rank
-from ..plans import HeadPlan
-from ..polynomials import largest_bound
-from ..problem import Head
-from ..scores import ScoreSample, best_polynomial
+from ..plans.cost import Work, polynomial_work
+from ..plans.plan import HeadPlan
+from ..polynomials.certified import largest_bound
+from ..polynomials.features import check_rank
+from ..problem.problem import Head
 from .base import Method, check_degree, exact_plan, is_positive
 
 EPSILON = 0.05  # certified relative error that threshold=None asks of the polynomial

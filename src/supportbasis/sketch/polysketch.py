@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import check_seed
 from ..errors import InputError
-from ..rounding import compute_dtype
+from ..problem.checks import check_seed
+from ..problem.rounding import compute_dtype
 from .draws import Source, check_integer
 
 

@@ -26,9 +26,9 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from ..checks import check_finite, check_seed
 from ..errors import InputError
-from ..rounding import compute_dtype
+from ..problem.checks import check_finite, check_seed
+from ..problem.rounding import compute_dtype
 from .draws import Source, check_integer
 
 STACKED = 4  # CountSketches in one sketch: q above

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...analysis import EntryProfile, LargeEntries, SideProfile, log_threshold
-from ...split import row_maxima
+from ...paper.split import row_maxima
 
 LOWEST, BINADES, STEPS = -32, 64, 1024  # magnitudes from 2^-32 to 2^32, in steps of 2^-10
 BINS = BINADES * STEPS

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...plans import HeadPlan
-from ...powers import PowerKernel
-from ...split import row_maxima
+from ...paper.split import row_maxima
+from ...plans.plan import HeadPlan
+from ...polynomials.powers import PowerKernel
 from .hook import allowed
 
 ENTRIES = 2**24  # weights in memory at a time

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ... import reference
-from ...inputs import attention_problem
-from ...plans import HeadPlan
-from ...problem import Head
+from ...accuracy import reference
+from ...plans.plan import HeadPlan
+from ...problem.problem import Head
+from ...problem.validation import attention_problem
 from ..measure import ROW_CHUNK, ExactRows
 from ..polynomial_attention.variants import Powers
 from ..records import Row

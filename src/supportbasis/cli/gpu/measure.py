@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...api import attention, plan
-from ...device.dispatch import batches, said
-from ...inputs import attention_problem
-from ...plans import Plan
+from ...engine.dispatch import batches, said
+from ...plans.plan import Plan
+from ...problem.validation import attention_problem
 from .rows import GpuRow
 from .works import Work
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...api import attention, plan
 from ...methods import MultiThreshold
-from ...plans import HeadPlan, Plan
-from ...problem import Head
+from ...plans.plan import HeadPlan, Plan
+from ...problem.problem import Head
 from ..intervals import Interval
 from ..measure import Contender, Tick, sdpa
 from ..settings import Setting

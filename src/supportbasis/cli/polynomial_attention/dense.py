@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...basis import buckets_of
-from ...components.sketched import Sketched
-from ...jensen import least_lse
-from ...plans import HeadPlan
-from ...polynomials import CertifiedPolynomial
-from ...powers import PowerKernel
-from ...problem import Head
+from ...components.sketch_sum import Sketched
+from ...engine.basis import buckets_of
+from ...engine.jensen import least_lse
+from ...plans.plan import HeadPlan
+from ...polynomials.certified import CertifiedPolynomial
+from ...polynomials.powers import PowerKernel
+from ...problem.problem import Head
 
 ENTRIES = 2**18  # of a block of rows times all keys, about what stays in the caches
 

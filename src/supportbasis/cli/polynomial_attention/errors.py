@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
-from ...problem import Head
+from ...problem.problem import Head
 from ..intervals import Interval
 from ..measure import Tick
 from .dense import NORMS, Errors, Exact, measure_errors

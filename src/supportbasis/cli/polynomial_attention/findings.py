@@ -8,13 +8,7 @@ from itertools import pairwise
 
 from ..intervals import Interval
 from ..report import seconds, times
-from .buying import (
-    FACTORS,
-    Bought,
-    PowerRow,
-    SketchRow,
-    equal_power,
-)
+from .buying import FACTORS, Bought, PowerRow, SketchRow, equal_power
 from .errors import SIZE, SKETCHES, ErrorRow, Summary, Verdict
 from .pictures import ratio_name
 from .sketching import Decay

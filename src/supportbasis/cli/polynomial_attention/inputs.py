@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...inputs import attention_problem
-from ...problem import Head
+from ...problem.problem import Head
+from ...problem.validation import attention_problem
 from ..settings import Setting
 
 DIM = 16

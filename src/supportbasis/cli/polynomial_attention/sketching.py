@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ...api import attention
 from ...methods import PowerAttention
-from ...result import Result
+from ...problem.result import Result
 from ...sketch import PolySketch
 from ..intervals import log_slope
 from ..measure import Tick

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...api import kernel_sum
 from ...methods import Method, MultiThreshold, PowerAttention
-from ...plans import HeadPlan
-from ...result import Result
+from ...plans.plan import HeadPlan
+from ...problem.result import Result
 from ..measure import Contender, ExactRows, Tick, mean_value, sdpa, with_method
 from ..settings import Setting
 from .errors import Line

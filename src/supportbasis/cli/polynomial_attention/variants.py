@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from ...accuracy.scores import ScoreSample, best_polynomial
 from ...methods import Method, MultiThreshold, Polynomial, PowerAttention
 from ...methods.multi_threshold import MOST_PAIRS
-from ...plans import HeadPlan
-from ...powers import PowerKernel
-from ...problem import Head
-from ...scores import ScoreSample, best_polynomial
+from ...plans.plan import HeadPlan
+from ...polynomials.powers import PowerKernel
+from ...problem.problem import Head
 
 AS_RUN = "as the library runs it"
 ALL_SKETCHED = "nothing exact"  # every bucket pair has a sketch of its own

@@ -1,0 +1,149 @@
+"""How far a plan can distort the weights of a head: the proved part of a certificate."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..engine.basis import buckets_of, score_reach, split_of
+from ..lists.list_sum import list_reach
+from ..plans.plan import BucketPair, HeadPlan
+from ..polynomials.certified import CertifiedPolynomial
+from ..polynomials.powers import PowerKernel
+from ..problem.problem import Head
+
+SKETCH_FAILURE = 0.05  # probability that the bound on a sketch does not hold
+
+
+class Distortion(NamedTuple):
+    """Given weights over exact ones, over all pairs of a head.
+
+    A sketch's distortion is bounded with probability 95 % over its seed; everything else always.
+    """
+
+    spread: float  # ln rho: how far one weight of a row can be distorted against another
+    error: float  # largest relative error of one weight
+    nonnegative: bool  # whether no weight can be negative, whatever the distortion
+
+
+def distortion(head: Head, plan: HeadPlan) -> Distortion:
+    if plan.kind == "exact":
+        return Distortion(0.0, 0.0, True)
+    if plan.kind == "power":
+        error = math.inf if plan.is_sketched else 0.0  # a weight may be zero: nothing is relative
+        return Distortion(error, error, True)
+    if plan.kind == "multi-threshold":
+        return _of_buckets(head, plan)
+    if plan.kind == "fitted":
+        return Distortion(math.inf, math.inf, False)  # measured, not bounded
+    if plan.kind == "lists":
+        return _of_lists(head, plan)
+    poly, mixed = recertified(head, plan)
+    return Distortion(poly.weight_log_spread(with_exact=mixed), poly.error, poly.positive)
+
+
+def _of_lists(head: Head, plan: HeadPlan) -> Distortion:
+    """Tilted keys. Let r be the range of scale <q - m, k> over the keys k of a closed leaf, for a
+    row q with the list of a cell of mean m. The weights within the leaf are those of m instead of
+    q, whose logarithms differ by a range of r; so its mean value errs by 2 tanh(r / 4) max|V| at
+    most. Its mass is at most the true one (Jensen) and at least exp(-r^2 / 8) of it (Hoeffding)."""
+    assert plan.lists is not None
+    if not head.n or not head.m:
+        return Distortion(0.0, 0.0, True)
+    widest = abs(head.scale) * list_reach(head, plan.lists)
+    bound = 2 * math.tanh(widest / 4) + 2 * math.tanh(widest**2 / 32)
+    spread = 4 * math.atanh(bound / 2) if bound < 2 * (1 - 1e-12) else math.inf
+    return Distortion(spread, math.inf, True)
+
+
+def _on_data(head: Head, plan: HeadPlan) -> tuple[float, bool]:
+    """The range of the scores that the polynomial meets, and whether exact keys are mixed in."""
+    if plan.kind == "polynomial":
+        return score_reach(head, None, head.live_keys), False
+    rows, keys = split_of(plan, head)
+    if rows.small is not None and not len(rows.small):
+        return 0.0, False
+    return score_reach(head, rows.small, keys.small), keys.large is not None
+
+
+def recertified(head: Head, plan: HeadPlan) -> tuple[CertifiedPolynomial, bool]:
+    """The plan's polynomial on the range of this data, which may be wider than the plan's."""
+    reach, mixed = _on_data(head, plan)
+    poly = plan.polynomial
+    assert poly is not None
+    return (poly if reach <= poly.bound else poly.on(reach)), mixed
+
+
+def _of_buckets(head: Head, plan: HeadPlan) -> Distortion:
+    """The worst row bucket: the spread of the pairs that its rows see."""
+    row_sets, key_sets = buckets_of(plan, head)
+    spread = error = 0.0
+    for row, rows in enumerate(row_sets):
+        ranges = [
+            _log_ratio(head, plan, pair, rows, key_sets[pair.key])
+            for pair in plan.pairs
+            if pair.row == row and not _empty(rows) and not _empty(key_sets[pair.key])
+        ]
+        if ranges:
+            low, high = min(r[0] for r in ranges), max(r[1] for r in ranges)
+            spread = max(spread, high - low)
+            error = max(error, _expm1(high), -_expm1(low))
+    return Distortion(spread, error, True)
+
+
+def _log_ratio(
+    head: Head, plan: HeadPlan, pair: BucketPair, rows: Tensor | None, keys: Tensor | None
+) -> tuple[float, float]:
+    """Range of log(given / exact) in one pair of buckets."""
+    if pair.kernel is None:
+        return 0.0, 0.0
+    kernel = pair.kernel.on(score_reach(head, rows, keys))
+    low, high = kernel.log_ratio
+    if kernel.sketch_size is None or low == -math.inf:
+        return low, high
+    failure = SKETCH_FAILURE / len(plan.pairs) / max(1, head.n * head.m)
+    error = sketch_error(kernel.power // 2, kernel.sketch_size, failure) * _condition(kernel)
+    if not error < 1:
+        return -math.inf, math.inf
+    return low + 2 * math.log1p(-error), high + 2 * math.log1p(error)
+
+
+def _condition(kernel: PowerKernel) -> float:
+    """Largest (|u| |w| / <u, w>)^(p/2) of the features that are sketched: errors are relative to
+    their lengths, while the weight they stand for may be as small as exp(-reach)."""
+    poly = kernel.polynomial
+    assert poly is not None
+    lengths = math.log(sum(abs(c) for c in poly.coefficients))  # in units of exp(bound)
+    least = poly.log_ratio[0] - 2 * poly.bound
+    return _exp(kernel.power // 2 * (lengths - least))
+
+
+def sketch_error(power: int, size: int, failure: float) -> float:
+    """Error of <S x^power, S y^power> over |x|^power |y|^power that one pair passes with
+    probability ``failure`` at most, for the Gaussian tree.
+
+    Its variance is at most v = (1 + 8/z)^(power-1) - 1, and 2/z without a tree; it is a polynomial
+    of degree D = 2 max(1, 2 power - 2) in Gaussian numbers, so that by hypercontractivity its L_t
+    norm is at most (t - 1)^(D/2) sqrt(v). Markov's inequality, at the best t, does the rest.
+
+    >>> 0.1 < sketch_error(1, 10**4, 1e-3) < 0.4
+    True
+    """
+    variance = 2 / size if power == 1 else _expm1((power - 1) * math.log1p(8 / size))
+    degree = 2 * max(1, 2 * power - 2)
+    logs = [-math.log(failure) / t + degree / 2 * math.log(t - 1) for t in range(2, 256)]
+    return _exp(min(logs) + math.log(variance) / 2)
+
+
+def _empty(index: Tensor | None) -> bool:
+    return index is not None and not len(index)
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf
+
+
+def _expm1(x: float) -> float:
+    return math.expm1(x) if x < 700 else math.inf

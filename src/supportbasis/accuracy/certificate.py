@@ -1,0 +1,177 @@
+"""Certificates: an upper bound on the error, and a measurement of it on sampled rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..lists.list_sum import row_risks
+from ..plans.plan import HeadPlan, Plan
+from ..problem.problem import Head, Problem
+from ..problem.result import FAILED_SHARE, Outcome
+from ..problem.rounding import unit_roundoff
+from .bounds import distortion
+from .density import density_error
+from .inclusion import Sketch
+from .sampling import RowSample, exact_rows
+
+SAMPLED_ROWS = 256
+CONFIDENCE = 0.95
+FURTHEST = 14.0  # of logarithms of sums that are compared
+VACUOUS = 1.0  # zeros are never further off
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """How wrong the answer may be, for each (batch, head).
+
+    ``bound``
+        Proved: max|output - exact| <= bound * max|V|. For a kernel sum the error of row i is
+        relative to its exact row sum: |S - AV|_i <= bound * (A1)_i * max|V|. With a sketch it
+        holds with probability 95 % over the seed, and is mostly vacuous (1 or more).
+    ``measured``, ``limit``
+        Relative Frobenius error (gaussian_kde: largest error over largest density) on ``rows``
+        sampled query rows, and an upper limit for all rows that holds with probability
+        ``confidence`` over the choice of rows, as far as errors among the rows left out are like
+        those found: rows that look unlike the others are sampled almost surely, but a few wrong
+        ones that no sketch tells from the rest can escape. The limit is infinite where a sketch
+        lost more than 1 % of the rows. `PowerAttention` is compared with the power itself.
+    ``invalid_rows``
+        Rows whose denominator was unusable; ``rescued_rows`` of them were computed exactly.
+    """
+
+    bound: Tensor  # [batch, heads]
+    measured: Tensor  # [batch, heads]
+    limit: Tensor  # [batch, heads]
+    rows: int
+    confidence: float
+    invalid_rows: Tensor  # [batch, heads]
+    rescued_rows: Tensor  # [batch, heads]
+
+    def holds(self, tolerance: float) -> bool:
+        """Whether the measured error of every head, at its upper limit, is within tolerance."""
+        return bool((self.limit <= tolerance).all())
+
+    def bound_holds(self, tolerance: float) -> bool:
+        """Whether the proved bound of every head is within tolerance."""
+        return bool((self.bound <= tolerance).all())
+
+    def __str__(self) -> str:
+        if not self.bound.numel():
+            return "Certificate: no heads"
+        if not self.rows:
+            return "Certificate: nothing was measured"
+        text = (
+            f"Certificate: {_bound_words(float(self.bound.max()))}, measured "
+            f"{float(self.measured.max()):.3g} (below {float(self.limit.max()):.3g} with "
+            f"confidence {self.confidence:g}, {self.rows} rows)"
+        )
+        invalid, rescued = int(self.invalid_rows.sum()), int(self.rescued_rows.sum())
+        if invalid:
+            text += f", {invalid} rows without a usable denominator"
+        return text + (f" ({rescued} of them computed exactly)" if rescued else "")
+
+    __repr__ = __str__
+
+
+def _bound_words(bound: float) -> str:
+    return f"bound {bound:.3g}" + (" (vacuous)" if bound >= VACUOUS else "")
+
+
+def certify(problem: Problem, plan: Plan, outcome: Outcome, *, seed: int = 0) -> Certificate:
+    """Bound and measure the error of an outcome against the exact result."""
+    shape = (problem.batch, problem.heads)
+    bound, measured, limit = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
+    if problem.dropout_p > 0:  # a random output has no exact one to be compared with
+        bound.fill_(math.inf)
+        measured.fill_(math.nan)
+        limit.fill_(math.inf)
+    else:
+        for b, h, head in problem.each_head():
+            at = (b, h)
+            bound[at] = error_bound(head, plan.head(b, h), outcome, at)
+            if head.n:
+                sample = _sample(head, plan.head(b, h), outcome, at, seed)
+                measured[at], limit[at] = sampled_error(head, plan.head(b, h), outcome, at, sample)
+    used = 0 if problem.dropout_p > 0 else min(problem.n, SAMPLED_ROWS)
+    confidence = 1.0 if used == problem.n else CONFIDENCE
+    counts = (outcome.invalid_rows.long().cpu(), outcome.rescued_rows.long().cpu())
+    return Certificate(bound, measured, limit, used, confidence, *counts)
+
+
+def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]) -> float:
+    """Polynomial part + rounding of the sums + rounding of the output, for one head."""
+    if not bool(outcome.output[at].isfinite().all()):
+        return math.inf
+    eta = float(outcome.rounding[at])
+    largest = float(head.value.abs().max()) if head.value.numel() else 0.0
+    vanishing = torch.finfo(head.query.dtype).smallest_normal / largest if largest else 0.0
+    narrow = 2 * unit_roundoff(head.query.dtype)
+    invalid = int(outcome.invalid_rows[at]) > int(outcome.rescued_rows[at])  # zeros
+    spread, error, nonnegative = distortion(head, plan)
+    if not head.normalise:
+        lost = min(1.0, vanishing * _smallest_row(outcome, at))
+        lost += torch.finfo(head.dtype).smallest_normal / largest if largest else 0.0
+        total = error + (1 + error) * (1 + eta) * (eta + narrow) + lost
+        return max(total, 1.0) if invalid else total
+    output = float(outcome.output[at].abs().max()) if outcome.output[at].numel() else 0.0
+    trivial = 1 + output / largest if largest > 0 else 0.0
+    if spread == math.inf and not nonnegative:
+        return trivial if plan.frame is not None else math.inf
+    polynomial = 2 * math.tanh(spread / 4)
+    rounding = 2 * eta / (1 - eta) if eta < 1 else math.inf
+    total = polynomial + rounding + narrow + vanishing
+    return min(trivial, max(total, 1.0) if invalid else total)
+
+
+def _sample(
+    head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int], seed: int
+) -> RowSample:
+    """Rows that may be wrong, as far as the outcome tells: those whose output is large, and whose
+    sum is not what a few keys suggest, and that lean on tilted keys."""
+    output = outcome.output[at].to(head.dtype)
+    measures = [(output - output.mean(0)).square().sum(1).double()]
+    if plan.kernel is None and head.normalise and head.n > SAMPLED_ROWS:
+        away = (Sketch.of(head, seed).lse - outcome.lse[at].double()).abs()
+        measures.append(away.nan_to_num(0.0, FURTHEST).clamp(max=FURTHEST).expm1().square())
+    if plan.lists is not None and head.n > SAMPLED_ROWS and head.m:
+        measures.append(row_risks(head, plan.lists))
+    return RowSample.draw(head, SAMPLED_ROWS, seed, tuple(measures))
+
+
+def _smallest_row(outcome: Outcome, at: tuple[int, int]) -> float:
+    """The common unit of a kernel sum over the smallest row sum: rows far below it vanish."""
+    lse = outcome.lse[at][outcome.lse[at] > -math.inf].double()
+    if not lse.numel():
+        return 0.0
+    spread = float(outcome.log_scale[at]) - float(lse.min())
+    return math.exp(spread) if spread < 700 else math.inf
+
+
+def sampled_error(
+    head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int], sample: RowSample
+) -> tuple[float, float]:
+    """Measured error of the sampled rows, and its upper limit for all rows."""
+    log_scale = float(outcome.log_scale[at])
+    exact = exact_rows(head, sample.rows, log_scale, plan.kernel)
+    error = outcome.output[at][sample.rows].double() - exact
+    failed = plan.is_sketched and int(outcome.rescued_rows[at]) > FAILED_SHARE * head.n
+    if not head.is_density:
+        unit = max([1e-300, *(float(x.abs().max()) for x in (error, exact) if x.numel())])
+        error, exact = error / unit, exact / unit  # so that squares neither vanish nor overflow
+        measured, limit = sample.frobenius_limit(error.square().sum(-1), exact.square().sum(-1))
+        return measured, math.inf if failed else limit
+    peak = max(float(exact.abs().max()), 1e-300)  # largest error over largest density
+    measured = float(error.abs().max()) / peak
+    if len(sample.rows) == head.n:
+        return measured, math.inf if failed else measured
+    # the weights' error is bounded for all rows; twice the measured one is left for rounding
+    if plan.polynomial is not None or plan.kind == "exact":
+        return measured, 2 * measured + density_error(head, plan, math.log(peak) + log_scale)
+    relative = distortion(head, plan).error
+    largest = float(outcome.output[at].double().abs().max()) / peak
+    bound = relative / (1 - relative) * largest if relative < 1 else math.inf
+    return measured, 2 * measured + bound

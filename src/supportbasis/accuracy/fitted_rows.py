@@ -1,0 +1,97 @@
+"""A plan's error on sampled query rows, without running it: weights of those rows, densely."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..engine.basis import split_of
+from ..engine.jensen import least_lse
+from ..plans.plan import HeadPlan
+from ..polynomials.balancing import framed
+from ..problem.problem import Head
+from ..problem.result import FAILED_SHARE
+from .sampling import RowSample
+
+ROWS, FEWEST, SHARE = 256, 128, 64  # at most and at least; one of so many in between
+ENTRIES = 2**24
+
+
+class RowCheck:
+    """Exact output of sampled rows, computed once, against which any plan can be compared."""
+
+    def __init__(self, head: Head, tolerance: float, seed: int) -> None:
+        self.head = head
+        dtype = torch.float64 if tolerance < 1e-5 else head.dtype
+        wanted = min(ROWS, max(FEWEST, head.n // SHARE))
+        count = max(16, min(wanted, ENTRIES // max(1, head.m)))
+        self.sample = RowSample.draw(head, count, seed)
+        self.rows = self.sample.rows
+        self.scores = (head.query[self.rows].to(dtype) * head.scale) @ head.key.to(dtype).T
+        self.log_weight = self._log_weight(dtype)
+        self.value = head.value.to(dtype)
+        total = self.scores if self.log_weight is None else self.scores + self.log_weight
+        self.top = total.amax(1, keepdim=True)
+        self.top.masked_fill_(self.top == -math.inf, 0.0)
+        self.weight = (total - self.top).exp_()
+        self.exact = self._output(self.weight)
+
+    def _log_weight(self, dtype: torch.dtype) -> Tensor | None:
+        """Log-weights of the sampled rows' pairs; None where all are zero."""
+        head, weight = self.head, None
+        if head.key_log_weight is not None:
+            weight = head.key_log_weight.to(dtype).expand_as(self.scores)
+        if head.is_causal:
+            later = torch.arange(head.m, device=head.key.device) > self.rows.unsqueeze(1)
+            weight = torch.zeros_like(self.scores) if weight is None else weight.clone()
+            weight.masked_fill_(later, -math.inf)
+        return weight
+
+    def _output(self, weight: Tensor) -> Tensor:
+        output = weight @ self.value
+        return (
+            output / weight.sum(1, keepdim=True) if self.head.normalise else output
+        ).nan_to_num()
+
+    def error(self, plan: HeadPlan) -> tuple[float, float]:
+        """Measured error of the plan on the sampled rows, and its upper limit."""
+        weight = self._fitted(plan) if plan.fitted is not None else self._polynomial(plan)
+        if plan.kind != "polynomial":
+            self._restore_exact(plan, weight)
+        if plan.fitted is not None:
+            log_sum = weight.sum(1).log().double() + self.top.squeeze(1)
+            lost = ~(log_sum >= least_lse(plan, self.head, self.rows))
+            if self.sample.total(lost.double()) > FAILED_SHARE * self.sample.n:
+                return math.inf, math.inf  # exact rows are not what was paid for
+            weight[lost] = self.weight[lost]
+        squared = (self._output(weight) - self.exact).double().square().sum(-1)
+        size = self.exact.double().square().sum(-1)
+        return self.sample.frobenius_limit(squared, size)
+
+    def _polynomial(self, plan: HeadPlan) -> Tensor:
+        poly = plan.polynomial
+        assert poly is not None
+        unit = poly.bound - self.top
+        unit = unit if self.log_weight is None else unit + self.log_weight
+        return poly(self.scores).mul_(unit.exp())
+
+    def _fitted(self, plan: HeadPlan) -> Tensor:
+        assert plan.fitted is not None and plan.frame is not None
+        inside = framed(self.head, plan.frame)
+        assert inside.key_log_weight is not None
+        query, key = inside.query[self.rows].to(self.scores), inside.key.to(self.scores)
+        shift = plan.frame.row_shift(self.head, self.rows).unsqueeze(1) - self.top
+        log_weight = inside.key_log_weight.to(self.scores) + shift
+        if self.log_weight is not None:
+            log_weight = log_weight.masked_fill(self.log_weight == -math.inf, -math.inf)
+        return plan.fitted(query, key).mul_(log_weight.exp())
+
+    def _restore_exact(self, plan: HeadPlan, weight: Tensor) -> None:
+        rows, keys = split_of(plan, self.head)
+        if keys.large is not None:
+            weight[:, keys.large] = self.weight[:, keys.large]
+        if rows.large is not None:
+            large = torch.isin(self.rows, rows.large)
+            weight[large] = self.weight[large]

@@ -1,0 +1,188 @@
+"""How likely each query row is to be compared with its exact output: the odd ones, almost surely.
+
+Most of a head's error can lie in a few rows that are unlike the others: long queries, queries in
+rare directions, queries that look for a single key. A plain sample misses them. So each row is
+drawn with a probability of its own, and counts for the inverse of it (`sampling.py`). The
+probability mixes shares of the sample in proportion to
+
+    1                                                every row has its chance,
+    |q|^8                                            errors of polynomials grow so with the length,
+    (q - mean)^T Cov^-1 (q - mean)                   rare directions,
+    sum_j w_j^2 |v_j - mean|^2                       weight on few keys: the output's own part,
+
+and of what the caller adds. The weights w are estimated over sampled keys and all those that stand
+out: long ones, ones in rare directions, ones with large values, and the ones that a few pilot rows
+attend to most among all keys. All of it takes O(n d (d + 200)).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..problem.problem import Head
+
+SAMPLED_KEYS, ODD_KEYS, FOUND_KEYS = 64, 24, 48
+PILOT_ROWS = 64
+PILOT_ENTRIES = 2**23
+PIECE = {"cpu": 1024, "cuda": 2**16}  # rows at a time: on a CPU their scores stay in the caches
+LENGTH_POWER = 8
+EVEN = 0.4  # of the sample: the share that is drawn from all rows alike
+FLOOR = 1e-6  # of the largest eigenvalue: directions with less count as that
+
+
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """What is known of every row before any is compared."""
+
+    measures: tuple[Tensor, ...]  # float64 [n] each, >= 0
+    lse: Tensor  # float64 [n]: estimated
+
+    @staticmethod
+    def of(head: Head, seed: int) -> Sketch:
+        """Made once for a head and a seed."""
+        found = head.memory.get(("sketch", seed))
+        if not isinstance(found, Sketch):
+            found = _sketch(head, seed)
+            head.memory["sketch", seed] = found
+        return found
+
+
+def probabilities(even: Tensor, measures: tuple[Tensor, ...], count: int) -> Tensor:
+    """Inclusion probabilities of rows, which add up to ``count``: one share of the sample in
+    proportion to ``even``, the rest in equal parts in proportion to each of the measures."""
+    chance = _proportional(even, EVEN * count)
+    for measure in measures:
+        chance = chance + _proportional(measure, (1 - EVEN) * count / len(measures))
+    return _proportional(chance, count)
+
+
+def _proportional(measure: Tensor, count: float) -> Tensor:
+    """min(1, c x) with c such that they add up to ``count``."""
+    largest = torch.finfo(torch.float64).max ** 0.5
+    x = measure.double().nan_to_num(largest, largest, 0.0).clamp(max=largest)
+    sure = torch.zeros_like(x, dtype=torch.bool)
+    while True:
+        rest = torch.where(sure, 0.0, x)
+        total = float(rest.sum())
+        factor = max(0.0, count - int(sure.sum())) / total if total > 0 else 0.0
+        over = rest * factor >= 1
+        if not bool(over.any()):
+            return torch.where(sure, 1.0, rest * factor)
+        sure |= over
+
+
+def spread_out(tokens: Tensor) -> Tensor:
+    """(x - mean)^T Cov^-1 (x - mean) of each token [n, d], in float64."""
+    x = tokens.double() if tokens.dtype == torch.float64 else tokens.float()
+    away = x - x.mean(0)
+    values, axes = torch.linalg.eigh((away.T @ away).double() / max(1, len(away)))
+    floor = max(float(values[-1]) * FLOOR, 1e-300) if len(values) else 1.0
+    axes = axes * values.clamp(min=floor).rsqrt()
+    return (away @ axes.to(away)).double().square().sum(1)
+
+
+def _sketch(head: Head, seed: int) -> Sketch:
+    query, key = head.query.detach(), head.key.detach()
+    norms = head.query_norms
+    top = float(norms.max()) if head.n else 1.0
+    lengths = (norms / max(top, 1e-300)).pow(LENGTH_POWER)
+    rare = spread_out(_unit(query))
+    generator = torch.Generator().manual_seed(seed + 4)
+    live = head.live_keys
+    if live is None:
+        live = torch.arange(head.m, device=key.device)
+    if head.is_causal:
+        live = live[live < head.n]
+    if not len(live):
+        return Sketch((lengths, rare), torch.full_like(lengths, -math.inf))
+    value = head.value.detach()[live].to(head.dtype)
+    value_size = (value - value.mean(0)).double().square().sum(1)
+    pilots = min(head.n, max(16, min(PILOT_ROWS, PILOT_ENTRIES // max(1, head.m))))
+    chance = probabilities(torch.ones_like(lengths), (lengths, rare), pilots)
+    rows = draw_rows(chance, pilots, generator)
+    odd = _top(head.key_norms[live], ODD_KEYS) + _top(spread_out(_unit(key[live])), ODD_KEYS)
+    odd += _top(value_size, ODD_KEYS) + _found_keys(head, live, value_size, rows)
+    special = torch.tensor(sorted(set(odd)), device=live.device)
+    concentration, lse = _estimate(head, live, value_size, special, generator)
+    return Sketch((lengths, rare, concentration), lse)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Scaled so that squares neither overflow nor vanish."""
+    top = float(x.abs().max()) if x.numel() else 1.0
+    return x if 1e-12 < top < 1e12 else x.double() / max(top, 1e-300)
+
+
+def _top(x: Tensor, count: int) -> list[int]:
+    return x.topk(min(count, len(x))).indices.tolist()
+
+
+def draw_rows(chance: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """``count`` rows drawn with these probabilities, which add up to it: systematically along a
+    random permutation. Sorted."""
+    order = torch.randperm(len(chance), generator=generator).to(chance.device)
+    steps = chance[order].cumsum(0)
+    start = float(torch.rand((), generator=generator, dtype=torch.float64))
+    steps = (steps * (count / max(float(steps[-1]), 1e-300)) + start).floor().clamp(max=count)
+    before = torch.cat([steps.new_zeros(1), steps[:-1]])
+    return order[steps > before].sort().values
+
+
+def _scores(head: Head, rows: Tensor, keys: Tensor) -> Tensor:
+    """Log-weights of some pairs in the compute dtype."""
+    dtype = head.dtype
+    score = (head.query[rows].to(dtype) * head.scale) @ head.key[keys].to(dtype).T
+    if head.key_log_weight is not None:
+        score += head.key_log_weight[keys].to(dtype)
+    if head.is_causal:
+        score.masked_fill_(keys > rows.unsqueeze(1), -math.inf)
+    return score
+
+
+def _found_keys(head: Head, live: Tensor, value_size: Tensor, rows: Tensor) -> list[int]:
+    """Of what each pilot row attends to most, the keys that have most of a row's output."""
+    best = value_size.new_zeros(len(live))
+    for some in rows.split(32):
+        weight = _scores(head, some, live).softmax(1).nan_to_num_(0.0)
+        part = weight.mul_(value_size.sqrt().to(weight)).square_()
+        largest, at = part.topk(min(2, len(live)), 1)
+        share = largest.double() / part.sum(1, keepdim=True).double().clamp(min=1e-300)
+        best.scatter_reduce_(0, at.flatten(), share.flatten(), "amax")
+    return _top(best, FOUND_KEYS)
+
+
+def _estimate(
+    head: Head, live: Tensor, value_size: Tensor, special: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """The output's own part of each row, and its lse, over special keys and a sample of others."""
+    others = torch.ones(len(live), dtype=torch.bool, device=live.device)
+    others[special] = False
+    index = others.nonzero().squeeze(1)
+    drawn = min(SAMPLED_KEYS, len(index))  # one of each part of the sequence
+    places = torch.arange(drawn) + torch.rand(drawn, generator=generator)
+    places = (places * (len(index) / max(1, drawn))).long().clamp(max=len(index) - 1)
+    at = torch.cat([special, index[places.to(index.device)]])
+    sampled = torch.arange(len(at), device=at.device) >= len(special)
+    keys, size = live[at], value_size[at].to(head.dtype)
+    many = max(1.0, len(index) / max(1, int(sampled.sum())))
+    count = torch.where(sampled, many, 1.0).to(head.dtype)
+    parts, sums = [], []
+    piece = PIECE.get(live.device.type, PIECE["cpu"])
+    for rows in torch.arange(head.n, device=live.device).split(piece):
+        score = _scores(head, rows, keys)
+        top = score.amax(1)
+        weight = score.sub_(top.unsqueeze(1)).exp_()
+        total = weight @ count
+        part = weight.square_() @ (count * size) / total.square()
+        parts.append(torch.where(top > -math.inf, part, size.mean()).double())
+        sums.append((top + total.log()).nan_to_num(-math.inf).double())
+    concentration, lse = torch.cat(parts), torch.cat(sums)
+    if head.normalise:
+        return concentration, lse
+    if head.query_log_weight is not None:
+        lse = lse + head.query_log_weight
+    return (2 * (lse - lse.max())).exp().nan_to_num(0.0), lse

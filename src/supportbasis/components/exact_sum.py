@@ -1,0 +1,279 @@
+"""The exact component: a rectangle of rows and keys by online softmax.
+
+Where PyTorch's CPU kernel takes the rectangle it does the work; causal rectangles, masks and other
+devices go tile by tile. Both give the same sums, and tests hold one against the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..problem.problem import Head
+from ..problem.rounding import gamma, product_roundoff, sum_depth, unit_roundoff
+from . import flash
+from .cotangent import Cotangent, Gradients, add_tokens
+from .partial import Partial
+
+KEY_TILE = 4096
+TILE = 2**19  # scores at a time
+SUM_BLOCK = 1024  # keys added up at a time, which bounds the rounding of the sum
+KERNEL_ROWS = 16384
+KERNEL_KEYS = 2048  # few rows are spread over the cores by handing out keys in pieces
+
+
+@dataclass(frozen=True, eq=False)
+class ExactSum:
+    """All pairs of the given rows with ``keys`` (sorted indices; None: every key)."""
+
+    keys: Tensor | None = None
+
+    def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
+        """Add the sums over these keys to ``total``, which holds the given rows."""
+        keys = head.m if self.keys is None else self.keys.numel()
+        count = len(total.den)
+        if not keys or not count:
+            return
+        rounding = self._rounding(head, rows, keys)
+        if type(self) is ExactSum and _kernel_takes(head, self.keys):
+            _by_kernel(head, rows, self.keys, total, rounding)
+            return
+        for start, stop in _row_tiles(head, count, keys):
+            tile = self._row_tile(head, rows, (start, stop), keys)
+            tile.noise = self._noise(head, tile, rounding[start:stop], keys)
+            total[start:stop].add_(tile)
+
+    def _row_tile(
+        self, head: Head, rows: Tensor | None, span: tuple[int, int], keys: int
+    ) -> Partial:
+        """All keys for the rows of one tile."""
+        query = take(head.query, rows, *span).to(head.dtype)
+        row_at = take_index(rows, *span, head.query)
+        shown_to_all, shown = self._shown(head, row_at, keys)
+        shown = max(1, shown)  # a row that sees nothing still gets a tile, fully masked
+        total = self._tile(head, query, row_at, (0, min(shown, KEY_TILE)), shown_to_all)
+        for start in range(KEY_TILE, shown, KEY_TILE):
+            tile = (start, min(shown, start + KEY_TILE))
+            total.add_(self._tile(head, query, row_at, tile, max(0, shown_to_all - start)))
+        return total
+
+    def _shown(self, head: Head, row_at: Tensor, keys: int) -> tuple[int, int]:
+        """How many keys every row of a tile sees, and how many some row of it does."""
+        if not head.is_causal:
+            return keys, keys
+        return self._until(int(row_at[0]), keys), self._until(int(row_at[-1]), keys)
+
+    def _until(self, row: int, keys: int) -> int:
+        """Number of keys that do not lie ahead of a row."""
+        if self.keys is None:
+            return min(keys, row + 1)
+        return int(torch.searchsorted(self.keys, row, right=True))
+
+    def _tile(
+        self, head: Head, query: Tensor, row_at: Tensor, tile: tuple[int, int], free: int
+    ) -> Partial:
+        """One tile of scores; its first ``free`` keys lie ahead of no row."""
+        score = query @ (take(head.key, self.keys, *tile).to(head.dtype) * head.scale).T
+        score = self._weighed(head, self._log_kernel(score), row_at, tile, free)
+        top = score.amax(1)
+        unit = torch.where(top > -math.inf, top, 0.0)
+        weight = score.sub_(unit.unsqueeze(1)).exp_()
+        value = take(head.value, self.keys, *tile).to(head.dtype)
+        num = weight[:, :SUM_BLOCK] @ value[:SUM_BLOCK]
+        for start in range(SUM_BLOCK, len(value), SUM_BLOCK):
+            block = slice(start, start + SUM_BLOCK)
+            num.addmm_(weight[:, block], value[block])
+        return Partial(num, weight.sum(1), top, torch.zeros_like(top))
+
+    def _weighed(
+        self, head: Head, score: Tensor, row_at: Tensor, tile: tuple[int, int], free: int
+    ) -> Tensor:
+        """Log-weights of a tile with those of the keys and the mask; -inf for what lies ahead."""
+        if head.key_log_weight is not None:
+            score += take(head.key_log_weight, self.keys, *tile).to(head.dtype)
+        if head.mask is not None:
+            mask = head.mask[row_at][:, take_index(self.keys, *tile, row_at)]
+            score = _masked(score, mask)
+        if free < score.shape[1]:
+            key_at = take_index(self.keys, *tile, row_at)[free:]
+            score[:, free:].masked_fill_(key_at > row_at.unsqueeze(1), -math.inf)
+        return score
+
+    def add_gradients(
+        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
+    ) -> None:
+        """Add what flows back from the sums of these rows; weights are computed again."""
+        for_weights = total.key_log_weight is not None
+        count, keys = len(cotangent.den), _KeySide(head, self.keys, for_weights)
+        most = 1 / unit_roundoff(head.dtype)  # of a usable denominator: beyond, scores are rounding
+        if not count or not len(keys.key):
+            return
+        for start, stop in _row_tiles(head, count, len(keys.key)):
+            query = take(head.query, rows, start, stop).to(head.dtype)
+            row_at = take_index(rows, start, stop, head.query)
+            shown_to_all, shown = self._shown(head, row_at, len(keys.key))
+            part, grad = cotangent[start:stop], torch.zeros_like(query)
+            for first in range(0, shown, KEY_TILE):
+                tile, free = (first, min(shown, first + KEY_TILE)), max(0, shown_to_all - first)
+                score = query @ (keys.key[slice(*tile)] * head.scale).T
+                slope = self._log_slope(score)
+                weight = self._weighed(head, self._log_kernel(score), row_at, tile, free)
+                weight = weight.add_(part.log_scale.unsqueeze(1)).exp_().clamp_(max=most)
+                grad += keys.add(slice(*tile), query, weight, slope, part)
+            add_tokens(total.query, rows, start, grad.mul_(head.scale))
+        keys.add_to(total, self.keys, head.scale)
+
+    def _log_slope(self, score: Tensor) -> Tensor | None:
+        """Derivative of `_log_kernel`; None where it is 1."""
+        return None
+
+    def _log_kernel(self, score: Tensor) -> Tensor:
+        """Log-weights of the scores: softmax takes the scores themselves."""
+        return score
+
+    def _largest_key(self, head: Head) -> Tensor:
+        live = head.live_keys if self.keys is None else self.keys
+        return (head.key_norms if live is None else head.key_norms[live]).max()
+
+    def _noise(self, head: Head, tile: Partial, rounding: Tensor, keys: int) -> Tensor:
+        """Rounding of a tile's sums."""
+        return tile.den * rounding
+
+    def _rounding(self, head: Head, rows: Tensor | None, keys: int) -> Tensor:
+        """Relative rounding error of each row's sums: of the scores, then of the sum."""
+        norms = head.query_norms if rows is None else head.query_norms[rows]
+        key_norm, unit = self._largest_key(head), unit_roundoff(head.dtype)
+        score = (
+            abs(head.scale) * norms * key_norm * gamma(head.dim + 6, product_roundoff(head.dtype))
+        )
+        for bias in (head.key_log_weight, head.mask):
+            if bias is not None and bias.dtype != torch.bool:
+                finite = bias.masked_fill(bias == -math.inf, 0.0).abs()
+                score = score + (4 * unit * finite.max() if finite.numel() else 0.0)
+        total = gamma(sum_depth(keys, SUM_BLOCK) + 16, product_roundoff(head.dtype))
+        relative = torch.expm1(2 * score) + total
+        # a weighted mean cannot be lost by more than all of it; a sum can
+        return (relative.clamp(max=1.0) if head.normalise else relative).to(head.dtype)
+
+
+class _KeySide:
+    """The keys of a component, and the gradients that gather there tile by tile."""
+
+    def __init__(self, head: Head, keys: Tensor | None, for_weights: bool):
+        self.key = take(head.key, keys, 0, head.m).to(head.dtype)
+        self.value = take(head.value, keys, 0, head.m).to(head.dtype)
+        self.grad_key, self.grad_value = torch.zeros_like(self.key), torch.zeros_like(self.value)
+        self.grad_weight = self.key.new_zeros(len(self.key)) if for_weights else None
+
+    def add(
+        self,
+        tile: slice,
+        query: Tensor,
+        weight: Tensor,
+        slope: Tensor | None,
+        cotangent: Cotangent,
+    ) -> Tensor:
+        """Add one tile of weights, in the units of the cotangent; returns the queries' part."""
+        self.grad_value[tile].addmm_(weight.T, cotangent.num)
+        grad = torch.addmm(cotangent.den.unsqueeze(1), cotangent.num, self.value[tile].T)
+        grad.mul_(weight)  # of the log-weights
+        if self.grad_weight is not None:
+            self.grad_weight[tile] += grad.sum(0)
+        if slope is not None:
+            grad = torch.where(weight > 0, grad * slope, 0.0)
+        self.grad_key[tile].addmm_(grad.T, query)
+        return grad @ self.key[tile]
+
+    def add_to(self, total: Gradients, keys: Tensor | None, scale: float) -> None:
+        add_tokens(total.key, keys, 0, self.grad_key.mul_(scale))
+        add_tokens(total.value, keys, 0, self.grad_value)
+        if total.key_log_weight is not None and self.grad_weight is not None:
+            add_tokens(total.key_log_weight, keys, 0, self.grad_weight)
+
+
+def _row_tiles(head: Head, rows: int, keys: int) -> Iterator[tuple[int, int]]:
+    """Rows whose scores with all keys, or with as many as a tile holds, are formed at a time."""
+    least = 32 if head.is_causal else 128  # short tiles skip more of what lies ahead
+    step = least if keys > KEY_TILE else max(least, min(8192, TILE // keys))
+    for start in range(0, rows, step):
+        yield start, min(rows, start + step)
+
+
+def take(source: Tensor, index: Tensor | None, start: int, stop: int) -> Tensor:
+    """Tokens start..stop of an index set (None: all tokens in order, which needs no gather)."""
+    return source[start:stop] if index is None else source.index_select(0, index[start:stop])
+
+
+def take_index(index: Tensor | None, start: int, stop: int, like: Tensor) -> Tensor:
+    """Positions of the same tokens."""
+    if index is None:
+        return torch.arange(start, stop, device=like.device)
+    return index[start:stop]
+
+
+def _masked(score: Tensor, mask: Tensor) -> Tensor:
+    return score.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else score + mask
+
+
+def _kernel_takes(head: Head, keys: Tensor | None) -> bool:
+    """Whether PyTorch's CPU kernel, which also returns the log-sum-exp, can do this rectangle."""
+    if head.is_causal or head.mask is not None or head.query.device.type != "cpu":
+        return False
+    if head.value_dim == 0 or not flash.AVAILABLE:
+        return False
+    bias = head.key_log_weight
+    if bias is None:
+        return True
+    return bool((bias if keys is None else bias[keys]).isfinite().all())
+
+
+def _by_kernel(
+    head: Head, rows: Tensor | None, keys: Tensor | None, total: Partial, noise: Tensor
+) -> None:
+    """Add out * exp(lse) to ``total``: numerator out, denominator 1, log-scale lse."""
+    dim = max(head.dim, head.value_dim)
+    key, value = (
+        _padded(take(source, keys, 0, head.m).to(head.dtype), dim)
+        for source in (head.key, head.value)
+    )
+    bias = head.key_log_weight
+    if bias is not None:
+        bias = take(bias, keys, 0, head.m).to(head.dtype)
+    for start in range(0, len(total.den), KERNEL_ROWS):
+        block = slice(start, start + KERNEL_ROWS)
+        query = _padded(take(head.query, rows, start, start + KERNEL_ROWS).to(head.dtype), dim)
+        whole = len(key) // KERNEL_KEYS if len(query) <= KERNEL_KEYS else 0
+        edge = whole * KERNEL_KEYS
+        for piece, count in ((slice(0, edge), whole), (slice(edge, None), 1)):
+            if not len(key[piece]):
+                continue
+            mask = None if bias is None else bias[piece].reshape(1, count, 1, -1)
+            output, lse = flash.attention(
+                query.expand(1, count, *query.shape),
+                key[piece].reshape(1, count, -1, dim),
+                value[piece].reshape(1, count, -1, dim),
+                None if mask is None else mask.expand(-1, -1, len(query), -1),
+                scale=head.scale,
+            )
+            part = _joined(output[0, ..., : head.value_dim], lse[0].to(head.dtype))
+            part.noise = part.den * noise[block]
+            total[block].add_(part)
+
+
+def _joined(output: Tensor, lse: Tensor) -> Partial:
+    """Pieces of keys [pieces, rows, ...] as one partial sum."""
+    if len(output) == 1:
+        return Partial(output[0], torch.ones_like(lse[0]), lse[0], torch.zeros_like(lse[0]))
+    top = lse.amax(0)
+    weight = (lse - top).exp_()
+    num = (output * weight.unsqueeze(-1)).sum(0)
+    return Partial(num, weight.sum(0), top, torch.zeros_like(top))
+
+
+def _padded(x: Tensor, dim: int) -> Tensor:
+    """Zero columns up to a common dim, which change no score and no kept output."""
+    return x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))

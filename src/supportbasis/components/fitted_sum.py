@@ -1,0 +1,123 @@
+"""The fitted component: a polynomial of the scores in a frame, of high degree in few directions.
+
+The tokens of `streaming` are the coordinates of the frame, the leading ones last: the monomials of
+degree k in the leading r_k coordinates are then the end of those of degree k in all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..polynomials.balancing import Frame, framed
+from ..polynomials.features import FeatureMap
+from ..polynomials.fitting import FittedKernel
+from ..problem.problem import Head
+from ..problem.rounding import gamma, product_roundoff
+from .cotangent import Cotangent, Gradients, add_tokens
+from .exact_sum import take
+from .partial import Partial
+from .polynomial_sum import largest_norm
+from .streaming import Task
+from .streaming_backward import add_gradients
+
+
+@dataclass(frozen=True, eq=False)
+class FittedSum:
+    """p(x, y) instead of exp(score) over ``keys`` (sorted indices of live keys; None: all)."""
+
+    kernel: FittedKernel
+    frame: Frame
+    keys: Tensor | None = None
+
+    def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
+        """Add the sums over these keys to ``total``, which holds the given rows."""
+        shift = self.frame.row_shift(head, rows)
+        _FittedTask(framed(head, self.frame), rows, self.keys, self.kernel, shift).run(total)
+
+    def add_gradients(
+        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
+    ) -> None:
+        """Add what flows back from the sums of these rows, through the frame."""
+        inside, shift = framed(head, self.frame), self.frame.row_shift(head, rows)
+        part = Gradients(
+            torch.zeros_like(total.query),
+            torch.zeros_like(total.key),
+            total.value,
+            total.key.new_zeros(head.m),
+            total.query.new_zeros(head.n),
+        )
+        task = _FittedTask(inside, rows, self.keys, self.kernel, shift)
+        add_gradients(task, part, cotangent)
+        self.frame.pull_back(part, total, head.scale)
+
+
+class _FittedTask(Task):
+    """Coordinates in units of the longest query and key, and the kernel in these units."""
+
+    def __init__(
+        self,
+        head: Head,
+        rows: Tensor | None,
+        keys: Tensor | None,
+        kernel: FittedKernel,
+        shift: Tensor,
+    ):
+        self.fitted, self.shift = kernel, shift
+        span = kernel.spans[0]
+        query_norms, key_norms = (x[:, :span].norm(dim=1) for x in (head.query, head.key))
+        self.query_norm = largest_norm(query_norms if rows is None else query_norms[rows])
+        self.key_norm = largest_norm(key_norms if keys is None else key_norms[keys])
+        reach = self.query_norm * self.key_norm
+        coefficients = [a * reach**k for k, a in enumerate(kernel.coefficients)]
+        features = FeatureMap(span, kernel.degree, kernel.spans)
+        super().__init__(head, rows, keys, features, coefficients)
+
+    def queries(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        query = take(self.head.query, self.rows, start, stop)
+        return self._leading(query) / self.query_norm, self.shift[start:stop]
+
+    def key_tokens(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        key = take(self.head.key, self.keys, start, stop)
+        return self._leading(key) / self.key_norm, self.log_weight(start, stop)
+
+    def kernel(self, query: Tensor, tokens: Tensor) -> Tensor:
+        scaled = FittedKernel(tuple(self.coefficients), self.fitted.spans)
+        return scaled(query.flip(1), tokens.flip(1))
+
+    def kernel_gradients(
+        self, query: Tensor, tokens: Tensor, grad: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        scaled = FittedKernel(tuple(self.coefficients), self.fitted.spans)
+        of_query, of_tokens = scaled.gradients(query.flip(1), tokens.flip(1), grad)
+        return of_query.flip(1), of_tokens.flip(1)
+
+    def add_query_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
+        part = total.query[:, : self.features.dim]
+        add_tokens(part, self.rows, start, grad.flip(1) / self.query_norm)
+
+    def add_key_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
+        part = total.key[:, : self.features.dim]
+        add_tokens(part, self.keys, start, grad.flip(1) / self.key_norm)
+
+    def magnitude(self) -> Tensor:
+        """Of degree k as large as the coordinates that it is taken in."""
+        query = self.head.query if self.rows is None else self.head.query[self.rows]
+        key = self.head.key if self.keys is None else self.head.key[self.keys]
+        magnitude = query.new_full((len(query),), abs(self.fitted.coefficients[0]))
+        for k, span in enumerate(self.fitted.spans, 1):
+            reach = query[:, :span].norm(dim=1) * largest_norm(key[:, :span].norm(dim=1))
+            magnitude += abs(self.fitted.coefficients[k]) * reach**k
+        return magnitude
+
+    def noise(self, mass: Tensor | float, block: int) -> Tensor:
+        """Rounding as it is likely to be, with errors that are independent of each other: of a
+        polynomial that is fitted, nothing is proved, and bounds would rule out much that works."""
+        depth = 4 * math.sqrt(self.key_count + self.features.count)
+        return self.magnitude() * gamma(math.ceil(depth), product_roundoff(self.head.dtype)) * mass
+
+    def _leading(self, tokens: Tensor) -> Tensor:
+        return tokens[:, : self.features.dim].flip(1)

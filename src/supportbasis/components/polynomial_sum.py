@@ -1,0 +1,116 @@
+"""The polynomial component: p(scores) through packed features.
+
+With t = <q, k> / (max|q| max|k|) in [-1, 1] and p = sum_k a_k t^k the tokens of `streaming` are
+x = q / max|q| and y = k / max|k|.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..polynomials.certified import CertifiedPolynomial
+from ..polynomials.features import FeatureMap
+from ..problem.problem import Head
+from .cotangent import Cotangent, Gradients, add_tokens
+from .exact_sum import take
+from .partial import Partial
+from .streaming import Task
+from .streaming_backward import add_gradients
+
+LARGEST_REACH = 1e300  # stands for every range that float64 cannot hold
+
+
+@dataclass(frozen=True, eq=False)
+class PolynomialSum:
+    """p(score) instead of exp(score) over ``keys`` (sorted indices of live keys; None: all)."""
+
+    polynomial: CertifiedPolynomial
+    keys: Tensor | None = None
+    last: list[Task] = field(default_factory=list, init=False, repr=False)  # for the way back
+
+    def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
+        """Add the sums over these keys to ``total``, which holds the given rows."""
+        task = _PolynomialTask(head, rows, self.keys, self.polynomial)
+        task.run(total)
+        self.last[:] = [task]
+
+    def add_gradients(
+        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
+    ) -> None:
+        """Add what flows back from the sums of these rows."""
+        same = [task for task in self.last if task.head is head and task.rows is rows]
+        task = same[0] if same else _PolynomialTask(head, rows, self.keys, self.polynomial)
+        add_gradients(task, total, cotangent)
+
+
+class _PolynomialTask(Task):
+    """Normalised queries and keys, and the polynomial in t."""
+
+    def __init__(
+        self, head: Head, rows: Tensor | None, keys: Tensor | None, poly: CertifiedPolynomial
+    ):
+        query_norms = head.query_norms if rows is None else head.query_norms[rows]
+        key_norms = head.key_norms if keys is None else head.key_norms[keys]
+        self.query_norm, self.key_norm = largest_norm(query_norms), largest_norm(key_norms)
+        reach = abs(head.scale) * self.query_norm * self.key_norm
+        features = FeatureMap(head.dim, poly.degree)
+        coefficients, self.log_scale = rescaled(poly, reach)
+        if not abs(self.log_scale) <= torch.finfo(head.dtype).max:
+            raise InputError(
+                f"a polynomial on ±{poly.bound:.3g} overflows {head.dtype}; use a smaller bound or "
+                "float64"
+            )
+        super().__init__(head, rows, keys, features, coefficients)
+        self._relative_norms = (query_norms / self.query_norm).to(head.dtype)
+
+    def queries(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        query = take(self.head.query, self.rows, start, stop).to(self.head.dtype)
+        return query / self.query_norm, query.new_full((stop - start,), self.log_scale)
+
+    def key_tokens(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        key = take(self.head.key, self.keys, start, stop).to(self.head.dtype)
+        return key / self.key_norm, self.log_weight(start, stop)
+
+    def add_query_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
+        add_tokens(total.query, self.rows, start, grad / self.query_norm)
+
+    def add_key_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
+        add_tokens(total.key, self.keys, start, grad / self.key_norm)
+
+    def magnitude(self) -> Tensor:
+        magnitude = torch.zeros_like(self._relative_norms)
+        for coefficient in reversed(self.coefficients):
+            magnitude.mul_(self._relative_norms).add_(abs(coefficient))
+        return magnitude
+
+
+def largest_norm(norms: Tensor) -> float:
+    """Largest norm, 1 for a side that is all zeros (its t is 0 whatever the unit)."""
+    largest = float(norms.max()) if norms.numel() else 0.0
+    return largest if largest > 0 else 1.0
+
+
+def rescaled(poly: CertifiedPolynomial, reach: float) -> tuple[tuple[float, ...], float]:
+    """a_k and u with p(z) = exp(u) sum_k a_k (z / reach)^k, the largest |a_k| being 1.
+
+    That unit keeps sums, and the reciprocals of denominators that gradients are made of, within
+    the range of float32: coefficients divided by exp(bound) alone are far below it where the range
+    is wide, and far above it where a plan meets scores beyond its range.
+    """
+    log_ratio = -math.inf
+    if poly.bound > 0 and reach > 0:
+        log_ratio = math.log(min(reach, LARGEST_REACH)) - math.log(poly.bound)
+    logs = [
+        math.log(abs(c)) + (k * log_ratio if k else 0.0) if c else -math.inf
+        for k, c in enumerate(poly.coefficients)
+    ]
+    top = max(logs)
+    if top == -math.inf:  # the range is so wide that float64 holds none of them
+        return (0.0,) * len(logs), 0.0
+    signed = zip(logs, poly.coefficients, strict=True)
+    return tuple(math.copysign(math.exp(log - top), c) for log, c in signed), poly.bound + top

@@ -1,0 +1,188 @@
+"""The sketched component: a kernel s(z)^p through a sketch of p-fold tensor powers, linear in n.
+
+s is a polynomial in z, so s(<q, k>) = <u(q), w(k)> with features u, w of the tokens. The sketch
+phi of the (p/2)-fold power gives <phi(u), phi(w)> close to <u, w>^(p/2), and its square stands in
+for <u, w>^p: the paper's phi' = phi ⊗ phi, whose weights are never negative. Squares of inner
+products are the streamed sums of `streaming` with the kernel t^2, so the z^2 features of a token
+exist for one block of tokens only.
+
+The degrees of s are weighed by the kernel alone, never by the lengths of the tokens of a call: a
+row's sum depends on no other row, and its gradient is exact. Each token is divided by its own norm,
+before and after the sketch, and the norms travel as logarithms: nothing overflows, however large
+the power.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..polynomials.features import FeatureMap
+from ..polynomials.powers import PowerKernel
+from ..problem.problem import Head
+from ..sketch import PolySketch
+from .cotangent import Cotangent, Gradients, add_tokens
+from .exact_sum import take
+from .partial import Partial
+from .streaming import Task
+from .streaming_backward import add_gradients
+
+SQUARE = (0.0, 0.0, 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class SketchSum:
+    """A sketched power over ``keys`` (sorted indices of live keys; None: all)."""
+
+    kernel: PowerKernel
+    keys: Tensor | None = None
+
+    def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
+        """Add the sums over these keys to ``total``, which holds the given rows."""
+        _SketchTask(head, rows, self.keys, self.kernel).run(total)
+
+    def add_gradients(
+        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
+    ) -> None:
+        """Add what flows back from the sums of these rows."""
+        add_gradients(_SketchTask(head, rows, self.keys, self.kernel), total, cotangent)
+
+
+class _SketchTask(Task):
+    """Sketched queries and keys of unit length, with the logarithms of their lengths."""
+
+    def __init__(self, head: Head, rows: Tensor | None, keys: Tensor | None, kernel: PowerKernel):
+        assert kernel.sketch_size is not None
+        super().__init__(head, rows, keys, FeatureMap(kernel.sketch_size, 2), SQUARE)
+        self.sketch = Sketched(head, kernel)
+
+    def queries(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        return self.sketch.query(take(self.head.query, self.rows, start, stop))
+
+    def key_tokens(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        tokens, log_factor = self.sketch.key(take(self.head.key, self.keys, start, stop))
+        log_weight = self.log_weight(start, stop)
+        return tokens, log_factor if log_weight is None else log_factor + log_weight
+
+    def add_query_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
+        query = take(self.head.query, self.rows, start, start + len(grad))
+        add_tokens(total.query, self.rows, start, self.sketch.pull_back_query(query, grad))
+
+    def add_key_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
+        key = take(self.head.key, self.keys, start, start + len(grad))
+        add_tokens(total.key, self.keys, start, self.sketch.pull_back_key(key, grad))
+
+    def magnitude(self) -> Tensor:
+        return self.head.query.new_ones(self.row_count, dtype=self.head.dtype)
+
+
+class Sketched:
+    """Maps queries x and keys y to unit vectors and log-factors: the weight of a pair is
+    ``exp(log_x + log_y) * <x, y>^2``.
+
+    With t = z / (p bound) = <q / a, k / b>, a b = p bound / scale and a / b the kernel's balance,
+    the features of degree k are sqrt|c_k| times the monomials of q / a and of k / b. A kernel
+    without polynomial is t itself: it has one degree, and its units cancel.
+    """
+
+    def __init__(self, head: Head, kernel: PowerKernel):
+        assert kernel.sketch_size is not None
+        self.dtype, self.kernel, poly = head.dtype, kernel, kernel.polynomial
+        coefficients: tuple[float, ...] = (0.0, 1.0)
+        self.log_unit = math.log(head.scale)
+        self.log_query_unit = self.log_key_unit = 0.0
+        if poly is not None:
+            coefficients, self.log_unit = poly.coefficients, kernel.log_unit
+            if poly.bound > 0:
+                log_units = math.log(poly.bound) + math.log(kernel.power) - math.log(head.scale)
+                self.log_query_unit = (log_units + math.log(kernel.balance)) / 2
+                self.log_key_unit = (log_units - math.log(kernel.balance)) / 2
+            else:
+                coefficients = coefficients[:1]
+        self.features = FeatureMap(head.dim, len(coefficients) - 1)
+        coefficient = torch.tensor(coefficients, dtype=torch.float64)
+        weight = self.features.multiplicity * coefficient[self.features.order]
+        self.kept = weight.nonzero().squeeze(1).to(head.query.device)
+        self.weight = weight.to(head.query.device)[self.kept]
+        below = self.features.degree - self.features.order.to(head.query.device)[self.kept]
+        self.degrees_below = below.double()
+        self.half = PolySketch(kernel.power, kernel.sketch_size, kernel.seed).half
+
+    def query(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        unit, log_factor = self._sketch(tokens, self.log_query_unit, self._query_root)
+        return unit, log_factor + self.kernel.power * self.log_unit
+
+    def key(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self._sketch(tokens, self.log_key_unit, self._key_root)
+
+    def pull_back_query(self, tokens: Tensor, grad: Tensor) -> Tensor:
+        return self._pull_back(tokens, grad, self.log_query_unit, self._query_root)
+
+    def pull_back_key(self, tokens: Tensor, grad: Tensor) -> Tensor:
+        return self._pull_back(tokens, grad, self.log_key_unit, self._key_root)
+
+    @property
+    def _query_root(self) -> Tensor:
+        return self.weight.abs().sqrt().to(self.dtype)
+
+    @property
+    def _key_root(self) -> Tensor:
+        return self._query_root * self.weight.sign().to(self.dtype)
+
+    def _sketch(self, tokens: Tensor, log_unit: float, root: Tensor) -> tuple[Tensor, Tensor]:
+        x, _, weight, log_length = self._scaled(tokens, log_unit, root)
+        features, log_norm = _unit(self.features(x)[:, self.kept] * weight)
+        sketched, log_sketched = _unit(self.half(features))
+        return sketched, self.kernel.power * (log_length + log_norm) + 2 * log_sketched
+
+    def _scaled(
+        self, tokens: Tensor, log_unit: float, root: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens with entries of at most 1, what they were divided by [tokens, 1], the weights of
+        their features [tokens, kept], and the logarithm of what the weights were divided by.
+
+        A token whose entries exceed the unit u is divided by its largest entry instead, m u, and
+        the weights of degree k by m^(g - k): all its features are then m^g times too small.
+        """
+        largest = tokens.detach().abs().amax(1, keepdim=True).double()
+        log_divisor = largest.log()
+        if self.kernel.polynomial is None:  # one degree: every token has a unit of its own
+            log_divisor = torch.where(largest > 0, log_divisor, 0.0)
+        else:
+            log_divisor = log_divisor.clamp(min=log_unit)
+        log_ratio = log_divisor - log_unit
+        weight = root * (-self.degrees_below * log_ratio).exp().to(self.dtype)
+        divisor = log_divisor.exp()
+        log_length = (self.features.degree * log_ratio).squeeze(1).to(self.dtype)
+        return (tokens.double() / divisor).to(self.dtype), divisor, weight, log_length
+
+    def _pull_back(self, tokens: Tensor, grad: Tensor, log_unit: float, root: Tensor) -> Tensor:
+        """Gradient of some tokens from that of their unit vectors.
+
+        Sums are of degree 2 in the sketched token and the sketch is homogeneous too, so what flows
+        back through the lengths and what flows back through their logarithms cancel: every
+        length is a plain divisor.
+        """
+        x, divisor, weight, _ = self._scaled(tokens, log_unit, root)
+        features, log_norm = _unit(self.features(x)[:, self.kept] * weight)
+        _, log_sketched = _unit(self.half(features))
+        grad = self.half.pull_back(features, grad * (-log_sketched).exp().unsqueeze(1))
+        whole = x.new_zeros(len(x), self.features.count)
+        whole[:, self.kept] = grad * (-log_norm).exp().unsqueeze(1) * weight
+        lanes = x.unsqueeze(0)
+        buffer = self.features.buffer(1, len(x), x)
+        self.features.write(lanes, buffer)
+        back = self.features.pull_back(
+            buffer, lambda start, stop, out: out.copy_(whole[:, 1 + start : 1 + stop].T), len(x)
+        )
+        return (back[0].T / divisor).to(self.dtype)
+
+
+def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of length one, and the logarithm of what they were divided by; zero rows stay zero."""
+    length = torch.linalg.vector_norm(x, dim=-1)
+    length = torch.where(length > 0, length, 1.0)
+    return x / length.unsqueeze(-1), length.log()

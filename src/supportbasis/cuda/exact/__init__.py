@@ -1,0 +1,1 @@
+"""Exact heads, and exact rectangles of other heads."""

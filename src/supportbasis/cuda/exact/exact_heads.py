@@ -1,0 +1,90 @@
+"""Exact heads on the device: PyTorch's fused kernels where they take the call (16 bits, no key
+weights, no gradient of lse), or one rectangle of all rows and all keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...components.cotangent import Gradients
+from ...engine.dispatch import Forward, by_key_head
+from ...plans.plan import HeadPlan, Plan
+from ...problem.problem import Problem
+from . import fused
+from .rectangle import Rectangle, Tokens, Totals, add_gradients, exact_rows, slopes
+
+
+def refusal(head: HeadPlan) -> str | None:
+    return None
+
+
+def family(head: HeadPlan) -> object:
+    return "exact"
+
+
+def forward(problem: Problem, plan: Plan) -> Forward:
+    made = fused.attention(problem)
+    if made is not None:
+        return (*made, None)
+    output, lse = empty_results(problem)
+    exact_rows(problem.query, problem.key, problem.value, whole(problem), output, lse)
+    return output, lse, None
+
+
+def gradients(
+    problem: Problem,
+    plan: Plan,
+    output: Tensor,
+    lse: Tensor,
+    rescued: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    for_weights: bool,
+) -> Gradients:
+    made = fused.gradients(problem, output, lse, grad) if grad_lse is None else None
+    if made is not None:
+        return Gradients(*made, None)
+    total = empty_totals(problem)
+    slope, tokens = slopes(grad, grad_lse, output), (problem.query, problem.key, problem.value)
+    add_gradients(total, grad, slope, lse, *tokens, whole(problem))
+    return finished(total, problem, for_weights)
+
+
+def whole(problem: Problem) -> Rectangle:
+    """All rows and all keys."""
+    return Rectangle(
+        Tokens(problem.n),
+        Tokens(problem.m),
+        problem.scale,
+        problem.is_causal,
+        problem.key_log_weight,
+        precision=precision(),
+    )
+
+
+def precision() -> str:
+    """Of float32 products: what PyTorch's own would have."""
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def empty_results(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Room for output and lse."""
+    shape, new = (problem.batch, problem.heads, problem.n), problem.query.new_empty
+    return new(*shape, problem.value.shape[-1]), new(shape, dtype=torch.float32)
+
+
+def empty_totals(problem: Problem) -> Totals:
+    """Zeros, for each head of the queries."""
+    shape = (problem.batch, problem.heads)
+
+    def zeros(x: Tensor) -> Tensor:
+        return x.new_zeros((*shape, *x.shape[2:]), dtype=torch.float32)
+
+    query, key, value = zeros(problem.query), zeros(problem.key), zeros(problem.value)
+    return Totals(query, key, value, key.new_zeros(*shape, problem.m))
+
+
+def finished(total: Totals, problem: Problem, for_weights: bool) -> Gradients:
+    """The gradients that were added up for each head of the queries."""
+    key, value = (by_key_head(x, problem) for x in (total.key, total.value))
+    return Gradients(total.query, key, value, total.weight if for_weights else None)

@@ -1,0 +1,315 @@
+# mypy: ignore-errors
+"""Kernels of `rectangle`: online softmax of some rows over some keys, and its two gradients.
+
+Logarithms are to base 2 inside, as the hardware has them.
+"""
+
+from __future__ import annotations
+
+from ..runtime.language import jit, tl
+
+
+@jit
+def tokens_at(index, count, bh, at, most, total, LISTED: tl.constexpr):
+    """Tokens at some places of a set, and which of these places exist."""
+    if LISTED:
+        here = at < tl.load(count + bh)
+        token = tl.load(index + bh * most + at, mask=here, other=0).to(tl.int64)
+    else:
+        here = at < total
+        token = at.to(tl.int64)
+    return token, here
+
+
+@jit
+def tile_of(x, token, here, columns, stride, width):
+    """Rows of a matrix; zero where there is none."""
+    return tl.load(
+        x + token[:, None] * stride + columns[None, :],
+        mask=here[:, None] & (columns < width)[None, :], other=0.0,
+    )  # fmt: skip
+
+
+@jit
+def bias_of(log_weight, token, here, WEIGHTED: tl.constexpr):
+    """Log-weights of keys to base 2; -inf where there is none."""
+    bias = tl.where(here, 0.0, float("-inf"))
+    if WEIGHTED:
+        bias = tl.load(log_weight + token, mask=here, other=float("-inf")) * 1.4426950408889634
+    return bias
+
+
+@jit
+def attend(
+    q, k, v, log_weight, rows, row_count, keys, key_count,
+    num, den, unit, excluded, out, lse, mass_out,
+    heads, key_heads, n, m, d, dv, most_rows, most_keys, span, scale,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, w_b, w_h,
+    D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    LISTED_ROWS: tl.constexpr, LISTED_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    WEIGHTED: tl.constexpr, STARTED: tl.constexpr, EXCLUDED: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A block of rows over a split of the keys.
+
+    STARTED: the sums begin with ``num`` and ``den``, in units of exp(unit). SPLIT: numerators, tops
+    and masses of this split are written, one place a row; else output and lse, at the rows' own
+    places unless they are ``excluded``.
+    """
+    split, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    kh = h // (heads // key_heads)
+    dims, cols = tl.arange(0, D), tl.arange(0, E)
+    place = tl.program_id(0) * BM + tl.arange(0, BM)
+    row, live = tokens_at(rows, row_count, bh, place, most_rows, n, LISTED_ROWS)
+    query = tile_of(q + b * q_b + h * q_h, row, live, dims, q_n, d)
+    k += b * k_b + kh * k_h
+    v += b * v_b + kh * v_h
+    log_weight += b * w_b + h * w_h
+    top = tl.full((BM,), float("-inf"), dtype=tl.float32)
+    mass = tl.zeros((BM,), dtype=tl.float32)
+    total = tl.zeros((BM, E), dtype=tl.float32)
+    at_out = bh * n * dv + row[:, None] * dv + cols[None, :]
+    inside = live[:, None] & (cols < dv)[None, :]
+    if STARTED:
+        mass = tl.load(den + bh * n + row, mask=live, other=0.0)
+        total = tl.load(num + at_out, mask=inside, other=0.0)
+        top = tl.where(mass != 0.0, tl.load(unit + bh) * 1.4426950408889634, float("-inf"))
+    if LISTED_KEYS:
+        end = tl.load(key_count + bh)
+    else:
+        end = m
+        if CAUSAL:
+            end = tl.minimum(m, tl.max(tl.where(live, row, -1), 0).to(tl.int32) + 1)
+    if LISTED_ROWS:  # a block without rows has nothing to do
+        end = tl.where(tl.program_id(0) * BM < tl.load(row_count + bh), end, 0)
+    for start in range(split * span, tl.minimum((split + 1) * span, end), BN):
+        key, here = tokens_at(
+            keys, key_count, bh, start + tl.arange(0, BN), most_keys, m, LISTED_KEYS
+        )
+        score = tl.dot(
+            query, tl.trans(tile_of(k, key, here, dims, k_n, d)), input_precision=PRECISION
+        )
+        score = score * scale + bias_of(log_weight, key, here, WEIGHTED)[None, :]
+        if CAUSAL:
+            score = tl.where(key[None, :] <= row[:, None], score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(top - base)
+        mass = mass * shrink + tl.sum(weight, 1)
+        value = tile_of(v, key, here, cols, v_n, dv)
+        total = total * shrink[:, None]
+        total = tl.dot(weight.to(value.dtype), value, total, input_precision=PRECISION)
+        top = new_top
+    if SPLIT:
+        target = (split.to(tl.int64) * tl.num_programs(2) + bh) * most_rows + place
+        tl.store(out + target[:, None] * dv + cols[None, :], total, mask=inside)
+        tl.store(lse + target, top, mask=live)
+        tl.store(mass_out + target, mass, mask=live)
+    else:
+        if EXCLUDED:
+            live = live & (tl.load(excluded + bh * n + row, mask=live, other=1) == 0)
+        _store_rows(out, lse, total, top, mass, bh * n + row, live, cols, dv)
+
+
+@jit
+def _store_rows(out, lse, total, top, mass, place, live, cols, dv):
+    """The one division, and the logarithm of the denominator."""
+    seen = mass > 0.0
+    total = tl.where(seen[:, None], total / mass[:, None], 0.0)
+    size = tl.where(seen, (top + tl.log2(mass)) * 0.6931471805599453, float("-inf"))
+    target = out + place[:, None] * dv + cols[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=live[:, None] & (cols < dv)[None, :])
+    tl.store(lse + place, size, mask=live)
+
+
+@jit
+def join_splits(
+    parts, tops, masses, rows, row_count, out, lse,
+    n, dv, most_rows, splits,
+    E: tl.constexpr, BM: tl.constexpr, LISTED_ROWS: tl.constexpr,
+):  # fmt: skip
+    """The splits of every row together, at the row's own place."""
+    bh, cols = tl.program_id(1).to(tl.int64), tl.arange(0, E)
+    place = tl.program_id(0) * BM + tl.arange(0, BM)
+    row, live = tokens_at(rows, row_count, bh, place, most_rows, n, LISTED_ROWS)
+    inside = live[:, None] & (cols < dv)[None, :]
+    top = tl.full((BM,), float("-inf"), dtype=tl.float32)
+    mass = tl.zeros((BM,), dtype=tl.float32)
+    total = tl.zeros((BM, E), dtype=tl.float32)
+    for split in range(splits):
+        at = (tl.cast(split, tl.int64) * tl.num_programs(1) + bh) * most_rows + place
+        more = tl.load(tops + at, mask=live, other=float("-inf"))
+        new_top = tl.maximum(top, more)
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        mine, theirs = tl.exp2(top - base), tl.exp2(more - base)
+        mass = mass * mine + theirs * tl.load(masses + at, mask=live, other=0.0)
+        part = tl.load(parts + at[:, None] * dv + cols[None, :], mask=inside, other=0.0)
+        total = total * mine[:, None] + part * theirs[:, None]
+        top = new_top
+    _store_rows(out, lse, total, top, mass, bh * n + row, live, cols, dv)
+
+
+@jit
+def row_slopes(
+    grad, out, grad_lse, slope,
+    heads, n, dv, g_b, g_h, g_n,
+    E: tl.constexpr, BM: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """What every score of a row adds: the gradient of lse less <grad, out>."""
+    bh, start = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * BM
+    near, cols = tl.arange(0, BM), tl.arange(0, E)
+    live = start + near < n
+    grad += (bh // heads) * g_b + (bh % heads) * g_h + start * g_n
+    direction = tile_of(grad, near, live, cols, g_n, dv).to(tl.float32)
+    value = tile_of(out + (bh * n + start) * dv, near, live, cols, dv, dv).to(tl.float32)
+    term = -tl.sum(direction * value, 1)
+    if LSE:
+        term += tl.load(grad_lse + bh * n + start + near, mask=live, other=0.0)
+    tl.store(slope + bh * n + start + near, term, mask=live)
+
+
+@jit
+def _row_side(lse, slope, excluded, bh, n, row, live, EXCLUDED: tl.constexpr):
+    """Log-sum-exp to base 2 (inf: no weight) and slope of some rows."""
+    if EXCLUDED:
+        live = live & (tl.load(excluded + bh * n + row, mask=live, other=1) == 0)
+    size = tl.load(lse + bh * n + row, mask=live, other=float("-inf"))
+    size = tl.where(size == float("-inf"), float("inf"), size * 1.4426950408889634)
+    return size, tl.load(slope + bh * n + row, mask=live, other=0.0)
+
+
+@jit
+def query_gradient(
+    q, k, v, log_weight, rows, row_count, keys, key_count,
+    grad, lse, slope, excluded, out,
+    heads, key_heads, n, m, d, dv, most_rows, most_keys, span, scale,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, w_b, w_h, g_b, g_h, g_n,
+    D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    LISTED_ROWS: tl.constexpr, LISTED_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    WEIGHTED: tl.constexpr, EXCLUDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same walk as `attend`; a split of the keys adds a part at the places of the rows."""
+    split, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    kh = h // (heads // key_heads)
+    dims, cols = tl.arange(0, D), tl.arange(0, E)
+    place = tl.program_id(0) * BM + tl.arange(0, BM)
+    row, live = tokens_at(rows, row_count, bh, place, most_rows, n, LISTED_ROWS)
+    query = tile_of(q + b * q_b + h * q_h, row, live, dims, q_n, d)
+    direction = tile_of(grad + b * g_b + h * g_h, row, live, cols, g_n, dv)
+    size, change = _row_side(lse, slope, excluded, bh, n, row, live, EXCLUDED)
+    k += b * k_b + kh * k_h
+    v += b * v_b + kh * v_h
+    log_weight += b * w_b + h * w_h
+    total = tl.zeros((BM, D), dtype=tl.float32)
+    if LISTED_KEYS:
+        end = tl.load(key_count + bh)
+    else:
+        end = m
+        if CAUSAL:
+            end = tl.minimum(m, tl.max(tl.where(live, row, -1), 0).to(tl.int32) + 1)
+    if LISTED_ROWS:
+        end = tl.where(tl.program_id(0) * BM < tl.load(row_count + bh), end, 0)
+    for start in range(split * span, tl.minimum((split + 1) * span, end), BN):
+        key, here = tokens_at(
+            keys, key_count, bh, start + tl.arange(0, BN), most_keys, m, LISTED_KEYS
+        )
+        key_tile = tile_of(k, key, here, dims, k_n, d)
+        score = tl.dot(query, tl.trans(key_tile), input_precision=PRECISION)
+        score = score * (scale * 1.4426950408889634)
+        score += bias_of(log_weight, key, here, WEIGHTED)[None, :] - size[:, None]
+        if CAUSAL:
+            score = tl.where(key[None, :] <= row[:, None], score, float("-inf"))
+        value = tile_of(v, key, here, cols, v_n, dv)
+        step = tl.dot(direction, tl.trans(value), input_precision=PRECISION) + change[:, None]
+        step = step * tl.exp2(score)
+        total = tl.dot(step.to(key_tile.dtype), key_tile, total, input_precision=PRECISION)
+    target = (split.to(tl.int64) * tl.num_programs(2) + bh) * most_rows + place
+    inside = live[:, None] & (dims < d)[None, :]
+    tl.store(out + target[:, None] * d + dims[None, :], total * scale, mask=inside)
+
+
+@jit
+def key_gradient(
+    q, k, v, log_weight, rows, row_count, keys, key_count,
+    grad, lse, slope, excluded, key_out, value_out, weight_out,
+    heads, key_heads, n, m, d, dv, most_rows, most_keys, span, scale,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, w_b, w_h, g_b, g_h, g_n,
+    D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    LISTED_ROWS: tl.constexpr, LISTED_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    WEIGHTED: tl.constexpr, EXCLUDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A block of keys over a split of the rows: gradients of keys, values and log-weights."""
+    split, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    kh = h // (heads // key_heads)
+    dims, cols = tl.arange(0, D), tl.arange(0, E)
+    place = tl.program_id(0) * BN + tl.arange(0, BN)
+    key, here = tokens_at(keys, key_count, bh, place, most_keys, m, LISTED_KEYS)
+    key_tile = tile_of(k + b * k_b + kh * k_h, key, here, dims, k_n, d)
+    value = tile_of(v + b * v_b + kh * v_h, key, here, cols, v_n, dv)
+    bias = bias_of(log_weight + b * w_b + h * w_h, key, here, WEIGHTED)
+    q += b * q_b + h * q_h
+    grad += b * g_b + h * g_h
+    to_key = tl.zeros((BN, D), dtype=tl.float32)
+    to_value = tl.zeros((BN, E), dtype=tl.float32)
+    to_weight = tl.zeros((BN,), dtype=tl.float32)
+    begin, end = split * span, n
+    if LISTED_ROWS:
+        end = tl.load(row_count + bh)
+    elif CAUSAL:
+        first = tl.min(tl.where(here, key, n), 0).to(tl.int32)
+        begin = tl.maximum(begin, first // BM * BM)
+    end = tl.minimum((split + 1) * span, end)
+    if LISTED_KEYS:  # a block without keys has nothing to do
+        end = tl.where(tl.program_id(0) * BN < tl.load(key_count + bh), end, 0)
+    for start in range(begin, end, BM):
+        row, live = tokens_at(
+            rows, row_count, bh, start + tl.arange(0, BM), most_rows, n, LISTED_ROWS
+        )
+        query = tile_of(q, row, live, dims, q_n, d)
+        direction = tile_of(grad, row, live, cols, g_n, dv)
+        size, change = _row_side(lse, slope, excluded, bh, n, row, live, EXCLUDED)
+        score = tl.dot(key_tile, tl.trans(query), input_precision=PRECISION)
+        score = score * (scale * 1.4426950408889634) + bias[:, None] - size[None, :]
+        if CAUSAL:
+            score = tl.where(key[:, None] <= row[None, :], score, float("-inf"))
+        weight = tl.exp2(score)
+        to_value = tl.dot(
+            weight.to(direction.dtype), direction, to_value, input_precision=PRECISION
+        )
+        step = tl.dot(value, tl.trans(direction), input_precision=PRECISION) + change[None, :]
+        step = step * weight
+        to_weight += tl.sum(step, 1)
+        to_key = tl.dot(step.to(query.dtype), query, to_key, input_precision=PRECISION)
+    target = (split.to(tl.int64) * tl.num_programs(2) + bh) * most_keys + place
+    tl.store(
+        key_out + target[:, None] * d + dims[None, :], to_key * scale,
+        mask=here[:, None] & (dims < d)[None, :],
+    )  # fmt: skip
+    tl.store(
+        value_out + target[:, None] * dv + cols[None, :], to_value,
+        mask=here[:, None] & (cols < dv)[None, :],
+    )  # fmt: skip
+    tl.store(weight_out + target, to_weight, mask=here)
+
+
+@jit
+def add_parts(
+    parts, index, count, total,
+    n, width, most, splits,
+    W: tl.constexpr, BM: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """Add the splits of every listed token to the token's own place."""
+    bh, cols = tl.program_id(1).to(tl.int64), tl.arange(0, W)
+    place = tl.program_id(0) * BM + tl.arange(0, BM)
+    token, here = tokens_at(index, count, bh, place, most, n, LISTED)
+    inside = here[:, None] & (cols < width)[None, :]
+    target = total + (bh * n + token)[:, None] * width + cols[None, :]
+    value = tl.load(target, mask=inside, other=0.0)
+    for split in range(splits):
+        at = (tl.cast(split, tl.int64) * tl.num_programs(1) + bh) * most + place
+        value += tl.load(parts + at[:, None] * width + cols[None, :], mask=inside, other=0.0)
+    tl.store(target, value, mask=inside)

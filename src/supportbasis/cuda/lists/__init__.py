@@ -1,0 +1,1 @@
+"""Lists of exact and tilted keys."""

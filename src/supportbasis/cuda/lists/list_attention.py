@@ -1,0 +1,343 @@
+"""Attention over lists of leaves: tilt, select, attend, for all heads at once.
+
+Keys lie sorted in leaves of L; queries that are alike form cells of B. For a cell of mean query m
+a leaf of keys k_j, values v_j and log-weights b_j becomes one key:
+
+    t_j = scale <m, k_j> + b_j    w = softmax t    kt = sum_j w_j k_j    vt = sum_j w_j v_j
+    lt = logsumexp t - scale <m, kt>
+
+Some rows q_i of the cell give it the score z_il = scale <q_i, kt_l> + lt_l, and the share p_il of
+their softmax over all leaves. Leaves whose importance mean_i p_il^2 scale^2 variance spread_l
+exceeds a price are open: their keys are attended exactly. Here variance = mean_i |q_i - m|^2 / d
+and spread_l is the mean of |k_j - mean|^2 over the leaf's real keys. Output is one softmax over the
+own window (causal attention), the tilted keys of closed leaves and the keys of open ones.
+
+Tilts belong to a range of cells, in causal attention of whole windows, so that a caller can bound
+their memory. No function synchronises with the host; shapes depend on shapes alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from ...lists.tables import ASKED
+from ..exact.rectangle import Tile
+from ..runtime.language import cdiv, interpreted, power_of_two
+from . import list_kernels as kernels
+
+# Per kernel (rows, keys, warps, stages), for float16 and bfloat16 up to width 64, 128, 256 and for
+# float32 up to 128, 256.
+Shapes = tuple[tuple[int, int, int, int], ...]
+TILES: dict[str, Shapes] = {  # cells and leaves of a program; rows, leaves or keys at a time
+    "tilt": ((64, 32, 4, 3), (64, 8, 4, 2), (64, 8, 8, 1), (32, 4, 8, 1), (16, 4, 8, 1)),
+    "select": ((32, 128, 4, 3), (32, 64, 4, 3), (32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
+    "attend": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """Tiles of rows by the cell they are routed to.
+
+    A cell's tiles lie one after the other; those of a range of whole windows too, as many for each
+    cell in the mean. A tile without rows belongs to no cell.
+    """
+
+    rows: Tensor  # [Hq, tiles, T] int32, -1: none
+    cell: Tensor  # [Hq, tiles] int32
+    first: Tensor  # [Hq, cells] int32: first tile of a cell
+    count: Tensor  # [Hq, cells] int32: tiles of a cell
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """Sorted keys, cells of queries, tiles of rows; Hk key heads serve Hq heads."""
+
+    query: Tensor  # [Hq, n, d]
+    ks: Tensor  # [Hk, M, d], sorted; M in whole leaves
+    vs: Tensor  # [Hk, M, dv]
+    bs: Tensor | None  # [Hq, M] float32 log-weights, -inf at padding
+    members: Tensor  # [Hq, cells, B] int32, -1: none
+    visible: Tensor  # [cells] int32: leaves that a cell sees, ascending
+    mean: Tensor  # [Hq, cells, d] float32, of the members
+    variance: Tensor  # [Hq, cells] float32: mean |q - m|^2 / d
+    spread: Tensor  # [Hk, leaves] float32: mean |k - mean|^2 over the real keys of a leaf
+    leaf: int
+    routes: Routes | None = None  # None: the members of a cell are its one tile
+    precision: str = "tf32x3"  # of float32 products
+
+    def __post_init__(self) -> None:
+        _check_tables(self)
+
+    @property
+    def heads(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def group(self) -> int:
+        """Heads that share keys."""
+        return self.heads // self.ks.shape[0]
+
+    @property
+    def cells(self) -> int:
+        return self.members.shape[1]
+
+    @property
+    def block(self) -> int:
+        return self.members.shape[2]
+
+    @property
+    def rows(self) -> Tensor:
+        """Rows of the tiles, [Hq, tiles, T]."""
+        return self.members if self.routes is None else self.routes.rows
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """d, dv, and both as powers of two."""
+        d, dv = self.ks.shape[2], self.vs.shape[2]
+        return d, dv, power_of_two(d), power_of_two(dv)
+
+    @property
+    def dot(self) -> str | None:
+        """Precision of products, as the kernels take it."""
+        return self.precision if self.full else None
+
+    @property
+    def full(self) -> bool:
+        return self.ks.dtype == torch.float32 or interpreted()
+
+    def tile(self, kernel: str) -> Tile:
+        return pick(TILES[kernel], self)
+
+
+@dataclass(frozen=True, eq=False)
+class Tilts:
+    """Tilted keys of cells [first, first + cells) over the first ``leaves`` leaves.
+
+    Where a cell does not see a leaf lt is -inf; kt and vt may hold anything there.
+    """
+
+    first: int
+    kt: Tensor  # [Hq, cells, leaves, d]
+    vt: Tensor  # [Hq, cells, leaves, dv]
+    lt: Tensor  # [Hq, cells, leaves] float32
+
+    @property
+    def cells(self) -> int:
+        return self.kt.shape[1]
+
+    @property
+    def leaves(self) -> int:
+        return self.kt.shape[2]
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """Open leaves of every cell of a range, ascending; beyond ``count`` the index is undefined."""
+
+    index: Tensor  # [Hq, cells, leaves] int32
+    count: Tensor  # [Hq, cells] int32
+
+
+def pick(shapes: Shapes, tables: Tables) -> Tile:
+    """The tile for the width and dtype of a call."""
+    width = max(tables.widths)
+    if tables.full:
+        return Tile(*shapes[3 if width <= 128 else 4])
+    return Tile(*shapes[0 if width <= 64 else 1 if width <= 128 else 2])
+
+
+def cell_means(query: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean of each cell's members, [Hq, cells, d], and mean |q - m|^2 / d; zeros if it has none."""
+    heads, n, d = query.shape
+    cells, block = members.shape[1:]
+    check("query", query, (heads, n, d))
+    check("members", members, (heads, cells, block), torch.int32)
+    mean = query.new_empty((heads, cells, d), dtype=torch.float32)
+    variance = query.new_empty((heads, cells), dtype=torch.float32)
+    wide = power_of_two(d)
+    kernels.cell_means[(cells, heads)](
+        query, members, mean, variance, n, d, wide, block,
+        num_warps=8 if block * wide > 8192 else 4,
+    )  # fmt: skip
+    return mean, variance
+
+
+def gather_leaves(key: Tensor, value: Tensor, slots: Tensor, leaf: int) -> tuple[Tensor, ...]:
+    """Keys and values [Hk, M, ...] in the sequence of ``slots`` [Hk, M] int32 (-1: none, zeros),
+    and the variance of the keys of each leaf, [Hk, leaves] float32, the sum over coordinates."""
+    heads, tokens, d = key.shape
+    dv, keys = value.shape[2], slots.shape[1]
+    check("key", key, (heads, tokens, d))
+    check("value", value, (heads, tokens, dv), key.dtype)
+    check("slots", slots, (heads, keys), torch.int32)
+    ks, vs = key.new_empty(heads, keys, d), value.new_empty(heads, keys, dv)
+    spread = key.new_empty((heads, keys // leaf), dtype=torch.float32)
+    kernels.gather_leaves[(keys // leaf, heads)](
+        key, value, slots, ks, vs, spread, tokens, d, dv, power_of_two(d), power_of_two(dv), leaf,
+    )  # fmt: skip
+    return ks, vs, spread
+
+
+def tilt(tables: Tables, first: int, last: int, leaves: int, scale: float) -> Tilts:
+    """Tilted keys of the first ``leaves`` leaves for the cells [first, last), which see no more."""
+    d, dv, wide, value_wide = tables.widths
+    heads, cells = tables.heads, last - first
+    if not (0 <= first < last <= tables.cells and 0 < leaves * tables.leaf <= tables.ks.shape[1]):
+        raise InputError(
+            f"tilt: cells [{first}, {last}) and {leaves} leaves; the tables have "
+            f"{tables.cells} cells and {tables.ks.shape[1] // tables.leaf} leaves"
+        )
+    ks = tables.ks
+    tilts = Tilts(
+        first,
+        ks.new_empty((heads, cells, leaves, d)),
+        ks.new_empty((heads, cells, leaves, dv)),
+        ks.new_empty((heads, cells, leaves), dtype=torch.float32),
+    )
+    tile = tables.tile("tilt")
+    together, per = min(tile.rows, power_of_two(cells)), min(tile.keys, power_of_two(leaves, 1))
+    kernels.tilt[(cdiv(cells, together), cdiv(leaves, per), heads)](
+        tables.mean, ks, tables.vs, ks if tables.bs is None else tables.bs, tables.visible,
+        tilts.kt, tilts.vt, tilts.lt,
+        tables.cells, first, cells, ks.shape[1], leaves, tables.group, scale,
+        d, dv, wide, value_wide, together, per, tables.leaf, tables.bs is not None, tables.dot,
+        **tile.launch,
+    )  # fmt: skip
+    return tilts
+
+
+def select(tables: Tables, tilts: Tilts, price: Tensor, scale: float) -> Lists:
+    """Leaves more important than the price of their head, [Hq] float32: the mean squared share of
+    a leaf among some members of the cell, times scale^2 variance spread.
+
+    Open leaves are attended by their keys: their lt becomes -inf, in place.
+    """
+    check_tilts(tables, tilts)
+    check("price", price, (tables.heads,), torch.float32)
+    lists = Lists(
+        torch.empty_like(tilts.lt, dtype=torch.int32),
+        tilts.lt.new_empty((tables.heads, tilts.cells), dtype=torch.int32),
+    )
+    d, _, wide, _ = tables.widths
+    block, tile = tables.block, tables.tile("select")
+    stride = max(1, block // ASKED)
+    kernels.select[(tilts.cells, tables.heads)](
+        tables.query, tables.members, tilts.kt, tilts.lt, tables.spread, tables.variance,
+        tables.visible, price, lists.index, lists.count,
+        tables.query.shape[1], tables.cells, tilts.first, tilts.cells, tilts.leaves, scale,
+        tables.spread.shape[1], tables.group,
+        d, wide, block, stride, power_of_two(block // stride), tile.keys, tables.dot, **tile.launch,
+    )  # fmt: skip
+    return lists
+
+
+def attend(
+    tables: Tables,
+    tilts: Tilts,
+    lists: Lists,
+    own: tuple[Tensor, Tensor] | None,
+    output: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> None:
+    """Write output [Hq, n, dv] and lse [Hq, n] at the rows of the tiles of the tilts' cells.
+
+    ``own``: output and log-sum-exp of the rows' own window, with which their softmax begins.
+    """
+    check_tilts(tables, tilts)
+    check_lists(tables, tilts, lists)
+    d, dv, wide, value_wide = tables.widths
+    heads, n = tables.query.shape[:2]
+    for name, x, shape in (("output", output, (heads, n, dv)), ("lse", lse, (heads, n))):
+        check(name, x, shape, torch.float32 if name == "lse" else None)
+    if own is not None:
+        check("own output", own[0], (heads, n, dv))
+        check("own lse", own[1], (heads, n), torch.float32)
+    first_tile, tile_count = tiles_of(tables, tilts)
+    tiles, size = tables.rows.shape[1:]
+    tile = tables.tile("attend")
+    rows, routes = min(tile.rows, size), tables.routes
+    kernels.attend[(tile_count * (size // rows), heads)](
+        tables.query, tilts.kt, tilts.vt, tilts.lt, tables.ks, tables.vs,
+        lse if tables.bs is None else tables.bs, lists.index, lists.count, tables.visible,
+        tables.rows, tables.visible if routes is None else routes.cell,
+        *((output, lse) if own is None else own), output, lse,
+        n, tilts.first, tilts.cells, tables.ks.shape[1], tilts.leaves, first_tile, tiles,
+        tables.group, scale, d, dv, wide, value_wide, size, tables.leaf, rows, tile.keys,
+        routes is not None, tables.bs is not None, own is not None, tables.dot, **tile.launch,
+    )  # fmt: skip
+
+
+def tiles_of(tables: Tables, tilts: Tilts) -> tuple[int, int]:
+    """First tile of the tilts' cells, and how many they have."""
+    ratio = tables.rows.shape[1] // tables.cells
+    return tilts.first * ratio, tilts.cells * ratio
+
+
+def check_tilts(tables: Tables, tilts: Tilts) -> None:
+    shape = (tables.heads, tilts.cells, tilts.leaves)
+    if not 0 <= tilts.first <= tables.cells - tilts.cells:
+        raise InputError(
+            f"tilts: cells [{tilts.first}, {tilts.first + tilts.cells}) of {tables.cells}"
+        )
+    check("tilts.kt", tilts.kt, (*shape, tables.ks.shape[2]), tables.ks.dtype)
+    check("tilts.vt", tilts.vt, (*shape, tables.vs.shape[2]), tables.ks.dtype)
+    check("tilts.lt", tilts.lt, shape, torch.float32)
+
+
+def check_lists(tables: Tables, tilts: Tilts, lists: Lists) -> None:
+    shape = (tables.heads, tilts.cells, tilts.leaves)
+    check("lists.index", lists.index, shape, torch.int32)
+    check("lists.count", lists.count, shape[:2], torch.int32)
+
+
+def _check_tables(tables: Tables) -> None:
+    heads, n, d = tables.query.shape
+    key_heads, keys, _ = tables.ks.shape
+    cells, block = tables.members.shape[1:]
+    dtype, dv, leaf = tables.query.dtype, tables.vs.shape[2], tables.leaf
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise InputError(f"query: dtype {dtype}; the kernels take float32, float16 or bfloat16")
+    if heads % key_heads or max(d, dv) > 256:
+        raise InputError(
+            f"{heads} heads over {key_heads} key heads, d={d}, dv={dv}; a multiple and at most 256"
+        )
+    if leaf < 16 or leaf & (leaf - 1) or keys % leaf:
+        raise InputError(
+            f"leaf: got {leaf} for {keys} keys; a power of two from 16 on, whole leaves"
+        )
+    check("query", tables.query, (heads, n, d), dtype)
+    check("ks", tables.ks, (key_heads, keys, d), dtype)
+    check("vs", tables.vs, (key_heads, keys, dv), dtype)
+    if tables.bs is not None:
+        check("bs", tables.bs, (heads, keys), torch.float32)
+    check("members", tables.members, (heads, cells, block), torch.int32)
+    check("visible", tables.visible, (cells,), torch.int32)
+    check("mean", tables.mean, (heads, cells, d), torch.float32)
+    check("variance", tables.variance, (heads, cells), torch.float32)
+    check("spread", tables.spread, (key_heads, keys // leaf), torch.float32)
+    sizes = [block]
+    if tables.routes is not None:
+        tiles, size = tables.routes.rows.shape[1:]
+        sizes.append(size)
+        if tiles % cells:
+            raise InputError(f"routes: {tiles} tiles for {cells} cells; a multiple is expected")
+        check("routes.rows", tables.routes.rows, (heads, tiles, size), torch.int32)
+        check("routes.cell", tables.routes.cell, (heads, tiles), torch.int32)
+        check("routes.first", tables.routes.first, (heads, cells), torch.int32)
+        check("routes.count", tables.routes.count, (heads, cells), torch.int32)
+    if any(size < 16 or size & (size - 1) for size in sizes):
+        raise InputError(f"cells and tiles of {sizes} rows; powers of two from 16 on are expected")
+
+
+def check(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+    if tuple(x.shape) != shape or not x.is_contiguous() or x.dtype != (dtype or x.dtype):
+        raise InputError(
+            f"{name}: got {x.dtype} of shape {list(x.shape)}, strides {list(x.stride())}; expected "
+            f"{dtype or 'any dtype'} of shape {list(shape)}, contiguous"
+        )

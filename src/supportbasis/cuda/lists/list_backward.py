@@ -1,0 +1,288 @@
+"""Gradients of attention over lists; sorting, membership and lists are constants.
+
+With weights p = exp(score - lse) of a row's softmax and dz = p (<g, v> - slope), where g is the
+gradient of the output and slope = <g, out> - dlse, a closed leaf's key, value and log-weight have
+
+    dvt = sum_i p_i g_i    dlt = sum_i dz_i    dkt = scale sum_i dz_i (q_i - m)
+
+and the keys of the leaf, w being the weights of its tilt,
+
+    level = <dkt, kt> + <dvt, vt>    dt_j = w_j (<dkt, k_j> + <dvt, v_j> + dlt - level)
+    dk_j = w_j dkt + scale dt_j m    dv_j = w_j dvt    db_j = dt_j
+    dm = scale sum_j (dt_j - w_j dlt) k_j
+
+of which every member of the cell gets its share. Open leaves have the gradients of exact attention.
+Rows are gathered by tile first: then kernels read whole tiles. Every number of the totals has one
+program that adds to it, in a fixed sequence: results repeat to the bit. No function synchronises
+with the host. As in other kernels, products of 16-bit tokens take 16-bit weights: float16 gradients
+want a scaled loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from ..runtime.language import cdiv, power_of_two
+from . import list_backward_kernels as kernels
+from .list_attention import (
+    Lists,
+    Shapes,
+    Tables,
+    Tilts,
+    check,
+    check_lists,
+    check_tilts,
+    pick,
+    tiles_of,
+)
+
+# As `lists.TILES`.
+TILES: dict[str, Shapes] = {  # rows or cells; tilted keys, or keys of one leaf; warps; stages
+    "query": ((64, 64, 4, 3), (64, 64, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+    "tilt": ((64, 64, 4, 2), (64, 64, 8, 2), (32, 32, 8, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+    "exact": ((64, 64, 4, 3), (64, 64, 8, 2), (32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
+    "leaf": ((64, 64, 4, 2), (32, 64, 8, 2), (32, 32, 8, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+    "mean": ((64, 64, 4, 3), (64, 64, 8, 2), (32, 32, 8, 1), (16, 32, 4, 1), (16, 16, 8, 1)),
+}  # fmt: skip
+PROGRAMS = 1024  # of the means' gradients, at least, where leaves can be split
+LEAST_SPLIT = 16  # leaves
+CHUNK = 32  # tiles and leaves that are transposed at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What the loss says about rows, and their softmax over everything they attend to."""
+
+    grad: Tensor  # [Hq, n, dv], of the output
+    slope: Tensor  # [Hq, n] float32: <grad, output> - gradient of lse
+    lse: Tensor  # [Hq, n] float32, -inf: the row has no weights
+
+
+@dataclass(frozen=True, eq=False)
+class Totals:
+    """Float32 sums that gradients are added to; keys at their sorted slots, per query head."""
+
+    query: Tensor  # [Hq, n, d]
+    key: Tensor  # [Hq, M, d]
+    value: Tensor  # [Hq, M, dv]
+    weight: Tensor | None = None  # [Hq, M], of log-weights; None: not wanted
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """Rows by tile, of the tiles of a range of cells; a slot without a row has lse = inf."""
+
+    query: Tensor  # [Hq, tiles, T, d]
+    grad: Tensor  # [Hq, tiles, T, dv]
+    slope: Tensor  # [Hq, tiles, T] float32
+    lse: Tensor  # [Hq, tiles, T] float32, to base 2
+    cell: Tensor  # [Hq, tiles] int32, counted from the first of the range; -1: no rows
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.query, self.grad, self.slope, self.lse
+
+    @property
+    def tiles(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def size(self) -> int:
+        """Rows of a tile."""
+        return self.query.shape[2]
+
+
+@dataclass(frozen=True, eq=False)
+class Changes:
+    """Gradients of tilted keys and values, and the cells' means as the tilt had them."""
+
+    mean: Tensor  # [Hq, cells, d]
+    kt: Tensor  # [Hq, cells, leaves, d]
+    vt: Tensor  # [Hq, cells, leaves, dv]
+    lam: Tensor  # [Hq, cells, leaves] float32: logsumexp t to base 2, inf at open leaves
+    shift: Tensor  # dlt - level
+    level: Tensor  # <dkt, kt> + <dvt, vt>
+
+
+def gradients(
+    tables: Tables, tilts: Tilts, lists: Lists, rows: Rows, scale: float, totals: Totals
+) -> None:
+    """Add the gradients of the rows of the tilts' cells, except those of the own window.
+
+    ``tilts`` and ``lists`` are those of the forward pass. The tilts' kt and vt are overwritten;
+    beside them a pair of a cell and a leaf takes 13 bytes, and 4 for every tile of the cell.
+    """
+    check_tilts(tables, tilts)
+    check_lists(tables, tilts, lists)
+    _check_totals(tables, rows, totals)
+    gathered = gather(tables, tilts, rows)
+    query_gradients(tables, tilts, lists, gathered, scale, totals)
+    exact_gradients(tables, transposed(lists, gathered), gathered, scale, totals)
+    changes = tilt_gradients(tables, tilts, gathered, scale)
+    leaf_gradients(tables, tilts, changes, scale, totals)
+    mean_gradients(tables, tilts, changes, scale, totals)
+
+
+def gather(tables: Tables, tilts: Tilts, rows: Rows) -> Gathered:
+    """Rows of the tiles of the tilts' cells."""
+    d, dv, wide, value_wide = tables.widths
+    heads, n = tables.query.shape[:2]
+    first, count = tiles_of(tables, tilts)
+    tiles, size = tables.rows.shape[1:]
+    new, routes = tables.query.new_empty, tables.routes
+    gathered = Gathered(
+        new((heads, count, size, d)),
+        new((heads, count, size, dv)),
+        new((heads, count, size), dtype=torch.float32),
+        new((heads, count, size), dtype=torch.float32),
+        new((heads, count), dtype=torch.int32),
+    )
+    kernels.gather_rows[(count, heads)](
+        tables.query, rows.grad, rows.slope, rows.lse,
+        tables.rows, tables.visible if routes is None else routes.cell,
+        *gathered.tensors, gathered.cell, n, tilts.first, first, tiles,
+        d, dv, wide, value_wide, size, routes is not None,
+        num_warps=8 if size * wide > 8192 else 4,
+    )  # fmt: skip
+    return gathered
+
+
+def query_gradients(
+    tables: Tables, tilts: Tilts, lists: Lists, gathered: Gathered, scale: float, totals: Totals
+) -> None:
+    """Add the gradients of rows, as queries of tilted keys and of the keys of open leaves."""
+    d, dv, wide, value_wide = tables.widths
+    heads, n = tables.query.shape[:2]
+    tile, tiles, size = pick(TILES["query"], tables), tables.rows.shape[1], gathered.size
+    rows = min(tile.rows, size)
+    kernels.query_gradients[(gathered.tiles * (size // rows), heads)](
+        *gathered.tensors, gathered.cell, tilts.kt, tilts.vt, tilts.lt, tables.ks, tables.vs,
+        gathered.lse if tables.bs is None else tables.bs, lists.index, lists.count, tables.visible,
+        tables.rows, totals.query,
+        n, tilts.first, tilts.cells, tables.ks.shape[1], tilts.leaves, tiles_of(tables, tilts)[0],
+        tiles, tables.group, scale, d, dv, wide, value_wide, size, tables.leaf, rows, tile.keys,
+        tables.bs is not None, tables.dot, **tile.launch,
+    )  # fmt: skip
+
+
+def tilt_gradients(tables: Tables, tilts: Tilts, gathered: Gathered, scale: float) -> Changes:
+    """Gradients of tilted keys and values, in the place of the tilts' kt and vt."""
+    d, dv, wide, value_wide = tables.widths
+    first, last, routes = tilts.first, tilts.first + tilts.cells, tables.routes
+    changes = Changes(
+        tables.mean[:, first:last].to(tables.ks.dtype).contiguous(),
+        tilts.kt,
+        tilts.vt,
+        *tilts.lt.new_empty((3, *tilts.lt.shape)).unbind(0),
+    )
+    tile = pick(TILES["tilt"], tables)
+    rows = min(tile.rows, tables.block)
+    runs = (tables.visible,) * 2 if routes is None else (routes.first, routes.count)
+    kernels.tilt_gradients[(cdiv(tilts.leaves, tile.keys), tilts.cells, tables.heads)](
+        *gathered.tensors, changes.mean, tilts.kt, tilts.vt, tilts.lt, tables.visible, *runs,
+        changes.kt, changes.vt, changes.lam, changes.shift, changes.level,
+        gathered.tiles * gathered.size, tables.cells, first, tilts.cells, tilts.leaves,
+        tiles_of(tables, tilts)[0], scale, d, dv, wide, value_wide, gathered.size, rows, tile.keys,
+        routes is not None, tables.dot, **tile.launch,
+    )  # fmt: skip
+    return changes
+
+
+def transposed(lists: Lists, gathered: Gathered) -> Lists:
+    """Tiles of the cells that have a leaf open: index [Hq, leaves, tiles], count [Hq, leaves]."""
+    heads, cells, leaves = lists.index.shape
+    mask = torch.zeros(lists.index.shape, dtype=torch.bool, device=lists.index.device)
+    kernels.mark[(cells, heads)](lists.index, lists.count, mask, cells, leaves, CHUNK)
+    openers = Lists(
+        lists.index.new_empty((heads, leaves, gathered.tiles)),
+        lists.index.new_empty((heads, leaves)),
+    )
+    kernels.transpose[(cdiv(leaves, CHUNK), heads)](
+        mask, gathered.cell, openers.index, openers.count,
+        cells, leaves, gathered.tiles, CHUNK, CHUNK,
+    )  # fmt: skip
+    return openers
+
+
+def exact_gradients(
+    tables: Tables, openers: Lists, gathered: Gathered, scale: float, totals: Totals
+) -> None:
+    """Add the gradients of the keys of open leaves; ``openers``: the tiles that attend to them."""
+    d, dv, wide, value_wide = tables.widths
+    heads, leaves, tiles = openers.index.shape
+    tile = pick(TILES["exact"], tables)
+    part = min(tile.keys, tables.leaf)
+    kernels.exact_gradients[(leaves * (tables.leaf // part), heads)](
+        *gathered.tensors, tables.ks, tables.vs, totals.key if tables.bs is None else tables.bs,
+        openers.index, openers.count, *_keys_of(totals),
+        tiles * gathered.size, tables.ks.shape[1], leaves, tiles, tables.group, scale,
+        d, dv, wide, value_wide, gathered.size, tables.leaf, tile.rows, part,
+        tables.bs is not None, totals.weight is not None, tables.dot, **tile.launch,
+    )  # fmt: skip
+
+
+def leaf_gradients(
+    tables: Tables, tilts: Tilts, changes: Changes, scale: float, totals: Totals
+) -> None:
+    """Add the gradients of all keys through the tilts of their leaves."""
+    d, dv, wide, value_wide = tables.widths
+    tile = pick(TILES["leaf"], tables)
+    part = min(tile.keys, tables.leaf)
+    leaf = torch.arange(tilts.leaves, dtype=torch.int32, device=tables.ks.device)
+    visible = tables.visible[tilts.first : tilts.first + tilts.cells]
+    since = torch.searchsorted(visible, leaf, right=True, out_int32=True)
+    kernels.leaf_gradients[(tilts.leaves * (tables.leaf // part), tables.heads)](
+        changes.mean, changes.kt, changes.vt, changes.lam, changes.shift,
+        tables.ks, tables.vs, totals.key if tables.bs is None else tables.bs, since,
+        *_keys_of(totals), tilts.cells, tables.ks.shape[1], tilts.leaves, tables.group, scale,
+        d, dv, wide, value_wide, tables.leaf, min(tile.rows, power_of_two(tilts.cells)), part,
+        tables.bs is not None, totals.weight is not None, tables.dot, **tile.launch,
+    )  # fmt: skip
+
+
+def mean_gradients(
+    tables: Tables, tilts: Tilts, changes: Changes, scale: float, totals: Totals
+) -> None:
+    """Add to members their share of the gradient of their cell's mean."""
+    d, dv, wide, value_wide = tables.widths
+    heads, n = tables.query.shape[:2]
+    tile = pick(TILES["mean"], tables)
+    together = min(tile.rows, power_of_two(tilts.cells))
+    blocks = cdiv(tilts.cells, together)
+    splits = min(cdiv(PROGRAMS, blocks * heads), cdiv(tilts.leaves, LEAST_SPLIT))
+    parts = totals.query.new_empty((splits, heads, tilts.cells, d))
+    kernels.mean_gradients[(blocks, splits, heads)](
+        changes.mean, changes.kt, changes.vt, changes.lam, changes.level,
+        tables.ks, tables.vs, totals.key if tables.bs is None else tables.bs, tables.visible, parts,
+        tilts.first, tilts.cells, tables.ks.shape[1], tilts.leaves, tables.group, scale,
+        d, dv, wide, value_wide, tables.leaf, together, min(tile.keys, tables.leaf),
+        tables.bs is not None, tables.dot, **tile.launch,
+    )  # fmt: skip
+    kernels.add_means[(tilts.cells, heads)](
+        parts, tables.members, totals.query, n, tables.cells, tilts.first, splits,
+        d, wide, tables.block, num_warps=8 if tables.block * wide > 8192 else 4,
+    )  # fmt: skip
+
+
+def _keys_of(totals: Totals) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of keys, values and log-weights, as the kernels take them."""
+    return totals.key, totals.value, totals.key if totals.weight is None else totals.weight
+
+
+def _check_totals(tables: Tables, rows: Rows, totals: Totals) -> None:
+    heads, n, d = tables.query.shape
+    keys, dv = tables.vs.shape[1:]
+    if not rows.grad.is_floating_point():
+        raise InputError(f"rows.grad: got {rows.grad.dtype}; a floating dtype is expected")
+    check("rows.grad", rows.grad, (heads, n, dv))
+    check("rows.slope", rows.slope, (heads, n), torch.float32)
+    check("rows.lse", rows.lse, (heads, n), torch.float32)
+    check("totals.query", totals.query, (heads, n, d), torch.float32)
+    check("totals.key", totals.key, (heads, keys, d), torch.float32)
+    check("totals.value", totals.value, (heads, keys, dv), torch.float32)
+    if totals.weight is not None:
+        check("totals.weight", totals.weight, (heads, keys), torch.float32)

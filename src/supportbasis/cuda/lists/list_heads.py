@@ -1,0 +1,327 @@
+"""Lists of exact and tilted keys on the device, all heads at once: the function of
+`components.lists`, by kernels.
+
+Tilts are made for some windows at a time, within a workspace of fixed size, so that memory grows
+with the tokens alone. No call synchronises with the host. Calls so short that their launches take
+longer than their work are recorded as CUDA graphs and replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...components.cotangent import Gradients
+from ...engine.dispatch import Forward
+from ...errors import InputError
+from ...lists.sorting import window_length
+from ...lists.tables import ListSettings, tiles_by_centre, visible_leaves
+from ...plans.plan import HeadPlan, Plan
+from ...problem.problem import Problem
+from ..exact import exact_heads as exact
+from ..exact.rectangle import slopes
+from ..runtime.replay import replayed
+from . import list_attention as kernels
+from . import list_backward as backward
+from . import window_sorting as sorting
+
+WORKSPACE = 2 * 2**30  # bytes of tilts and lists at a time
+SHORT = 2**26  # entries of tokens up to which a call is replayed: some 2 ms of work
+LEAST = 16  # tokens of a cell, a tile or a leaf that kernels take
+
+
+def refusal(head: HeadPlan) -> str | None:
+    settings = _settings_of(head)
+    if min(settings.leaf, settings.tile) < LEAST:
+        return f"{settings}: kernels take leaves and tiles of {LEAST} tokens or more"
+    if settings.window > sorting.WIDEST:
+        return f"{settings}: kernels sort windows of {sorting.WIDEST} positions at most"
+    return None
+
+
+def family(head: HeadPlan) -> object:
+    return settings_family(_settings_of(head))
+
+
+def settings_family(settings: ListSettings) -> ListSettings:
+    """What a call is shaped by: all but the price, which each head has for itself."""
+    return replace(settings, price=0.0)
+
+
+def _settings_of(head: HeadPlan) -> ListSettings:
+    assert head.lists is not None
+    return head.lists
+
+
+def forward(problem: Problem, plan: Plan) -> Forward:
+    settings = _settings_of(plan.heads[0])
+    parts = ranges(problem, settings)
+    tokens = (problem.query, problem.key, problem.value)
+    weight = () if problem.key_log_weight is None else (problem.key_log_weight.float(),)
+    given = (*tokens, _prices(plan, problem.query.device), *weight)
+    made = partial(_forward, problem, settings, parts)
+    if sum(x.numel() for x in tokens) > SHORT:
+        return *made(*given), None
+    key = ("lists", settings_family(settings), problem.scale, exact.precision())
+    output, lse = replayed(key, made, *given)
+    return output, lse, None
+
+
+def _forward(
+    problem: Problem,
+    settings: ListSettings,
+    parts: list[tuple[int, int, int]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    price: Tensor,
+    weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of all rows of a problem with these tensors."""
+    problem = replace(problem, query=query, key=key, value=value, key_log_weight=weight)
+    call = _Call.of(problem, settings)
+    if settings.window:
+        output, lse = own_windows(problem, settings.window)
+    else:
+        output, lse = (x.flatten(0, 1) for x in exact.empty_results(problem))
+    own = (output, lse) if settings.window else None
+    for first, last, leaves in parts:
+        tilts = kernels.tilt(call.tables, first, last, leaves, problem.scale)
+        lists = kernels.select(call.tables, tilts, price, problem.scale)
+        kernels.attend(call.tables, tilts, lists, own, output, lse, problem.scale)
+    shape = problem.query.shape[:3]
+    return output.view(*shape, -1), lse.view(shape)
+
+
+def gradients(
+    problem: Problem,
+    plan: Plan,
+    output: Tensor,
+    lse: Tensor,
+    rescued: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    for_weights: bool,
+) -> Gradients:
+    """Tables, tilts and lists are made again, the same bits as before."""
+    settings, group = _settings_of(plan.heads[0]), problem.group
+    call, total = _Call.of(problem, settings), exact.empty_totals(problem)
+    slope = -slopes(grad, grad_lse, output)
+    rows = backward.Rows(*(x.flatten(0, 1).contiguous() for x in (grad, slope, lse)))
+    heads, (slots, d), dv = call.tables.heads, call.tables.ks.shape[1:], call.tables.vs.shape[2]
+    shapes = ((heads, slots, d), (heads, slots, dv), (heads, slots))
+    sums = [total.query.new_zeros(shape) for shape in shapes]
+    sorted_total = backward.Totals(total.query.flatten(0, 1), sums[0], sums[1], sums[2])
+    price = _prices(plan, problem.query.device)
+    for first, last, leaves in ranges(problem, settings):
+        tilts = kernels.tilt(call.tables, first, last, leaves, problem.scale)
+        lists = kernels.select(call.tables, tilts, price, problem.scale)
+        backward.gradients(call.tables, tilts, lists, rows, problem.scale, sorted_total)
+    at = call.slots.repeat_interleave(group, 0).unsqueeze(-1)
+    wholes = (total.key, total.value, total.weight.unsqueeze(-1))
+    for whole, part in zip(wholes, (sums[0], sums[1], sums[2].unsqueeze(-1)), strict=True):
+        part = part.masked_fill_(at < 0, 0.0)  # a slot without a key has no gradient
+        index = at.clamp(min=0).long().expand_as(part)
+        whole.flatten(0, 1).scatter_add_(1, index, part)
+    found = exact.finished(total, problem, for_weights)
+    if settings.window:
+        _add_own_windows(found, problem, settings.window, grad, output, lse, grad_lse)
+    return found
+
+
+def _add_own_windows(
+    total: Gradients,
+    problem: Problem,
+    width: int,
+    grad: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    grad_lse: Tensor | None,
+) -> None:
+    """Gradients of exact attention within windows, given the whole output and lse of the rows."""
+
+    def cut(x: Tensor) -> Tensor:
+        return _cut(x, problem, width, problem.n).contiguous()
+
+    from_lse = None if grad_lse is None else cut(grad_lse.unsqueeze(-1)).squeeze(-1)
+    lse = cut(lse.unsqueeze(-1)).squeeze(-1)
+    given = (cut(output), lse, lse, cut(grad), from_lse, total.key_log_weight is not None)
+    part = exact.gradients(_windows(problem, width), _EXACT, *given)
+    pairs = [(total.query, part.query), (total.key, part.key), (total.value, part.value)]
+    if total.key_log_weight is not None and part.key_log_weight is not None:
+        pairs.append((total.key_log_weight.unsqueeze(-1), part.key_log_weight.unsqueeze(-1)))
+    for whole, piece in pairs:
+        piece = _by_head(piece, problem, whole.shape[1])
+        tokens = min(whole.shape[2], piece.shape[1])
+        whole[:, :, :tokens] += piece[:, :tokens].unflatten(0, whole.shape[:2])
+
+
+def _prices(plan: Plan, device: torch.device) -> Tensor:
+    """The price of each head, kept with the plan."""
+    key = ("prices", device)
+    if key not in plan.memory:
+        prices = [_settings_of(head).price for head in plan.heads]
+        plan.memory[key] = torch.tensor(prices, dtype=torch.float32).to(device)
+    return cast(Tensor, plan.memory[key])
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """The tables of a call."""
+
+    tables: kernels.Tables
+    slots: Tensor  # [key heads, slots] int32: the key of each sorted slot, -1 for none
+
+    @staticmethod
+    def of(problem: Problem, settings: ListSettings) -> _Call:
+        query, key, value = (
+            x.flatten(0, 1).contiguous() for x in (problem.query, problem.key, problem.value)
+        )
+        weight = problem.key_log_weight
+        weight = None if weight is None else weight.flatten(0, 1).float()
+        slots, members = _sorted(query, key, weight, settings)
+        size, leaf = settings.block, settings.leaf
+        members = members.view(len(query), -1, size)
+        if settings.strict:  # the cells of a window are made of the queries before it
+            members = pad(members, (0, 0, settings.cells, 0), value=-1)[:, : -settings.cells]
+            members = members.contiguous()
+        mean, variance = kernels.cell_means(query, members)
+        routes = _routes(query, mean, settings) if settings.strict else None
+        ks, vs, spread = kernels.gather_leaves(key, value, slots, leaf)
+        bs = None
+        if weight is not None or slots.shape[1] != _keys(problem, settings):
+            bs = _leaf_weights(weight, slots, problem)
+        cells = torch.arange(members.shape[1], dtype=torch.int32, device=query.device)
+        visible = visible_leaves(cells, slots.shape[1] // leaf, settings)
+        tables = kernels.Tables(
+            query, ks, vs, bs, members, visible, mean, variance, spread, leaf, routes,
+            exact.precision(),
+        )  # fmt: skip
+        return _Call(tables, slots)
+
+
+def ranges(problem: Problem, settings: ListSettings) -> list[tuple[int, int, int]]:
+    """Cells [first, last) whose tilts fit the workspace, and how many leaves they see; or an error
+    where those of one window do not fit, before anything is computed."""
+    leaf, window, each = settings.leaf, settings.window, settings.cells
+    if window:
+        cells = -(-problem.n // window) * each
+        leaves = -(-_keys(problem, settings) // window) * (window // leaf)
+    else:
+        cells = padded_slots(problem.n, settings.block) // settings.block
+        leaves = padded_slots(problem.m, leaf) // leaf
+
+    def seen(cell: int) -> int:
+        return min(leaves, cell // each * (window // leaf)) if window else leaves
+
+    width = problem.query.shape[-1] + problem.value.shape[-1]
+    pair = (width * problem.query.element_size() + 12) * problem.batch * problem.heads
+    found = []
+    first = each if window else 0  # the first window sees no leaf
+    while first < cells:
+        last = first + each
+        while last < cells and (last + each - first) * seen(last) * pair <= WORKSPACE:
+            last += each
+        needed = (last - first) * seen(last - each) * pair
+        if needed > 4 * WORKSPACE:
+            raise InputError(
+                f"query: lists of {seen(last - each)} leaves for {problem.batch * problem.heads} "
+                f"heads need a workspace of {needed} bytes, more than {4 * WORKSPACE}; use fewer "
+                "heads in a call, or a larger block_size"
+            )
+        found.append((first, last, seen(last - each)))
+        first = last
+    return found
+
+
+def padded_slots(tokens: int, leaf: int) -> int:
+    """Slots that `sorting.head_order` sorts tokens into."""
+    window = window_length(tokens, max(leaf, LEAST))
+    return -(-tokens // window) * window
+
+
+def _keys(problem: Problem, settings: ListSettings) -> int:
+    """Keys that any row sees."""
+    return min(problem.n, problem.m) if settings.window else problem.m
+
+
+def _sorted(
+    query: Tensor, key: Tensor, weight: Tensor | None, settings: ListSettings
+) -> tuple[Tensor, Tensor]:
+    """Keys and queries of all heads in their sorted slots."""
+    n = query.shape[1]
+    if settings.window:
+        keys = min(n, key.shape[1])
+        slots = sorting.window_order(key, settings.window, settings.leaf, keys)
+        return slots, sorting.window_order(query, settings.window, settings.block, n)
+    hidden = None
+    if weight is not None:  # by all heads that share a key
+        hidden = (weight == -torch.inf).unflatten(0, (len(key), -1)).all(1)
+    slots = sorting.head_order(key, settings.leaf, key.shape[1], hidden)
+    return slots, sorting.head_order(query, settings.block, n)
+
+
+def _leaf_weights(weight: Tensor | None, slots: Tensor, problem: Problem) -> Tensor:
+    """Log-weights of sorted keys [heads, slots], -inf where there is none."""
+    slots = slots.repeat_interleave(problem.group, 0)
+    if weight is None:
+        weight = torch.zeros((), device=slots.device).expand(len(slots), problem.m)
+    return weight.gather(1, slots.clamp(min=0).long()).masked_fill_(slots < 0, -torch.inf)
+
+
+def _routes(query: Tensor, mean: Tensor, settings: ListSettings) -> kernels.Routes:
+    """Tiles of rows by the nearest mean of a cell of their window."""
+    rows, first, count = tiles_by_centre(query, mean, settings)
+    tile = torch.arange(rows.shape[1], device=query.device).expand(len(rows), -1)
+    cell = torch.searchsorted(first, tile.contiguous(), right=True) - 1
+    parts = (x.int().contiguous() for x in (rows, cell, first, count))
+    return kernels.Routes(*parts)
+
+
+def own_windows(problem: Problem, width: int) -> tuple[Tensor, Tensor]:
+    """Output [heads, n, dv] and lse [heads, n] of all rows over their own windows."""
+    output, lse, _ = exact.forward(_windows(problem, width), _EXACT)
+    output, lse = (_by_head(x, problem, problem.heads) for x in (output, lse.unsqueeze(-1)))
+    return output[:, : problem.n].contiguous(), lse[:, : problem.n, 0].contiguous()
+
+
+_EXACT = cast(Plan, None)  # of exact heads, which need none
+
+
+def _windows(problem: Problem, width: int) -> Problem:
+    """Attention within windows."""
+    keys = min(problem.n, problem.m)
+    weight = problem.key_log_weight
+    if weight is None and keys < problem.n:
+        weight = problem.query.new_zeros(problem.batch, problem.heads, keys, dtype=torch.float32)
+    if weight is not None:
+        weight = _cut(weight.float().unsqueeze(-1), problem, width, keys, -torch.inf).squeeze(-1)
+    query = _cut(problem.query, problem, width, problem.n)
+    key, value = (_cut(x, problem, width, keys) for x in (problem.key, problem.value))
+    return replace(
+        problem, query=query, key=key, value=value, key_log_weight=weight,
+        leading=tuple(query.shape[:2]), kept=None,
+    )  # fmt: skip
+
+
+def _cut(x: Tensor, problem: Problem, width: int, tokens: int, fill: float = 0.0) -> Tensor:
+    """The first tokens of all heads [batch, heads, tokens, ...] as windows of one head each, or
+    [windows, heads, W, ...] where heads share keys; filled up to whole windows of the queries."""
+    count = -(-problem.n // width)
+    x = x[:, :, :tokens]
+    if tokens < count * width:
+        x = pad(x, (0, 0, 0, count * width - tokens), value=fill)
+    x = x.unflatten(2, (count, width))
+    return x.flatten(0, 2).unsqueeze(1) if problem.group == 1 else x.transpose(1, 2).flatten(0, 1)
+
+
+def _by_head(x: Tensor, problem: Problem, heads: int) -> Tensor:
+    """What windows give, as [batch * heads, tokens, ...]."""
+    if problem.group > 1:
+        x = x.unflatten(0, (problem.batch, -1)).transpose(1, 2)
+    return x.reshape(problem.batch * heads, -1, x.shape[-1])

@@ -1,0 +1,226 @@
+"""Tokens sorted into leaves of similar ones, on a device.
+
+A window of W tokens is split at the median of its principal axis, its halves at the medians of
+theirs, down to leaves of a given size. One kernel reduces each window to 8 principal coordinates,
+another makes all its splits. No call waits for the device, and shapes depend on shapes alone.
+
+Leaves are those of a sort by projection at every split. Inside a leaf, and between equal
+projections, tokens keep the sequence in which they came.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...errors import InputError
+from ...lists.sorting import AXES, AXIS_STEPS, NODE_STEPS
+from ...lists.sorting import CENTRES as MOST_CENTRES
+from ...lists.sorting import SORTED as SPAN
+from ..runtime.language import cdiv, interpreted, power_of_two, require, tl
+from . import window_sorting_kernels as kernels
+
+NARROWEST = 16  # tokens of a window: what the tensor cores multiply
+WIDEST = 4096  # tokens of a window: one program holds their coordinates
+HELD = 8  # tokens of a window that one thread holds; 16 registers for each
+IN_REGISTERS = 128  # entries of a token, for a covariance that one program can hold
+
+
+def window_order(
+    x: Tensor, window: int, leaf: int, count: int, sequence: Tensor | None = None
+) -> Tensor:
+    """Tokens ``x`` [heads, tokens, d] sorted inside windows of consecutive slots.
+
+    Returns the token of each sorted slot, [heads, windows * window] int32, -1 for padding, which is
+    last in its window. Slot j holds token j, up to ``count`` of them, or ``sequence[head, j]``
+    (int32 [heads, slots]; -1: none, after the tokens of its window).
+    """
+    _check(x, window, leaf, count, sequence)
+    heads, windows = len(x), cdiv(count, window)
+    if 0 in (heads, windows):
+        return torch.empty(heads, 0, dtype=torch.int32, device=x.device)
+    cut = _Cut.of(x, window, count, sequence)
+    points = _wide_points(cut) if x.shape[2] > IN_REGISTERS else _points(cut)
+    order = torch.empty(heads, windows * window, dtype=torch.int32, device=x.device)
+    keys = torch.empty_like(order, dtype=torch.uint32)
+    kernels.split[(windows, heads)](
+        points, cut.sequence, keys, order, cut.slots, count, window,
+        (window // leaf).bit_length() - 1, NODE_STEPS + 1, cut.listed,
+        num_warps=max(1, window // (32 * HELD)), maxnreg=16 * HELD,
+    )  # fmt: skip
+    return order
+
+
+def head_order(x: Tensor, leaf: int, count: int, hidden: Tensor | None = None) -> Tensor:
+    """All tokens ``x`` [heads, tokens, d] of a head sorted, [heads, slots] int32, -1 for padding.
+
+    Up to SPAN tokens are one window, the smallest leaf * 2^k that holds them. More are gathered
+    around centres first, and the sequence of the centres is cut into windows of SPAN. ``hidden``
+    [heads, tokens]: tokens that are left out; their slots are padding, at the end.
+    """
+    _check(x, SPAN, leaf, count, None)
+    if hidden is not None and (hidden.dtype, hidden.shape) != (torch.bool, x.shape[:2]):
+        raise InputError(
+            f"hidden: got {hidden.dtype} {tuple(hidden.shape)}, expected torch.bool "
+            f"{tuple(x.shape[:2])}"
+        )
+    hidden = None if hidden is None else hidden[:, :count].contiguous()
+    if count <= SPAN:
+        window = max(NARROWEST, leaf * power_of_two(cdiv(count, leaf), 1))
+        return window_order(x, window, leaf, count, None if hidden is None else _visible(hidden))
+    return window_order(x, SPAN, leaf, count, _by_centre(x, count, hidden))
+
+
+def _check(x: Tensor, window: int, leaf: int, count: int, sequence: Tensor | None) -> None:
+    require()
+    if x.dim() != 3 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise InputError(
+            f"x: got {x.dtype} {tuple(x.shape)}, expected bfloat16, float16 or float32 "
+            f"[heads, tokens, d]"
+        )
+    for name, size, least in (("window", window, NARROWEST), ("leaf", leaf, 2)):
+        if size & (size - 1) or not least <= size <= WIDEST:
+            raise InputError(
+                f"{name}: got {size}, expected a power of two from {least} to {WIDEST}"
+            )
+    if leaf > window:
+        raise InputError(f"leaf: got {leaf}, expected at most the window, {window}")
+    if not 0 <= count <= x.shape[1]:
+        raise InputError(f"count: got {count}, expected 0 to the tokens of x, {x.shape[1]}")
+    if sequence is not None and (sequence.dtype != torch.int32 or len(sequence) != len(x)):
+        raise InputError(
+            f"sequence: got {sequence.dtype} {tuple(sequence.shape)}, expected torch.int32 "
+            f"[{len(x)}, slots]"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """Tokens and the windows that their slots are cut into."""
+
+    x: Tensor  # [heads, tokens, d]; the entries of a token lie together
+    sequence: Tensor  # [heads, slots], or anything
+    listed: bool
+    slots: int
+    window: int
+    windows: int
+    count: int
+
+    @staticmethod
+    def of(x: Tensor, window: int, count: int, sequence: Tensor | None) -> _Cut:
+        x = x if x.stride(2) == 1 else x.contiguous()
+        listed = sequence is not None
+        given = x if sequence is None else sequence.contiguous()
+        slots = count if sequence is None else sequence.shape[1]
+        return _Cut(x, given, listed, slots, window, cdiv(count, window), count)
+
+    def new_points(self) -> Tensor:
+        shape = (len(self.x), self.windows, self.window, AXES)
+        return torch.empty(shape, dtype=torch.float32, device=self.x.device)
+
+
+def _points(cut: _Cut) -> Tensor:
+    """Principal coordinates of all windows, [heads, windows, window, AXES] float32."""
+    points, d = cut.new_points(), cut.x.shape[2]
+    width = power_of_two(d)
+    tile = (128 if width <= 64 else 64) // (2 if cut.x.dtype == torch.float32 else 1)
+    kernels.axes[(cut.windows, len(cut.x))](
+        cut.x, cut.sequence, points, cut.slots, cut.count, *cut.x.stride()[:2], d,
+        cut.window, width, min(cut.window, tile), min(AXES, d),
+        AXIS_STEPS // 2, cut.listed, *_operands(cut.x.dtype),
+        num_warps=4 if width <= 64 else 8, num_stages=2,
+    )  # fmt: skip
+    return points
+
+
+def _operands(dtype: torch.dtype) -> tuple[Any, Any, str | None]:
+    """Dtypes of tokens in sums of products and in projections, and the precision of float32. What
+    is summed was shifted, which 16 bits of float16 may not hold."""
+    if dtype == torch.float32 or interpreted():
+        return tl.float32, tl.float32, "tf32x3"
+    return tl.bfloat16, tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, None
+
+
+def _wide_points(cut: _Cut) -> Tensor:
+    """The same by PyTorch, for tokens whose covariance no program can hold."""
+    heads, _, d = cut.x.shape
+    slots = cut.windows * cut.window
+    token = torch.arange(slots, device=cut.x.device).expand(heads, slots)
+    if cut.listed:
+        token = pad(cut.sequence[:, :slots], (0, max(0, slots - cut.slots)), value=-1)
+    real = ((token >= 0) & (token < cut.count)).reshape(heads * cut.windows, cut.window, 1)
+    index = token.clamp(0, cut.count - 1).long().unsqueeze(2).expand(-1, -1, d)
+    y = cut.x.gather(1, index).view(heads * cut.windows, cut.window, d).float() * real
+    y = (y - y.sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)) * real
+    y = y / y.square().sum(1).amax(1).sqrt().clamp(min=1e-30).view(-1, 1, 1)
+    C, found = y.mT @ y, []
+    for _ in range(AXES):
+        v = C.gather(2, C.diagonal(0, 1, 2).argmax(1).view(-1, 1, 1).expand(-1, d, 1))
+        for _ in range(AXIS_STEPS):
+            v = C @ v
+            v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp(min=1e-30)
+        C = C - (v.mT @ C @ v) * (v @ v.mT)
+        found.append(v)
+    return ((y @ torch.cat(found, 2)) * math.sqrt(cut.window)).contiguous()
+
+
+def _visible(hidden: Tensor) -> Tensor:
+    """Tokens that are not hidden, first; -1 for the others."""
+    flags, token = hidden.to(torch.uint8).sort(dim=1, stable=True)
+    return token.int().masked_fill_(flags != 0, -1)
+
+
+def _by_centre(x: Tensor, count: int, hidden: Tensor | None) -> Tensor:
+    """The tokens of each head gathered around centres, [heads, count] int32; -1 at the end, one for
+    each hidden token."""
+    heads = len(x)
+    x = x if x.stride(2) == 1 else x.contiguous()
+    centres, offset = _centres(x, count, hidden)
+    classes = min(MOST_CENTRES, power_of_two(cdiv(count, SPAN), 1)) + 1
+    dtype = torch.int16 if heads * classes < 2**15 else torch.int32
+    key = torch.empty(heads, count, dtype=dtype, device=x.device)
+    padded, width = centres.shape[1], power_of_two(x.shape[2])
+    _, operand, precision = _operands(x.dtype)
+    kernels.nearest[(cdiv(count, 128), heads)](
+        x, centres, offset, key if hidden is None else hidden.view(torch.uint8), key, count,
+        *x.stride()[:2], x.shape[2], classes, width, padded, 128, min(padded, 64),
+        hidden is not None, operand, precision, num_warps=4 if width <= 64 else 8, num_stages=2,
+    )  # fmt: skip
+    key, index = key.flatten().sort(stable=True)
+    token = index.int().view(heads, count)
+    first = torch.arange(heads, dtype=torch.int32, device=x.device).unsqueeze(1)
+    token = token - first * count
+    if hidden is None:
+        return token
+    return token.masked_fill_(key.view(heads, count) == first * classes + classes - 1, -1)
+
+
+def _centres(x: Tensor, count: int, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Centres c [heads, Z, d] about their mean s in the dtype of x, and -<s, c> - |c|^2 / 2, both
+    padded: a token's score <x, c> + offset is largest at the nearest s + c.
+
+    They are the means of the leaves of SPAN tokens at even strides, of those that are not hidden.
+    """
+    heads, _, d = x.shape
+    many = min(MOST_CENTRES, power_of_two(cdiv(count, SPAN), 1))
+    stride = torch.arange(SPAN, device=x.device).expand(heads, SPAN)
+    if hidden is None:
+        token = stride * count // SPAN
+    else:
+        seen = (~hidden).sum(1, keepdim=True)
+        token = _visible(hidden).long().gather(1, stride * seen // SPAN).clamp(min=0)
+    sample = x.gather(1, token.unsqueeze(2).expand(-1, -1, d))
+    order = window_order(sample, SPAN, SPAN // many, SPAN).long()
+    mean = sample.gather(1, order.unsqueeze(2).expand(-1, -1, d)).float()
+    mean = mean.view(heads, many, -1, d).mean(2)
+    shift = mean.mean(1, keepdim=True)
+    centre = (mean - shift).to(x.dtype)
+    known = centre.float()
+    offset = -(known * (shift + known / 2)).sum(2)
+    extra = power_of_two(many) - many
+    return pad(centre, (0, 0, 0, extra)), pad(offset, (0, extra), value=-math.inf)

@@ -1,0 +1,237 @@
+# mypy: ignore-errors
+"""Kernels of `sorting`: principal coordinates of windows, median splits, nearest centres."""
+
+from __future__ import annotations
+
+from ..runtime.language import jit, tl
+
+
+@jit
+def tokens_of(sequence, slot, slots, count, LISTED: tl.constexpr):
+    """The token that stands in each slot of a head, -1 where there is none."""
+    if LISTED:
+        token = tl.load(sequence + slot, mask=slot < slots, other=-1)
+    else:
+        token = slot
+    return tl.where(token < count, token, -1)
+
+
+@jit
+def rows_at(x, token, x_t, d, D: tl.constexpr):
+    """Rows of ``x`` [tokens, D] as they are stored; zeros where there is no token."""
+    dims = tl.arange(0, D)
+    at = x + token.to(tl.int64)[:, None] * x_t + dims[None, :]
+    return tl.load(at, mask=(token >= 0)[:, None] & (dims < d)[None, :], other=0.0)
+
+
+@jit
+def unit(v):
+    """A vector divided by its length; zeros stay."""
+    return v / tl.maximum(tl.sqrt(tl.sum(v * v, 0)), 1.1754944e-38)
+
+
+@jit
+def deflated_axes(C, d, D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr):
+    """R principal axes [D, 16] of a covariance [D, D], by 2 * PAIRS power iterations each.
+
+    C is symmetric: its products with v alternate between sums over rows and over columns, so that
+    v always lies where the next product wants it.
+    """
+    dims, columns = tl.arange(0, D), tl.arange(0, 16)
+    on_diagonal = dims[:, None] == dims[None, :]
+    V = tl.zeros((D, 16), dtype=tl.float32)
+    for k in range(R):
+        largest = tl.argmax(tl.sum(tl.where(on_diagonal, C, 0.0), 0), 0)
+        v = unit(tl.sum(tl.where(dims[None, :] == largest, C, 0.0), 1))
+        for _ in range(PAIRS):
+            u = unit(tl.sum(C * v[:, None], 0))
+            v = unit(tl.sum(C * u[None, :], 1))
+        along = tl.sum(C * v[:, None], 0)
+        across = tl.sum(tl.where(on_diagonal, v[:, None], 0.0), 0)
+        C -= tl.sum(along * across, 0) * v[:, None] * across[None, :]
+        V = tl.where(columns[None, :] == k, v[:, None], V)
+    return V
+
+
+@jit
+def axes(
+    x, sequence, points, slots, count, x_h, x_t, d,
+    W: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr,
+    LISTED: tl.constexpr, SUMMED: tl.constexpr, PROJECTED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Principal coordinates ``points`` [W, 8] of each window, in units of its widest entry.
+
+    Tokens are shifted by the mean of the window's first BT before they are rounded to SUMMED, so
+    that a common offset costs no digits.
+    """
+    window, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    near, dims, columns = tl.arange(0, BT), tl.arange(0, D), tl.arange(0, 16)
+    x += head * x_h
+    sequence += head * slots
+    points += (head * tl.num_programs(0) + window) * W * 8
+    token = tokens_of(sequence, window * W + near, slots, count, LISTED)
+    known = tl.maximum(tl.sum((token >= 0).to(tl.float32), 0), 1.0)
+    shift = tl.sum(rows_at(x, token, x_t, d, D).to(tl.float32), 0) / known
+
+    C = tl.zeros((D, D), dtype=tl.float32)
+    total, real = tl.zeros((D,), dtype=tl.float32), 0.0
+    for start in range(0, W, BT):
+        token = tokens_of(sequence, window * W + start + near, slots, count, LISTED)
+        here = token >= 0
+        y = rows_at(x, token, x_t, d, D).to(tl.float32) - shift[None, :]
+        y = tl.where(here[:, None], y, 0.0).to(SUMMED)
+        C = tl.dot(tl.trans(y), y, C, input_precision=PRECISION)
+        total += tl.sum(y.to(tl.float32), 0)
+        real += tl.sum(here.to(tl.float32), 0)
+    real = tl.maximum(real, 1.0)
+    on_diagonal = dims[:, None] == dims[None, :]
+    across = tl.sum(tl.where(on_diagonal, total[None, :], 0.0), 1)
+    C = C / real - (across / real)[:, None] * (total / real)[None, :]
+    widest = tl.maximum(tl.max(tl.sum(tl.where(on_diagonal, C, 0.0), 0), 0), 1.1754944e-38)
+    V = deflated_axes(C / widest, d, D, R, PAIRS).to(PROJECTED)
+
+    kept = V.to(tl.float32)
+    middle = tl.sum(tl.sum(tl.where(on_diagonal, shift[None, :], 0.0), 1)[:, None] * kept, 0)
+    for start in range(0, W, BT):
+        token = tokens_of(sequence, window * W + start + near, slots, count, LISTED)
+        rows = rows_at(x, token, x_t, d, D).to(PROJECTED)
+        p = tl.dot(rows, V, input_precision=PRECISION) - middle[None, :]
+        at = points + (start + near)[:, None] * 8 + columns[None, :]
+        tl.store(at, p / tl.sqrt(widest), mask=(columns < 8)[None, :])
+
+
+@jit
+def along_principal_axis(p, real, STEPS: tl.constexpr):
+    """Points ``p`` [N, S, 8] of N nodes along the principal axis of each, [N, S].
+
+    v <- C v / |C v| without C: the points times their projections on v. The first of STEPS products
+    makes the column of C with the largest diagonal entry.
+    """
+    here = tl.broadcast_to(real[:, :, None], p.shape)
+    mean = tl.sum(tl.where(here, p, 0.0), 1) / tl.maximum(tl.sum(here.to(tl.float32), 1), 1.0)
+    y = tl.where(here, p - mean[:, None, :], 0.0)
+    largest = tl.argmax(tl.sum(y * y, 1), 1)
+    v = (tl.arange(0, 8)[None, :] == largest[:, None]).to(tl.float32)
+    for _ in range(STEPS):
+        along = tl.sum(y * v[:, None, :], 2)
+        v = tl.sum(y * along[:, :, None], 1)
+        v = v / tl.maximum(tl.sqrt(tl.sum(v * v, 1)), 1.1754944e-38)[:, None]
+    return tl.sum(y * v[:, None, :], 2)
+
+
+@jit
+def sortable(along, real):
+    """Numbers as unsigned integers of the same sequence; the largest where there is no token."""
+    bits = along.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    bits = tl.where(real, tl.minimum(bits, 0x7FFFFFFE), 0x7FFFFFFF)
+    return bits.to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@jit
+def halves(key, N: tl.constexpr, S: tl.constexpr):
+    """Where the entries of N nodes ``key`` [N, S] go, so that the smaller half of each comes first
+    and both keep their sequence; of equal ones the first are the smaller.
+
+    The median is found bit by bit: it is at least ``trial`` where fewer than S / 2 are below that.
+    """
+    median = tl.zeros((N,), dtype=tl.uint32)
+    bit = tl.full((N,), 0x80000000, dtype=tl.uint32)
+    for _ in range(32):
+        trial = median | bit
+        below = tl.sum((key < trial[:, None]).to(tl.int32), 1)
+        median = tl.where(below < S // 2, trial, median)
+        bit = bit >> 1
+    less, equal = key < median[:, None], key == median[:, None]
+    wanted = S // 2 - tl.sum(less.to(tl.int32), 1)[:, None]  # of the equal ones
+    both = tl.cumsum(less.to(tl.int32) + equal.to(tl.int32) * 65536, 1)
+    ties = both >> 16
+    first = (both & 65535) + tl.minimum(ties, wanted)  # of the smaller half, up to here
+    smaller = less | (equal & (ties <= wanted))
+    node, near = tl.arange(0, N)[:, None] * S, tl.arange(0, S)[None, :]
+    return node + tl.where(smaller, first - 1, S // 2 + near - first)
+
+
+@jit
+def slot_of(order, slot, N: tl.constexpr):
+    """The slot, before the first split, of what stands in a slot of the N nodes."""
+    if N > 1:
+        slot = tl.load(order + slot)
+    return slot
+
+
+@jit
+def split_nodes(
+    points, sequence, keys, order, first, slots, count,
+    N: tl.constexpr, S: tl.constexpr, STEPS: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """One split of the N nodes of S tokens of the window that begins at slot ``first``.
+
+    Keys go through memory: so all threads compare the same numbers, and what comes out is a
+    permutation whatever the points are.
+    """
+    slot = tl.arange(0, N)[:, None] * S + tl.arange(0, S)[None, :]
+    local = slot_of(order, slot, N)
+    real = tokens_of(sequence, first + local, slots, count, LISTED) >= 0
+    p = tl.load(points + local[:, :, None] * 8 + tl.arange(0, 8)[None, None, :])
+    tl.store(keys + slot, sortable(along_principal_axis(p, real, STEPS), real))
+    tl.debug_barrier()
+    place = halves(tl.load(keys + slot), N, S)
+    tl.debug_barrier()
+    tl.store(order + place, local)
+    tl.debug_barrier()
+
+
+@jit
+def split(
+    points, sequence, keys, order, slots, count,
+    W: tl.constexpr, LEVELS: tl.constexpr, STEPS: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """All splits of a window; ``order`` [W] holds its permutation in between, and tokens at the
+    end."""
+    window, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    base = (head * tl.num_programs(0) + window) * W
+    points += base * 8
+    keys += base
+    order += base
+    sequence += head * slots
+    first = (window * W).to(tl.int32)
+    for level in tl.static_range(LEVELS):
+        split_nodes(
+            points, sequence, keys, order, first, slots, count,
+            1 << level, W >> level, STEPS, LISTED,
+        )  # fmt: skip
+    local = tl.arange(0, W)
+    if LEVELS > 0:
+        local = tl.load(order + local)
+    token = tokens_of(sequence, first + local, slots, count, LISTED)
+    tl.debug_barrier()
+    tl.store(order + tl.arange(0, W), token)
+
+
+@jit
+def nearest(
+    x, centres, offset, hidden, out, count, x_h, x_t, d, classes,
+    D: tl.constexpr, Z: tl.constexpr, BT: tl.constexpr, BZ: tl.constexpr,
+    HIDDEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write head * ``classes`` + the nearest of Z centres, the first of equals: the largest
+    <x, c> + offset. Hidden tokens are of the last class."""
+    head = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    dims, here = tl.arange(0, D), token < count
+    rows = rows_at(x + head * x_h, tl.where(here, token, -1), x_t, d, D).to(OPERAND)
+    best, which = tl.full((BT,), float("-inf"), dtype=tl.float32), tl.zeros((BT,), dtype=tl.int32)
+    for start in range(0, Z, BZ):
+        at = head * Z + start + tl.arange(0, BZ)
+        c = tl.load(centres + at[:, None] * d + dims[None, :], mask=(dims < d)[None, :], other=0.0)
+        score = tl.dot(rows, tl.trans(c).to(OPERAND), input_precision=PRECISION)
+        score += tl.load(offset + at)[None, :]
+        top = tl.max(score, 1)
+        which = tl.where(top > best, start + tl.argmax(score, 1), which)
+        best = tl.maximum(top, best)
+    if HIDDEN:
+        unseen = tl.load(hidden + head * count + token, mask=here, other=0)
+        which = tl.where(unseen != 0, classes - 1, which)
+    key = head * classes + which
+    tl.store(out + head * count + token, key.to(out.dtype.element_ty), mask=here)

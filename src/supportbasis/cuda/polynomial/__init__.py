@@ -1,0 +1,1 @@
+"""Sums of polynomials of degree 1 and 2, and their gradients."""

@@ -1,0 +1,509 @@
+"""Sums of a polynomial of the scores, p(z) = c_0 + c_1 z + c_2 z^2, on the device.
+
+``num_i = sum_j w_j p(<q_i, k_j>) v_j`` and ``den_i = sum_j w_j p(<q_i, k_j>)``, in time linear in
+both lengths; every head of the queries has a polynomial of its own. Keys are summed in splits
+(`moments`, `folded.square_state`), the splits are added up (`finish_state`), and every query reads
+the sum with its coefficients (`read_out`). Causal sums take a split for every chunk, give each
+chunk the sum of those before it, and evaluate p inside the chunk. The gradient is made of the same
+parts (`contract`): sums over queries, with g = d num as values and h = d den as weights, are what
+keys and values read.
+
+Products of bfloat16 and float16 inputs have bfloat16 operands and are added in float32; those of
+float32 inputs are three TF32 products in place of one ("tf32x3"), one ("tf32"), or float32
+("ieee"). No call waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...errors import InputError
+from ..runtime.language import cdiv, interpreted, power_of_two, require, tl
+from . import contract as gradient
+from . import folded, moments
+from .tiles import Tiles, choose_tiles
+
+CHUNK = 1024  # tokens of a causal chunk
+PAD = 128  # transposed tokens are padded to a multiple of this
+PROGRAMS = 2048  # of the state kernel, at least, by cutting the keys into splits
+
+
+@dataclass(frozen=True, eq=False)
+class Polynomials:
+    """The polynomial of every head of the queries, the weight of every key, and how to sum."""
+
+    coefficients: Tensor  # [batch * heads, 3] in <q, k>, divided by exp(unit)
+    unit: Tensor  # [batch * heads]
+    degree: int
+    weight: Tensor | None = None  # [batch, key heads, m]; 0: the key is not there
+    causal: bool = False
+    chunk: int = CHUNK
+    precision: str = "tf32x3"  # of float32 products
+    tiles: Tiles | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What the kernels of one call share."""
+
+    coefficients: Tensor
+    degree: int
+    dim: int
+    value_dim: int
+    dtype: torch.dtype  # of operands
+    precision: str | None  # of float32 products
+    tiles: Tiles
+    causal: bool
+    chunk: int
+
+    @property
+    def pairs(self) -> int:
+        return (self.dim + 1) // 2 if self.degree == 2 else 0
+
+    @property
+    def blocks(self) -> int:
+        return self.pairs + 2 if self.degree == 2 else 1
+
+    @property
+    def width(self) -> int:
+        return power_of_two(self.dim)
+
+    @property
+    def value_width(self) -> int:
+        return power_of_two(self.value_dim)
+
+    @property
+    def switches(self) -> dict[str, Any]:
+        operand = tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32
+        return {"OPERAND": operand, "PRECISION": self.precision}
+
+    @property
+    def packed(self) -> bool:
+        return self.dtype == torch.bfloat16 and not interpreted()
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Sums over one side: of all its tokens, or before (after) each chunk."""
+
+    features: Tensor  # [states, batch * heads, blocks, width, value_width]
+    vectors: Tensor  # [states, batch * heads, dv + d + 1]: of values, of tokens, of weights
+    matrix: Tensor  # [states, batch * heads, 2, width, width]: of products, rounded and rest
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.features, self.vectors, self.matrix
+
+
+def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Shapes, dtype and device of a call to a kernel; nothing that would wait for the device."""
+    require()
+    if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise InputError(f"query: got {query.dtype}, expected bfloat16, float16 or float32")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4 or not all(x.shape):
+            raise InputError(
+                f"{name}: got shape {tuple(x.shape)}, expected [batch, heads, n, width], not empty"
+            )
+        if x.dtype != query.dtype or x.device != query.device:
+            raise InputError(
+                f"{name}: got {x.dtype} on {x.device}, expected {query.dtype} on {query.device}"
+            )
+        if x.shape[-1] > 256:
+            raise InputError(f"{name}: got a width of {x.shape[-1]}, expected at most 256")
+    if key.shape != (query.shape[0], key.shape[1], key.shape[2], query.shape[3]):
+        raise InputError(f"key: got {tuple(key.shape)} with query {tuple(query.shape)}")
+    if value.shape[:3] != key.shape[:3]:
+        raise InputError(f"value: got {tuple(value.shape)} with key {tuple(key.shape)}")
+    if query.shape[1] % key.shape[1]:
+        raise InputError(f"key: got {key.shape[1]} heads, expected a divisor of {query.shape[1]}")
+
+
+def setting_of(query: Tensor, value: Tensor, polynomials: Polynomials) -> Setting:
+    """The shared setting of a call."""
+    degree, chunk, causal = polynomials.degree, polynomials.chunk, polynomials.causal
+    if degree not in (1, 2):
+        raise InputError(f"degree: got {degree}, expected 1 or 2")
+    full = query.dtype == torch.float32 or interpreted()
+    dim, value_dim = query.shape[-1], value.shape[-1]
+    tiles = polynomials.tiles or choose_tiles(dim, value_dim, full, causal)
+    if chunk % max(tiles.read.rows, tiles.contract.rows, tiles.state.tokens, 64):
+        raise InputError(f"chunk: got {chunk}, expected a multiple of the kernels' rows")
+    return Setting(
+        polynomials.coefficients,
+        degree, dim, value_dim,
+        torch.float32 if full else torch.bfloat16,
+        polynomials.precision if full else None,
+        tiles, causal, chunk,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=32)
+def fold_masks(dim: int, device: torch.device) -> Tensor:
+    """Row p: -1 in the columns j >= p of x[p] x[j], 0 in those of the reversed tile."""
+    p = torch.arange((dim + 1) // 2, device=device).unsqueeze(1)
+    return -(torch.arange(power_of_two(dim), device=device) >= p).to(torch.int32)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """A [batch, heads, n, width] tensor whose rows lie together in memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """Tokens, values and weights of one side, [batch, heads, n, ...]."""
+
+    tokens: Tensor
+    values: Tensor
+    weight: Tensor | None = None
+    transposed: Tensor | None = None  # tokens, [batch, heads, d, padded]: what sums need
+    words: Tensor | None = None  # the same in words of 32 bits: what rows need
+    weighted: Tensor | None = None  # values times weights
+
+    @property
+    def heads(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def padded(self) -> int:
+        return cdiv(self.tokens.shape[2], PAD) * PAD
+
+
+def prepared(
+    tokens: Tensor,
+    values: Tensor,
+    weight: Tensor | None,
+    setting: Setting,
+    *,
+    summed: bool = False,
+    read: bool = False,
+    apply: bool = False,
+) -> Side:
+    """A side with what the kernels read of it.
+
+    ``summed``: it is to be summed over; ``read``: its rows read sums of the other side; ``apply``
+    its weights to the values.
+    """
+    side = Side(rows_of(tokens), rows_of(values), weight)
+    if setting.degree == 1 and not apply:
+        return side
+    x, v, padded = side.tokens, side.values, side.padded
+    batch, heads, n, d = x.shape
+    dv, wide = setting.value_dim, max(setting.width, setting.value_width)
+    new = partial(torch.empty, device=x.device)
+    transposed = words = weighted = None
+    if summed or not setting.packed:
+        transposed = new(batch, heads, d, padded, dtype=setting.dtype)
+    if read and setting.packed:
+        words = new(batch, heads, d, padded, dtype=torch.int32)
+    if apply:
+        weighted = new(batch, heads, n, dv, dtype=setting.dtype)
+    at_once = 64 if wide <= 128 else 32
+    moments.prepare[(padded // at_once, batch * heads)](
+        x, v, x if weight is None else weight,
+        x if transposed is None else transposed, x if words is None else words,
+        x if weighted is None else weighted,
+        heads, n, padded, d, dv, *x.stride()[:3], *v.stride()[:3],
+        setting.width, setting.value_width, at_once,
+        transposed is not None, words is not None, apply,
+    )  # fmt: skip
+    words = transposed if words is None else words
+    return replace(side, transposed=transposed, words=words, weighted=weighted)
+
+
+def sums_over(
+    side: Side,
+    setting: Setting,
+    *,
+    order: int = 0,
+    states: int = 1,
+    group: int = 1,
+    queries: bool = False,
+) -> State:
+    """Sums over the tokens of ``side``, over ``group`` heads together.
+
+    Values count as they are, or weighted where the side has them so; its weights belong to the
+    normaliser.
+    """
+    x, padded = side.tokens, side.padded
+    value = side.values if side.weighted is None else side.weighted
+    batch, heads, n, d = x.shape
+    dv, degree, width = setting.value_dim, setting.degree, setting.width
+    all_heads, tiles, blocks = batch * heads, setting.tiles, setting.blocks
+    shape = tiles.state
+    row_tiles, col_tiles = cdiv(width, shape.rows), cdiv(setting.value_width, shape.columns)
+    groups = cdiv(setting.pairs, shape.pairs)
+    if order:
+        span, splits = setting.chunk, cdiv(n, setting.chunk)
+    else:
+        programs = max(groups, 4) * row_tiles * col_tiles * all_heads
+        splits = min(cdiv(PROGRAMS, programs), cdiv(n, 1024))
+        span = cdiv(cdiv(n, splits), PAD) * PAD
+        splits = cdiv(n, span)
+    flat_at = d * d if degree == 2 else 0
+    flat_size = flat_at + dv + d + 1
+    new = partial(torch.empty, dtype=torch.float32, device=x.device)
+    part = new(splits, all_heads, blocks, d, dv)
+    flat = new(splits, all_heads, flat_size)
+    weights = flat if side.weight is None else side.weight  # flat: a tensor that is not touched
+    tokens, token_strides = x, (*x.stride()[:3], 1)
+    if side.transposed is not None:
+        tokens, token_strides = side.transposed, (heads * d * padded, d * padded, 1, padded)
+    small = tiles.small
+    small_rows = cdiv(width, small)
+    at_once = min(shape.tokens, 64)
+    moments.value_moments[(small_rows * cdiv(setting.value_width, small), splits, all_heads)](
+        tokens, value, weights, part, flat,
+        heads, n, span, blocks, d, dv, flat_size, flat_at,
+        *token_strides, *value.stride()[:3],
+        small, small, at_once, small_rows, degree == 2, side.weight is not None,
+        **setting.switches,
+    )  # fmt: skip
+    if degree == 2:
+        moments.weight_moments[(small_rows**2, splits, all_heads)](
+            tokens, weights, flat, n, span, padded, d, flat_size,
+            small, at_once, small_rows, side.weight is not None, setting.precision,
+        )  # fmt: skip
+        folded.square_state[(groups * row_tiles * col_tiles, splits, all_heads)](
+            tokens, value, fold_masks(d, x.device), part,
+            heads, n, span, padded, setting.pairs, blocks, d, dv, groups, row_tiles,
+            *value.stride()[:3],
+            width, shape.rows, shape.columns, shape.tokens, shape.pairs, setting.packed,
+            **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
+    return finish(part, flat, splits, states, group, flat_size, flat_at, order, queries, setting)
+
+
+def finish(
+    part: Tensor, flat: Tensor, splits: int, states: int, group: int,
+    flat_size: int, flat_at: int, order: int, queries: bool, setting: Setting,
+) -> State:  # fmt: skip
+    """Add up the splits, those of queries with their coefficients."""
+    d, dv, width, value_width = setting.dim, setting.value_dim, setting.width, setting.value_width
+    heads = part.shape[1] // group
+    new = part.new_empty
+    features = new(states, heads, setting.blocks, width, value_width, dtype=setting.dtype)
+    vectors = new(states, heads, dv + d + 1)
+    size = width if setting.degree == 2 else 0
+    matrix = new(states, heads, 2, size, size, dtype=setting.dtype)
+    rows = min(width, 16)
+    folded.finish_state[(setting.blocks * width // rows, heads)](
+        part, features, setting.coefficients,
+        splits, states, group, setting.pairs, setting.blocks, d, dv,
+        width, value_width, rows, order, queries,
+    )  # fmt: skip
+    moments.finish_moments[(size + 1, heads)](
+        flat, vectors, matrix if size else vectors, setting.coefficients,
+        splits, states, group, d, dv, flat_size, flat_at,
+        size, power_of_two(max(dv + d + 1, width)), order, queries,
+    )  # fmt: skip
+    return State(features, vectors, matrix if size else vectors)
+
+
+def read(
+    rows: Side,
+    state: State,
+    other: Side,
+    setting: Setting,
+    *,
+    order: int = 0,
+    queries: bool = True,
+    slope: Tensor | None = None,
+    unit: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Sums of every row of ``rows`` (their weight multiplies them), and their denominators; with
+    a ``unit`` their quotients, and the logarithms of the denominators. Keys that read ``queries``
+    have no denominators but the sums of a ``slope`` of each query."""
+    x, y, u = rows.tokens, other.tokens, other.values
+    batch, heads, n, d = x.shape
+    dv, shape = setting.value_dim, setting.tiles.read
+    ratio, members = cdiv(heads, other.heads), cdiv(other.heads, heads)
+    out = torch.empty(batch, heads, n, dv, dtype=dtype, device=x.device)
+    den = torch.empty(batch, heads, n, dtype=torch.float32, device=x.device)
+    weight = den if slope is None else slope
+    weight = weight if other.weight is None else other.weight
+    row_weight = den if rows.weight is None else rows.weight
+    folded.read_out[(cdiv(n, shape.rows), cdiv(setting.value_width, shape.columns), batch * heads)](
+        x, x if rows.words is None else rows.words, *state.tensors,
+        fold_masks(d, x.device), y, u, weight, row_weight,
+        setting.coefficients, den if unit is None else unit, out, den,
+        heads, n, rows.padded, d, dv, setting.pairs, setting.blocks, setting.chunk, ratio,
+        other.heads, y.shape[2], members,
+        *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
+        setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
+        min(setting.width, 64), shape.unroll if setting.pairs % shape.unroll == 0 else 1,
+        setting.degree, order, queries, queries or slope is not None, unit is not None,
+        other.weight is not None, rows.weight is not None, setting.packed,
+        **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    return out, den
+
+
+def token_gradient(
+    rows: Side,
+    slope: Tensor,
+    state: State,
+    other: Side,
+    setting: Setting,
+    *,
+    order: int = 0,
+    queries: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Gradient of the tokens of ``rows``, whose values are the directions (see `contract`)."""
+    x, u, y, v = rows.tokens, rows.values, other.tokens, other.values
+    batch, heads, n, d = x.shape
+    shape = setting.tiles.contract
+    ratio, members = cdiv(heads, other.heads), cdiv(other.heads, heads)
+    out = torch.empty(batch, heads, n, d, dtype=dtype, device=x.device)
+    weight = slope if other.weight is None else other.weight
+    row_weight = slope if rows.weight is None else rows.weight
+    gradient.contract[(cdiv(n, shape.rows), cdiv(setting.width, shape.columns), batch * heads)](
+        x, x if rows.words is None else rows.words, u, slope, *state.tensors,
+        y, v, weight, row_weight, setting.coefficients, out,
+        heads, n, rows.padded, d, setting.value_dim, setting.pairs, setting.blocks,
+        setting.chunk, ratio,
+        other.heads, y.shape[2], members,
+        *x.stride()[:3], *u.stride()[:3], *y.stride()[:3], *v.stride()[:3],
+        setting.width, shape.columns, setting.value_width, shape.rows, shape.tokens,
+        setting.degree, order, queries, other.weight is not None, rows.weight is not None,
+        setting.packed, **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    return out
+
+
+def key_weights(log_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(log-weight - shift) [batch, heads, m] and the shift of each head, its largest."""
+    log_weight = log_weight.float()
+    shift = log_weight.amax(-1)
+    shift = torch.where(shift > -math.inf, shift, 0.0)
+    return (log_weight - shift.unsqueeze(-1)).exp().contiguous(), shift
+
+
+def operands(x: Tensor, causal: bool) -> Tensor:
+    """Rows of 16-bit tokens as the kernels take them: in bfloat16, since that is what products
+    have, and for causal sums filled up with zeros to a power of two.
+
+    Compiled by Triton 3.6 for Hopper, the loop over a chunk was wrong where neither keys nor values
+    have a multiple of 16 entries, and where float16 tokens of 24 were to be rounded inside it
+    (docs/gpu-notes.md, "Traps").
+    """
+    width = power_of_two(x.shape[-1])
+    if x.dtype == torch.float16 and not interpreted():
+        x = x.bfloat16()
+    if not causal or x.dtype == torch.float32 or width == x.shape[-1]:
+        return x
+    return F.pad(x, (0, width - x.shape[-1]))
+
+
+def polynomial_sums(
+    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials
+) -> tuple[Tensor, Tensor]:
+    """Numerators and denominators in float32, in units of exp(unit).
+
+    query [batch, heads, n, d], key and value [batch, key heads, m, ...] with heads a multiple of
+    key heads.
+    """
+    return _forward(query, key, value, polynomials, None)
+
+
+def polynomial_attention(
+    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials
+) -> tuple[Tensor, Tensor]:
+    """Output in the dtype of the query and lse; rows whose denominator is not positive get zeros
+    and -inf."""
+    return _forward(query, key, value, polynomials, polynomials.unit)
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials, unit: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    check_inputs(query, key, value)
+    columns, causal = value.shape[-1], polynomials.causal
+    dtype = torch.float32 if unit is None else query.dtype
+    query, key, value = (operands(x, causal) for x in (query, key, value))
+    setting = setting_of(query, value, polynomials)
+    keys, state = _key_sums(query, key, value, polynomials.weight, setting)
+    queries = prepared(query, value, None, setting, read=True)
+    out, den = read(queries, state, keys, setting, order=int(causal), unit=unit, dtype=dtype)
+    return out[..., :columns], den
+
+
+def _key_sums(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, setting: Setting,
+    *, read: bool = False,
+) -> tuple[Side, State]:  # fmt: skip
+    """The side of the keys, and its sums."""
+    keys = prepared(key, value, weight, setting, summed=True, read=read, apply=weight is not None)
+    order = int(setting.causal)
+    states = cdiv(query.shape[2], setting.chunk) if order else 1
+    return keys, sums_over(keys, setting, order=order, states=states)
+
+
+def polynomial_gradients(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    polynomials: Polynomials,
+    output: Tensor,
+    lse: Tensor,
+    *,
+    excluded: Tensor | None = None,
+    for_weights: bool = False,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and, if asked for, of the logarithm of the weights.
+
+    ``lse`` belongs to the whole row, so other components may have been added to the sums; rows
+    that are ``excluded`` [batch, heads, n] had none of them.
+    """
+    check_inputs(query, key, value)
+    dim, columns, causal = query.shape[-1], value.shape[-1], polynomials.causal
+    dtype = dtype or query.dtype
+    query, key, value, grad, output = (
+        operands(x, causal) for x in (query, key, value, grad.to(query.dtype), output)
+    )
+    setting = setting_of(query, value, polynomials)
+    batch, heads, n = lse.shape
+    grad, output = rows_of(grad), output.contiguous()
+    g = torch.empty(batch, heads, n, setting.value_dim, dtype=setting.dtype, device=grad.device)
+    h = torch.empty_like(lse)
+    gradient.gradient_rows[(cdiv(n, 64), batch * heads)](
+        grad, output, lse, polynomials.unit, h if excluded is None else excluded,
+        h if grad_lse is None else grad_lse.contiguous(), g, h,
+        heads, n, setting.value_dim, *grad.stride()[:3],
+        setting.value_width, 64, grad_lse is not None, excluded is not None,
+    )  # fmt: skip
+    order, group, weight = int(causal), heads // key.shape[1], polynomials.weight
+    keys, state = _key_sums(query, key, value, weight, setting, read=True)
+    queries = prepared(query, g, h, setting, summed=True, read=True)
+    states = cdiv(key.shape[2], setting.chunk) if order else 1
+    back = sums_over(queries, setting, order=-order, states=states, group=group, queries=True)
+    queries = replace(queries, weight=None)
+    grad_query = token_gradient(
+        queries, h, state, keys, setting, order=order, queries=True, dtype=dtype
+    )
+    grad_key = token_gradient(
+        keys, h, back, queries, setting, order=-order, queries=False, dtype=dtype
+    )
+    grad_value, slope = read(
+        keys, back, queries, setting,
+        order=-order, queries=False, slope=h if for_weights else None,
+        dtype=torch.float32 if for_weights else dtype,
+    )  # fmt: skip
+    made = (grad_query[..., :dim], grad_key[..., :dim], grad_value[..., :columns].to(dtype))
+    if not for_weights:
+        return (*made, None)
+    slope = (grad_value * value).sum(-1) + (slope if weight is None else weight * slope)
+    return (*made, slope if weight is None else torch.where(weight > 0, slope, 0.0))

@@ -1,0 +1,334 @@
+"""Polynomials and single thresholds on the device, all heads at once.
+
+Large keys have weight zero in the feature sums, so no small token is gathered. Rows then go on from
+these sums with the large keys, exactly (`kernels.rectangle`), and there is one division; rows that
+are large are written once more, exactly, over all keys. Which tokens are large is found at every
+call, with preallocated capacity for them (`room`), without synchronising with the host.
+
+A polynomial runs here only if it is certified to be positive on its range: then no row can lose its
+denominator as long as scores stay within it. Beyond (a plan reused on other data), a row whose
+denominator is not positive gets zeros and lse -inf. Nothing is rescued here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from ...components.cotangent import Gradients
+from ...engine.dispatch import Forward
+from ...plans.plan import HeadPlan, Plan
+from ...problem.problem import Problem
+from ..exact.exact_heads import empty_results, finished, precision
+from ..exact.rectangle import Rectangle, Start, Tokens, Totals, add_gradients, exact_rows, slopes
+from ..runtime.lengths import large, listed, rounded_down
+from ..runtime.room import Room, Sizes, all_unless, enough
+from .sums import (
+    Polynomials,
+    key_weights,
+    polynomial_attention,
+    polynomial_gradients,
+    polynomial_sums,
+)
+
+
+def refusal(head: HeadPlan) -> str | None:
+    assert head.polynomial is not None
+    if head.polynomial.degree > 2:
+        return f"its polynomial has degree {head.polynomial.degree}; kernels have up to 2"
+    if not head.polynomial.positive:
+        return f"its polynomial is not positive on ±{head.polynomial.bound:.3g}: it may lose rows"
+    return None
+
+
+def family(head: HeadPlan) -> object:
+    return max(1, head.degree or 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """What a plan says, on the device."""
+
+    coefficients: Tensor  # [batch * heads, 3] in <q, k>
+    unit: Tensor  # [batch * heads]
+    rows: Tokens
+    keys: Tokens
+    large_row: Tensor | None  # [batch, heads, n] uint8
+    small_key: Tensor | None  # [batch, heads, m] float32: 0 where a key is large
+    shared: bool  # whether heads that share keys have the same large ones
+
+
+def forward(problem: Problem, plan: Plan) -> Forward:
+    if not _splits(plan):
+        return (*_attended(problem, plan, _whole(problem, plan)), None)
+
+    def work(sizes: Sizes, sure: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        split, needed = _new_split(problem, plan, sizes)
+        output, lse = _attended(problem, plan, split)
+        if sure:
+            exact_rows(*_tokens(problem), _all_rows(problem, enough(needed, sizes)), output, lse)
+        return (output, lse), needed
+
+    return (*Room.of(plan, problem, (0, 0)).run(work), None)
+
+
+def _attended(problem: Problem, plan: Plan, split: Split) -> tuple[Tensor, Tensor]:
+    """Output and lse of all rows."""
+    sums = _Sums.of(problem, plan, split, shared=split.shared)
+    if not split.keys.most:
+        output, lse = (x.reshape(problem.query.shape[:3] + x.shape[3:]) for x in sums.attention())
+    else:
+        output, lse = empty_results(problem)
+        num, den = sums.sums()
+        start = Start(num.contiguous(), den, sums.polynomials.unit)
+        exact_rows(*_tokens(problem), _small_rows(problem, split), output, lse, start)
+    output, lse = output.contiguous(), lse.contiguous()
+    if split.rows.most:
+        exact_rows(*_tokens(problem), _large_rows(problem, split), output, lse)
+    return output, lse
+
+
+def gradients(
+    problem: Problem,
+    plan: Plan,
+    output: Tensor,
+    lse: Tensor,
+    rescued: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    for_weights: bool,
+) -> Gradients:
+    pulled = partial(_pulled_back, problem, plan, output, lse, grad, grad_lse, for_weights)
+    if not _splits(plan):
+        return pulled(_whole(problem, plan), None)
+
+    def work(sizes: Sizes, sure: bool) -> tuple[Gradients, Tensor]:
+        split, needed = _new_split(problem, plan, sizes)
+        return pulled(split, _all_rows(problem, enough(needed, sizes)) if sure else None), needed
+
+    return Room.of(plan, problem, (0, 0)).again(work)
+
+
+def _pulled_back(
+    problem: Problem,
+    plan: Plan,
+    output: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    for_weights: bool,
+    split: Split,
+    instead: Rectangle | None,
+) -> Gradients:
+    """Gradients through sums and rectangles; ``instead`` is what ran where a split did not fit."""
+    mixed = bool(split.keys.most or split.rows.most or instead is not None)
+    sums = _Sums.of(problem, plan, split, shared=split.shared and not for_weights)
+    made = sums.gradients(grad, grad_lse, output, lse, split, for_weights, wide=mixed)
+    if not mixed:
+        return made
+    # rectangles add to sums of their own for each head of the queries, where heads share keys
+    query, key, value, weight = made.query, made.key, made.value, made.key_log_weight
+    shape, new = (problem.batch, problem.heads), lse.new_zeros
+    apart = problem.group > 1
+    total = Totals(
+        query.contiguous(),
+        new(*shape, *key.shape[2:]) if apart else key.contiguous(),
+        new(*shape, *value.shape[2:]) if apart else value.contiguous(),
+        new(*shape, problem.m) if weight is None else weight.contiguous(),
+    )
+    slope = slopes(grad, grad_lse, output)
+    rectangles = [_small_rows(problem, split), _large_rows(problem, split)]
+    for rectangle in rectangles + ([] if instead is None else [instead]):
+        add_gradients(total, grad, slope, lse, *_tokens(problem), rectangle)
+    found = finished(total, problem, for_weights)
+    if apart:
+        found.key, found.value = found.key + key, found.value + value
+    return found
+
+
+def _tokens(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    return problem.query, problem.key, problem.value
+
+
+def _small_rows(problem: Problem, split: Split) -> Rectangle:
+    """All rows but the large ones, and the large keys."""
+    return Rectangle(
+        Tokens(problem.n), split.keys, problem.scale, problem.is_causal,
+        problem.key_log_weight, split.large_row, precision(),
+    )  # fmt: skip
+
+
+def _large_rows(problem: Problem, split: Split) -> Rectangle:
+    """The large rows, and all keys."""
+    return Rectangle(
+        split.rows, Tokens(problem.m), problem.scale, problem.is_causal,
+        problem.key_log_weight, None, precision(),
+    )  # fmt: skip
+
+
+def _all_rows(problem: Problem, fits: Tensor) -> Rectangle:
+    """All rows and keys where a split does not fit, else nothing."""
+    weight, causal = problem.key_log_weight, problem.is_causal
+    return all_unless(fits, problem.query, problem.key, problem.scale, weight, precision(), causal)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """The feature sums of a call. Heads that share keys share their sums too if the weights of
+    these keys are the same; else they become batches, and the keys are seen several times."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    polynomials: Polynomials
+    problem: Problem
+
+    @staticmethod
+    def of(problem: Problem, plan: Plan, split: Split, *, shared: bool) -> _Sums:
+        query, key, value = _tokens(problem)
+        group, bias, small = problem.group, problem.key_log_weight, split.small_key
+        shared = shared and (bias is None or bias.stride(1) == 0 or problem.heads == 1)
+        weighted = bias is not None or small is not None
+        weight, unit = None, split.unit
+        if weighted:
+            step = group if shared else 1
+            weight = None if small is None else small[:, ::step]
+            if bias is not None:
+                factor, shift = key_weights(bias[:, ::step])
+                weight = factor if weight is None else factor * weight
+                unit = unit + shift.repeat_interleave(step, 1).flatten()
+        if weighted and group > 1 and not shared:
+            query = query.reshape(-1, group, *query.shape[2:])
+            key, value = (
+                x.reshape(-1, 1, *x.shape[2:]).expand(-1, group, -1, -1) for x in (key, value)
+            )
+            assert weight is not None
+            weight = weight.reshape(-1, group, problem.m)
+        if weight is not None:
+            weight = weight.contiguous()
+        polynomials = Polynomials(
+            split.coefficients, unit, max(1, plan.heads[0].degree or 0), weight,
+            problem.is_causal, precision=precision(),
+        )  # fmt: skip
+        return _Sums(query, key, value, polynomials, problem)
+
+    def attention(self) -> tuple[Tensor, Tensor]:
+        return polynomial_attention(self.query, self.key, self.value, self.polynomials)
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        return polynomial_sums(self.query, self.key, self.value, self.polynomials)
+
+    def gradients(
+        self,
+        grad: Tensor,
+        grad_lse: Tensor | None,
+        output: Tensor,
+        lse: Tensor,
+        split: Split,
+        for_weights: bool,
+        wide: bool,
+    ) -> Gradients:
+        """Of the call's tokens; ``wide``: in float32."""
+        problem, shape = self.problem, self.query.shape[:2]
+
+        def alike(x: Tensor) -> Tensor:
+            return x.reshape(*shape, *x.shape[2:])
+
+        made = polynomial_gradients(
+            alike(grad), None if grad_lse is None else alike(grad_lse),
+            self.query, self.key, self.value, self.polynomials, alike(output), alike(lse),
+            excluded=None if split.large_row is None else alike(split.large_row),
+            for_weights=for_weights, dtype=torch.float32 if wide else None,
+        )  # fmt: skip
+        query, key, value, weight = made
+        if self.key.shape[:2] != problem.key.shape[:2]:
+            key, value = (
+                x.float().sum(1).view(problem.batch, -1, *x.shape[2:]) for x in (key, value)
+            )
+        query = query.reshape(problem.query.shape)
+        if weight is not None:
+            weight = weight.reshape(problem.batch, -1, problem.m)
+        return Gradients(query, key, value, weight)
+
+
+# ---- the plan on the device --------------------------------------------------------------------
+
+
+def _splits(plan: Plan) -> bool:
+    return any(head.kind == "single-threshold" for head in plan.heads)
+
+
+def _new_split(problem: Problem, plan: Plan, sizes: Sizes) -> tuple[Split, Tensor]:
+    """By the thresholds of a plan, for so many large rows and keys of a head; and how many
+    there are. Where that does not fit, all rows are left out. Nothing here waits."""
+    table, unit, limit = _table(problem, plan)
+    query, key, group = problem.query.detach(), problem.key.detach(), problem.group
+    weight = None if problem.key_log_weight is None else problem.key_log_weight.detach().float()
+    rows = large(query, problem.heads, limit, None)
+    keys = large(key, problem.heads, limit, weight)
+    (row_index, row_count), (key_index, key_count) = (
+        listed(flags, size) for flags, size in zip((rows, keys), sizes, strict=True)
+    )
+    needed = torch.stack([row_count, key_count]).amax(1)
+    fits = (needed <= _on_device(sizes, query.device)).all()
+    listed_rows = Tokens(sizes[0], row_index, row_count.clamp(max=sizes[0]) * fits)
+    listed_keys = Tokens(sizes[1], key_index, key_count.clamp(max=sizes[1]))
+    thresholds = [_limit(head) for head in plan.heads]
+    groups = (thresholds[first : first + group] for first in range(0, len(thresholds), group))
+    bias = problem.key_log_weight
+    shared = all(len(set(each)) == 1 for each in groups) and (bias is None or bias.stride(1) == 0)
+    large_row = (rows | ~fits).view(query.shape[:3]).view(torch.uint8)
+    small_key = None
+    if sizes[1]:
+        small_key = 1.0 - keys.view(*query.shape[:2], -1).float()
+    return Split(table, unit, listed_rows, listed_keys, large_row, small_key, shared), needed
+
+
+@lru_cache(maxsize=64)
+def _on_device(sizes: Sizes, device: torch.device) -> Tensor:
+    return torch.tensor(sizes, device=device)
+
+
+def _table(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """Coefficients, units and thresholds [batch * heads], on the device with the plan."""
+    device = problem.query.device
+    key = ("thresholds", device, problem.scale)
+    if key not in plan.memory:
+        limit = rounded_down([_limit(head) for head in plan.heads]).to(device)
+        plan.memory[key] = (*_polynomials(problem, plan), limit)
+    found = plan.memory[key]
+    assert isinstance(found, tuple)
+    return found
+
+
+def _limit(head: HeadPlan) -> float:
+    return math.inf if head.threshold is None else head.threshold
+
+
+def _whole(problem: Problem, plan: Plan) -> Split:
+    """Nothing is large."""
+    table, unit, _ = _table(problem, plan)
+    return Split(table, unit, Tokens(0), Tokens(0), None, None, True)
+
+
+def _polynomials(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Coefficients and units of all heads, on the device."""
+    coefficients = torch.tensor(
+        [_coefficients(head, problem.scale) for head in plan.heads], dtype=torch.float64
+    )
+    unit = torch.tensor([head.bound or 0.0 for head in plan.heads])
+    device = problem.query.device
+    return coefficients.float().to(device), unit.to(device)
+
+
+def _coefficients(head: HeadPlan, scale: float) -> tuple[float, float, float]:
+    """In <q, k> from those in z / B."""
+    polynomial = head.polynomial
+    assert polynomial is not None
+    unit = scale / polynomial.bound if polynomial.bound > 0 else 0.0
+    c = [factor * unit**power for power, factor in enumerate(polynomial.coefficients)]
+    return (c[0], c[1] if len(c) > 1 else 0.0, c[2] if len(c) > 2 else 0.0)

@@ -1,0 +1,1 @@
+"""What all kinds of heads share on a device."""

@@ -1,0 +1,63 @@
+# mypy: ignore-errors
+"""Triton, where it is installed.
+
+Kernels are decorated with `jit` from here, so that their modules can be imported without Triton;
+`require` says in words what is missing when one is to run.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ...errors import SupportBasisError
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # an optional package
+    triton = tl = None
+
+__all__ = ["cdiv", "interpreted", "jit", "power_of_two", "require", "tl"]
+
+
+def jit(function):
+    """`triton.jit`, or the function itself where Triton is missing."""
+    return function if triton is None else triton.jit(function)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def _repair_interpreter() -> None:
+    """Triton 3.6 takes loop bounds from arrays of one entry by ``int``; NumPy 2.4 refuses that."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+if triton is not None and interpreted():
+    _repair_interpreter()
+
+
+def require() -> None:
+    if triton is None:
+        raise SupportBasisError(
+            "this needs Triton, which is not installed: pip install 'supportbasis[triton]'"
+        )
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_two(n: int, least: int = 16) -> int:
+    """Smallest power of two that is at least n."""
+    return max(least, 1 << max(n - 1, 0).bit_length())

@@ -1,0 +1,81 @@
+"""What a certificate needs to know of an outcome that came from kernels: lost rows and rounding.
+
+A call does not look for them, since that would wait for the device; a certificate does.
+
+In a feature sum every term passes through few roundings to 16 bits: two of features, one of the
+state, one of a weighted value, and one of each entry where the input is not bfloat16. Terms are at
+most sum |c_k| in the units in which the smallest weight is exp(low - 2B), low being the logarithm
+of the smallest ratio of polynomial and exponential. Exact scores and weights round as SDPA's do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...accuracy.bounds import recertified
+from ...engine import sdpa
+from ...engine.dispatch import Batch
+from ...plans.plan import HeadPlan
+from ...problem.problem import Head, Problem
+from ...problem.result import Outcome
+from ...problem.rounding import gamma, product_roundoff, sum_depth, unit_roundoff
+
+ROUNDINGS = {torch.bfloat16: 4, torch.float16: 9, torch.float32: 9}
+SUMMED = 1024  # terms added up at a time
+
+
+def with_noise(problem: Problem, found: Sequence[Batch], outcome: Outcome) -> Outcome:
+    """The outcome with its lost rows counted and its rounding bounded."""
+    with torch.no_grad():
+        lost = (outcome.lse == -math.inf) & ~_dead(problem)
+        exact = sdpa.sdpa_noise(problem)
+        rounding = outcome.rounding.clone()
+        for batch in found:
+            if batch.kind is None:
+                continue
+            for number, plan in zip(batch.heads, batch.plan.heads, strict=True):
+                at = divmod(number, problem.heads)
+                noise = _feature_noise(problem.head(*at), plan)
+                rounding[at] = torch.clamp(exact[at] + noise, max=1.0)
+        eager = [i for batch in found if batch.kind is None for i in batch.heads]
+        invalid = lost.sum(-1).to(outcome.invalid_rows.dtype) + outcome.rescued_rows
+        invalid.flatten()[eager] = outcome.invalid_rows.flatten()[eager]
+    return replace(outcome, invalid_rows=invalid, rounding=rounding)
+
+
+def _dead(problem: Problem) -> Tensor:
+    """Rows that may attend to nothing."""
+    if problem.key_log_weight is None:
+        return torch.zeros((), dtype=torch.bool, device=problem.query.device)
+    dead = problem.key_log_weight == -math.inf
+    if not problem.is_causal:
+        return dead.all(-1, keepdim=True)
+    first = (~dead).cumsum(-1)  # live keys up to and including each
+    rows = torch.arange(problem.n, device=dead.device).clamp(max=problem.m - 1)
+    return first[..., rows] == 0
+
+
+def _feature_noise(head: Head, plan: HeadPlan) -> float:
+    """Relative rounding of a row's feature sums, worst row."""
+    if plan.polynomial is None:
+        return 0.0
+    polynomial, _ = recertified(head, plan)
+    if not polynomial.positive:
+        return 1.0
+    spread = sum(abs(c) for c in polynomial.coefficients) * _exp(
+        2 * polynomial.bound - polynomial.log_ratio[0]
+    )
+    narrow = head.query.dtype != torch.float32
+    unit = unit_roundoff(torch.bfloat16) if narrow else max(2.0**-20, product_roundoff(head.dtype))
+    depth = sum_depth(max(head.n, head.m), SUMMED) + head.dim + 16
+    relative = ROUNDINGS[head.query.dtype] * unit + gamma(depth, unit_roundoff(torch.float32))
+    return min(1.0, spread * relative)
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf

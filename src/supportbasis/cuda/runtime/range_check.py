@@ -1,0 +1,80 @@
+"""Ranges of scores on a device, without synchronising with the host.
+
+A call with a plan has the lengths of its tokens reduced on the device and copied to the host, which
+compares them when the next call with that plan comes: heads that left the range of their plan are
+reported then, in a warning, and are exact from that call on. Of calls that follow each other within
+20 ms only one is asked about: that keeps what the host does for it below a few percent.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+from torch import Tensor
+
+from ...engine import ranges
+from ...plans.plan import Plan, ScoreRange
+from ...problem.problem import Problem
+from .lengths import lengths, rounded_down
+from .report import Report, capturing
+
+SECONDS = 0.02  # between two calls that are asked about
+
+
+class RangeCheck:
+    """What is known about the calls of one plan on one device."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        limits = [math.inf if head.threshold is None else head.threshold for head in plan.heads]
+        self.limit = rounded_down(limits).to(device)
+        self.report, self.scale, self.last = Report(), 1.0, -math.inf
+        self.instead: Plan | None = None  # with the heads exact that have left their range
+
+    @staticmethod
+    def of(plan: Plan, device: torch.device) -> RangeCheck:
+        """The one that is kept with the plan."""
+        key = ("range", device)
+        if key not in plan.memory:
+            plan.memory[key] = RangeCheck(plan, device)
+        found = plan.memory[key]
+        assert isinstance(found, RangeCheck)
+        return found
+
+    def ask(self, problem: Problem) -> None:
+        """Have the device reduce the lengths of a call, unless the answer to an earlier call is
+        still on its way; inside a CUDA graph nobody would read it."""
+        now = time.monotonic()
+        if self.report.pending or now - self.last < SECONDS or capturing():
+            return
+        if not problem.n or not problem.m:
+            return
+        weight = problem.key_log_weight
+        weight = None if weight is None else weight.detach().float()
+        query, key = problem.query.detach(), problem.key.detach()
+        self.report.send(lengths(query, key, self.limit, weight))
+        self.scale, self.last = abs(problem.scale), now
+
+    def reported(self, plan: Plan) -> Plan:
+        """The plan to use as far as the host knows; a warning says what is new."""
+        found = self.report.read()
+        left = {} if found is None else _left(plan, found, self.scale)
+        if left:
+            self.instead = ranges.exact_where(plan, left)
+        if self.instead is None:
+            return plan
+        return RangeCheck.of(self.instead, self.limit.device).reported(self.instead)
+
+
+def _left(plan: Plan, parts: Tensor, scale: float) -> dict[int, str]:
+    """The heads that have left their range, and how."""
+    (query, key), left = zip(parts.amax(2).tolist(), parts.sum(2).tolist(), strict=True), {}
+    for number, head in enumerate(plan.heads):
+        squares = query[0][number][0] * key[0][number][0]
+        means = [side[1][number][1] / max(1.0, side[1][number][2]) for side in (query, key)]
+        found = ScoreRange(scale * math.sqrt(squares), scale * math.prod(means))
+        reason = ranges.leaves(head, found)
+        if reason is not None:
+            left[number] = f"in an earlier call {reason}"
+    return left

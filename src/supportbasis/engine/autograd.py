@@ -1,0 +1,423 @@
+"""Attention as operators of PyTorch: what autograd, ``torch.compile`` and ``torch.func`` see.
+
+Two operators wrap the engine, one for each direction. Everything that looks at numbers happens
+inside them: checks of the entries, supports, warnings. So a graph around a call is a plain graph of
+tensors. A plan is a constant of the call; the operators know it by its handle, a string. Outside
+of graphs the same two functions run as an `autograd.Function`, which is what `torch.func` wants and
+does not load the compiler.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..plans.plan import Plan
+from ..problem.checks import check_bias, check_finite, is_tracing
+from ..problem.problem import Kept, Problem, in_rows
+from ..problem.result import FAILED_SHARE, Outcome
+from ..problem.tracing import refuse_forward, refuse_second
+from . import dispatch, ranges, sdpa
+
+_in_graphs: dict[str, Plan] = {}  # a compiled graph holds a handle, so its plan has to live on
+
+
+def is_needed(problem: Problem) -> bool:
+    """Whether something looks at this call that only operators can answer."""
+    return problem.requires_grad or is_tracing()
+
+
+def is_recorded(problem: Problem) -> bool:
+    """Whether gradients are recorded; within a transform of `torch.func` they may be."""
+    return problem.requires_grad or (is_tracing() and not torch.compiler.is_compiling())
+
+
+def check_plan(problem: Problem, plan: Plan) -> None:
+    """Raise if a plan does not fit the inputs' shapes."""
+    shape = (problem.batch, problem.heads, problem.query.shape[-1])
+    made_for = (plan.batch, plan.num_heads, plan.dim)
+    if shape != made_for:
+        raise InputError(
+            f"plan was made for (batch, heads, dim) = {made_for}, but the inputs have {shape}"
+        )
+    ranges.check_call(problem, plan)
+
+
+def checked(problem: Problem, plan: Plan, implementation: str) -> Plan:
+    """The plan to use for a call, whose entries are checked on a CPU: heads whose scores leave the
+    range they were planned for are exact. With kernels on a GPU what earlier calls left is known:
+    to look at this one would synchronise with the host."""
+    check_plan(problem, plan)
+    check_entries(problem)
+    if _reports_later(problem, plan, implementation):
+        from ..cuda.runtime.range_check import RangeCheck
+
+        return RangeCheck.of(plan, problem.query.device).reported(plan)
+    plan = ranges.in_range(problem, plan)
+    check_scores(problem, plan)
+    return plan
+
+
+def _reports_later(problem: Problem, plan: Plan, implementation: str) -> bool:
+    has_kernels = implementation != "eager" and dispatch.refusal(problem, implementation) is None
+    return problem.query.is_cuda and has_kernels and not plan.is_exact
+
+
+def check_entries(problem: Problem) -> None:
+    """Raise if an entry is not finite; on a GPU that would wait for the device."""
+    if problem.query.device.type == "cpu":
+        tokens = {"query": problem.query, "key": problem.key}
+        if not all(map(math.isfinite, problem.largest)):  # which checks both without another pass
+            check_finite(**tokens)
+        check_finite(value=problem.value)
+        if problem.key_log_weight is not None:
+            check_bias(problem.key_log_weight)
+
+
+def run(problem: Problem, plan: Plan, implementation: str = "auto") -> Outcome:
+    """`compute` with gradients: of output and lse by query, key, value and key log-weights."""
+    inputs: tuple[Any, ...] = (
+        problem.query,
+        problem.key,
+        problem.value,
+        problem.key_log_weight,
+        problem.mask,
+        plan.handle,
+        implementation,
+        problem.scale,
+        problem.is_causal,
+    )
+    operator: Any = _attention
+    if not torch.compiler.is_compiling():
+        operator = _Attention.apply
+        inputs = (*inputs, None if is_tracing() else Kept())
+    output, lse, rescued, counts = operator(*inputs)
+    invalid_rows, rescued_rows, rounding = counts.unbind(0)
+    zero = torch.zeros_like(rounding)
+    return Outcome(output, lse, zero, invalid_rows, rescued_rows, rounding, rescued)
+
+
+def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
+    """Run every head, through kernels where they take it, and say what went wrong.
+
+    Rows that the component engine did not make are not looked at, since that would wait for the
+    device.
+    """
+    outcome = None
+    if plan.is_exact and implementation == "auto" and sdpa.can_run(problem, need_lse=True):
+        outcome = exact_outcome(problem)
+    if outcome is not None:
+        check_output(problem, outcome.output)
+        return outcome
+    if _reports_later(problem, plan, implementation):
+        from ..cuda.runtime.range_check import RangeCheck
+
+        RangeCheck.of(plan, problem.query.device).ask(problem)
+    batches = dispatch.batches(problem, plan, implementation)
+    outcome = dispatch.run(problem, batches)
+    if any(batch.kind is None for batch in batches):
+        warn_about(problem, plan, outcome)
+    return outcome
+
+
+def exact_outcome(problem: Problem) -> Outcome | None:
+    """All heads by PyTorch's kernel for CPUs, where it takes them."""
+    pair = sdpa.sdpa_with_lse(problem)
+    if pair is None:
+        return None
+    lse, noise = pair[1], sdpa.sdpa_noise(problem)
+    zero, none = torch.zeros_like(noise), lse.new_zeros(lse.shape, dtype=torch.bool)
+    return Outcome(*pair, zero, zero, zero, noise, none)
+
+
+def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
+    """Say what went wrong with some rows, and refuse an output that is not finite."""
+    if int(outcome.invalid_rows.sum() - outcome.rescued_rows.sum()):
+        warnings.warn(
+            "supportbasis: rows had no usable denominator (their weights cancel or vanish) and "
+            "return zeros; return_result=True counts them by head",
+            UserWarning,
+            stacklevel=4,
+        )
+    lossy = any(head.may_lose_rows for head in plan.heads)
+    if lossy and float(outcome.rescued_rows.max()) > FAILED_SHARE * problem.n:
+        advice = "a larger sketch_size" if plan.heads[0].is_sketched else "a new plan"
+        warnings.warn(
+            "supportbasis: a sketch or fit lost more than 1 % of a head's rows, which were "
+            f"computed exactly instead; use {advice} or another method",
+            UserWarning,
+            stacklevel=4,
+        )
+    check_output(problem, outcome.output)
+
+
+def check_scores(problem: Problem, plan: Plan | None = None) -> None:
+    """Raise if a score can overflow, unless a plan has one polynomial for all of a head's scores,
+    which has units of its own. A score of +inf shows in the output; but if all scores of a row
+    become -inf, kernels take it for a row that may attend to nothing."""
+    if problem.query.is_cuda:
+        return
+    if plan is not None and all(head.kind == "polynomial" for head in plan.heads):
+        return
+    if _largest_step(problem, *problem.largest) < torch.finfo(problem.dtype).max:
+        return
+    for _, _, head in problem.each_head():  # keys that are masked may hold anything
+        keys = head.key_maxima if head.live_keys is None else head.key_maxima[head.live_keys]
+        if not keys.numel() or not head.n:
+            continue
+        sizes = [float(head.query_maxima.max()), float(keys.max())]
+        if not _largest_step(problem, *sizes) < torch.finfo(problem.dtype).max:
+            raise InputError(
+                f"a score overflows {problem.dtype}: scale is {problem.scale:.3g}, the largest "
+                f"entries of query and key are {sizes[0]:.3g} and {sizes[1]:.3g}; scale them down "
+                "or use float64"
+            )
+
+
+def _largest_step(problem: Problem, query: float, key: float) -> float:
+    """No product on the way to a score is larger, whether the scale comes first or last."""
+    scale = abs(problem.scale)
+    return max(problem.query.shape[-1] * query * key * max(scale, 1.0), scale * max(query, key))
+
+
+def check_output(problem: Problem, output: Tensor) -> None:
+    """Finite inputs can still overflow: in a score, or in a sum of huge values."""
+    if output.is_cuda or math.isfinite(output.detach().sum(dtype=problem.dtype).item()):
+        return
+    if not bool(output.isfinite().all()):
+        reach = [float(x.detach().abs().max()) for x in (problem.query, problem.key, problem.value)]
+        raise InputError(
+            f"the output overflows {problem.dtype}: the largest entries of query, key and value "
+            f"are {reach[0]:.3g}, {reach[1]:.3g} and {reach[2]:.3g}; scale them down or use "
+            "float64"
+        )
+
+
+TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? key_log_weight, Tensor? mask"
+SETTINGS = "str plan, str implementation, float scale, bool is_causal"
+
+
+def _run_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_log_weight: Tensor | None,
+    mask: Tensor | None,
+    plan: str,
+    implementation: str,
+    scale: float,
+    is_causal: bool,
+    kept: Kept | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output and lse, which rows were rescued, and counts [3, batch, heads]."""
+    problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal, kept)
+    the_plan = _plan_of(problem, plan, implementation)
+    with torch.autocast(query.device.type, enabled=False):
+        outcome = compute(problem, the_plan, implementation)
+    counts = torch.stack([outcome.invalid_rows, outcome.rescued_rows, outcome.rounding])
+    made = (outcome.output, outcome.lse, outcome.rescued, counts)
+    output, lse, rescued, counts = (x.contiguous() for x in made)
+    return output, lse, rescued, counts
+
+
+def _plan_of(problem: Problem, handle: str, implementation: str) -> Plan:
+    """The plan that an operator runs, forward and backward. Outside of graphs and transforms the
+    call was checked before. Inside, heads that leave their range are exact on a CPU; what a GPU
+    reports is said, and changes nothing: it may come between forward and backward."""
+    plan = Plan.known(handle)
+    if problem.kept is not None:
+        return plan
+    instead = checked(problem, plan, implementation)
+    return plan if _reports_later(problem, plan, implementation) else instead
+
+
+_attention = torch.library.custom_op(
+    "supportbasis::attention",
+    _run_forward,
+    mutates_args=(),
+    schema=f"({TENSORS}, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@_attention.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_log_weight: Tensor | None,
+    mask: Tensor | None,
+    plan: str,
+    implementation: str,
+    scale: float,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _in_graphs[plan] = Plan.known(plan)
+    problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal)
+    rows = query.shape[:3]
+    return (
+        query.new_empty(*rows, value.shape[-1]),
+        query.new_empty(rows, dtype=problem.dtype),
+        query.new_empty(rows, dtype=torch.bool),
+        query.new_empty(3, *rows[:2], dtype=problem.dtype),
+    )
+
+
+def _run_backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_log_weight: Tensor | None,
+    mask: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    rescued: Tensor,
+    plan: str,
+    implementation: str,
+    scale: float,
+    is_causal: bool,
+    for_weights: bool,
+    kept: Kept | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and, if asked for, of the key log-weights (else empty)."""
+    problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal, kept)
+    grad, output = in_rows(grad), in_rows(output)
+    with torch.autocast(query.device.type, enabled=False):
+        the_plan = _plan_of(problem, plan, implementation)
+        batches = dispatch.batches(problem, the_plan, implementation)
+        total = dispatch.gradients(
+            problem, batches, output, lse, rescued, grad, grad_lse, for_weights
+        )
+    weight = total.key_log_weight
+    grads = (total.query.to(query.dtype), total.key.to(key.dtype), total.value.to(value.dtype))
+    made = (*grads, lse.new_empty(0) if weight is None else weight)
+    for_query, for_key, for_value, for_weight = (x.contiguous() for x in made)
+    return for_query, for_key, for_value, for_weight
+
+
+_backward = torch.library.custom_op(
+    "supportbasis::attention_backward",
+    _run_backward,
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor? grad_lse, {TENSORS}, Tensor output, Tensor lse, Tensor rescued, "
+    f"{SETTINGS}, bool for_weights) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_log_weight: Tensor | None,
+    mask: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    rescued: Tensor,
+    plan: str,
+    implementation: str,
+    scale: float,
+    is_causal: bool,
+    for_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    weight = (*query.shape[:2], key.shape[2]) if for_weights else (0,)
+    grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in (query, key, value))
+    return grad_query, grad_key, grad_value, lse.new_empty(weight)
+
+
+def _problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_log_weight: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    kept: Kept | None = None,
+) -> Problem:
+    leading = tuple(query.shape[:2])
+    return Problem(
+        query, key, value, key_log_weight, None, mask, 0.0, is_causal, scale, True, leading, kept
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors, ctx.settings, ctx.kept = inputs[:5], inputs[5:9], inputs[9:]
+    ctx.plan = Plan.known(ctx.settings[0])  # kept until the backward pass
+    ctx.for_weights = ctx.needs_input_grad[3]
+    ctx.save_for_backward(*tensors, *output[:3])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(operator: Any, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad, grad_lse = grads[:2]
+    if grad is None and grad_lse is None:
+        return (None,) * len(ctx.needs_input_grad)
+    *tensors, output, lse, rescued = ctx.saved_tensors
+    if grad is None:
+        grad = torch.zeros_like(output)
+    *parts, weight = operator(
+        grad, grad_lse, *tensors, output, lse, rescued, *ctx.settings, ctx.for_weights, *ctx.kept
+    )
+    rest = (None,) * (len(ctx.needs_input_grad) - 4)
+    return (*parts, weight if ctx.for_weights else None, *rest)
+
+
+_attention.register_autograd(partial(_gradients, _backward), setup_context=_save)
+_backward.register_autograd(refuse_second)
+
+
+def _one_by_one(
+    operator: Any, info: Any, in_dims: Sequence[int | None], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """``vmap``: a plan belongs to given heads, so the operator is called for each slice."""
+    results = [
+        operator(
+            *(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True))
+        )
+        for i in range(info.batch_size)
+    ]
+    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+class _Attention(torch.autograd.Function):
+    """The same outside of graphs."""
+
+    forward = staticmethod(_run_forward)
+    setup_context = staticmethod(_save)
+    jvp = staticmethod(refuse_forward)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return _gradients(_AttentionBackward.apply, ctx, *grads)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+        return _one_by_one(_Attention.apply, info, in_dims, *args)
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The way back of `_Attention`, which ends there."""
+
+    forward = staticmethod(_run_backward)
+    backward = staticmethod(refuse_second)
+    jvp = staticmethod(refuse_forward)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+        return _one_by_one(_AttentionBackward.apply, info, in_dims, *args)

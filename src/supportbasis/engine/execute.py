@@ -1,0 +1,150 @@
+"""Carry out a plan: evaluate each head's components, add the partial sums, divide once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..components import evaluate
+from ..components.partial import Partial
+from ..errors import InputError
+from ..plans.plan import HeadPlan, Plan
+from ..problem.problem import Head, Problem
+from ..problem.result import Outcome
+from ..problem.rounding import unit_roundoff
+from .basis import RowGroup, exact_component, support_basis
+from .jensen import least_lse
+
+
+def execute(problem: Problem, plan: Plan) -> Outcome:
+    """Run every head of the plan through the component engine."""
+    batch, heads, n = problem.batch, problem.heads, problem.n
+    new = problem.query.new_zeros
+    log_scale, invalid, rescued, rounding = new(4, batch, heads, dtype=problem.dtype).unbind(0)
+    outcome = Outcome(
+        problem.query.new_empty(batch, heads, n, problem.value.shape[-1]),
+        problem.query.new_empty(batch, heads, n, dtype=problem.dtype),
+        log_scale,
+        invalid,
+        rescued,
+        rounding,
+        new(batch, heads, n, dtype=torch.bool),
+    )
+    for b, h, head in problem.each_head():
+        basis = support_basis(plan.head(b, h), head)
+        run_head(head, plan.head(b, h), basis, outcome, (b, h))
+        if problem.kept is not None:
+            problem.kept[b, h] = (head, basis)
+            head.memory.clear()  # what is kept for the backward pass: tokens alone
+    return outcome
+
+
+def run_head(
+    head: Head,
+    plan: HeadPlan,
+    basis: Sequence[RowGroup],
+    outcome: Outcome,
+    at: tuple[int, int],
+) -> None:
+    """One head: the whole story of the library in one function."""
+    finished = []
+    for group in basis:
+        total = evaluate(group.components, head, group.rows)
+        valid = total.seen & _usable(plan, head, group.rows, total)
+        lost = total.seen & ~valid
+        if bool(lost.any()):
+            outcome.invalid_rows[at] += lost.sum()
+            if plan.kind == "single-threshold" or plan.may_lose_rows:
+                _rescue(plan, head, group.rows, lost, total)
+                valid = total.seen & (total.usable if head.normalise else total.finite)
+                rescued = lost & valid
+                outcome.rescued_rows[at] += rescued.sum()
+                outcome.rescued[at][slice(None) if group.rows is None else group.rows] = rescued
+        if plan.kind != "polynomial" and bool((total.seen & ~total.finite).any()):
+            _check_values(head)
+        if bool(valid.any()):
+            relative = (total.noise / total.den.abs())[valid].max()
+            relative = relative.nan_to_num(1.0 if head.normalise else math.inf, posinf=math.inf)
+            outcome.rounding[at] = torch.maximum(outcome.rounding[at], relative)
+        finished.append((group.rows, total, valid))
+    write = _write_attention if head.normalise else _write_sums
+    write(head, finished, outcome, at)
+
+
+def _check_values(head: Head) -> None:
+    """Raise if sums may have overflowed because of their values: weights are about 1 at most."""
+    largest = float(head.value.abs().max())
+    if not 4 * head.m * largest < torch.finfo(head.dtype).max:
+        raise InputError(
+            f"a sum overflows {head.dtype}: the largest value is {largest:.3g}; scale values down "
+            "or use float64"
+        )
+
+
+def _usable(plan: HeadPlan, head: Head, rows: Tensor | None, total: Partial) -> Tensor:
+    """Rows whose sums can be trusted: finite, clear of rounding, and not lost by a sketch or a
+    fitted polynomial."""
+    usable = total.usable if head.normalise else total.finite
+    if plan.may_lose_rows:
+        log_sum = total.den.double().log() + total.log_scale
+        usable &= log_sum >= least_lse(plan, head, rows)
+    if plan.polynomial is not None and head.normalise and head.value_dim:
+        # over a sum that nearly vanishes values may leave the dtype of the output
+        largest = torch.finfo(head.query.dtype).max
+        usable &= total.num.abs().amax(-1) <= largest * total.den
+    return usable
+
+
+def _rescue(plan: HeadPlan, head: Head, rows: Tensor | None, lost: Tensor, total: Partial) -> None:
+    """Compute the rows that a polynomial or a sketch lost exactly, in place."""
+    where = lost.nonzero().squeeze(1)
+    exact = evaluate([exact_component(plan, head)], head, where if rows is None else rows[where])
+    total.put_(where, exact)
+
+
+Finished = list[tuple[Tensor | None, Partial, Tensor]]
+
+
+def _write_attention(head: Head, finished: Finished, outcome: Outcome, at: tuple[int, int]) -> None:
+    for rows, total, valid in finished:
+        output, lse = total.divide_(valid)
+        if rows is None:
+            outcome.output[at].copy_(output)
+            outcome.lse[at].copy_(lse)
+        else:
+            outcome.output[at].index_copy_(0, rows, output.to(outcome.output.dtype))
+            outcome.lse[at].index_copy_(0, rows, lse)
+
+
+def _write_sums(head: Head, finished: Finished, outcome: Outcome, at: tuple[int, int]) -> None:
+    """Unnormalised sums of all rows in one common unit, exp(log_scale), so that none overflows.
+
+    The unit is that of the largest sum, but not so small that a factor overflows; one that does
+    belongs to sums of zero. A factor e^x has the rounding of x, and a few of exp; it is applied in
+    halves, since it may vanish where its product with a huge value does not.
+    """
+    top, least = -math.inf, -math.log(torch.finfo(head.dtype).max) / 2
+    for rows, total, valid in finished:
+        if head.query_log_weight is not None:
+            factor = head.query_log_weight if rows is None else head.query_log_weight[rows]
+            total.log_scale = total.log_scale + factor
+        largest = total.num.abs().amax(-1) if head.value_dim else torch.ones_like(total.den)
+        size = largest.log().clamp(min=least) + total.log_scale
+        size = torch.where(valid & (largest > 0), size, -math.inf)
+        top = max(top, float(size.max()) if size.numel() else -math.inf)
+    outcome.log_scale[at] = top if top > -math.inf else 0.0
+    unit, longest = float(outcome.log_scale[at]), 0.0
+    for rows, total, valid in finished:
+        exponent = total.log_scale - unit
+        half = torch.where(valid & (exponent < -least * 2), (exponent / 2).exp(), 0.0)
+        if bool((half > 0).any()):
+            longest = max(longest, float(exponent[half > 0].abs().max()))
+        where = slice(None) if rows is None else rows
+        sums = total.num.nan_to_num(0.0).mul_(half.unsqueeze(1)).mul_(half.unsqueeze(1))
+        outcome.output[at][where] = sums.to(outcome.output.dtype)
+        den = torch.where(valid & (total.den > 0), total.den.log() + total.log_scale, -math.inf)
+        outcome.lse[at][where] = den.to(outcome.lse.dtype)
+    outcome.rounding[at] += math.expm1((longest + 8) * unit_roundoff(head.dtype))

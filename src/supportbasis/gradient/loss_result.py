@@ -1,0 +1,100 @@
+"""What the gradient of the attention loss returns, and how wrong it is on sampled rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import Tensor
+
+from ..accuracy.certificate import CONFIDENCE, SAMPLED_ROWS
+from ..accuracy.sampling import RowSample
+from ..plans.plan import Plan
+from ..problem.problem import Head
+from .closed_form import Layer, row_gradients
+
+
+@dataclass(frozen=True)
+class LowRankPart:
+    """The exact part B of the weights, and the rank-k matrix that replaced it.
+
+    ``residual`` is |B - L D Wᵀ|_F / |B|_F: at least Δ_k/|B|_F, and below 1 + eps times that with
+    the probability of `sb.sketch.approximate_svd`. 0 where there is no exact part.
+    """
+
+    rank: int
+    non_zeros: int
+    residual: float
+
+    def __str__(self) -> str:
+        return f"{self.non_zeros} exact weights as rank {self.rank}, residual {self.residual:.3g}"
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """Relative Frobenius errors on sampled rows, and upper limits for all rows.
+
+    ``output`` is the error of Â X Y. ``rows`` is that of (Â∘𝒬 - diag(r) Â) X, one vector a row,
+    whose products with the tokens add up to ∂L/∂W.
+    """
+
+    output: float
+    output_limit: float
+    rows: float
+    rows_limit: float
+    sampled: int
+    confidence: float
+
+    def __str__(self) -> str:
+        return (
+            f"error of the output {self.output:.3g} (below {self.output_limit:.3g}), of the "
+            f"gradient's rows {self.rows:.3g} (below {self.rows_limit:.3g}) with confidence "
+            f"{self.confidence:g}, {self.sampled} rows"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLossGradient:
+    """The loss |ÂXY - E|²_F, its gradients under the names of the arguments, and what ran."""
+
+    loss: Tensor
+    weight_qk: Tensor  # ∂L/∂W [d, d]
+    weight_q: Tensor | None  # ∂L/∂W_Q and ∂L/∂W_K [d, h], where W came as a pair
+    weight_k: Tensor | None
+    weight_v: Tensor  # ∂L/∂Y [d, dv]
+    x: Tensor | None  # ∂L/∂X [n, d]; None where it was not asked for
+    output: Tensor  # ÂXY [n, dv]
+    plan: Plan
+    invalid_rows: int  # rows whose polynomial weights do not add up to a usable sum,
+    rescued_rows: int  # of which so many were computed exactly; the others have output 0
+    low_rank: LowRankPart | None
+    _layer: Layer = field(repr=False)
+    _head: Head = field(repr=False)
+    _rows: Tensor = field(repr=False)  # (Â∘𝒬 - diag(r) Â) X
+
+    @cached_property
+    def error(self) -> GradientError:
+        """Measured when first asked for: 256 rows against their exact float64 values."""
+        sizes = tuple(x.double().square().sum(1) for x in (self.output, self._rows))
+        sample = RowSample.draw(self._head, SAMPLED_ROWS, seed=0, measures=sizes)
+        output, rows = row_gradients(self._layer.double(), self._head, sample.rows)
+
+        def measured(ours: Tensor, exact: Tensor) -> tuple[float, float]:
+            error = (ours[sample.rows].double() - exact).square().sum(1)
+            return sample.frobenius_limit(error, exact.square().sum(1))
+
+        count = len(sample.rows)
+        confidence = 1.0 if count == self._head.n else CONFIDENCE
+        of_output, of_rows = measured(self.output, output), measured(self._rows, rows)
+        return GradientError(*of_output, *of_rows, count, confidence)
+
+    def __str__(self) -> str:
+        lines = [f"AttentionLossGradient: loss {float(self.loss):.6g}", str(self.plan)]
+        if self.low_rank is not None:
+            lines.append(str(self.low_rank))
+        if self.invalid_rows:
+            rescued = f"{self.rescued_rows} of them computed exactly"
+            lines.append(f"{self.invalid_rows} rows without a usable sum, {rescued}")
+        return "\n".join(lines)
+
+    __repr__ = __str__

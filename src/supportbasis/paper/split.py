@@ -1,0 +1,227 @@
+"""Split and supports (Appendix B): which rows of Q and K are large, and what QKᵀ becomes.
+
+`row_maxima` and `large_rows` are what the fast methods use. Everything dense (`support_basis` and
+its entrywise twin) is quadratic, for small n: the slow, obvious reference that tests compare to.
+
+The paper prints the split entry by entry (Definition B.3) but its algorithm needs it row by row:
+entrywise, Q^(s)K^(s)ᵀ is not zero on supp(A^(L)), yet Algorithm 3 adds exp(A^(L)) - 1 there and so
+counts those pairs twice. `split` therefore decides by rows; `split_entries` is the printed text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..problem.checks import check_finite
+
+BLOCK = 8192  # rows
+
+
+def row_maxima(x: Tensor) -> Tensor:
+    """Largest magnitude of each row, max_j |x_ij|: `[..., n, d]` -> `[..., n]`, same dtype.
+
+    A row is large for the threshold T exactly when its maximum exceeds T. NaN and Inf pass
+    through to their row's maximum (this is the hot path: nothing waits for the device here).
+
+    >>> row_maxima(torch.tensor([[1.0, -3.0], [0.5, 0.25]])).tolist()
+    [3.0, 0.5]
+    """
+    check_matrix("x", x)
+    if x.shape[-1] == 0:
+        return x.new_zeros(x.shape[:-1])
+    # in blocks: |x| of a long sequence is as large as x, and fresh memory is slow
+    blocks = [block.abs().amax(-1) for block in x.detach().split(BLOCK, -2)]
+    return torch.cat(blocks, -1)
+
+
+def split(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Split by rows, x = x^(L) + x^(s) (Algorithm 1, line Split).
+
+    A row with an entry of magnitude > T goes whole to x^(L), any other whole to x^(s).
+    Shapes: `[..., n, d]` -> two of the same. The sum is x without rounding.
+
+    >>> large, small = split(torch.tensor([[1.0, -3.0], [0.5, 0.25]]), threshold=2.0)
+    >>> large.tolist(), small.tolist()
+    ([[1.0, -3.0], [0.0, 0.0]], [[0.0, 0.0], [0.5, 0.25]])
+    """
+    is_large = _large_row_mask("x", x, threshold).unsqueeze(-1)
+    return torch.where(is_large, x, 0.0), torch.where(is_large, 0.0, x)
+
+
+def split_entries(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Split by entries, as Definition B.3 prints it: x^(L)_ij = x_ij if |x_ij| > T, else 0.
+
+    A reference only: fed to Algorithm 3 it gives a wrong sum (see the top of this file).
+
+    >>> large, small = split_entries(torch.tensor([[1.0, -3.0], [0.5, 0.25]]), threshold=2.0)
+    >>> large.tolist(), small.tolist()
+    ([[0.0, -3.0], [0.0, 0.0]], [[1.0, 0.0], [0.5, 0.25]])
+    """
+    _check_input("x", x, threshold)
+    is_large = _exceeds(x.detach().abs(), threshold)
+    return torch.where(is_large, x, 0.0), torch.where(is_large, 0.0, x)
+
+
+def large_rows(x: Tensor, threshold: float) -> Tensor:
+    """Sorted int64 indices {i : max_j |x_ij| > T} of the large rows of a matrix `[n, d]`.
+
+    >>> large_rows(torch.tensor([[1.0, -3.0], [0.5, 0.25], [4.0, 0.0]]), threshold=2.0).tolist()
+    [0, 2]
+    """
+    mask = _large_row_mask("x", x, threshold)
+    if x.dim() != 2:
+        raise InputError(
+            f"x has shape {tuple(x.shape)}; expected one matrix [n, d] (heads differ in how many "
+            "rows are large: call large_rows once per head)"
+        )
+    return mask.nonzero().squeeze(-1)
+
+
+def support_basis(query: Tensor, key: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Dense (A^(L), A^(s)) of QKᵀ by rows (Definition B.4 with the row-wise split).
+
+    A^(L)_ij = (QKᵀ)_ij if row i of Q or row j of K is large, else 0;  A^(s) = QKᵀ - A^(L).
+    Shapes: `[..., n, d]`, `[..., m, d]` -> two `[..., n, m]`. Quadratic: a reference for small n.
+    (The paper asks whether the large part of the *product* is non-zero. By rows this differs only
+    where a score is exactly 0, and there both parts are 0 either way.)
+
+    >>> q, k = torch.tensor([[3.0], [1.0]]), torch.tensor([[1.0], [5.0]])
+    >>> large, small = support_basis(q, k, threshold=2.0)
+    >>> large.tolist(), small.tolist()
+    ([[3.0, 15.0], [0.0, 5.0]], [[0.0, 0.0], [1.0, 0.0]])
+    """
+    check_pair(query, key)
+    rows = _large_row_mask("query", query, threshold).unsqueeze(-1)
+    keys = _large_row_mask("key", key, threshold).unsqueeze(-2)
+    scores, is_large = query @ key.mT, rows | keys
+    return torch.where(is_large, scores, 0.0), torch.where(is_large, 0.0, scores)
+
+
+def support_basis_entries(query: Tensor, key: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Dense (A^(L), A^(s)) of QKᵀ, Definition B.4 to the letter, from the entrywise split.
+
+    With M = Q^(L)K^(L)ᵀ + Q^(s)K^(L)ᵀ + Q^(L)K^(s)ᵀ:  A^(L)_ij = (QKᵀ)_ij where M_ij ≠ 0, and
+    A^(s)_ij = (Q^(s)K^(s)ᵀ)_ij where M_ij = 0. Shapes as in `support_basis`; quadratic.
+
+    >>> q, k = torch.tensor([[3.0, 1.0], [1.0, 1.0]]), torch.tensor([[0.0, 1.0], [1.0, 1.0]])
+    >>> large, small = support_basis_entries(q, k, threshold=2.0)
+    >>> large.tolist(), small.tolist()  # score (0, 0) = 3·0 + 1·1 owes nothing to the large 3
+    ([[0.0, 4.0], [0.0, 0.0]], [[1.0, 0.0], [1.0, 2.0]])
+    """
+    check_pair(query, key)
+    query_large, query_small = split_entries(query, threshold)
+    key_large, key_small = split_entries(key, threshold)
+    mixed = query_large @ key_large.mT + query_small @ key_large.mT + query_large @ key_small.mT
+    is_large = mixed != 0
+    large = torch.where(is_large, query @ key.mT, 0.0)
+    return large, torch.where(is_large, 0.0, query_small @ key_small.mT)
+
+
+def support_size(x: Tensor) -> int:
+    """|supp(x)|, the number of non-zero entries.
+
+    >>> support_size(torch.tensor([[0.0, 2.0], [0.0, -1.0]]))
+    2
+    """
+    _check_tensor("x", x)
+    return int(torch.count_nonzero(x))
+
+
+def are_disjoint(*matrices: Tensor) -> bool:
+    """Whether no position is non-zero in two of the matrices (Definition B.1).
+
+    >>> are_disjoint(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0]))
+    True
+    """
+    if len(matrices) < 2:
+        raise InputError(f"matrices: got {len(matrices)}; disjointness needs at least two")
+    for index, matrix in enumerate(matrices):
+        _check_tensor(f"matrices[{index}]", matrix)
+        _check_same_shape(f"matrices[{index}]", matrix, "matrices[0]", matrices[0])
+    taken = torch.zeros_like(matrices[0], dtype=torch.bool)
+    for matrix in matrices:
+        support = matrix != 0
+        if bool((taken & support).any()):
+            return False
+        taken |= support
+    return True
+
+
+def is_support_basis(matrices: Sequence[Tensor], whole: Tensor, atol: float = 0.0) -> bool:
+    """Whether the matrices are disjoint and sum to `whole` (Definition B.5).
+
+    `atol` is the largest entry allowed in |sum - whole|; rounding of separate products needs some.
+
+    >>> a, b = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])
+    >>> is_support_basis([a, b], torch.tensor([1.0, 2.0]))
+    True
+    """
+    if not atol >= 0:
+        raise InputError(f"atol must be a number >= 0, got {atol!r}")
+    if not are_disjoint(*matrices):
+        return False
+    _check_tensor("whole", whole)
+    _check_same_shape("whole", whole, "matrices[0]", matrices[0])
+    total = torch.stack(list(matrices)).sum(0)
+    return bool(((total - whole).abs() <= atol).all())
+
+
+def check_matrix(name: str, x: Tensor) -> None:
+    """Raise `InputError` unless x is a floating-point tensor `[..., n, d]`."""
+    _check_tensor(name, x)
+    if not x.is_floating_point():
+        raise InputError(f"{name} has dtype {x.dtype}; expected floating point")
+    if x.dim() < 2:
+        raise InputError(f"{name} has shape {tuple(x.shape)}; expected [..., n, d]")
+
+
+def check_threshold(threshold: float) -> None:
+    """Raise `InputError` unless T > 0 (T = inf is allowed: nothing is large)."""
+    number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
+    if not number or math.isnan(threshold) or threshold <= 0:
+        raise InputError(f"threshold must be a number > 0, got {threshold!r}")
+
+
+def _large_row_mask(name: str, x: Tensor, threshold: float) -> Tensor:
+    """`[..., n, d]` -> bool `[..., n]`, true where the row has an entry of magnitude > T."""
+    _check_input(name, x, threshold)
+    return _exceeds(row_maxima(x), threshold)
+
+
+def _exceeds(magnitudes: Tensor, threshold: float) -> Tensor:
+    # In float64: a comparison in bfloat16 would round T, and could let |x| > T pass as small.
+    return magnitudes.double() > threshold
+
+
+def _check_input(name: str, x: Tensor, threshold: float) -> None:
+    check_threshold(threshold)
+    check_matrix(name, x)
+    check_finite(**{name: x})
+
+
+def check_pair(query: Tensor, key: Tensor) -> None:
+    """Raise `InputError` unless both are `[..., n, d]` with the same d."""
+    check_matrix("query", query)
+    check_matrix("key", key)
+    if query.shape[-1] != key.shape[-1]:
+        raise InputError(
+            f"key has {key.shape[-1]} columns but query has {query.shape[-1]}; they must agree"
+        )
+
+
+def _check_tensor(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
+def _check_same_shape(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    if x.shape != other.shape:
+        raise InputError(
+            f"{name} has shape {tuple(x.shape)}; expected {tuple(other.shape)}, "
+            f"the shape of {other_name}"
+        )

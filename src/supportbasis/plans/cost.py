@@ -1,0 +1,332 @@
+"""What a plan costs: multiply-adds for `Plan.cost`, seconds on this machine for `Plan.speedup`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..components.streaming import CAUSAL_CHUNK, lane_count
+from ..lists.sorting import AXES, SORTED
+from ..lists.tables import ASKED, ListSettings
+from ..polynomials.balancing import FRAME_TOKENS
+from ..polynomials.certified import true_rank
+from ..polynomials.features import FeatureMap, block_rows
+from ..polynomials.powers import PowerKernel
+from ..problem.problem import Head
+from ..sketch import PolySketch
+
+BLOCK_SECONDS = 5e-6  # of one elementwise operation of a feature block
+MOVE_SECONDS = 1e-10  # of an entry that is moved, at most, on a GPU
+MOVED = 1 / 32  # of an entry that is moved on a CPU, in exact pairs of one thread at 64 dims
+UNSHARED = 0.5  # of that, which more threads do not make faster
+FITTED_SECONDS, FITTED_TOKEN, FITTED_FEATURE = 2e-3, 60, 3  # of a head; moved for each entry
+ROUNDS, REPEATS = 4, 3  # of what is timed: in turns, and at a time
+KERNEL_PRODUCT = 2.5  # of a feature in a GPU kernel, in multiply-adds of exact attention
+KERNEL_READS = 0.5  # of every entry there, in reads of a reduction
+CALL_SECONDS = {"cpu": 3e-4, "cuda": 1e-4}  # of a head, whatever its size
+DEAR_FEATURE = 32  # multiply-adds of exact attention on a GPU in the time of one of the features
+# of a fitted polynomial, which are float32 and go through memory
+DEAR_MOVE = 700  # and in that of one entry that is moved
+FIT_ENTRY = 7.0  # entries moved by a fit there, for each of a token and its value,
+FIT_FEATURE, FIT_PAIR = 3.5, 20.0  # in causal heads also for each feature and pair of a chunk
+FIT_CHUNK = 256  # tokens
+# entries moved by lists on a CPU: for an entry of a token and its value, a pair of a mean query and
+# a key, a pair of a row and a tilted key, an entry of a key in a list, an exact pair
+LIST_TOKEN, LIST_TILT, LIST_COARSE, LIST_GATHERED, LIST_EXACT = 54.0, 20.0, 40.0, 14.0, 18.0
+LIST_SECONDS = 2e-3  # of a head, whatever its size
+# by kernels, in pairs of SDPA: a pair of a mean query and a key; a pair of a row and a tilted key,
+# to select, to attend; and seconds of an entry of a token and its value, sorted and gathered
+TILT_PAIR, SELECT_PAIR, LIST_PAIR, TOKEN_SECONDS = 6.5, 1.0, 1.8, 4e-12
+CAUSAL_TOKENS = 3072  # that SDPA's causal kernels there need before they gain anything
+
+
+def _has_kernels(head: Head) -> bool:
+    """Whether there are GPU kernels for such tokens (see `device`)."""
+    fits = head.query.dtype != torch.float64 and max(head.dim, head.value_dim) <= 256
+    return fits and head.query.is_cuda and find_spec("triton") is not None
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much of each kind of work one head takes."""
+
+    exact_pairs: int = 0  # pairs summed exactly
+    feature_rows: int = 0  # tokens (rows and keys) turned into features
+    degree: int = 0
+    dense_pairs: int = 0  # pairs at which p is evaluated densely (causal diagonal, powers)
+    scanned: int = 0  # entries read to split, to bound norms and to sample
+    formed: int = 0  # features of sketches, and of what is sketched
+    products: int = 0  # multiply-adds of sketches and of their features with the values
+    moved: int = 0  # entries gathered, sorted and copied: time, but no arithmetic
+    priced: int = 0  # multiply-adds of exact attention in the time of that: cost, but no time
+    direct: float = 0.0  # seconds that are known as such: of lists by kernels, of fixed parts
+
+    def __add__(self, other: Work) -> Work:
+        """Both kinds of work; of features, at most one side may have any."""
+        assert not (self.feature_rows and other.feature_rows)
+        return Work(
+            self.exact_pairs + other.exact_pairs,
+            self.feature_rows + other.feature_rows,
+            self.degree + other.degree,
+            self.dense_pairs + other.dense_pairs,
+            self.scanned + other.scanned,
+            self.formed + other.formed,
+            self.products + other.products,
+            self.moved + other.moved,
+            self.priced + other.priced,
+            self.direct + other.direct,
+        )
+
+    def multiply_adds(self, head: Head) -> float:
+        pair = head.dim + head.value_dim
+        rank = true_rank(head.dim, self.degree) if self.feature_rows else 0
+        return (
+            self.exact_pairs * pair
+            + self.dense_pairs * (pair + self.degree)
+            + self.feature_rows * rank * (head.value_dim + 2)
+            + self.scanned
+            + self.formed
+            + self.products
+            + self.priced
+        )
+
+    def cost(self, head: Head) -> float:
+        """Multiply-adds relative to those of exact attention on the same head."""
+        exact = head.pairs * (head.dim + head.value_dim)
+        return self.multiply_adds(head) / exact if exact else 1.0
+
+    def seconds(self, head: Head) -> float:
+        """Predicted time on this machine."""
+        rates = _rates(head)
+        pair = rates.pair(head)
+        by_kernels = _has_kernels(head) and 1 <= self.degree <= 2
+        features = (self._kernel_seconds if by_kernels else self._feature_seconds)(head, rates)
+        pairs = (1.3 * self.exact_pairs + 2.0 * self.dense_pairs) * pair
+        sketches = self.formed * rates.feature + self.products * rates.product
+        reading = self.scanned * rates.scan + self.moved * _move_seconds(head, rates)
+        calls = CALL_SECONDS.get(head.query.device.type, CALL_SECONDS["cpu"]) + self.direct
+        return calls + pairs + features + sketches + reading
+
+    def _feature_seconds(self, head: Head, rates: Rates) -> float:
+        """Features in blocks, by PyTorch operations."""
+        rank = true_rank(head.dim, self.degree) if self.feature_rows else 0
+        blocks = math.ceil(self.feature_rows / block_rows(max(1, rank), head.dtype))
+        steps = 10 + (head.dim * (self.degree - 1) if self.degree > 2 else 2)
+        formed = self.feature_rows * rank * (rates.feature + rates.product * head.value_dim)
+        return formed + blocks * BLOCK_SECONDS * steps
+
+    def _kernel_seconds(self, head: Head, rates: Rates) -> float:
+        width = head.dim + head.value_dim
+        products = self.feature_rows * true_rank(head.dim, self.degree) * (head.value_dim + 2)
+        read = KERNEL_READS * self.feature_rows * width * rates.scan
+        return products * KERNEL_PRODUCT * rates.pair(head) / width + read
+
+    def speedup(self, head: Head) -> float:
+        """Predicted time of exact attention over predicted time of this work."""
+        return exact_seconds(head) / self.seconds(head)
+
+
+def _move_seconds(head: Head, rates: Rates) -> float:
+    if head.query.device.type != "cpu":
+        return min(rates.scan, MOVE_SECONDS)
+    threads = torch.get_num_threads()
+    return MOVED * rates.pairs[-1][1] * threads * (UNSHARED + 1 / threads)
+
+
+def exact_seconds(head: Head) -> float:
+    """Predicted time of SDPA on this head. On a CPU its causal kernel hands out equal parts of the
+    rows, and all wait for the thread that has the last of them, with the most pairs; on a GPU it
+    takes half of the time where heads are long."""
+    pair, causal = _rates(head).pair(head), 1.0
+    if head.is_causal and head.query.device.type == "cpu":
+        causal = 2 - 1 / torch.get_num_threads()
+    elif head.is_causal:
+        causal = min(2.0, 1 + CAUSAL_TOKENS / max(1, head.n))
+    return 2e-5 + head.pairs * pair * causal
+
+
+def polynomial_work(head: Head, rows: int, keys: int, degree: int) -> Work:
+    """Features of ``rows`` rows and ``keys`` keys, and the causal diagonal."""
+    dense = rows * CAUSAL_CHUNK // 2 if head.is_causal else 0
+    scanned = 2 * (head.n + head.m) * head.dim
+    return Work(feature_rows=rows + keys, degree=degree, dense_pairs=dense, scanned=scanned)
+
+
+def pair_work(head: Head, rows: int, keys: int) -> Work:
+    """``rows`` rows with ``keys`` keys, exactly; of a causal head about half of the pairs."""
+    return Work(exact_pairs=int(rows * keys * (head.pairs / max(1, head.n * head.m))))
+
+
+def kernel_work(head: Head, rows: int, keys: int, kernel: PowerKernel) -> Work:
+    """A power of ``rows`` rows and ``keys`` keys: pair by pair, or sketched."""
+    if kernel.sketch_size is None:
+        return Work(dense_pairs=pair_work(head, rows, keys).exact_pairs)
+    degree = 1 if kernel.polynomial is None else kernel.polynomial.degree
+    return sketch_work(head, rows, keys, kernel.power, kernel.sketch_size, degree)
+
+
+def sketch_work(head: Head, rows: int, keys: int, power: int, size: int, degree: int) -> Work:
+    """A sketch of ``size`` rows of the power of a polynomial of ``degree``."""
+    pairs, tokens = pair_work(head, rows, keys).exact_pairs, rows + keys
+    rank, packed = true_rank(head.dim, degree), true_rank(size, 2)
+    sketch = PolySketch(power, size).cost(rank).multiply_adds
+    return Work(
+        dense_pairs=min(pairs, rows * CAUSAL_CHUNK // 2) if head.is_causal else 0,
+        formed=tokens * (rank + packed),
+        products=tokens * (sketch + packed * (head.value_dim + 1)),
+    )
+
+
+def _frame_work(head: Head) -> int:
+    """Multiply-adds of making a frame and of moving both sides into it."""
+    seen = min(head.n, FRAME_TOKENS) + min(head.m, FRAME_TOKENS)
+    return (head.n + head.m + seen) * head.dim**2
+
+
+def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
+    """Frame, ``count`` features and far tokens of a fitted polynomial; on a GPU features and what
+    is moved count as the multiply-adds that exact attention does meanwhile."""
+    tokens = head.n + head.m
+    far = far_rows * head.m + (head.n - far_rows) * far_keys
+    share = head.pairs / max(1, head.n * head.m)
+    products = tokens * count * (head.value_dim + 1)
+    moved, priced, direct = 0, 0, 0.0
+    if _has_kernels(head):
+        moved = int(FIT_ENTRY * tokens * (head.dim + head.value_dim))
+        if head.is_causal:
+            moved += int(FIT_FEATURE * tokens * count + FIT_PAIR * head.n * FIT_CHUNK)
+        priced = (DEAR_FEATURE - 1) * products + DEAR_MOVE * moved
+    elif head.query.device.type == "cpu":
+        moved = tokens * (FITTED_TOKEN * head.dim + FITTED_FEATURE * count)
+        direct = FITTED_SECONDS
+    return Work(
+        exact_pairs=int(far * share),
+        dense_pairs=head.n * CAUSAL_CHUNK // 2 if head.is_causal else 0,
+        formed=tokens * count,
+        products=products + _frame_work(head),
+        moved=moved,
+        direct=direct,
+        priced=priced,
+    )
+
+
+def list_work(head: Head, settings: ListSettings, opened: float) -> Work:
+    """Sorting, tilts, selection and attention by lists, with ``opened`` open leaves a row."""
+    dim, width, leaf = head.dim, head.value_dim, settings.leaf
+    keys = min(head.n, head.m) if settings.window else head.m
+    leaves, own = float(math.ceil(keys / leaf)), 0.0
+    if settings.window:  # a row sees the leaves of earlier windows, half of them on average
+        windows = math.ceil(head.n / settings.window)
+        leaves = min(leaves, settings.window // leaf * (windows - 1) / 2)
+        own = settings.window / 2
+    cells, asked = head.n / settings.block, min(1.0, ASKED / settings.block)
+    tilted = cells * leaves * leaf  # pairs of mean queries and keys
+    coarse = head.n * leaves  # pairs of rows and tilted keys
+    exact = head.n * (opened * leaf + own)
+    splits = 2 * math.log2(max(2.0, min(keys, SORTED) / leaf))
+    sorting = (head.n + keys) * (dim * (dim + 2 * AXES) + splits * AXES * (AXES + 2))
+    asked *= dim if settings.strict or _has_kernels(head) else 0  # scores made for that alone
+    made = sorting + tilted * (2 * dim + width) + coarse * (dim + width + asked)
+    if _has_kernels(head):
+        pairs = TILT_PAIR * tilted + SELECT_PAIR * coarse + LIST_PAIR * (coarse + exact)
+        seconds = pairs * _rates(head).pair(head)
+        seconds += TOKEN_SECONDS * (head.n + keys) * (dim + width)
+        return Work(priced=int(made + exact * (dim + width)), direct=seconds)
+    return Work(
+        exact_pairs=int(exact),
+        products=int(made),
+        moved=int(
+            LIST_TOKEN * (head.n + keys) * (dim + width)
+            + LIST_TILT * tilted
+            + LIST_COARSE * coarse * (2 if settings.strict else 1)
+            + LIST_GATHERED * cells * opened * leaf * (dim + width)
+            + LIST_EXACT * exact
+        ),
+        direct=LIST_SECONDS,
+    )
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds a unit of work, measured on this machine."""
+
+    pairs: tuple[tuple[float, float], ...]  # (dim, one exact pair at that dim), dims ascending
+    feature: float  # forming one feature
+    product: float  # one multiply-add of a feature with a value
+    scan: float  # reading one entry
+
+    def pair(self, head: Head) -> float:
+        """One exact pair: linear in the dim between the measured ones and beyond the last; below
+        the first a kernel gains nothing."""
+        dim = max((head.dim + head.value_dim) / 2, self.pairs[0][0])
+        for (low, at_low), (high, at_high) in pairwise(self.pairs):
+            if dim <= high or (high, at_high) == self.pairs[-1]:
+                return at_low + (at_high - at_low) * (dim - low) / (high - low)
+        return self.pairs[0][1]
+
+
+def _rates(head: Head) -> Rates:
+    """Of the head's device; PyTorch has faster exact kernels for 16 bits on a GPU."""
+    query = head.query
+    return calibrate(query.device.type, query.dtype if query.is_cuda else torch.float32)
+
+
+@lru_cache(maxsize=4)
+def calibrate(device: str, dtype: torch.dtype) -> Rates:
+    """Measure the machine once a process, in about a tenth of a second. A GPU gets more to do:
+    small work would only measure how long a launch takes."""
+    features = FeatureMap(48, 2)
+    lanes, rows = lane_count(device), 504 if device == "cpu" else 64 * 504
+    x = _numbers((lanes, rows, 48), device)
+    value = _numbers((lanes, rows, 64), device)
+    buffer = features.buffer(lanes, rows, x)
+    written = features.write(x, buffer)
+    state = value.new_zeros(lanes, features.count - 1, 64)
+    count = lanes * rows * features.count
+    write = _best(lambda: features.write(x, buffer), device) / count
+    product = _best(lambda: state.baddbmm_(written, value), device) / count
+    wide = x if device == "cpu" else written
+    scan = _best(lambda: wide.abs().amax(-1), device) / wide.numel()
+    pairs = _time_sdpa((4, 16, 64), device, dtype)
+    return Rates(pairs, write, product / 64, scan)
+
+
+def _numbers(shape: tuple[int, ...], device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(0)  # the global generator stays untouched
+    return torch.randn(shape, generator=generator).to(device)
+
+
+def _time_sdpa(
+    dims: Sequence[int], device: str, dtype: torch.dtype
+) -> tuple[tuple[float, float], ...]:
+    """Seconds of a pair at each dim, in turns: a busy moment must not hit all calls of one."""
+    heads, tokens = (1, 1536) if device == "cpu" else (16, 8192)
+    found, calls = dict.fromkeys(dims, math.inf), {}
+    for dim in dims:
+        wide = dim if device == "cpu" else max(8, dim)  # fast kernels want multiples of 8
+        q, k, v = _numbers((3, 1, heads, tokens, wide), device).to(dtype).unbind(0)
+        calls[dim] = partial(F.scaled_dot_product_attention, q, k, v)
+    for _ in range(ROUNDS):
+        for dim, call in calls.items():
+            found[dim] = min(found[dim], _best(call, device, REPEATS) / (heads * tokens**2))
+    return tuple((float(dim), seconds) for dim, seconds in found.items())
+
+
+def _best(run: Callable[[], object], device: str, repeats: int = ROUNDS * REPEATS) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)

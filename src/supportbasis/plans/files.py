@@ -1,0 +1,413 @@
+"""Plans as JSON files: the schema, and the only place that reads or writes them.
+
+A file holds what a plan cannot derive. Claims are left out: what is proved about a polynomial is
+proved again from its coefficients, the range of a pair's polynomial must be that of the pair, the
+sketch of a kernel is that of the method, and the maps of a balancing transform must undo each
+other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..lists.tables import ListSettings
+from ..methods import (
+    Auto,
+    BlockSupport,
+    Exact,
+    FittedPolynomial,
+    Method,
+    MultiThreshold,
+    Polynomial,
+    PowerAttention,
+    SingleThreshold,
+)
+from ..methods.block_support import LARGEST_BLOCK
+from ..methods.fitted import MOST as MOST_FEATURES
+from ..methods.multi_threshold import MOST_PAIRS
+from ..polynomials.balancing import FLOOR, Frame
+from ..polynomials.certified import LARGEST_DEGREE, certified
+from ..polynomials.features import check_rank
+from ..polynomials.fitting import HIGHEST_DEGREE, LARGEST_COEFFICIENT, FittedKernel, count_features
+from ..polynomials.powers import LARGEST_POWER, PowerKernel
+from .plan import BucketPair, HeadPlan, Plan, ScoreRange
+from .schema import (
+    LEAST,
+    Field,
+    array,
+    choice,
+    integer,
+    member,
+    number,
+    optional,
+    parse,
+    record,
+    scalar,
+    shown,
+    text,
+    union,
+)
+
+FORMAT = "supportbasis-plan-2"
+LARGEST_FILE = 256 * 2**20  # bytes: about 400 balancing transforms of dim 128
+LARGEST_WINDOW = 2**16
+LARGEST_MOVE = 1e18  # squares of such lengths are still numbers in float32
+
+COUNT = integer(0, 2**48)
+POSITIVE = number(LEAST)
+AMOUNT = number(0.0, infinite=True)
+SCORES = record(ScoreRange, dict.fromkeys(ScoreRange._fields, optional(number(0.0))))
+KINDS_OF: dict[type[Method], tuple[str, ...]] = {
+    Exact: ("exact",),
+    Polynomial: ("exact", "polynomial"),
+    SingleThreshold: ("exact", "single-threshold"),
+    MultiThreshold: ("exact", "multi-threshold"),
+    PowerAttention: ("power",),
+    BlockSupport: ("exact", "lists"),
+    FittedPolynomial: ("exact", "fitted"),
+    Auto: ("exact", "polynomial", "single-threshold", "lists", "fitted"),
+}
+METHOD = union(
+    "name",
+    {
+        method.__name__: record(method, {field.name: scalar() for field in fields(method)})
+        for method in KINDS_OF
+    },
+    lambda method: type(method).__name__,
+)
+
+
+def save(plan: Plan, path: str | Path) -> None:
+    """Write a plan."""
+    try:
+        content = {"format": FORMAT, **_schema(plan.method, plan.dim).write(plan)}
+    except ValueError as error:
+        raise InputError(f"the plan cannot be saved: {error}") from None
+    data = json.dumps(content, indent=1, allow_nan=False).encode()
+    if len(data) > LARGEST_FILE:
+        raise InputError(f"the plan cannot be saved: {_too_large(len(data))}")
+    Path(path).write_bytes(data)
+
+
+def load(path: str | Path) -> Plan:
+    """Read a plan, or raise an `InputError` that names the path and what is wrong with the file."""
+    content = _content(path)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = shown(content.get("format")) if isinstance(content, dict) else shown(content)
+        raise InputError(
+            f"path: {path} has format {found}, but this version reads {FORMAT!r}; make the plan "
+            "again and save it"
+        )
+    try:
+        method, dim = member(content, "method", METHOD), member(content, "dim", COUNT)
+        plan = _schema(method, dim).read({k: v for k, v in content.items() if k != "format"}, "")
+    except ValueError as error:
+        raise InputError(f"path: {path} is a damaged plan: {error}") from None
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def _content(path: str | Path) -> Any:
+    """The JSON value in a file of sensible size."""
+    try:
+        file = Path(path)
+        if not file.exists():
+            raise InputError(f"path: {path} does not exist; expected a saved plan")
+        if not file.is_file():
+            raise InputError(f"path: {path} is not a file; expected a saved plan")
+        with file.open("rb") as stream:
+            data = stream.read(LARGEST_FILE + 1)
+        if len(data) > LARGEST_FILE:
+            raise InputError(f"path: {path} is no plan: {_too_large(file.stat().st_size)}")
+        return parse(data.decode())
+    except InputError:
+        raise
+    except TypeError:
+        raise InputError(f"path must be a string or a Path, got {path!r}") from None
+    except OSError as error:
+        raise InputError(f"path: {path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:  # of JSON, of UTF-8, of a path with a null character
+        raise InputError(f"path: {path} is not JSON ({error}); expected a saved plan") from None
+
+
+def _too_large(size: int) -> str:
+    return f"it has {size} bytes, more than the limit of {LARGEST_FILE}"
+
+
+def _schema(method: Method, dim: int) -> Field:
+    """A plan of this method for heads of this dim."""
+    kinds = _kinds(method, dim)
+    head = union(
+        "kind", {kind: kinds[kind] for kind in KINDS_OF.get(type(method), ())}, lambda h: h.kind
+    )
+    return record(
+        _plan,
+        {
+            "method": METHOD,
+            "batch": COUNT,
+            "num_heads": COUNT,
+            "dim": COUNT,
+            "scale": optional(number()),
+            "is_causal": optional(choice(False, True)),
+            "heads": array(head),
+        },
+    )
+
+
+def _plan(**content: Any) -> Plan:
+    plan = Plan(**content)
+    if not plan.is_exact and None in (plan.scale, plan.is_causal):
+        raise ValueError("scale or is_causal is null, and not every head is exact")
+    if any(head.lists and bool(head.lists.window) != plan.is_causal for head in plan.heads):
+        raise ValueError("lists have windows where, and only where, is_causal is true")
+    if len(plan.heads) != plan.batch * plan.num_heads:
+        raise ValueError(f"{len(plan.heads)} heads for {plan.batch} x {plan.num_heads}")
+    return plan
+
+
+def _kinds(method: Method, dim: int) -> dict[str, Field]:
+    """What a head of each kind holds."""
+    large = optional(array(COUNT, 2, 2))
+    listed = {"exact_rows": COUNT, "keys": number(0.0), "frame": _frame(dim)}
+    return {
+        "exact": _head("exact", {"threshold": optional(POSITIVE), "large": large}),
+        "polynomial": _head("polynomial", {"polynomial": _polynomial(dim)}),
+        "single-threshold": _head(
+            "single-threshold",
+            {"threshold": POSITIVE, "large": large, "polynomial": _polynomial(dim)},
+        ),
+        "multi-threshold": _head("multi-threshold", _buckets(method, dim)),
+        "power": _head("power", {"kernel": _power_kernel(method)}),
+        "lists": _head("lists", {"lists": LISTS, "keys": number(0.0)}),
+        "fitted": _head("fitted", {"fitted": _fitted(dim), **listed}),
+    }
+
+
+def _head(kind: str, own: Mapping[str, Field]) -> Field:
+    """A head with what all have and its own."""
+    common = {
+        "reason": text(),
+        "n": COUNT,
+        "m": COUNT,
+        "cost": number(0.0),
+        "speedup": POSITIVE,
+        "measured": optional(AMOUNT),
+        "scores": optional(SCORES),
+    }
+
+    def build(**content: Any) -> HeadPlan:
+        if "pairs" in content:
+            content["pairs"] = _placed_pairs(**content)
+        head = HeadPlan(kind, **content)
+        _check_range(head)
+        return head
+
+    return record(build, {**common, **own})
+
+
+def _check_range(head: HeadPlan) -> None:
+    """Whether a head knows the range that it was made for. The largest score is the bound of its
+    polynomial, or of one of its pairs, unless the caller of `Polynomial` gave a smaller bound."""
+    if head.kind in ("exact", "power"):
+        if head.scores is not None:
+            raise ValueError("scores is given, but nothing depends on it")
+        return
+    listed = head.kind in ("lists", "fitted")
+    scores = head.scores
+    if scores is None or (scores.largest is None) != listed:
+        raise ValueError("scores is missing, or not of this kind of head")
+    if (scores.mean is None) != (head.measured is None and not listed):
+        raise ValueError("scores.mean is missing, or there is no measured error that needs it")
+    if (scores.framed is None) != (head.frame is None or head.frame.is_plain):
+        raise ValueError("scores.framed is missing, or there is no frame that needs it")
+    reaches = [pair.reach for pair in head.pairs]
+    if reaches and scores.largest is not None and not scores.largest <= 1.001 * max(reaches):
+        raise ValueError(f"scores.largest is {scores.largest!r}, beyond the reach of every pair")
+
+
+# --------------------------------------------------------------------- polynomials and kernels
+
+
+def _polynomial(dim: int | None) -> Field:
+    """A polynomial in features of this dim (None: evaluated pair by pair), certified anew."""
+
+    def build(kind: str, bound: float, coefficients: tuple[float, ...]) -> object:
+        if dim is not None:
+            check_rank(dim, len(coefficients) - 1)
+        return certified(kind, coefficients, bound)
+
+    return record(
+        build,
+        {
+            "kind": choice("taylor", "chebyshev", "minimax"),
+            "bound": number(0.0),
+            "coefficients": array(number(), 1, LARGEST_DEGREE + 1),
+        },
+    )
+
+
+def _sketches(method: Method) -> Field:
+    return choice(None, getattr(method, "sketch_size", None))
+
+
+def _power_kernel(method: Method) -> Field:
+    """Polynomial attention, whose power is that of the method."""
+
+    def build(power: int, sketch_size: int | None) -> PowerKernel:
+        return PowerKernel(power, None, sketch_size, getattr(method, "seed", 0))
+
+    power = choice(getattr(method, "power", None))
+    return record(build, {"power": power, "sketch_size": _sketches(method)})
+
+
+def _pair_kernel(method: Method, dim: int) -> Field:
+    sketch_size = getattr(method, "sketch_size", None)
+
+    def build(**content: Any) -> PowerKernel:
+        return PowerKernel(**content, seed=getattr(method, "seed", 0))
+
+    return record(
+        build,
+        {
+            "power": integer(2, LARGEST_POWER, step=2),
+            "polynomial": _polynomial(None if sketch_size is None else dim),
+            "sketch_size": _sketches(method),
+            "balance": POSITIVE,
+        },
+    )
+
+
+def _buckets(method: Method, dim: int) -> dict[str, Field]:
+    """Edges, and a pair for every bucket of rows with every bucket of keys, in order."""
+    pair = {
+        "rows": COUNT,
+        "keys": COUNT,
+        "reach": number(0.0),
+        "kernel": optional(_pair_kernel(method, dim)),
+    }
+    edges = array(number(0.0), 1, MOST_PAIRS)
+    pairs = array(record(_pair, pair), 1, MOST_PAIRS)
+    return {"row_edges": edges, "key_edges": edges, "pairs": pairs}
+
+
+def _pair(rows: int, keys: int, reach: float, kernel: PowerKernel | None) -> BucketPair:
+    if kernel is not None and kernel.polynomial is not None:
+        bound = reach / kernel.power
+        if kernel.polynomial.bound != bound:
+            raise ValueError(
+                f"the polynomial is for ±{kernel.polynomial.bound!r}, but the pair has scores "
+                f"within ±{reach!r}, which is ±{bound!r} at power {kernel.power}"
+            )
+    return BucketPair(-1, -1, rows, keys, reach, kernel)
+
+
+def _placed_pairs(
+    row_edges: tuple[float, ...],
+    key_edges: tuple[float, ...],
+    pairs: tuple[BucketPair, ...],
+    **_: Any,
+) -> tuple[BucketPair, ...]:
+    for edges in (row_edges, key_edges):
+        if list(edges) != sorted(edges):
+            raise ValueError(f"edges {edges} do not ascend")
+    if len(pairs) != len(row_edges) * len(key_edges):
+        raise ValueError(f"{len(pairs)} pairs for {len(row_edges)} x {len(key_edges)} buckets")
+    return tuple(
+        BucketPair(*divmod(i, len(key_edges)), pair.rows, pair.keys, pair.reach, pair.kernel)
+        for i, pair in enumerate(pairs)
+    )
+
+
+# -------------------------------------------------------------------------- lists and fits
+
+
+def _settings(**content: Any) -> ListSettings:
+    settings = ListSettings(**content)
+    block, leaf, window = settings.block, settings.leaf, settings.window
+    if any(size & (size - 1) for size in (block, leaf, window)):
+        raise ValueError(f"lists: {block}, {leaf} and {window} are not all powers of two")
+    if leaf > block or (window and window < block) or (settings.strict and not window):
+        raise ValueError(f"lists: no such blocks: {settings}")
+    return settings
+
+
+LISTS = record(
+    _settings,
+    {
+        "price": POSITIVE,
+        "block": integer(1, LARGEST_BLOCK),
+        "leaf": integer(1, LARGEST_BLOCK),
+        "window": integer(0, LARGEST_WINDOW),
+        "strict": optional(choice(True, False)),
+    },
+)
+
+
+def _fitted(dim: int) -> Field:
+    coefficient = number(-LARGEST_COEFFICIENT, LARGEST_COEFFICIENT)
+    return record(
+        _kernel,
+        {
+            "coefficients": array(coefficient, 1, HIGHEST_DEGREE + 1),
+            "spans": array(integer(1, dim), 0, HIGHEST_DEGREE),
+            "query_radius": AMOUNT,
+            "key_radius": AMOUNT,
+        },
+    )
+
+
+def _kernel(**content: Any) -> FittedKernel:
+    kernel = FittedKernel(**content)
+    if len(kernel.coefficients) != kernel.degree + 1:
+        raise ValueError(f"{len(kernel.coefficients)} coefficients for {kernel.degree} spans")
+    if list(kernel.spans) != sorted(kernel.spans, reverse=True):
+        raise ValueError(f"spans {kernel.spans} do not descend")
+    if count_features(kernel.spans) > MOST_FEATURES:
+        raise ValueError(f"spans {kernel.spans} need more than {MOST_FEATURES} features")
+    return kernel
+
+
+def _frame(dim: int) -> Field:
+    """A balancing transform: centres [d], maps [d, d], eigenvalues [d]."""
+    vector, matrix = (_tensor(shape) for shape in ((dim,), (dim, dim)))
+    eigenvalues = _tensor((dim,), low=0.0)
+    names = dict.fromkeys(("query_centre", "key_centre"), vector)
+    names |= dict.fromkeys(("query_map", "key_map"), matrix)
+    return record(_checked_frame, {**names, "spectrum": eigenvalues})
+
+
+def _tensor(shape: tuple[int, ...], low: float | None = None) -> Field:
+    field = number() if low is None else number(low)
+    for size in reversed(shape):
+        field = array(field, size, size)
+
+    def read(value: Any, at: str) -> Tensor:
+        return torch.tensor(field.read(value, at), dtype=torch.float64).reshape(shape)
+
+    return Field(read, lambda tensor: tensor.tolist())
+
+
+def _checked_frame(**content: Tensor) -> Frame:
+    """Scores stay as they are as long as A B^T = I (see `frame.balanced`). Each map solves a system
+    of condition at most FLOOR^-1/2, so rounding leaves about d / FLOOR unit roundoffs of A B^T."""
+    frame = Frame(**content)
+    if bool((frame.spectrum.diff() > 0).any()):
+        raise ValueError("spectrum does not descend")
+    dim = len(frame.spectrum)
+    identity = torch.eye(dim, dtype=torch.float64)
+    away = frame.query_map @ frame.key_map.T - identity
+    if not float(away.abs().max() if dim else 0.0) <= 64 * (dim + 1) / FLOOR * 2.0**-53:
+        raise ValueError("query_map and key_map do not undo each other")
+    for side in ("query", "key"):
+        moved = getattr(frame, f"{side}_centre") @ getattr(frame, f"{side}_map")
+        if not float(moved.norm()) <= LARGEST_MOVE:
+            raise ValueError(f"{side}_centre is moved beyond {LARGEST_MOVE:g}")
+    return frame

@@ -1,0 +1,253 @@
+"""Polynomials fitted to the scores of a head: low degrees in all directions, high ones in few.
+
+In a balanced frame (`frame.py`) both sides have variance s_i in coordinate i, s descending, and a
+monomial of degree k in certain coordinates contributes the product of their s_i to the scores'
+exponential. So the kernel of degree k is taken in the leading r_k coordinates only,
+
+    p(x, y) = sum_k a_k <x, y>_k ^ k,    <x, y>_k the inner product in the leading r_k coordinates,
+
+with r_1 >= r_2 >= ... chosen by what each direction and degree adds for the features it takes, and
+the a_k by least squares over sampled pairs, weighted as the output weighs them. That beats a
+polynomial that is good on a whole interval by far, but nothing is proved: p is used for tokens
+within the radius of those it was fitted to, queries and keys beyond are exact, and so are rows
+whose sum still comes out too small.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..problem.problem import Head
+
+HIGHEST_DEGREE = 8
+ROWS, KEYS = 512, 256  # pairs that are fitted to
+LONGEST = 4  # one in so many of them is there because of its length
+USUAL, BEYOND = 0.99, 1.5  # the radius: that quantile of the norms, and so much more
+RIDGE = 1e-12  # of the largest entry of the normal equations
+LARGEST_COEFFICIENT = torch.finfo(torch.float32).max  # sums may be in float32
+
+
+@dataclass(frozen=True)
+class FittedKernel:
+    """a_0, ..., a_g, and r_1 >= ... >= r_g."""
+
+    coefficients: tuple[float, ...]
+    spans: tuple[int, ...]
+    query_radius: float = math.inf  # largest norm, in the frame, of a query that it is used for
+    key_radius: float = math.inf
+
+    @property
+    def degree(self) -> int:
+        return len(self.spans)
+
+    @property
+    def features(self) -> int:
+        return count_features(self.spans)
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """The kernel of all pairs of tokens x [..., n, d] and y [..., m, d], whose coordinates are
+        ordered as those of a frame."""
+        result = x.new_full((*x.shape[:-1], y.shape[-2]), self.coefficients[0])
+        for k, power in enumerate(_powers(x, y, self.spans), 1):
+            result += power * self.coefficients[k]
+        return result
+
+    def gradients(self, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of both sides' tokens from those of the kernel of all pairs."""
+        to_x, to_y = torch.zeros_like(x), torch.zeros_like(y)
+        for k, r in enumerate(self.spans, 1):
+            one, other = x[..., :r], y[..., :r]
+            slope = (one @ other.mT).pow_(k - 1).mul_(grad).mul_(k * self.coefficients[k])
+            to_x[..., :r] += slope @ other
+            to_y[..., :r] += slope.mT @ one
+        return to_x, to_y
+
+    def __str__(self) -> str:
+        spans = ", ".join(str(span) for span in self.spans)
+        return f"degree {self.degree} in ({spans}) directions, {self.features} features"
+
+
+def count_features(spans: Sequence[int]) -> int:
+    """The constant, and C(r + k - 1, k) monomials of degree k in r variables.
+
+    >>> count_features((16, 16, 4))  # 1 + 16 + 136 + 20
+    173
+    """
+    return 1 + sum(math.comb(r + k - 1, k) for k, r in enumerate(spans, 1))
+
+
+def choose_spans(spectrum: Tensor, features: int) -> tuple[int, ...]:
+    """Directions of each degree, at most ``features`` monomials in all.
+
+    Degree k in one more direction r adds s_r^2 h_(k-1)(s_1^2, ..., s_r^2) to the squared kernel,
+    h the complete symmetric polynomial, for C(r + k - 2, k - 1) monomials. The best ratio is taken
+    as long as it fits.
+
+    >>> choose_spans(torch.tensor([0.1, 0.1, 0.0], dtype=torch.float64), 6)
+    (2, 2)
+    """
+    squared = [min(float(s), 1.0) ** 2 for s in spectrum]
+    symmetric = _complete_symmetric(squared)
+    spans = [0] * (HIGHEST_DEGREE + 1)
+    left = features - 1
+    waiting: list[tuple[float, int]] = []
+
+    def offer(k: int) -> None:
+        r = spans[k] + 1
+        if k > HIGHEST_DEGREE or r > len(squared) or (k > 1 and r > spans[k - 1]):
+            return
+        gain = squared[r - 1] * symmetric[k - 1][r] / math.comb(r + k - 2, k - 1)
+        if gain > 0:
+            heapq.heappush(waiting, (-gain, k))
+
+    offer(1)
+    while waiting:
+        _, k = heapq.heappop(waiting)
+        count = math.comb(spans[k] + k - 1, k - 1)
+        if count > left:
+            continue
+        left -= count
+        spans[k] += 1
+        offer(k)
+        if k < HIGHEST_DEGREE and spans[k + 1] == spans[k] - 1:
+            offer(k + 1)
+    return tuple(r for r in spans if r > 0)
+
+
+def _complete_symmetric(x: Sequence[float]) -> list[list[float]]:
+    """h_k(x_1, ..., x_r) at [k][r], by h_k(r) = h_k(r - 1) + x_r h_(k-1)(r)."""
+    table = [[1.0] * (len(x) + 1)]
+    for _ in range(HIGHEST_DEGREE):
+        row = [0.0]
+        for r, value in enumerate(x, 1):
+            row.append(row[-1] + value * table[-1][r])
+        table.append(row)
+    return table
+
+
+def _powers(x: Tensor, y: Tensor, spans: Sequence[int]) -> Iterator[Tensor]:
+    """<x, y>_k ^ k for every degree, one after the other."""
+    for k, r in enumerate(spans, 1):
+        score = x[..., :r] @ y[..., :r].mT
+        power = score.clone()
+        for _ in range(k - 1):
+            power *= score
+        yield power
+
+
+@dataclass(frozen=True, eq=False)
+class PairSample:
+    """Sampled queries and keys of a head in its frame: the longest, where a polynomial that was
+    fitted without them goes wrong, and some that stand for all others."""
+
+    query: Tensor  # [rows, d], float64
+    key: Tensor  # [keys, d]
+    log_weight: Tensor  # [keys], of all that a key stands for
+    row_count: Tensor  # [rows]: how many each stands for
+    key_count: Tensor  # [keys]
+    query_radius: float
+    key_radius: float
+
+    @staticmethod
+    def draw(head: Head, seed: int) -> PairSample:
+        """From the tokens within the radius; the head has both queries and live keys."""
+        query_radius, key_radius = _radius(head.query), _radius(head.key)
+        seen = min(head.n, head.m) if head.is_causal else head.m  # by the last row
+        log_weights = None if head.key_log_weight is None else head.key_log_weight[:seen]
+        row, row_count = _pick(head.query, query_radius, None, ROWS, seed)
+        key, key_count = _pick(head.key[:seen], key_radius, log_weights, KEYS, seed + 1)
+        log_weight = key_count.log()
+        if log_weights is not None:
+            log_weight = log_weight + log_weights[key].double()
+        return PairSample(
+            head.query[row].double(),
+            head.key[key].double(),
+            log_weight,
+            row_count,
+            key_count,
+            query_radius,
+            key_radius,
+        )
+
+    def fit(self, spans: tuple[int, ...]) -> FittedKernel | None:
+        """Least squares for the weights of every row relative to their length, as random values
+        would weigh them; None where the scores leave nothing to solve."""
+        if not len(self.query) or not len(self.key) or not spans:
+            return None
+        size = (self.exact * self._share).norm(dim=1, keepdim=True)
+        share = self._share * self.row_count.sqrt().unsqueeze(1) / size
+        unit = self.unit * share
+        columns = [unit, *(power * unit for power in _powers(self.query, self.key, spans))]
+        design, target = torch.stack(columns).flatten(1), (self.exact * share).flatten()
+        size = design.norm(dim=1, keepdim=True)
+        if not bool((size > 0).all() & size.isfinite().all()):
+            return None
+        design = design / size
+        normal = design @ design.T
+        normal.diagonal().add_(RIDGE)
+        solved = torch.linalg.solve(normal, design @ target) / size.squeeze(1)
+        if not bool((solved.abs() <= LARGEST_COEFFICIENT).all()):
+            return None
+        return FittedKernel(tuple(solved.tolist()), spans, self.query_radius, self.key_radius)
+
+    def expected_error(self, kernel: FittedKernel) -> float:
+        """Relative root-mean-square error of the weights: of the output, for random values."""
+        given = kernel(self.query, self.key) * self.unit
+        given = given / given.sum(1, keepdim=True)
+        share = self._share * self.row_count.sqrt().unsqueeze(1)
+        error = ((given - self.exact) * share).norm() / (self.exact * share).norm()
+        return float(error.nan_to_num(math.inf))
+
+    @cached_property
+    def _share(self) -> Tensor:
+        """What the error of a key that stands for several independent ones is multiplied with."""
+        return self.key_count.rsqrt()
+
+    @cached_property
+    def _log_sums(self) -> Tensor:
+        return (self.query @ self.key.T + self.log_weight).logsumexp(1, keepdim=True)
+
+    @cached_property
+    def exact(self) -> Tensor:
+        """The attention of the sampled queries over the sampled keys."""
+        return (self.query @ self.key.T + self.log_weight - self._log_sums).exp()
+
+    @cached_property
+    def unit(self) -> Tensor:
+        """What the exponential of a score is multiplied with to give that."""
+        return (self.log_weight - self._log_sums).exp()
+
+
+def _pick(
+    tokens: Tensor, radius: float, log_weight: Tensor | None, count: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """The longest live tokens within the radius and a sample of the others, and how many of them
+    each stands for."""
+    norms = tokens.norm(dim=1)
+    near = norms <= radius
+    if log_weight is not None:
+        near &= log_weight > -math.inf
+    index = near.nonzero().squeeze(1)
+    if len(index) <= count:
+        return index, torch.ones_like(index, dtype=torch.float64)
+    order = index[norms[index].argsort(descending=True)]
+    longest, others = order[: count // LONGEST], order[count // LONGEST :]
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(len(others), generator=generator)[: count - len(longest)]
+    each = torch.ones(count, dtype=torch.float64, device=tokens.device)
+    each[len(longest) :] = len(others) / len(chosen)
+    return torch.cat([longest, others[chosen.to(tokens.device)]]), each
+
+
+def _radius(tokens: Tensor) -> float:
+    """A norm that tokens which belong to the rest stay within."""
+    norms = tokens.norm(dim=1)
+    rank = max(1, math.ceil(USUAL * len(norms)))
+    return BEYOND * float(norms.kthvalue(rank).values)

@@ -1,0 +1,243 @@
+"""What is to be computed: a validated call, and the two-dimensional problem of each head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..paper.split import row_maxima
+from .rounding import compute_dtype, unit_roundoff
+
+if TYPE_CHECKING:
+    from ..engine.basis import RowGroup
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """The same tokens [..., tokens, dim], the entries of each next to each other in memory.
+
+    Kernels, PyTorch's own for CPUs among them, read ``dim`` consecutive numbers for a token,
+    whatever the last stride says. `Problem` is the one place where layout is settled.
+    """
+    apart = x.stride(-1) == 1 and (x.shape[-2] < 2 or x.stride(-2) >= x.shape[-1])
+    return (x if apart else x.contiguous()).resolve_neg()
+
+
+def _norms(x: Tensor, maxima: Tensor) -> Tensor:
+    """Row norms, never below the true ones: in float32 where no square can overflow or vanish."""
+    top = float(maxima.max()) if maxima.numel() else 1.0
+    dtype = torch.float32 if 1e-12 < top < 1e12 and x.dtype != torch.float64 else torch.float64
+    unit = top if top > 1e150 or 0 < top < 1e-150 else 1.0
+    norms = torch.linalg.vector_norm(x / unit if unit != 1.0 else x, dim=-1, dtype=dtype).double()
+    norms = norms * unit
+    return norms * (1 + (x.shape[-1] + 4) * unit_roundoff(dtype))
+
+
+def _largest(x: Tensor) -> float:
+    low, high = x.aminmax() if x.numel() else (x.new_zeros(()), x.new_zeros(()))
+    return max(-low.item(), high.item())
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """One (batch, head) pair: rows of ``query`` attend to rows of ``key``.
+
+    A pair (i, j) has weight ``exp(scale * <q_i, k_j> + key_log_weight_j)``, and zero when
+    ``is_causal`` and ``j > i``. A padded key has log-weight ``-inf``.
+    """
+
+    query: Tensor  # [n, d]
+    key: Tensor  # [m, d]
+    value: Tensor  # [m, dv]
+    key_log_weight: Tensor | None  # [m]
+    query_log_weight: Tensor | None  # [n], known factor of each row of an unnormalised sum
+    scale: float
+    is_causal: bool
+    normalise: bool  # attention divides by the row sum, a kernel sum does not
+    mask: Tensor | None = None  # [n, m] bool or bias; only exact sums know what to do with it
+    precision: torch.dtype | None = None  # of all sums; None: chosen from the input
+    is_reused: bool = False  # whether its plan will serve many calls, and may take some time
+    memory: dict[object, object] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.precision or compute_dtype(self.query.dtype)
+
+    @property
+    def n(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def m(self) -> int:
+        return self.key.shape[0]
+
+    @property
+    def dim(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def value_dim(self) -> int:
+        return self.value.shape[1]
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs that exact attention would visit."""
+        if not self.is_causal:
+            return self.n * self.m
+        square = min(self.n, self.m)
+        return square * (square + 1) // 2 + max(0, self.n - self.m) * self.m
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether somebody will ask for gradients."""
+        return any(x.requires_grad for x in (self.query, self.key, self.value))
+
+    @property
+    def is_density(self) -> bool:
+        """Whether this is a density: rows carry known factors, errors count over the largest sum,
+        and the value is one column of ones, so that numerator and denominator are the same."""
+        return self.query_log_weight is not None
+
+    @cached_property
+    def query_norms(self) -> Tensor:
+        """Euclidean norm of each query in float64, rounded up."""
+        return _norms(self.query.detach(), self.query_maxima)
+
+    @cached_property
+    def key_norms(self) -> Tensor:
+        return _norms(self.key.detach(), self.key_maxima)
+
+    @cached_property
+    def query_maxima(self) -> Tensor:
+        """Largest |entry| of each query row: what a threshold is compared with, in float64,
+        since a comparison in half precision would round the threshold."""
+        return row_maxima(self.query.detach()).double()
+
+    @cached_property
+    def key_maxima(self) -> Tensor:
+        return row_maxima(self.key.detach()).double()
+
+    @cached_property
+    def live_keys(self) -> Tensor | None:
+        """Indices of the keys that are not padded; None when all of them are live."""
+        if self.key_log_weight is None:
+            return None
+        live = self.key_log_weight > -math.inf
+        return None if bool(live.all()) else live.nonzero().squeeze(1)
+
+
+class Kept(dict[tuple[int, int], "tuple[Head, Sequence[RowGroup]]"]):
+    """Components of each (batch, head) that ran, and with them what they keep for the way back."""
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A validated call, with leading dims flattened to [batch, heads] and layout settled."""
+
+    query: Tensor  # [batch, heads, n, d]
+    key: Tensor  # [batch, key heads, m, d]
+    value: Tensor  # [batch, key heads, m, dv]
+    key_log_weight: Tensor | None  # [batch, heads, m]
+    query_log_weight: Tensor | None  # [batch, heads, n]
+    mask: Tensor | None  # any other mask, [batch, heads, n, m]
+    dropout_p: float
+    is_causal: bool
+    scale: float
+    normalise: bool
+    leading: tuple[int, ...]  # the caller's leading dims, heads included
+    kept: Kept | None = None  # filled by a forward pass for the way back
+    is_reused: bool = False  # whether the plan will serve many calls
+    is_flipped: bool | None = None  # whether the caller's scale is negative; None: not known
+
+    def __post_init__(self) -> None:
+        for name in ("query", "key", "value"):
+            object.__setattr__(self, name, in_rows(getattr(self, name)))
+        for name in ("key_log_weight", "query_log_weight"):
+            weight = getattr(self, name)
+            if weight is not None and weight.stride(-1) != 1:
+                object.__setattr__(self, name, weight.contiguous())
+
+    @property
+    def batch(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.heads // max(1, self.key.shape[1])
+
+    @property
+    def n(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def m(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return compute_dtype(self.query.dtype)
+
+    @property
+    def requires_grad(self) -> bool:
+        tensors = (self.query, self.key, self.value, self.key_log_weight)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+    @property
+    def needs_exact(self) -> str | None:
+        """Why no approximation applies to this call, or None."""
+        if self.dropout_p > 0:
+            return "dropout draws weights pair by pair"
+        if self.mask is not None:
+            return "the mask is not a key mask: it depends on the query"
+        return None
+
+    @cached_property
+    def largest(self) -> tuple[float, float]:
+        """Largest |entry| of query and key; NaN if an entry is."""
+        query, key = (_largest(x.detach()) for x in (self.query, self.key))
+        return query, key
+
+    @cached_property
+    def _heads(self) -> dict[tuple[int, int], Head]:
+        return {}
+
+    def head(self, batch: int, head: int) -> Head:
+        """One head; kept, so that norms found while planning serve the execution too."""
+        if (batch, head) not in self._heads:
+            self._heads[batch, head] = self._slice(batch, head)
+        return self._heads[batch, head]
+
+    def _slice(self, batch: int, head: int) -> Head:
+        key_head = head // self.group
+        weight, row_weight = self.key_log_weight, self.query_log_weight
+        return Head(
+            self.query[batch, head],
+            self.key[batch, key_head],
+            self.value[batch, key_head],
+            None if weight is None else weight[batch, head],
+            None if row_weight is None else row_weight[batch, head],
+            self.scale,
+            self.is_causal,
+            self.normalise,
+            None if self.mask is None else self.mask[batch, head],
+            is_reused=self.is_reused,
+        )
+
+    def each_head(self) -> Iterator[tuple[int, int, Head]]:
+        for batch in range(self.batch):
+            for head in range(self.heads):
+                yield batch, head, self.head(batch, head)
+
+    def restore(self, tensor: Tensor) -> Tensor:
+        """[batch, heads, ...] back to the caller's leading dims."""
+        return tensor.reshape((*self.leading, *tensor.shape[2:]))

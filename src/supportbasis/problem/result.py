@@ -1,0 +1,53 @@
+"""What running a plan gives, and the result of a call with ``return_result=True``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..accuracy.certificate import Certificate
+    from ..plans.plan import Plan
+
+
+FAILED_SHARE = 0.01  # of a head's rows: a sketch or fitted polynomial that loses more has failed
+
+
+@dataclass
+class Outcome:
+    """What running a plan gives, [batch, heads, ...]."""
+
+    output: Tensor  # [batch, heads, n, dv], input dtype
+    lse: Tensor  # [batch, heads, n]
+    log_scale: Tensor  # [batch, heads]: units of the output of a kernel sum, 0 for attention
+    invalid_rows: Tensor  # [batch, heads]: rows without a usable denominator
+    rescued_rows: Tensor  # [batch, heads]: of those, how many were computed exactly instead
+    rounding: Tensor  # [batch, heads]: largest relative rounding error of a row's sums
+    rescued: Tensor  # [batch, heads, n]: which rows were computed exactly instead
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """Output, and everything that is known about it.
+
+    ``output`` is what the plain call returns, ``lse`` the natural log of each row's sum of
+    weights. A kernel sum is ``output * exp(log_scale)``: a number for each (batch, head) in the
+    caller's leading dims, 0 for attention. ``implementation`` says what ran: "sdpa" (PyTorch's own
+    attention, for exact plans), "eager", "triton", or how many heads each of the two took.
+    """
+
+    output: Tensor
+    lse: Tensor
+    log_scale: Tensor
+    plan: Plan
+    certificate: Certificate
+    implementation: str = "eager"
+
+    def __repr__(self) -> str:
+        shape = list(self.output.shape)
+        return (
+            f"Result: output {shape}, computed by {self.implementation}\n{self.certificate}\n"
+            f"{self.plan}"
+        )

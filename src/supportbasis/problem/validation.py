@@ -1,0 +1,243 @@
+"""Validation: from the caller's tensors to a `Problem`, or an error that names the argument."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from .checks import check_bias, check_finite, is_tracing
+from .problem import Problem
+from .rounding import compute_dtype
+from .tracing import check_visible
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def attention_problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    *,
+    finite: bool = True,
+    names: tuple[str, str, str] = ("query", "key", "value"),
+) -> Problem:
+    """Check every argument of a call in SDPA's form and flatten it to [batch, heads, ...]."""
+    value_given = value if value is not None else key
+    given = (query, key, value_given)
+    check_tensors(given, names)
+    _check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
+    leading, key_leading = _leading_dims(given, names, enable_gqa)
+    n, m, dim = query.shape[-2], key.shape[-2], query.shape[-1]
+    if finite and isinstance(attn_mask, Tensor):
+        check_visible("attn_mask", attn_mask)
+    weight, mask = _split_mask(attn_mask, query, (*leading, n, m), finite)
+    if finite:
+        check_finite(**dict(zip(names, given, strict=True)))
+    scale = _check_scale(scale, dim)
+    is_flipped = scale < 0
+    if scale <= 0:  # kernels disagree about such scales; the sign belongs to the query just as well
+        query, scale = (-query, -scale) if scale < 0 else (_zeros(query), 1.0)
+    if scale < torch.finfo(compute_dtype(query.dtype)).smallest_normal:
+        # a kernel would take it for zero, and zero times a masked score is no number
+        unit = 2.0 ** (math.frexp(scale)[1] + 60)
+        query, scale = query * unit, scale / unit
+    return Problem(
+        _four(query, leading),
+        _four(key, key_leading),
+        _four(value_given, key_leading),
+        weight,
+        None,
+        mask,
+        _check_dropout(dropout_p),
+        is_causal,
+        scale,
+        True,
+        leading,
+        is_flipped=is_flipped,
+    )
+
+
+def _zeros(query: Tensor) -> Tensor:
+    """Zeros that depend on the query: its gradient is zero even where it would overflow."""
+    return torch.where(query.new_zeros((), dtype=torch.bool), query, 0.0)
+
+
+def kernel_problem(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, *, finite: bool = True
+) -> Problem:
+    """The same for an unnormalised kernel sum: no mask, no dropout, not causal."""
+    problem = attention_problem(query, key, value, None, 0.0, False, scale, False, finite=finite)
+    return _replace(problem, normalise=False)
+
+
+def _replace(problem: Problem, **changes: object) -> Problem:
+    fields = {name: getattr(problem, name) for name in problem.__dataclass_fields__}
+    return Problem(**{**fields, **changes})
+
+
+def with_weights(problem: Problem, key: Tensor, query: Tensor) -> Problem:
+    """The same kernel sum with log-weights [..., m] of the keys and [..., n] of the rows."""
+    n, m = problem.n, problem.m
+    shape = (problem.batch, problem.heads)
+    return _replace(
+        problem,
+        key_log_weight=key.expand(*problem.leading, m).reshape(*shape, m),
+        query_log_weight=query.expand(*problem.leading, n).reshape(*shape, n),
+    )
+
+
+def _check_flags(**flags: object) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise InputError(f"{name} must be True or False, got {flag!r}")
+
+
+def check_tensors(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
+    query, first = tensors[0], names[0]
+    for name, tensor in zip(names, tensors, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise InputError(f"{name} is a {kind} tensor; expected a dense one")
+        if tensor.dtype not in DTYPES:
+            expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise InputError(f"{name} has dtype {tensor.dtype}; expected one of {expected}")
+        if tensor.dim() < 2:
+            raise InputError(
+                f"{name} has shape {tuple(tensor.shape)}; expected [..., heads, tokens, dim]"
+            )
+        if tensor.dtype != query.dtype:
+            raise InputError(f"{name} has dtype {tensor.dtype} but {first} has {query.dtype}")
+        if tensor.device != query.device:
+            raise InputError(f"{name} is on {tensor.device} but {first} is on {query.device}")
+        if tensor.device.type == "meta":
+            raise InputError(f"{name} is a meta tensor, which has no entries; expected a real one")
+    if query.shape[-1] < 1:
+        raise InputError(f"{first} has head dim 0; expected at least 1")
+
+
+def _leading_dims(
+    tensors: Sequence[Tensor], names: Sequence[str], enable_gqa: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Leading dims (heads included) of the query side and of the key side."""
+    query, key, value = tensors
+    if key.shape[-1] != query.shape[-1]:
+        raise InputError(
+            f"{names[1]} has head dim {key.shape[-1]} but {names[0]} has {query.shape[-1]}; "
+            "they must agree"
+        )
+    if value.shape[-2] != key.shape[-2]:
+        raise InputError(
+            f"{names[2]} has {value.shape[-2]} tokens but {names[1]} has {key.shape[-2]}; "
+            "they must agree"
+        )
+    if not enable_gqa:
+        hint = "; for fewer key heads than query heads pass enable_gqa=True"
+        leading = _broadcast(tensors, names, 2, hint)
+        return leading, leading
+    if min(x.dim() for x in tensors) < 3:
+        raise InputError("enable_gqa=True needs a heads dim: [..., heads, tokens, dim]")
+    heads, key_heads, value_heads = (x.shape[-3] for x in tensors)
+    if key_heads != value_heads or key_heads == 0 or heads % key_heads:
+        raise InputError(
+            f"enable_gqa=True with {heads} query heads, {key_heads} key heads and {value_heads} "
+            "value heads; key and value heads must be equal and divide the query heads"
+        )
+    batch = _broadcast(tensors, names, 3, "")
+    return (*batch, heads), (*batch, key_heads)
+
+
+def _broadcast(
+    tensors: Sequence[Tensor], names: Sequence[str], last: int, hint: str
+) -> tuple[int, ...]:
+    """The common shape of all but the last dims."""
+    shapes = [tuple(x.shape[:-last]) for x in tensors]
+    if shapes[0] == shapes[1] == shapes[2]:
+        return shapes[0]
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        text = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
+        raise InputError(f"leading dims of {text} do not broadcast{hint}") from None
+
+
+def _four(tensor: Tensor, leading: Sequence[int]) -> Tensor:
+    """Broadcast the leading dims and flatten them to [batch, heads]."""
+    tokens, dim = tensor.shape[-2:]
+    heads = leading[-1] if leading else 1
+    batch = math.prod(leading[:-1])
+    return tensor.expand(*leading, tokens, dim).reshape(batch, heads, tokens, dim)
+
+
+def _check_dropout(dropout_p: float) -> float:
+    if not isinstance(dropout_p, Real) or not 0.0 <= dropout_p < 1.0:
+        raise InputError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
+    return float(dropout_p)
+
+
+def _check_scale(scale: float | None, dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(dim)
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
+        raise InputError(f"scale must be a finite number or None (1/sqrt(dim)), got {scale!r}")
+    return float(scale)
+
+
+def _split_mask(
+    mask: Tensor | None, query: Tensor, shape: tuple[int, ...], finite: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """A mask as key log-weights [batch, heads, m] if it is a key mask, else as it came.
+
+    A mask is a key mask when its query dim has size 1, or is an expanded view of such a mask.
+    """
+    if mask is None:
+        return None, None
+    if not isinstance(mask, Tensor):
+        raise InputError(f"attn_mask must be a torch.Tensor or None, got {type(mask).__name__}")
+    if mask.is_nested or mask.layout != torch.strided:
+        raise InputError("attn_mask is a sparse or nested tensor; expected a dense one")
+    if mask.device != query.device:
+        raise InputError(f"attn_mask is on {mask.device} but query is on {query.device}")
+    if mask.dtype != torch.bool and mask.dtype not in DTYPES:
+        raise InputError(f"attn_mask has dtype {mask.dtype}; expected bool or floating point")
+    try:
+        mask.expand(shape)
+    except RuntimeError:
+        raise InputError(
+            f"attn_mask has shape {tuple(mask.shape)}, which does not broadcast to {shape}"
+        ) from None
+    batch, heads = math.prod(shape[:-3]), shape[-3] if len(shape) > 2 else 1
+    if mask.dim() >= 2 and mask.shape[-2] == 0:  # no queries, and a mask for each of them
+        return None, None
+    if mask.dim() >= 2 and mask.shape[-2] > 1:
+        if mask.stride(-2) != 0:
+            if mask.requires_grad and torch.is_grad_enabled():
+                raise InputError(
+                    f"attn_mask requires grad and has shape {tuple(mask.shape)}; only a bias of "
+                    "the keys [..., 1, keys] has gradients: detach it"
+                )
+            check_bias(mask)
+            return None, mask.expand(shape).reshape(batch, heads, *shape[-2:])
+        mask = mask[..., :1, :]
+    weight = _log_weight(mask, compute_dtype(query.dtype), finite or query.device.type == "cpu")
+    return weight.expand(*shape[:-2], 1, shape[-1]).reshape(batch, heads, shape[-1]), None
+
+
+def _log_weight(mask: Tensor, dtype: torch.dtype, check: bool) -> Tensor:
+    if mask.dtype == torch.bool:
+        zero = torch.zeros((), dtype=dtype, device=mask.device)
+        return torch.where(mask, zero, -math.inf)
+    if check and not is_tracing():  # else the operator will check
+        check_bias(mask)
+    return mask.to(dtype)
