@@ -13,7 +13,6 @@ import torch.nn.functional as F
 import supportbasis as sb
 from supportbasis.components import ExactSum, evaluate
 from supportbasis.components.streaming import lane_count
-from supportbasis.engine.basis import support_basis
 from supportbasis.polynomials.features import FeatureMap, block_rows
 from supportbasis.problem.validation import attention_problem
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import supportbasis as sb
 from supportbasis.accuracy import reference
 from supportbasis.lists.tables import ListSettings
-from supportbasis.plans.plan import HeadPlan
+from supportbasis.plans import HeadPlan
 from supportbasis.problem.validation import attention_problem
 
 METHODS = {

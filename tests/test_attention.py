@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import supportbasis as sb
-from cases import METHODS, dense_attention, max_error, qkv, run_both
 from supportbasis import api
+from cases import METHODS, dense_attention, max_error, qkv, run_both
 
 pytestmark = pytest.mark.filterwarnings("ignore:supportbasis. rows had no usable")
 
@@ -36,7 +36,7 @@ def make(shape: dict, **more):
 
 def assert_twin(result, output, lse, tolerance=1e-9):
     """Equal to the twin except in rows that the certificate declares lost."""
-    lost = int(result.certificate.invalid_rows.sum() - result.certificate.rescued_rows.sum())
+    lost = int(result.certificate.invalid_rows.sum() - result.certificate.fallback_rows.sum())
     if lost:
         good = result.lse > -math.inf
         assert int((~good).sum()) >= lost

@@ -13,7 +13,7 @@ from supportbasis.accuracy import reference
 from supportbasis.accuracy.certificate import CONFIDENCE, SAMPLED_ROWS
 from supportbasis.accuracy.sampling import RowSample
 from supportbasis.components import ExactSum, evaluate
-from supportbasis.plans.plan import HeadPlan
+from supportbasis.plans import HeadPlan
 from supportbasis.problem.validation import attention_problem
 
 pytestmark = pytest.mark.filterwarnings("ignore:supportbasis. rows had no usable")
@@ -116,7 +116,7 @@ def test_single_threshold_rescues_rows_that_its_polynomial_loses():
     far_q, far_k = q - 30, k.abs() + 1
     result = sb.attention(far_q, far_k, v, plan=plan, return_result=True)
     assert int(result.certificate.invalid_rows.sum()) == 40
-    assert int(result.certificate.rescued_rows.sum()) == 40
+    assert int(result.certificate.fallback_rows.sum()) == 40
     exact, lse = dense_attention(far_q, far_k, v)
     torch.testing.assert_close(result.output, exact)
     torch.testing.assert_close(result.lse, lse)

@@ -30,9 +30,8 @@ from supportbasis.cuda.fitted import fitted_heads as fitted
 from supportbasis.cuda.runtime import replay
 from supportbasis.cuda.runtime.room import Room, with_spare
 from supportbasis.engine import dispatch
-from supportbasis.engine.basis import split_of
 from supportbasis.methods.fitted import FittedSearch
-from supportbasis.plans.plan import Plan
+from supportbasis.plans import Plan
 from supportbasis.problem.validation import attention_problem
 
 pytestmark = [*marks, pytest.mark.filterwarnings("ignore:supportbasis. the last call")]
@@ -79,7 +78,7 @@ def outcome_of(tokens, call, plan, kind):
     made = dispatch.run(problem, batches)
 
     def back(grad, grad_lse):
-        given = (made.output, made.lse, made.rescued, grad.to(made.output), grad_lse.to(made.lse))
+        given = (made.output, made.lse, made.fallback, grad.to(made.output), grad_lse.to(made.lse))
         total = dispatch.gradients(problem, batches, *given, for_weights=True)
         return total.query, total.key, total.value, total.key_log_weight
 
@@ -90,7 +89,7 @@ def compare(wide, tokens, call, plan, limit=1e-5):
     """Output, lse and all gradients of the device with those of the component engine."""
     theirs, their_back = outcome_of(wide, call, plan, None)
     mine, my_back = outcome_of(tokens, call, plan, "fitted")
-    assert torch.equal(mine.rescued, theirs.rescued)
+    assert torch.equal(mine.fallback, theirs.fallback)
     assert relative(mine.output, theirs.output) < limit
     real = theirs.lse > -math.inf
     assert torch.equal(mine.lse > -math.inf, real)
@@ -128,7 +127,7 @@ def test_rows_that_are_lost_go_back_exactly(small, causal):
     plan = replace(plan, heads=tuple(heads))
     wide[0] = 6 * wide[0]
     made = compare(wide, short(wide), call, plan, 1e-3)  # rows whose sums nearly cancel are left
-    assert 0 < int(made.rescued_rows.sum()) < 100
+    assert 0 < int(made.fallback_rows.sum()) < 100
 
 
 @needs_triton
@@ -145,7 +144,7 @@ def test_weights_that_grow_along_the_sequence_lose_nothing(small):
         wide[3] = slope * torch.arange(136.0, device=DEVICE, dtype=torch.float64)
         plan = fit_of([x.cpu() for x in wide[:3]], wide[3].cpu(), call)
         made = compare(wide, short(wide), call, plan, 3 * 136 * 2.0**-23)  # rounding of these
-        assert int(made.rescued_rows.sum()) < 5
+        assert int(made.fallback_rows.sum()) < 5
 
 
 @needs_triton
@@ -155,7 +154,7 @@ def test_rows_without_keys_are_zero(small, causal):
     tokens[3] = torch.full_like(tokens[3], -math.inf)
     tokens[1] = 1e9 * tokens[1]  # hidden keys may hold anything
     made, back = outcome_of(tokens, call, plan, "fitted")
-    assert not made.output.any() and (made.lse == -math.inf).all() and not made.rescued.any()
+    assert not made.output.any() and (made.lse == -math.inf).all() and not made.fallback.any()
     for part in back(*directions(made.output, torch.zeros_like(made.lse))):
         assert not part.any()
 
@@ -231,12 +230,12 @@ def test_rows_that_a_fit_loses_are_exact_and_counted():
     problem = attention_problem(q, k, v, None, 0.0, False, None, False)
     mine = dispatch.run(problem, [dispatch.Batch("fitted", (0,), plan)])
     theirs = dispatch.run(problem, [dispatch.Batch(None, (0,), plan)])
-    assert 0 < int(theirs.rescued_rows) < 600
-    for name in ("rescued", "rescued_rows", "invalid_rows"):
+    assert 0 < int(theirs.fallback_rows) < 600
+    for name in ("fallback", "fallback_rows", "invalid_rows"):
         assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
     assert relative(mine.output, theirs.output) < 1e-3
     grad, none = torch.ones_like(mine.output), None
-    given = (theirs.output, theirs.lse, theirs.rescued, grad, none, False)
+    given = (theirs.output, theirs.lse, theirs.fallback, grad, none, False)
     made = [
         dispatch.gradients(problem, [dispatch.Batch(kind, (0,), plan)], *given)
         for kind in ("fitted", None)

@@ -15,7 +15,7 @@ from supportbasis.cuda.lists import list_heads as device_lists
 from supportbasis.engine.backward import backward
 from supportbasis.lists.list_sum import groups, head_tables, list_attention
 from supportbasis.lists.tables import ListSettings
-from supportbasis.plans.plan import HeadPlan, Plan
+from supportbasis.plans import HeadPlan, Plan
 from supportbasis.problem.validation import attention_problem
 from test_lists import clustered, weights
 

@@ -20,7 +20,7 @@ from supportbasis.engine import jensen
 from supportbasis.engine.execute import execute
 from supportbasis.engine.jensen import WRONG, grouped_lse, least_lse, lower_lse
 from supportbasis.methods.fitted import FittedSearch
-from supportbasis.plans.plan import HeadPlan, Plan
+from supportbasis.plans import HeadPlan, Plan
 from supportbasis.polynomials import fitting as fitted
 from supportbasis.polynomials.balancing import balanced, framed, own_frame
 from supportbasis.polynomials.features import FeatureMap
@@ -373,7 +373,7 @@ def test_rows_that_a_fit_loses_are_exact_and_counted():
     plan = beyond(replace(plan, heads=(head,)))
     query = 40 * query
     result = sb.attention(query, key, value, plan=plan, return_result=True)
-    lost = int(result.certificate.rescued_rows)
+    lost = int(result.certificate.fallback_rows)
     assert 0 < lost == int(result.certificate.invalid_rows)
     least = math.log(1500) + (query @ key.mean(2, keepdim=True).mT).squeeze(-1) / math.sqrt(32)
     assert bool((result.lse >= least + math.log(WRONG) - 1e-3).all())
@@ -525,7 +525,7 @@ def test_the_bound_of_a_fit_holds_where_its_weights_are_negative():
 def test_sums_below_half_of_the_bound_are_exact(causal):
     problem, head, plan = skewed(n=1024, wrong=8, reach=2.05, causal=causal)
     outcome = execute(problem, plan)
-    lost = outcome.rescued[0, 0]
+    lost = outcome.fallback[0, 0]
     if not causal:
         assert int(lost.sum()) == 8
         assert bool((head.query[lost, 0] == 2.05).all())

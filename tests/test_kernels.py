@@ -11,7 +11,7 @@ import supportbasis as sb
 from cases import qkv
 from supportbasis.accuracy.density import GRID, _error_within, density_error
 from supportbasis.api import _density_problem
-from supportbasis.plans.plan import HeadPlan
+from supportbasis.plans import HeadPlan
 from supportbasis.polynomials.certified import taylor
 
 METHODS = [

@@ -9,11 +9,9 @@ import torch
 import supportbasis as sb
 from cases import dense_attention, qkv
 from supportbasis.components import ExactSum, PolynomialSum
-from supportbasis.engine.basis import support_basis
 from supportbasis.lists.tables import ListSettings
-from supportbasis.plans import cost
+from supportbasis.plans import HeadPlan, cost
 from supportbasis.plans.drawing import LIST_PARTS, draw_supports
-from supportbasis.plans.plan import HeadPlan
 from supportbasis.problem.validation import attention_problem
 
 METHODS = [
@@ -91,7 +89,7 @@ def cover(plan, head):
     """How often each pair is summed, and how often exactly."""
     counts = torch.zeros(head.n, head.m, dtype=torch.int64)
     exact = torch.zeros_like(counts)
-    for group in support_basis(plan, head):
+    for group in plan.basis(head):
         rows = torch.arange(head.n) if group.rows is None else group.rows
         for component in group.components:
             keys = torch.arange(head.m) if component.keys is None else component.keys

@@ -54,10 +54,10 @@ def test_operators_pass_opcheck(method, causal, bias):
     ops = torch.ops.supportbasis
     torch.library.opcheck(ops.attention, (q, k, v, weight, None, *settings))
     plain = [None if x is None else x.detach() for x in (q, k, v, weight)]
-    output, lse, rescued, _ = ops.attention(*plain, None, *settings)
+    output, lse, fallback, _ = ops.attention(*plain, None, *settings)
     torch.library.opcheck(
         ops.attention_backward,
-        (output.cos(), lse.cos(), *plain, None, output, lse, rescued, *settings, bias),
+        (output.cos(), lse.cos(), *plain, None, output, lse, fallback, *settings, bias),
     )
 
 
