@@ -43,7 +43,7 @@ def main(n: int) -> None:
     product = best(lambda: state.baddbmm_(written, value))
     flops = 2 * lanes * rows * (phi.count - 1) * 64
     exact = 0.0
-    for group in support_basis(plan.heads[0], head):
+    for group in plan.heads[0].basis(head):
         for part in (c for c in group.components if isinstance(c, ExactSum)):
             exact += best(lambda part=part, group=group: evaluate([part], head, group.rows))
     parts = {

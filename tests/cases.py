@@ -11,7 +11,7 @@ from torch import Tensor
 import supportbasis as sb
 from supportbasis.accuracy import reference
 from supportbasis.lists.tables import ListSettings
-from supportbasis.plans import HeadPlan
+from supportbasis.plans import ListHead
 from supportbasis.problem.validation import attention_problem
 
 METHODS = {
@@ -89,10 +89,9 @@ def clustered(
 
 def list_plan(q: Tensor, settings: ListSettings) -> sb.Plan:
     """Lists of these settings for all heads, whatever they cost."""
-    batch, heads = math.prod(q.shape[:-3]), q.shape[-3]
-    head = HeadPlan("lists", "", q.shape[-2], q.shape[-2], 0.5, 1.0, lists=settings)
+    head = ListHead(n=q.shape[-2], m=q.shape[-2], cost=0.5, speedup=1.0, lists=settings)
     return sb.Plan(
-        sb.BlockSupport(), batch, heads, q.shape[-1], (head,) * (batch * heads),
+        sb.BlockSupport(), q.shape[-1], (head,) * q.shape[-3],
         is_causal=settings.window > 0,
     )  # fmt: skip
 
@@ -152,4 +151,4 @@ def max_error(given: Tensor, exact: Tensor, v: Tensor) -> float:
 def beyond(plan: sb.Plan) -> sb.Plan:
     """The same plan for scores of any range: what it does beyond its own is tested too."""
     heads = tuple(replace(head, scores=None) for head in plan.heads)
-    return plan.of_heads(heads, (plan.batch, plan.num_heads))
+    return plan.with_heads(heads)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from supportbasis import analysis
 from supportbasis.analysis import (
     EntryProfile,
     chernoff_tail,

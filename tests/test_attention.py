@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import supportbasis as sb
-from supportbasis import api
 from cases import METHODS, dense_attention, max_error, qkv, run_both
+from supportbasis import api
 
 pytestmark = pytest.mark.filterwarnings("ignore:supportbasis. rows had no usable")
 

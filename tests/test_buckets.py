@@ -24,7 +24,7 @@ from supportbasis.errors import InputError
 from supportbasis.methods import multi_threshold
 from supportbasis.paper import buckets
 from supportbasis.paper.split import are_disjoint, is_support_basis, row_maxima, support_size
-from supportbasis.plans import BucketPair, HeadPlan, Plan
+from supportbasis.plans import BucketPair, ExactHead, HeadPlan, Plan
 from supportbasis.polynomials import certified as polynomials
 from supportbasis.polynomials.powers import (
     INNER_REACH,
@@ -101,7 +101,7 @@ def log_weights(head: Head, plan: HeadPlan) -> Tensor:
 
 
 def exact_head_plan(head: Head) -> HeadPlan:
-    return HeadPlan("exact", "", head.n, head.m, 1.0, 1.0)
+    return ExactHead(n=head.n, m=head.m, cost=1.0, speedup=1.0)
 
 
 def norm(x: Tensor, p: float) -> float:

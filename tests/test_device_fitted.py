@@ -25,10 +25,10 @@ from device_cases import (  # before kernels are imported
     smooth,
     without_waiting,
 )
+from supportbasis.components.cotangent import SavedForward
 from supportbasis.cuda.fitted import fitted_chunks, fitted_sums
 from supportbasis.cuda.fitted import fitted_heads as fitted
-from supportbasis.cuda.runtime import replay
-from supportbasis.cuda.runtime.room import Room, with_spare
+from supportbasis.cuda.runtime import replay, with_spare
 from supportbasis.engine import dispatch
 from supportbasis.methods.fitted import FittedSearch
 from supportbasis.plans import Plan
@@ -36,13 +36,14 @@ from supportbasis.problem.validation import attention_problem
 
 pytestmark = [*marks, pytest.mark.filterwarnings("ignore:supportbasis. the last call")]
 METHOD = sb.FittedPolynomial()
+FITTED = dispatch.EVALUATORS["fitted"]
 
 
 def fit_of(tokens, bias, call, features=40):
     """A plan of fits, whatever they cost: short causal heads gain nothing."""
     problem = attention_problem(*tokens, bias, 0.0, call["is_causal"], None, True)
     heads = tuple(FittedSearch.of(head, 0).plan(features) for _, _, head in problem.each_head())
-    return Plan(METHOD, problem.batch, problem.heads, problem.query.shape[-1], heads)
+    return Plan(METHOD, problem.query.shape[-1], heads)
 
 
 def case(causal, n=136, m=None, biased=True, scale=0.6):
@@ -61,7 +62,7 @@ def case(causal, n=136, m=None, biased=True, scale=0.6):
     plan = fit_of((q, k, v), bias, call)
     assert all(bool(head.exact_rows) == causal for head in plan.heads)
     problem = attention_problem(q, k, v, bias, 0.0, causal, None, True)
-    rows, keys = split_of(plan.heads[0], problem.head(0, 0))
+    rows, keys = plan.heads[0].split(problem.head(0, 0))
     assert 100 in rows.large and keys.large.tolist() == [40]
     wide = [None if x is None else x.to(DEVICE) for x in (q, k, v, bias)]
     return wide, short(wide), call, plan
@@ -74,12 +75,12 @@ def short(tokens):
 def outcome_of(tokens, call, plan, kind):
     """What the device or the component engine (None) gives, and a function for gradients."""
     problem = attention_problem(*tokens, 0.0, call["is_causal"], None, True)
-    batches = [dispatch.Batch(kind, tuple(range(len(plan.heads))), plan)]
+    batches = [dispatch.Group(kind, tuple(range(len(plan.heads))), plan)]
     made = dispatch.run(problem, batches)
 
     def back(grad, grad_lse):
         given = (made.output, made.lse, made.fallback, grad.to(made.output), grad_lse.to(made.lse))
-        total = dispatch.gradients(problem, batches, *given, for_weights=True)
+        total = dispatch.gradients(problem, batches, SavedForward(*given, for_weights=True))
         return total.query, total.key, total.value, total.key_log_weight
 
     return made, back
@@ -88,7 +89,7 @@ def outcome_of(tokens, call, plan, kind):
 def compare(wide, tokens, call, plan, limit=1e-5):
     """Output, lse and all gradients of the device with those of the component engine."""
     theirs, their_back = outcome_of(wide, call, plan, None)
-    mine, my_back = outcome_of(tokens, call, plan, "fitted")
+    mine, my_back = outcome_of(tokens, call, plan, FITTED)
     assert torch.equal(mine.fallback, theirs.fallback)
     assert relative(mine.output, theirs.output) < limit
     real = theirs.lse > -math.inf
@@ -153,7 +154,7 @@ def test_rows_without_keys_are_zero(small, causal):
     _, tokens, call, plan = case(causal)
     tokens[3] = torch.full_like(tokens[3], -math.inf)
     tokens[1] = 1e9 * tokens[1]  # hidden keys may hold anything
-    made, back = outcome_of(tokens, call, plan, "fitted")
+    made, back = outcome_of(tokens, call, plan, FITTED)
     assert not made.output.any() and (made.lse == -math.inf).all() and not made.fallback.any()
     for part in back(*directions(made.output, torch.zeros_like(made.lse))):
         assert not part.any()
@@ -167,7 +168,7 @@ def test_what_did_not_fit_goes_back_exactly(small, causal):
     problem = attention_problem(*tokens, 0.0, causal, None, True)
     room = fitted.run_of(problem, plan).room
     room.sizes, room.known = (1, 1) if causal else (0, 1), True
-    made, back = outcome_of(tokens, call, plan, "fitted")
+    made, back = outcome_of(tokens, call, plan, FITTED)
     leaves = [x.requires_grad_() for x in wide]
     results = dense_attention(*leaves, causal)
     assert relative(made.output, results[0].detach()) < 2e-6
@@ -228,8 +229,8 @@ def test_rows_that_a_fit_loses_are_exact_and_counted():
     plan = replace(plan, heads=(replace(plan.heads[0], fitted=kernel),))
     q = 30 * q
     problem = attention_problem(q, k, v, None, 0.0, False, None, False)
-    mine = dispatch.run(problem, [dispatch.Batch("fitted", (0,), plan)])
-    theirs = dispatch.run(problem, [dispatch.Batch(None, (0,), plan)])
+    mine = dispatch.run(problem, [dispatch.Group(FITTED, (0,), plan)])
+    theirs = dispatch.run(problem, [dispatch.Group(None, (0,), plan)])
     assert 0 < int(theirs.fallback_rows) < 600
     for name in ("fallback", "fallback_rows", "invalid_rows"):
         assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
@@ -237,8 +238,8 @@ def test_rows_that_a_fit_loses_are_exact_and_counted():
     grad, none = torch.ones_like(mine.output), None
     given = (theirs.output, theirs.lse, theirs.fallback, grad, none, False)
     made = [
-        dispatch.gradients(problem, [dispatch.Batch(kind, (0,), plan)], *given)
-        for kind in ("fitted", None)
+        dispatch.gradients(problem, [dispatch.Group(kind, (0,), plan)], SavedForward(*given))
+        for kind in (FITTED, None)
     ]
     for name in ("query", "key", "value"):
         assert relative(getattr(made[0], name), getattr(made[1], name)) < 1e-3, name

@@ -20,7 +20,7 @@ from supportbasis.engine import jensen
 from supportbasis.engine.execute import execute
 from supportbasis.engine.jensen import WRONG, grouped_lse, least_lse, lower_lse
 from supportbasis.methods.fitted import FittedSearch
-from supportbasis.plans import HeadPlan, Plan
+from supportbasis.plans import ExactHead, FittedHead, Plan
 from supportbasis.polynomials import fitting as fitted
 from supportbasis.polynomials.balancing import balanced, framed, own_frame
 from supportbasis.polynomials.features import FeatureMap
@@ -113,7 +113,7 @@ def test_the_component_is_its_twin(n, m, causal, weights):
     assert not isinstance(search, str)
     plan = search.plan(60)
     assert plan is not None
-    whole = sb.Plan(sb.FittedPolynomial(), 1, 1, problem.query.shape[-1], (plan,))
+    whole = sb.Plan(sb.FittedPolynomial(), problem.query.shape[-1], (plan,))
     outcome = execute(problem, whole)
     output, lse = reference.execute(problem, whole)
     torch.testing.assert_close(outcome.output.double(), output, rtol=1e-9, atol=1e-9)
@@ -453,8 +453,8 @@ def skewed(n=8192, wrong=16, reach=1.5, causal=False, far=0):
     frame = own_frame(head)
     radius = float(framed(head, frame).key[far:].norm(dim=1).max()) if far else math.inf
     kernel = FittedKernel((1.0, 1.0, 1 / 2, 1 / 6), (4, 4, 4), key_radius=radius)
-    plan = HeadPlan("fitted", "", n, n, 0.1, 1.0, fitted=kernel, frame=frame)
-    return problem, head, Plan(sb.FittedPolynomial(), 1, 1, 4, (plan,))
+    plan = FittedHead(n=n, m=n, cost=0.1, speedup=1.0, fitted=kernel, frame=frame)
+    return problem, head, Plan(sb.FittedPolynomial(), 4, (plan,))
 
 
 def error_of(problem, plan):
@@ -592,7 +592,7 @@ def test_bounds_of_rows_that_lie_apart_are_those_of_all(monkeypatch, hidden):
     bias[..., 3::7] = -math.inf if hidden else -1.0
     problem = problem_of(600, m=500, causal=True, bias=bias)
     head = problem.head(0, 0)
-    plan = HeadPlan("fitted", "", 600, 500, 0.1, 1.0, fitted=FittedKernel((1.0,), ()))
+    plan = ExactHead(n=600, m=500)
     whole = lower_lse(plan, head, None)
     score = head.query @ head.key.T * head.scale + head.key_log_weight
     score = score.masked_fill(torch.ones(600, 500).triu(1).bool(), -math.inf)

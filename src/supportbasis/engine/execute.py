@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from ..components.partial import Partial
 from ..errors import InputError
 from ..plans import HeadPlan, Plan, PolynomialHead, ThresholdHead
 from ..plans.supports import RowGroup
+from ..polynomials.balancing import release
 from ..problem.problem import Head, Problem
 from ..problem.result import Outcome
 from ..problem.rounding import unit_roundoff
@@ -38,7 +38,8 @@ def execute(problem: Problem, plan: Plan) -> Outcome:
         basis = plan.heads[h].basis(head)
         run_head(head, plan.heads[h], basis, outcome, (b, h))
         if problem.kept is not None:
-            problem.kept[b, h] = (replace(head), basis)  # tokens, not what was derived from them
+            problem.kept[b, h] = (head, basis)
+            release(head)  # only tokens are saved for the backward pass
     return outcome
 
 

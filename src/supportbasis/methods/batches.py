@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..accuracy.certificate import certify
 from ..engine.execute import execute
 from ..engine.ranges import leaves, score_range, with_range
-from ..plans import ExactHead, HeadPlan, ListHead, Plan, PolynomialHead
+from ..plans import BucketHead, ExactHead, HeadPlan, ListHead, Plan, PolynomialHead
 from ..problem.problem import Head, Problem
 from .base import Method, exact_plan
 
@@ -50,6 +50,8 @@ def _care(plan: HeadPlan) -> tuple[float, float]:
     """Lists of the lowest price, polynomials for the widest range, and what costs most."""
     if isinstance(plan, ListHead):
         return -plan.lists.price, plan.cost
+    if isinstance(plan, BucketHead):
+        return max(pair.reach for pair in plan.pairs), plan.cost
     return (plan.bound if isinstance(plan, PolynomialHead) else 0.0), plan.cost
 
 

@@ -114,6 +114,11 @@ def framed(head: Head, frame: Frame) -> Head:
     return _inside.get(head, frame, lambda: frame.apply(head))
 
 
+def release(head: Head) -> None:
+    """Drop what `framed` keeps for a head that lives on."""
+    _inside.drop(head)
+
+
 def prefix_of(head: Head) -> int | None:
     """Tokens at the start of a causal head whose rows are exact, and which alone make its frame:
     so nothing depends on what comes later. None where every row sees every key."""

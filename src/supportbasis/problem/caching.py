@@ -23,3 +23,7 @@ class WeakCache(Generic[Owner, Key, Value]):
         if key not in kept:
             kept[key] = make()
         return kept[key]
+
+    def drop(self, owner: Owner) -> None:
+        """Drop what is kept for an owner that lives on."""
+        self._kept.pop(owner, None)
