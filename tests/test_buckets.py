@@ -19,12 +19,12 @@ from cases import beyond, dense_attention, max_error, qkv
 from supportbasis.accuracy import reference
 from supportbasis.accuracy.bounds import distortion
 from supportbasis.components import ExactSum, PowerSum, evaluate
-from supportbasis.engine import basis, jensen
+from supportbasis.engine import jensen
 from supportbasis.errors import InputError
 from supportbasis.methods import multi_threshold
 from supportbasis.paper import buckets
 from supportbasis.paper.split import are_disjoint, is_support_basis, row_maxima, support_size
-from supportbasis.plans import BucketPair, ExactHead, HeadPlan, Plan
+from supportbasis.plans import BucketPair, ExactHead, HeadPlan, Plan, supports
 from supportbasis.polynomials import certified as polynomials
 from supportbasis.polynomials.powers import (
     INNER_REACH,
@@ -298,7 +298,7 @@ def test_plans_hold_the_buckets_that_are_not_empty(case):
     smallest = smallest_by_hand(query, key)
     largest = max(float(query.abs().max()), float(key.abs().max()))
     m = buckets.bucket_count(smallest, largest, ratio)
-    members = basis.plan.buckets(head)
+    members = plan.buckets(head)
     for x, edges, sets in zip((query, key), (plan.row_edges, plan.key_edges), members, strict=True):
         numbers = buckets_by_hand(x, smallest, ratio)
         kept = sorted(set(numbers))
@@ -642,7 +642,7 @@ def matrix_errors(
     plan = method.plan_head(head)
     if kind is not None:
         plan = replace(plan, pairs=tuple(with_polynomial(pair, kind) for pair in plan.pairs))
-    row_sets, key_sets = basis.plan.buckets(head)
+    row_sets, key_sets = plan.buckets(head)
     pieces = []
     for pair in plan.pairs:
         inside = torch.zeros(head.n, head.m, dtype=torch.bool)
@@ -780,7 +780,7 @@ def test_every_pair_of_a_plan_has_that_power(case, scale):
     head = head_of(query, key, scale=scale)
     plan = sb.MultiThreshold(ratio).plan_head(head)
     n = max(head.n, head.m)
-    row_sets, key_sets = basis.plan.buckets(head)
+    row_sets, key_sets = plan.buckets(head)
     for pair in plan.pairs:
         edges = plan.row_edges[pair.row], plan.key_edges[pair.key]
         constant = normalising_constant(*edges, scale, head.dim, n)
@@ -813,7 +813,7 @@ METHODS = [
 
 def times_covered(plan: HeadPlan, head: Head) -> Tensor:
     count = torch.zeros(head.n, head.m, dtype=torch.long)
-    for group in basis.plan.basis(head):
+    for group in plan.basis(head):
         rows = torch.arange(head.n) if group.rows is None else group.rows
         for component in group.components:
             keys = torch.arange(head.m) if component.keys is None else component.keys
@@ -890,7 +890,7 @@ def test_small_high_powers_are_exact_beside_sketches():
     assert len(plan.key_edges) > 1
     head = head_of(q, k, v)
     assert times_covered(plan, head).eq(1).all()
-    for group in basis.plan.basis(head):
+    for group in plan.basis(head):
         assert sum(type(component) is ExactSum for component in group.components) <= 1
 
 
@@ -1125,7 +1125,7 @@ def test_norms_of_tiny_rows_are_not_lost():
     huge, tiny = q * 1e180, k * 1e-180
     head = head_of(huge, tiny, v)
     # squares of 1e-180 vanish: with norms of 0 every score would be "within 0"
-    assert basis.score_reach(head, None, None) >= float((q @ k.mT).abs().max()) / 2
+    assert supports.score_reach(head, None, None) >= float((q @ k.mT).abs().max()) / 2
     result = sb.attention(huge, tiny, v, method=sb.MultiThreshold(), return_result=True)
     exact, _ = dense_attention(huge, tiny, v)
     assert max_error(result.output, exact, v) <= float(result.certificate.bound)

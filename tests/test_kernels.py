@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 import supportbasis as sb
 from cases import qkv
 from supportbasis.accuracy.density import GRID, _error_within, density_error
-from supportbasis.api import _density_problem
 from supportbasis.plans import PolynomialHead
 from supportbasis.polynomials.certified import taylor
+from supportbasis.problem.densities import density_problem
 
 METHODS = [
     sb.Exact(),
@@ -187,7 +187,7 @@ def test_the_bound_over_norm_bins_is_attained():
     """One row, two keys at the edge of their bin, a remainder of even leading power: both keys err
     the same way and by nearly the most that their norm allows."""
     points, data = torch.tensor([[1.0]]), torch.tensor([[1.0], [-1.0]])
-    head = _density_problem(points.double(), data.double(), 1.0, None)[0].head(0, 0)
+    head = density_problem(points.double(), data.double(), 1.0, None)[0].head(0, 0)
     poly = taylor(3, 1.0)
     plan = PolynomialHead(n=1, m=2, cost=1.0, speedup=1.0, polynomial=poly)
     z = torch.tensor([1.0, -1.0], dtype=torch.float64)

@@ -122,7 +122,7 @@ def test_sketched_components_equal_their_dense_twin(causal):
     head = head_of(q, k, v, causal=causal)
     plan = nothing_exact(sb.plan(q, k, v, method=sb.MultiThreshold(1.5, 2)), 13).heads[0]
     weight, top = reference.weights(head, plan)
-    for group in basis.plan.basis(head):
+    for group in plan.basis(head):
         total = evaluate(group.components, head, group.rows)
         rows = slice(None) if group.rows is None else group.rows
         unit = (total.log_scale - top[rows]).exp()

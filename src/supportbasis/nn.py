@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .api import attention
+from .api import plan as make_plan
 from .errors import InputError
 from .methods import Auto, Method
 from .plans import Plan
@@ -25,12 +26,17 @@ class SupportBasisAttention(nn.Module):
     any method of the library, by default ``Auto(tolerance)``. ``dropout`` on the weights is for
     training only, and with it attention runs exactly.
 
+    Without a plan every call plans anew. `plan` makes one from a batch and keeps it: later calls
+    use it, whatever their batch size and length. Setting ``method`` drops it.
+
     >>> import torch, supportbasis as sb
     >>> module = sb.nn.SupportBasisAttention(16, 4, num_key_heads=2, rope=True, is_causal=True)
     >>> x = torch.randn(2, 10, 16)
     >>> module(x).shape
     torch.Size([2, 10, 16])
     >>> module.method = sb.Exact()  # the same weights
+    >>> module.plan(x).method
+    Exact()
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class SupportBasisAttention(nn.Module):
         self.num_key_heads = num_heads if num_key_heads is None else num_key_heads
         self.head_dim = _head_dim(embed_dim, num_heads, self.num_key_heads, rope)
         self.is_causal, self.rope, self.dropout = is_causal, rope, dropout
+        self.kept_plan: Plan | None = None
         self.method = _method(method, tolerance)
         key_dim = self.num_key_heads * self.head_dim
         self.query_projection = nn.Linear(embed_dim, embed_dim, bias=bias)
@@ -69,27 +76,51 @@ class SupportBasisAttention(nn.Module):
         """Attention of ``x`` [..., n, embed_dim] over ``context`` [..., m, embed_dim] (None: x).
 
         ``key_mask`` [..., m] is True for tokens that may be attended to. A ``plan`` made with
-        this module's method and inputs is reused as it is.
+        this module's method is used instead of the one that the module keeps.
         """
-        context = x if context is None else context
-        query = self._heads(self.query_projection(x), self.num_heads)
-        key = self._heads(self.key_projection(context), self.num_key_heads)
-        value = self._heads(self.value_projection(context), self.num_key_heads)
-        if self.rope:
-            query, key = rotated(query), rotated(key)
+        plan = self.kept_plan if plan is None else plan
         output = attention(
-            query,
-            key,
-            value,
-            None if key_mask is None else key_mask[..., None, None, :],
+            *self._projected(x, context),
+            _key_mask(key_mask),
             self.dropout if self.training else 0.0,
             self.is_causal,
             enable_gqa=self.num_key_heads < self.num_heads,
             method=None if plan is not None else self.method,
             plan=plan,
         )
-        assert isinstance(output, Tensor)
         return self.output_projection(output.transpose(-2, -3).flatten(-2))
+
+    def plan(
+        self, x: Tensor, context: Tensor | None = None, *, key_mask: Tensor | None = None
+    ) -> Plan:
+        """Make a plan from a batch, as `sb.plan`, and keep it for later calls."""
+        with torch.no_grad():
+            self.kept_plan = make_plan(
+                *self._projected(x, context),
+                _key_mask(key_mask),
+                is_causal=self.is_causal,
+                enable_gqa=self.num_key_heads < self.num_heads,
+                method=self.method,
+            )
+        return self.kept_plan
+
+    def _projected(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [..., heads, tokens, dim]."""
+        context = x if context is None else context
+        query = self._heads(self.query_projection(x), self.num_heads)
+        key = self._heads(self.key_projection(context), self.num_key_heads)
+        value = self._heads(self.value_projection(context), self.num_key_heads)
+        if self.rope:
+            query, key = rotated(query), rotated(key)
+        return query, key, value
+
+    @property
+    def method(self) -> Method:
+        return self._method
+
+    @method.setter
+    def method(self, method: Method) -> None:
+        self._method, self.kept_plan = _method(method, None), None
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
         """[..., tokens, heads * dim] as [..., heads, tokens, dim]."""
@@ -205,7 +236,16 @@ class SupportBasisEncoder(nn.Module):
     @method.setter
     def method(self, method: Method) -> None:
         for layer in self._each():
-            layer.attention.method = _method(method, None)
+            layer.attention.method = method
+
+    def plan(self, x: Tensor, *, key_mask: Tensor | None = None) -> tuple[Plan, ...]:
+        """Make a plan for every layer from a batch that runs through all of them, and keep it."""
+        plans = []
+        with torch.no_grad():
+            for layer in self._each():
+                plans.append(layer.attention.plan(layer.attention_norm(x), key_mask=key_mask))
+                x = layer(x, key_mask)
+        return tuple(plans)
 
     def _each(self) -> list[_Layer]:
         return [layer for layer in self.layers if isinstance(layer, _Layer)]
@@ -244,6 +284,11 @@ def rotated(x: Tensor) -> Tensor:
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+
+
+def _key_mask(mask: Tensor | None) -> Tensor | None:
+    """[..., m] as a mask of all heads and rows."""
+    return None if mask is None else mask[..., None, None, :]
 
 
 def _method(method: Method | None, tolerance: float | None) -> Method:

@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from importlib.util import find_spec
-from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from ..components.streaming import CAUSAL_CHUNK, lane_count
+from ..components.streaming import CAUSAL_CHUNK
 from ..lists.sorting import AXES, SORTED
 from ..lists.tables import ASKED, ListSettings
 from ..polynomials.balancing import FRAME_TOKENS
 from ..polynomials.certified import true_rank
-from ..polynomials.features import FeatureMap, block_rows
+from ..polynomials.features import block_rows
 from ..polynomials.powers import PowerKernel
 from ..problem.problem import Head
 from ..sketch import PolySketch
+from .calibration import Rates, rates_of
 
 BLOCK_SECONDS = 5e-6  # of one elementwise operation of a feature block
 MOVE_SECONDS = 1e-10  # of an entry that is moved, at most, on a GPU
 MOVED = 1 / 32  # of an entry that is moved on a CPU, in exact pairs of one thread at 64 dims
 UNSHARED = 0.5  # of that, which more threads do not make faster
 FITTED_SECONDS, FITTED_TOKEN, FITTED_FEATURE = 2e-3, 60, 3  # of a head; moved for each entry
-ROUNDS, REPEATS = 4, 3  # of what is timed: in turns, and at a time
 KERNEL_PRODUCT = 2.5  # of a feature in a GPU kernel, in multiply-adds of exact attention
 KERNEL_READS = 0.5  # of every entry there, in reads of a reduction
 CALL_SECONDS = {"cpu": 3e-4, "cuda": 1e-4}  # of a head, whatever its size
-DEAR_FEATURE = 32  # multiply-adds of exact attention on a GPU in the time of one of the features
+FEATURE_COST = 32  # multiply-adds of exact attention on a GPU in the time of one of the features
 # of a fitted polynomial, which are float32 and go through memory
-DEAR_MOVE = 700  # and in that of one entry that is moved
+MOVE_COST = 700  # and in that of one entry that is moved
 FIT_ENTRY = 7.0  # entries moved by a fit there, for each of a token and its value,
 FIT_FEATURE, FIT_PAIR = 3.5, 20.0  # in causal heads also for each feature and pair of a chunk
 FIT_CHUNK = 256  # tokens
@@ -106,7 +100,7 @@ class Work:
 
     def seconds(self, head: Head) -> float:
         """Predicted time on this machine."""
-        rates = _rates(head)
+        rates = rates_of(head)
         pair = rates.pair(head)
         by_kernels = _has_kernels(head) and 1 <= self.degree <= 2
         features = (self._kernel_seconds if by_kernels else self._feature_seconds)(head, rates)
@@ -146,7 +140,7 @@ def exact_seconds(head: Head) -> float:
     """Predicted time of SDPA on this head. On a CPU its causal kernel hands out equal parts of the
     rows, and all wait for the thread that has the last of them, with the most pairs; on a GPU it
     takes half of the time where heads are long."""
-    pair, causal = _rates(head).pair(head), 1.0
+    pair, causal = rates_of(head).pair(head), 1.0
     if head.is_causal and head.query.device.type == "cpu":
         causal = 2 - 1 / torch.get_num_threads()
     elif head.is_causal:
@@ -204,7 +198,7 @@ def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
         moved = int(FIT_ENTRY * tokens * (head.dim + head.value_dim))
         if head.is_causal:
             moved += int(FIT_FEATURE * tokens * count + FIT_PAIR * head.n * FIT_CHUNK)
-        priced = (DEAR_FEATURE - 1) * products + DEAR_MOVE * moved
+        priced = (FEATURE_COST - 1) * products + MOVE_COST * moved
     elif head.query.device.type == "cpu":
         moved = tokens * (FITTED_TOKEN * head.dim + FITTED_FEATURE * count)
         direct = FITTED_SECONDS
@@ -238,7 +232,7 @@ def list_work(head: Head, settings: ListSettings, opened: float) -> Work:
     made = sorting + tilted * (2 * dim + width) + coarse * (dim + width + asked)
     if _has_kernels(head):
         pairs = TILT_PAIR * tilted + SELECT_PAIR * coarse + LIST_PAIR * (coarse + exact)
-        seconds = pairs * _rates(head).pair(head)
+        seconds = pairs * rates_of(head).pair(head)
         seconds += TOKEN_SECONDS * (head.n + keys) * (dim + width)
         return Work(priced=int(made + exact * (dim + width)), direct=seconds)
     return Work(
@@ -253,80 +247,3 @@ def list_work(head: Head, settings: ListSettings, opened: float) -> Work:
         ),
         direct=LIST_SECONDS,
     )
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Seconds a unit of work, measured on this machine."""
-
-    pairs: tuple[tuple[float, float], ...]  # (dim, one exact pair at that dim), dims ascending
-    feature: float  # forming one feature
-    product: float  # one multiply-add of a feature with a value
-    scan: float  # reading one entry
-
-    def pair(self, head: Head) -> float:
-        """One exact pair: linear in the dim between the measured ones and beyond the last; below
-        the first a kernel gains nothing."""
-        dim = max((head.dim + head.value_dim) / 2, self.pairs[0][0])
-        for (low, at_low), (high, at_high) in pairwise(self.pairs):
-            if dim <= high or (high, at_high) == self.pairs[-1]:
-                return at_low + (at_high - at_low) * (dim - low) / (high - low)
-        return self.pairs[0][1]
-
-
-def _rates(head: Head) -> Rates:
-    """Of the head's device; PyTorch has faster exact kernels for 16 bits on a GPU."""
-    query = head.query
-    return calibrate(query.device.type, query.dtype if query.is_cuda else torch.float32)
-
-
-@lru_cache(maxsize=4)
-def calibrate(device: str, dtype: torch.dtype) -> Rates:
-    """Measure the machine once a process, in about a tenth of a second. A GPU gets more to do:
-    small work would only measure how long a launch takes."""
-    features = FeatureMap(48, 2)
-    lanes, rows = lane_count(device), 504 if device == "cpu" else 64 * 504
-    x = _numbers((lanes, rows, 48), device)
-    value = _numbers((lanes, rows, 64), device)
-    buffer = features.buffer(lanes, rows, x)
-    written = features.write(x, buffer)
-    state = value.new_zeros(lanes, features.count - 1, 64)
-    count = lanes * rows * features.count
-    write = _best(lambda: features.write(x, buffer), device) / count
-    product = _best(lambda: state.baddbmm_(written, value), device) / count
-    wide = x if device == "cpu" else written
-    scan = _best(lambda: wide.abs().amax(-1), device) / wide.numel()
-    pairs = _time_sdpa((4, 16, 64), device, dtype)
-    return Rates(pairs, write, product / 64, scan)
-
-
-def _numbers(shape: tuple[int, ...], device: str) -> Tensor:
-    generator = torch.Generator().manual_seed(0)  # the global generator stays untouched
-    return torch.randn(shape, generator=generator).to(device)
-
-
-def _time_sdpa(
-    dims: Sequence[int], device: str, dtype: torch.dtype
-) -> tuple[tuple[float, float], ...]:
-    """Seconds of a pair at each dim, in turns: a busy moment must not hit all calls of one."""
-    heads, tokens = (1, 1536) if device == "cpu" else (16, 8192)
-    found, calls = dict.fromkeys(dims, math.inf), {}
-    for dim in dims:
-        wide = dim if device == "cpu" else max(8, dim)  # fast kernels want multiples of 8
-        q, k, v = _numbers((3, 1, heads, tokens, wide), device).to(dtype).unbind(0)
-        calls[dim] = partial(F.scaled_dot_product_attention, q, k, v)
-    for _ in range(ROUNDS):
-        for dim, call in calls.items():
-            found[dim] = min(found[dim], _best(call, device, REPEATS) / (heads * tokens**2))
-    return tuple((float(dim), seconds) for dim, seconds in found.items())
-
-
-def _best(run: Callable[[], object], device: str, repeats: int = ROUNDS * REPEATS) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times)

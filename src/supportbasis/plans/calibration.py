@@ -1,0 +1,117 @@
+"""How fast this machine is: seconds of each kind of work, measured once a process, or from a table.
+
+``Auto`` compares predicted times. With ``SUPPORTBASIS_DETERMINISTIC=1`` in the environment, or
+under ``torch.use_deterministic_algorithms(True)``, it takes them from the table below, so that its
+choice does not depend on the clock of a machine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..components.streaming import lane_count
+from ..polynomials.features import FeatureMap
+from ..problem.problem import Head
+
+ROUNDS, REPEATS = 4, 3  # of what is timed: in turns, and at a time
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds a unit of work."""
+
+    pairs: tuple[tuple[float, float], ...]  # (dim, one exact pair at that dim), dims ascending
+    feature: float  # forming one feature
+    product: float  # one multiply-add of a feature with a value
+    scan: float  # reading one entry
+
+    def pair(self, head: Head) -> float:
+        """One exact pair: linear in the dim between the measured ones and beyond the last; below
+        the first a kernel gains nothing."""
+        dim = max((head.dim + head.value_dim) / 2, self.pairs[0][0])
+        for (low, at_low), (high, at_high) in pairwise(self.pairs):
+            if dim <= high or (high, at_high) == self.pairs[-1]:
+                return at_low + (at_high - at_low) * (dim - low) / (high - low)
+        return self.pairs[0][1]
+
+
+TABLE = {  # two cores at 2.5 GHz, and an H200
+    "cpu": Rates(((4.0, 9e-10), (16.0, 6.5e-10), (64.0, 1.65e-9)), 2e-10, 1.2e-11, 1e-10),
+    "cuda": Rates(((4.0, 4.5e-13), (16.0, 4.5e-13), (64.0, 5.4e-13)), 2e-12, 4e-14, 1e-12),
+}
+
+
+def is_deterministic() -> bool:
+    """Whether plans may not depend on the clock."""
+    asked = os.environ.get("SUPPORTBASIS_DETERMINISTIC", "") not in ("", "0")
+    return asked or torch.are_deterministic_algorithms_enabled()
+
+
+def rates_of(head: Head) -> Rates:
+    """Of the head's device; PyTorch has faster exact kernels for 16 bits on a GPU."""
+    query = head.query
+    if is_deterministic():
+        return TABLE.get(query.device.type, TABLE["cpu"])
+    return calibrate(query.device.type, query.dtype if query.is_cuda else torch.float32)
+
+
+@lru_cache(maxsize=4)
+def calibrate(device: str, dtype: torch.dtype) -> Rates:
+    """Measure the machine once a process, in about a tenth of a second. A GPU gets more to do:
+    small work would only measure how long a launch takes."""
+    features = FeatureMap(48, 2)
+    lanes, rows = lane_count(device), 504 if device == "cpu" else 64 * 504
+    x = _numbers((lanes, rows, 48), device)
+    value = _numbers((lanes, rows, 64), device)
+    buffer = features.buffer(lanes, rows, x)
+    written = features.write(x, buffer)
+    state = value.new_zeros(lanes, features.count - 1, 64)
+    count = lanes * rows * features.count
+    write = _best(lambda: features.write(x, buffer), device) / count
+    product = _best(lambda: state.baddbmm_(written, value), device) / count
+    wide = x if device == "cpu" else written
+    scan = _best(lambda: wide.abs().amax(-1), device) / wide.numel()
+    pairs = _time_sdpa((4, 16, 64), device, dtype)
+    return Rates(pairs, write, product / 64, scan)
+
+
+def _numbers(shape: tuple[int, ...], device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(0)  # the global generator stays untouched
+    return torch.randn(shape, generator=generator).to(device)
+
+
+def _time_sdpa(
+    dims: Sequence[int], device: str, dtype: torch.dtype
+) -> tuple[tuple[float, float], ...]:
+    """Seconds of a pair at each dim, in turns: a busy moment must not hit all calls of one."""
+    heads, tokens = (1, 1536) if device == "cpu" else (16, 8192)
+    found, calls = dict.fromkeys(dims, math.inf), {}
+    for dim in dims:
+        wide = dim if device == "cpu" else max(8, dim)  # fast kernels want multiples of 8
+        q, k, v = _numbers((3, 1, heads, tokens, wide), device).to(dtype).unbind(0)
+        calls[dim] = partial(F.scaled_dot_product_attention, q, k, v)
+    for _ in range(ROUNDS):
+        for dim, call in calls.items():
+            found[dim] = min(found[dim], _best(call, device, REPEATS) / (heads * tokens**2))
+    return tuple((float(dim), seconds) for dim, seconds in found.items())
+
+
+def _best(run: Callable[[], object], device: str, repeats: int = ROUNDS * REPEATS) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)
