@@ -9,11 +9,9 @@ import torch
 
 import supportbasis as sb
 from cases import qkv
-from supportbasis.plans import cost
+from supportbasis.plans import calibration, cost
 from supportbasis.problem.problem import Head
 from supportbasis.problem.validation import attention_problem
-
-REAL = cost.calibrate  # the fixture in conftest replaces it
 
 
 def head(n, d, dv=None):
@@ -22,7 +20,7 @@ def head(n, d, dv=None):
 
 
 def test_calibration_gives_positive_rates():
-    rates = REAL("cpu", torch.float32)
+    rates = calibration.calibrate("cpu", torch.float32)
     assert [dim for dim, _ in rates.pairs] == [4, 16, 64]
     assert all(1e-12 < seconds < 1e-6 for _, seconds in rates.pairs)
     assert 1e-13 < rates.product < 1e-8
@@ -30,7 +28,7 @@ def test_calibration_gives_positive_rates():
 
 
 def test_pair_time_is_interpolated():
-    rates = cost.Rates(((4.0, 2.0), (16.0, 1.0), (64.0, 4.0)), 0.0, 0.0, 0.0)
+    rates = calibration.Rates(((4.0, 2.0), (16.0, 1.0), (64.0, 4.0)), 0.0, 0.0, 0.0)
     for dim, expected in (
         (1, 2.0),
         (4, 2.0),
@@ -66,8 +64,8 @@ def on_a_gpu(n, causal):
 
 def test_causal_sdpa_on_a_gpu_takes_what_was_recorded(monkeypatch):
     """Of the time for all pairs, in rows of `bench-cuda-2026-11-15.csv`."""
-    rates = cost.Rates(((4.0, 5e-13), (64.0, 5e-13)), 0.0, 0.0, 0.0)
-    monkeypatch.setattr(cost, "_rates", lambda head: rates)
+    rates = calibration.Rates(((4.0, 5e-13), (64.0, 5e-13)), 0.0, 0.0, 0.0)
+    monkeypatch.setattr(cost, "rates_of", lambda head: rates)
     for n, part in ((8192, 0.69), (32768, 0.53), (131072, 0.51)):
         whole, causal = (cost.exact_seconds(on_a_gpu(n, x)) - 2e-5 for x in (False, True))
         assert causal / whole == pytest.approx(part, rel=0.05)
@@ -82,9 +80,9 @@ def test_fits_take_what_they_took_on_a_gpu(monkeypatch, causal, features, ms):
     products as long as they took alone. A budget is worth what it buys there."""
     n, sdpa = 131072, 37.5 if causal else 75.9
     one, pair = on_a_gpu(n, causal), 75.9e-3 / 8 / n**2
-    rates = cost.Rates(((4.0, pair), (64.0, pair), (128.0, pair)), 5e-12, 5.1e-14, 3e-12)
+    rates = calibration.Rates(((4.0, pair), (64.0, pair), (128.0, pair)), 5e-12, 5.1e-14, 3e-12)
     monkeypatch.setattr(cost, "_has_kernels", lambda head: True)
-    monkeypatch.setattr(cost, "_rates", lambda head: rates)
+    monkeypatch.setattr(cost, "rates_of", lambda head: rates)
     work = cost.fitted_work(one, features, 0, 0)
     assert 8e3 * work.seconds(one) == pytest.approx(ms, rel=0.15)
     assert work.cost(one) == pytest.approx(ms / sdpa, rel=0.15)
@@ -104,7 +102,7 @@ def test_kernels_take_what_was_recorded():
         if n < 65536 or d not in (64, 128):  # below, launches count
             continue
         pair = 1e-3 * float(row["baseline_ms"]) / (heads * n**2)
-        rates = cost.Rates(((4.0, pair), (64.0, pair), (128.0, pair)), 0.0, 0.0, 3e-12)
+        rates = calibration.Rates(((4.0, pair), (64.0, pair), (128.0, pair)), 0.0, 0.0, 3e-12)
         degree = int(row["method"].removeprefix("Polynomial(degree=")[0])
         work = cost.Work(feature_rows=2 * n, degree=degree)
         predicted = heads * work._kernel_seconds(SimpleNamespace(dim=d, value_dim=d), rates)

@@ -11,7 +11,7 @@ import supportbasis as sb
 from cases import dense_attention, qkv
 from supportbasis.accuracy import reference
 from supportbasis.components import ExactSum, PowerSum, SketchSum, evaluate
-from supportbasis.engine import basis, execute
+from supportbasis.engine import execute
 from supportbasis.methods import multi_threshold
 from supportbasis.problem.validation import attention_problem
 
@@ -188,7 +188,7 @@ def test_components_of_each_kind():
     kinds = {
         type(component)
         for method in (sb.MultiThreshold(2.0, 1, 8), sb.MultiThreshold(2.0, 1))
-        for group in basis.support_basis(sb.plan(q, k, v, method=method).heads[0], head)
+        for group in sb.plan(q, k, v, method=method).heads[0].basis(head)
         for component in group.components
     }
     assert kinds == {ExactSum, PowerSum, SketchSum}
