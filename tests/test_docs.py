@@ -1,0 +1,38 @@
+"""The README runs, and the API page is complete."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import supportbasis as sb
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_code_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """With fewer tokens, so that it takes a second: then every head is exact."""
+    text = (ROOT / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert "16384" in code
+    names: dict[str, object] = {}
+    exec(code.replace("16384", "512"), names)
+    result = names["result"]
+    assert isinstance(result, sb.Result) and result.certificate.holds(0.05)
+    printed, shown = capsys.readouterr().out, re.findall(r"```\n(Plan: .*?)```", text, re.DOTALL)
+    assert [line.split(",")[0] for line in printed.splitlines()[:1]] == [shown[0].split(",")[0]]
+    assert re.search(r"^Certificate: bound .*, measured ", printed, re.MULTILINE)
+
+
+def test_the_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 120
+    assert all(len(line) <= 100 for line in lines if not line.startswith("|"))
+
+
+def test_every_public_name_is_on_the_api_page() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    missing = [name for name in sb.__all__ if not re.search(rf"\b{name}\b", page)]
+    assert not missing
