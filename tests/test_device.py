@@ -171,8 +171,8 @@ def saved(plan: sb.Plan, folder: Path) -> sb.Plan:
 @needs_triton
 @pytest.mark.parametrize(("causal", "bias"), [(False, "heads"), (True, "none")])
 def test_a_loaded_plan_splits_again(tmp_path, causal, bias):
-    """Calls with no large token, with some (for which there is no room yet, so that all rows are
-    exact), with as many, and with more than there is room for."""
+    """Calls with no large token, with some (beyond the capacity: all rows are exact), with as many,
+    and with more than the capacity."""
     q, k, v = tokens(1, 2, 1, 50, 40, 16, 16)
     call = call_of(bias_of(bias, 1, 2, 40), causal, True)
     plan = saved(sb.plan(q, k, v, **call, method=sb.SingleThreshold(1.2, 2)), tmp_path)
@@ -206,15 +206,15 @@ def test_a_polynomial_plan_takes_other_lengths():
 
 
 @needs_triton
-def test_lost_rows_are_counted():
+def test_failed_rows_are_counted():
     """A plan reused far beyond its range: rows without a positive denominator return zeros."""
     q, k, v = tokens(1, 1, 1, 50, 40, 16, 16)
     plan = beyond(sb.plan(q, k, v, method=sb.Polynomial(1, bound=0.5)))
     with pytest.warns(UserWarning, match="no usable denominator"):
         result = sb.attention(q * 30, k, v, plan=plan, implementation="triton", return_result=True)
-    lost = result.lse[0, 0] == -math.inf
-    assert 0 < int(lost.sum()) == int(result.certificate.invalid_rows)
-    assert (result.output[0, 0, lost] == 0).all()
+    failed = result.lse[0, 0] == -math.inf
+    assert 0 < int(failed.sum()) == int(result.certificate.invalid_rows)
+    assert (result.output[0, 0, failed] == 0).all()
 
 
 def test_what_cannot_run_is_refused_in_words(monkeypatch):
@@ -295,7 +295,7 @@ class TestOnDevice:
             output = sb.attention(*leaves, **call, plan=plan)
             return [output, *torch.autograd.grad(output, leaves, grad)]
 
-        with warnings.catch_warnings():  # the mode that forbids waiting warns about itself
+        with warnings.catch_warnings():  # the mode that forbids synchronisation warns about itself
             warnings.simplefilter("ignore")
             for run in (forward, both):
                 self.captured(run, leaves)

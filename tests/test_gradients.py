@@ -220,7 +220,7 @@ def test_blocks_of_tokens_add_up(name, mask):
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("mask", MASKS)
 def test_gradients_of_a_fitted_polynomial(mask):
-    """In a frame with centres, and with tokens beyond the radius of the fit."""
+    """In a transform with centres, and with tokens beyond the radius of the fit."""
     case = Case(sb.Exact(), mask, LONG, seed=5)
     q, k, v = case.tensors
     q += 0.4
@@ -373,7 +373,7 @@ def test_a_sketched_row_depends_on_no_other_row_and_causally_on_no_later_key():
         assert torch.equal(before[..., :-1, :], after[..., :-1, :])
 
 
-@pytest.mark.filterwarnings("ignore:supportbasis. a sketch or fit lost")
+@pytest.mark.filterwarnings("ignore:supportbasis. a sketch or fitted polynomial failed on")
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e3, 1e30])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_a_sketch_of_tokens_of_any_length_is_finite(size, dtype):

@@ -212,7 +212,7 @@ def test_lost_rows_are_computed_exactly_and_fail_the_certificate():
     """A small sketch of a high power is mostly noise: some denominators come out far too small."""
     q, k, v = qkv(1, 1, n=600, d=4)
     plan = nothing_exact(sb.plan(q, k, v, method=sb.MultiThreshold(math.inf, 1)), 12, seed=4)
-    with pytest.warns(UserWarning, match="a sketch or fit lost more than 1 %"):
+    with pytest.warns(UserWarning, match="a sketch or fitted polynomial failed on more than 1 %"):
         result = sb.attention(q, k, v, plan=plan, return_result=True)
     exact, lse = dense_attention(q, k, v)
     fallback = int(result.certificate.fallback_rows)

@@ -83,7 +83,7 @@ def weights(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
     top = torch.where(top > -math.inf, top, 0.0).detach()  # a unit, which cancels
     exact = (score + log_weight - top.unsqueeze(1)).exp()
     if isinstance(plan, FittedHead):
-        row, key, log_fitted_unit = _framed(head, plan)
+        row, key, log_fitted_unit = _balanced(head, plan)
         unit = (log_weight + log_fitted_unit - top.unsqueeze(1)).exp()
         return torch.where(_is_near(plan, row, key), plan.fitted(row, key) * unit, exact), top
     if not isinstance(plan, PolynomialHead):
@@ -129,15 +129,15 @@ def _log_weight(head: Head, score: Tensor) -> Tensor:
     return weight
 
 
-def _framed(head: Head, plan: FittedHead) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys in the plan's frame, and what the scores have more than their products."""
-    frame = plan.frame
+def _balanced(head: Head, plan: FittedHead) -> tuple[Tensor, Tensor, Tensor]:
+    """Transformed queries x and keys y, and the scores less <x, y> [n, m]."""
+    transform = plan.transform
     query, key = head.query.double(), head.key.double()
-    away = key - frame.key_centre
-    shift = (query @ frame.key_centre).unsqueeze(1) + away @ frame.query_centre
+    away = key - transform.key_centre
+    shift = (query @ transform.key_centre).unsqueeze(1) + away @ transform.query_centre
     root = math.sqrt(head.scale)
-    row = (query - frame.query_centre) @ frame.query_map * root
-    return row, away @ frame.key_map * root, shift * head.scale
+    row = (query - transform.query_centre) @ transform.query_map * root
+    return row, away @ transform.key_map * root, shift * head.scale
 
 
 def _is_near(plan: FittedHead, row: Tensor, key: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def check_entries(problem: Problem) -> None:
 
 
 def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
-    """Say what went wrong with some rows, and refuse an output that is not finite."""
+    """Warn about failed rows, and raise if the output is not finite."""
     if int(outcome.invalid_rows.sum() - outcome.fallback_rows.sum()):
         warnings.warn(
             "supportbasis: rows had no usable denominator (their weights cancel or vanish) and "
@@ -70,12 +70,12 @@ def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
             UserWarning,
             stacklevel=4,
         )
-    lossy = any(head.may_fail for head in plan.heads)
-    if lossy and float(outcome.fallback_rows.max()) > FAILED_SHARE * problem.n:
+    may_fail = any(head.may_fail for head in plan.heads)
+    if may_fail and float(outcome.fallback_rows.max()) > FAILED_SHARE * problem.n:
         advice = "a larger sketch_size" if plan.heads[0].is_sketched else "a new plan"
         warnings.warn(
-            "supportbasis: a sketch or fit lost more than 1 % of a head's rows, which were "
-            f"computed exactly instead; use {advice} or another method",
+            "supportbasis: a sketch or fitted polynomial failed on more than 1 % of a head's rows, "
+            f"which were computed exactly; use {advice} or another method",
             UserWarning,
             stacklevel=4,
         )

@@ -18,7 +18,7 @@ import torch
 from ..components.polynomial_sum import LARGEST_REACH
 from ..errors import InputError
 from ..plans import ExactHead, FittedHead, HeadPlan, ListHead, Plan, PowerHead, ScoreRange
-from ..polynomials.balancing import framed
+from ..polynomials.balancing import transformed
 from ..polynomials.certified import CertifiedPolynomial
 from ..problem.problem import Head, Problem
 
@@ -52,19 +52,19 @@ def score_range(plan: HeadPlan, head: Head) -> ScoreRange | None:
     )
     is_measured = plan.measured is not None or not certified
     return ScoreRange(
-        largest if certified else None, mean if is_measured else None, _framed(plan, head)
+        largest if certified else None, mean if is_measured else None, _balanced(plan, head)
     )
 
 
-def _framed(plan: HeadPlan, head: Head) -> float | None:
+def _balanced(plan: HeadPlan, head: Head) -> float | None:
     """The mean of what norms allow in the balancing transform of a head, if it has one: tokens of
     the same length in other directions are longer there."""
-    if not isinstance(plan, FittedHead) or plan.frame.is_plain:
+    if not isinstance(plan, FittedHead) or plan.transform.is_identity:
         return None
     with torch.no_grad():
-        inside, live = framed(head, plan.frame), head.live_keys
-        key = inside.key if live is None else inside.key[live]
-        means = [float(x.norm(dim=1).mean()) if len(x) else 0.0 for x in (inside.query, key)]
+        balanced, live = transformed(head, plan.transform), head.live_keys
+        key = balanced.key if live is None else balanced.key[live]
+        means = [float(x.norm(dim=1).mean()) if len(x) else 0.0 for x in (balanced.query, key)]
     return means[0] * means[1]
 
 
@@ -74,10 +74,10 @@ def with_range(plan: HeadPlan, heads: Sequence[Head]) -> HeadPlan:
     ranges = [each for each in found if each is not None]
     if not ranges:
         return plan
-    largest, mean, inside = (
+    largest, mean, balanced = (
         None if None in values else max(values) for values in zip(*ranges, strict=True)
     )
-    return replace(plan, scores=ScoreRange(largest, mean, inside))
+    return replace(plan, scores=ScoreRange(largest, mean, balanced))
 
 
 def check_call(problem: Problem, plan: Plan) -> None:
@@ -124,10 +124,10 @@ def leaves(plan: HeadPlan, found: ScoreRange | None) -> str | None:
     made_for = plan.scores
     if made_for is None or found is None:
         return None
-    for name, within in (("largest", _is_certified), ("mean", _is_usual), ("framed", _is_usual)):
+    for name, within in (("largest", _is_certified), ("mean", _is_usual), ("balanced", _is_usual)):
         now, before = getattr(found, name), getattr(made_for, name)
         if None not in (now, before) and not now <= before and not within(plan, now, before):
-            which = {"framed": "mean balanced"}.get(name, name)
+            which = {"balanced": "mean balanced"}.get(name, name)
             return f"the {which} |score| may be {now:.3g}, the plan was made for {before:.3g}"
     return None
 

@@ -10,7 +10,7 @@ from ..accuracy.fitted_rows import RowCheck
 from ..errors import InputError
 from ..plans import FittedHead, HeadPlan
 from ..plans.cost import Work, fitted_work
-from ..polynomials.balancing import Frame, framed, own_frame, prefix_of
+from ..polynomials.balancing import Transform, own_transform, prefix_of, transformed
 from ..polynomials.fitting import FittedKernel, PairSample, choose_spans, count_features
 from ..problem.checks import check_seed
 from ..problem.problem import Head
@@ -107,7 +107,7 @@ class FittedSearch:
     """Plans of one head with any number of features."""
 
     head: Head
-    frame: Frame
+    transform: Transform
     sample: PairSample
     far_rows: int
     far_keys: int
@@ -120,26 +120,26 @@ class FittedSearch:
             return "polynomials are fitted to softmax attention, not to kernel sums"
         if head.n < FEWEST or head.m < FEWEST or head.dim == 0:
             return "there is too little to fit a polynomial to"
-        frame = own_frame(head)
-        if not bool(frame.spectrum.isfinite().all()):
+        transform = own_transform(head)
+        if not bool(transform.eigenvalues.isfinite().all()):
             return "scores are too large for a polynomial"
-        sample = PairSample.draw(framed(head, frame), seed)
+        sample = PairSample.draw(transformed(head, transform), seed)
         if not len(sample.query) or not len(sample.key):
             return "there is too little to fit a polynomial to"
         kernel = FittedKernel((1.0,), (), sample.query_radius, sample.key_radius)
-        rows, keys = _plan(head, frame, kernel).split(head)
+        rows, keys = _plan(head, transform, kernel).split(head)
         far = rows.count(head.n)[0], keys.count(head.m)[0]
-        return FittedSearch(head, frame, sample, *far, seed)
+        return FittedSearch(head, transform, sample, *far, seed)
 
     def plan(self, features: int) -> FittedHead | None:
         """The plan with at most that many features, with its cost."""
-        spans = choose_spans(self.frame.spectrum, features)
+        spans = choose_spans(self.transform.eigenvalues, features)
         kernel = self.sample.fit(spans)
         if kernel is None:
             return None
         work = self._work(spans)
         return replace(
-            _plan(self.head, self.frame, kernel),
+            _plan(self.head, self.transform, kernel),
             keys=float(kernel.features + self.far_keys),
             cost=work.cost(self.head),
             speedup=work.speedup(self.head),
@@ -153,7 +153,7 @@ class FittedSearch:
         predicted to be faster than ``speedup``; 0: there are none."""
 
         def pays(features: int) -> bool:
-            work = self._work(choose_spans(self.frame.spectrum, features))
+            work = self._work(choose_spans(self.transform.eigenvalues, features))
             return work.cost(self.head) < cost and work.speedup(self.head) > speedup
 
         low, high = 0, min(limit, MOST)
@@ -212,6 +212,6 @@ class FittedSearch:
         return self.sample.expected_error(plan.fitted)
 
 
-def _plan(head: Head, frame: Frame, kernel: FittedKernel) -> FittedHead:
+def _plan(head: Head, transform: Transform, kernel: FittedKernel) -> FittedHead:
     exact_rows = prefix_of(head) or 0
-    return FittedHead(n=head.n, m=head.m, fitted=kernel, frame=frame, exact_rows=exact_rows)
+    return FittedHead(n=head.n, m=head.m, fitted=kernel, transform=transform, exact_rows=exact_rows)

@@ -11,7 +11,7 @@ import torch
 from ..components.streaming import CAUSAL_CHUNK
 from ..lists.sorting import AXES, SORTED
 from ..lists.tables import ASKED, ListSettings
-from ..polynomials.balancing import FRAME_TOKENS
+from ..polynomials.balancing import TRANSFORM_TOKENS
 from ..polynomials.certified import true_rank
 from ..polynomials.features import block_rows
 from ..polynomials.powers import PowerKernel
@@ -180,15 +180,15 @@ def sketch_work(head: Head, rows: int, keys: int, power: int, size: int, degree:
     )
 
 
-def _frame_work(head: Head) -> int:
-    """Multiply-adds of making a frame and of moving both sides into it."""
-    seen = min(head.n, FRAME_TOKENS) + min(head.m, FRAME_TOKENS)
-    return (head.n + head.m + seen) * head.dim**2
+def _transform_work(head: Head) -> int:
+    """Multiply-adds of a balancing transform: its covariances, and its products with all tokens."""
+    sampled = min(head.n, TRANSFORM_TOKENS) + min(head.m, TRANSFORM_TOKENS)
+    return (head.n + head.m + sampled) * head.dim**2
 
 
 def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
-    """Frame, ``count`` features and far tokens of a fitted polynomial; on a GPU features and what
-    is moved count as the multiply-adds that exact attention does meanwhile."""
+    """A fitted polynomial: transform, ``count`` features and far tokens. On a GPU, features and
+    moved entries count as the multiply-adds of exact attention in the same time."""
     tokens = head.n + head.m
     far = far_rows * head.m + (head.n - far_rows) * far_keys
     share = head.pairs / max(1, head.n * head.m)
@@ -206,7 +206,7 @@ def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
         exact_pairs=int(far * share),
         dense_pairs=head.n * CAUSAL_CHUNK // 2 if head.is_causal else 0,
         formed=tokens * count,
-        products=products + _frame_work(head),
+        products=products + _transform_work(head),
         moved=moved,
         direct=direct,
         priced=priced,

@@ -40,7 +40,7 @@ from ..components import (
 )
 from ..lists.list_sum import ListSum
 from ..lists.tables import ListSettings
-from ..polynomials.balancing import Frame, framed
+from ..polynomials.balancing import Transform, transformed
 from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.fitting import FittedKernel
 from ..polynomials.powers import PowerKernel
@@ -55,7 +55,7 @@ class ScoreRange(NamedTuple):
 
     largest: float | None  # |scale| max|q| max|k|; None where the largest does not matter
     mean: float | None  # |scale| mean|q| mean|k|; None where every score up to that is certified
-    framed: float | None = None  # the same in a balancing transform; None where there is none
+    balanced: float | None = None  # the same in a balancing transform; None where there is none
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -184,7 +184,7 @@ class FittedHead(HeadPlan):
     kind = "fitted"
 
     fitted: FittedKernel
-    frame: Frame  # the balancing transform that it is fitted in
+    transform: Transform  # the balancing transform that it is fitted in
     exact_rows: int = 0  # rows that are exact at the start of a causal head
     keys: float = 0.0  # features and exact keys, a query
 
@@ -194,18 +194,18 @@ class FittedHead(HeadPlan):
 
     def split(self, head: Head) -> tuple[Side, Side]:
         """Rows and live keys that are far, by the radius of the fit in its transform."""
-        inside = framed(head, self.frame)
-        rows = (inside.query.norm(dim=1) > self.fitted.query_radius).nonzero().squeeze(1)
+        balanced = transformed(head, self.transform)
+        rows = (balanced.query.norm(dim=1) > self.fitted.query_radius).nonzero().squeeze(1)
         first = torch.arange(min(head.n, self.exact_rows), device=rows.device)
         rows = torch.cat([first, rows]).unique()
-        far = inside.key.norm(dim=1) > self.fitted.key_radius
+        far = balanced.key.norm(dim=1) > self.fitted.key_radius
         if head.key_log_weight is not None:
             far &= head.key_log_weight > -torch.inf
         return sides(head, rows, far.nonzero().squeeze(1))
 
     def basis(self, head: Head) -> list[RowGroup]:
         split = self.split(head)
-        return _split_groups(head, *split, FittedSum(self.fitted, self.frame, split[1].small))
+        return _split_groups(head, *split, FittedSum(self.fitted, self.transform, split[1].small))
 
     def details(self) -> list[str]:
         return [str(self.fitted)]

@@ -1,7 +1,8 @@
-"""Sums of the features of a fitted polynomial for one causal head on the device, and the way back.
+"""Feature sums of a fitted polynomial for one causal head on the device, and their gradients.
 
-Tokens lie in chunks. A row reads the features of all keys in earlier chunks, and meets the keys of
-its own chunk pair by pair. On the way back a key reads those of all rows in later chunks. The sums
+Tokens are cut into chunks. A row reads the features of all keys in earlier chunks, and is paired
+with each key of its own chunk. In the backward pass a key reads the features of all rows in later
+chunks. The sums
 over chunks before or after each are one small product of matrices, in which every chunk has a unit
 of its own: weights of keys that grow or shrink along the sequence by hundreds of orders lose
 nothing. Chunks come in groups that fit into memory, and a group hands its sum on to the next.
@@ -21,7 +22,7 @@ from ...plans.cost import FIT_CHUNK
 from ...polynomials.fitting import FittedKernel
 from ..runtime.language import cdiv
 from . import fitted_sums
-from .fitted_sums import Back, Features, Near, Rows, finite, with_ones
+from .fitted_sums import Features, Near, Rows, TokenGradients, finite, with_ones
 
 CHUNK = FIT_CHUNK
 GROUP = 256  # chunks at most: each is summed with all before it, which costs as much as a product
@@ -43,17 +44,17 @@ def sums(kernel: FittedKernel, near: Near) -> tuple[Tensor, Tensor]:
     return torch.cat(found).flatten(0, 1)[:n], top.flatten()[:n]
 
 
-def gradients(kernel: FittedKernel, near: Near, rows: Rows) -> Back:
-    """What flows back from the sums of the rows."""
+def gradients(kernel: FittedKernel, near: Near, rows: Rows) -> TokenGradients:
+    """Gradients of the tokens from those of the rows' sums."""
     features = Features.of(kernel, near.query.device)
     cut = _Cut.of(features, near)
     grad, log_factor = _cut(rows.grad, cut.number), _cut(rows.log_factor, cut.number, -math.inf)
-    inside, early = [], []
+    own_pairs, early = [], []
     for part, prefix in cut.prefixes(features):
         factor = log_factor[part] + cut.before[:-1][part].unsqueeze(1)
         made = features.written(cut.query_tokens[part])
         early.append(made.pull_back(prefix, grad[part] * factor.exp().unsqueeze(2)))
-        inside.append(_meet(kernel, cut, part, grad[part], log_factor[part]))
+        own_pairs.append(_pair_gradients(kernel, cut, part, grad[part], log_factor[part]))
     read, late = [], []
     for part, after, suffix in cut.suffixes(features, grad, log_factor):
         weight = (cut.log_weight[part] + after.unsqueeze(1)).exp().unsqueeze(2)
@@ -62,17 +63,19 @@ def gradients(kernel: FittedKernel, near: Near, rows: Rows) -> Back:
         read.append(made.read(suffix) * weight)
     read, late = read[::-1], late[::-1]  # they come from the end
     parts = [torch.cat(x).flatten(0, 1) for x in (early, late, read)]
-    n, seen = len(near.query), min(len(near.key), len(near.query))
-    parts = [x[:end] for x, end in zip(parts, (n, seen, seen), strict=True)]
-    unseen = len(near.key) - seen
-    far = features.back(near, parts[0], *(F.pad(x, (0, 0, 0, unseen)) for x in parts[1:]))
-    for whole, more in zip(far, zip(*inside, strict=True), strict=True):
+    n, visible = len(near.query), min(len(near.key), len(near.query))
+    parts = [x[:end] for x, end in zip(parts, (n, visible, visible), strict=True)]
+    rest = len(near.key) - visible  # keys that no row attends to
+    total = features.token_gradients(
+        near, parts[0], *(F.pad(x, (0, 0, 0, rest)) for x in parts[1:])
+    )
+    for whole, more in zip(total, zip(*own_pairs, strict=True), strict=True):
         own = torch.cat(more).flatten(0, 1)[: len(whole)]
         whole[: len(own)] += own
-    return far
+    return total
 
 
-def _meet(
+def _pair_gradients(
     kernel: FittedKernel, cut: _Cut, part: slice, grad: Tensor, log_factor: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the tokens of some chunks through the pairs within each of them."""
@@ -101,7 +104,7 @@ def _cut(x: Tensor, chunks: int, fill: float = 0.0) -> Tensor:
 
 
 class _Cut(NamedTuple):
-    """A head in chunks."""
+    """The tokens of a head cut into chunks."""
 
     number: int
     query: Tensor  # [chunks, CHUNK, d]

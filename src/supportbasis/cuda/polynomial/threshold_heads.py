@@ -3,7 +3,7 @@
 Large keys have weight zero in the feature sums, so no small token is gathered. Rows then go on from
 these sums with the large keys, exactly (`kernels.rectangle`), and there is one division; rows that
 are large are written once more, exactly, over all keys. Which tokens are large is found at every
-call, with preallocated capacity for them (`room`), without synchronising with the host.
+call, with preallocated capacity for them (`runtime.capacity`), without synchronising with the host.
 
 A polynomial runs here only if it is certified to be positive on its range: then no row can lose its
 denominator as long as scores stay within it. Beyond (a plan reused on other data), a row whose
@@ -27,8 +27,8 @@ from ...problem.caching import WeakCache
 from ...problem.problem import Problem
 from ..exact.exact_heads import empty_results, finished, precision
 from ..exact.rectangle import Rectangle, Start, Tokens, Totals, add_gradients, exact_rows, slopes
+from ..runtime.capacity import Capacity, Sizes, all_unless, enough
 from ..runtime.lengths import large, listed, rounded_down
-from ..runtime.room import Room, Sizes, all_unless, enough
 from .sum_gradients import polynomial_gradients
 from .sums import Polynomials, key_weights, polynomial_attention, polynomial_sums
 
@@ -68,14 +68,14 @@ def forward(problem: Problem, plan: Plan) -> Forward:
     if not _splits(plan):
         return (*_attended(problem, plan, _whole(problem, plan)), None)
 
-    def work(sizes: Sizes, sure: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    def work(sizes: Sizes, guarded: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
         split, needed = _new_split(problem, plan, sizes)
         output, lse = _attended(problem, plan, split)
-        if sure:
+        if guarded:
             exact_rows(*_tokens(problem), _all_rows(problem, enough(needed, sizes)), output, lse)
         return (output, lse), needed
 
-    return (*Room.of(plan, problem, (0, 0)).run(work), None)
+    return (*Capacity.of(plan, problem, (0, 0)).run(work), None)
 
 
 def _attended(problem: Problem, plan: Plan, split: Split) -> tuple[Tensor, Tensor]:
@@ -99,11 +99,11 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
     if not _splits(plan):
         return pulled(_whole(problem, plan), None)
 
-    def work(sizes: Sizes, sure: bool) -> tuple[Gradients, Tensor]:
+    def work(sizes: Sizes, guarded: bool) -> tuple[Gradients, Tensor]:
         split, needed = _new_split(problem, plan, sizes)
-        return pulled(split, _all_rows(problem, enough(needed, sizes)) if sure else None), needed
+        return pulled(split, _all_rows(problem, enough(needed, sizes)) if guarded else None), needed
 
-    return Room.of(plan, problem, (0, 0)).again(work)
+    return Capacity.of(plan, problem, (0, 0)).run_backward(work)
 
 
 def _pulled_back(
