@@ -222,7 +222,7 @@ def test_fitted_polynomials_equal_those_of_blocks_of_tokens(masked):
 
 @needs_triton
 def test_rows_on_which_a_fitted_polynomial_fails_are_exact_and_counted():
-    """A plan reused on other data, as the component engine does it: output, counts and gradients."""
+    """A plan reused on other data, against the component engine: output, counts, gradients."""
     q, k, v = (x.to(DEVICE) for x in qkv(1, 1, n=600, d=4, scale=0.5, dtype=torch.float32))
     plan = planned(q, k, v, method=METHOD)
     kernel = replace(plan.heads[0].fitted, query_radius=math.inf)

@@ -353,7 +353,7 @@ def test_a_sketched_weight_is_what_its_definition_says(size):
 
     phi, sketch = FeatureMap(3, 2), PolySketch(6, 20, 3).half
     b = math.sqrt(6 * 0.4 / scale / 2.5)
-    c = torch.tensor(poly.coefficients, dtype=torch.float64)[phi.order] * phi.multiplicity
+    c = torch.tensor(poly.coefficients, dtype=torch.float64)[phi.degrees] * phi.multiplicity
     u, w = phi(q / (2.5 * b)) * c.abs().sqrt(), phi(k / b) * c.abs().sqrt() * c.sign()
     expected = (sketch(u) @ sketch(w).T).square().log() + 6 * 0.4
     torch.testing.assert_close(given, expected, rtol=1e-10, atol=1e-10)

@@ -105,10 +105,10 @@ def attention(
 
     ``implementation="auto"`` runs Triton kernels on CUDA tensors where a head has kernels, and
     PyTorch operations elsewhere; "eager" sums without kernels; "triton" raises where they cannot
-    run, and says why. A result says what ran. Where kernels run, a call with a plan looks at no
-    entries, neither of inputs nor of sums: it waits for nothing and can be captured in a CUDA
-    graph. Where entries decide how much there is to do (lists, fits, the large tokens of a loaded
-    plan) the first call with a plan waits until it knows.
+    run, and says why. A result says what ran. Where kernels run, a call with a plan does
+    not synchronise with the host and can be captured in a CUDA graph. Where the amount of work
+    depends on entries (fitted polynomials, the large tokens of a loaded plan) only the first call
+    with a plan synchronises.
 
     Gradients flow through the output and the lse of a result to query, key, value and a key bias,
     in the time and memory order of the call itself. They are those of the function that ran, with
@@ -164,7 +164,7 @@ def plan(
     A plan that is asked for is taken to serve many calls: `Auto` searches for one from shorter
     inputs on than within a call without a plan, where the search has to pay at once.
 
-    Without ``value``, a method that measures errors judges them with random values of dim d.
+    Without ``value``, a method that measures errors uses random values of dim d.
     """
     if value is None:
         check_tensors((query, key), ("query", "key"))
@@ -305,7 +305,7 @@ def gaussian_kde(
 def _fits_graph(
     attn_mask: Tensor | None, dropout_p: float, plan: Plan | None, return_result: bool
 ) -> bool:
-    """Whether a compiled graph can hold the call: planning and certificates look at entries."""
+    """Whether a compiled graph can hold the call: planning and certificates read entries."""
     if plan is None or return_result or dropout_p:
         return False
     return attn_mask is None or attn_mask.dim() < 2 or attn_mask.shape[-2] == 1
@@ -351,6 +351,6 @@ def _in_linear_units(problem: Problem, outcome: Outcome, dtype: torch.dtype) -> 
         raise InputError(
             f"the sums overflow {dtype}: the largest is about "
             f"exp({float(outcome.log_scale.max()):.4g}); pass return_result=True, which returns "
-            "output and log_scale apart"
+            "output and log_scale separately"
         )
     return problem.restore(output)

@@ -44,9 +44,9 @@ class Certificate:
         Relative Frobenius error (gaussian_kde: largest error over largest density) on ``rows``
         sampled query rows, and an upper limit for all rows that holds with probability
         ``confidence`` over the choice of rows, as far as errors among the rows left out are like
-        those found: rows that look unlike the others are sampled almost surely, but a few wrong
-        ones that no sketch tells from the rest can escape. The limit is infinite where a sketch
-        lost more than 1 % of the rows. `PowerAttention` is compared with the power itself.
+        those found: outlier queries are sampled almost surely, but a few wrong rows that
+        no measure tells from the rest can be missed. The limit is infinite where a sketch failed
+        on more than 1 % of the rows. `PowerAttention` is compared with the power itself.
     ``invalid_rows``
         Rows whose denominator was unusable; ``fallback_rows`` of them were computed exactly.
     """
@@ -121,9 +121,9 @@ def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int
     invalid = int(outcome.invalid_rows[at]) > int(outcome.fallback_rows[at])  # zeros
     spread, error, nonnegative = distortion(head, plan)
     if not head.normalise:
-        lost = min(1.0, vanishing * _smallest_row(outcome, at))
-        lost += torch.finfo(head.dtype).smallest_normal / largest if largest else 0.0
-        total = error + (1 + error) * (1 + eta) * (eta + narrow) + lost
+        underflow = min(1.0, vanishing * _smallest_row(outcome, at))
+        underflow += torch.finfo(head.dtype).smallest_normal / largest if largest else 0.0
+        total = error + (1 + error) * (1 + eta) * (eta + narrow) + underflow
         return max(total, 1.0) if invalid else total
     output = float(outcome.output[at].abs().max()) if outcome.output[at].numel() else 0.0
     trivial = 1 + output / largest if largest > 0 else 0.0

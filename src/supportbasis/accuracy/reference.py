@@ -48,7 +48,7 @@ def execute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def run_head(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
-    """One head, quadratic time and memory. Rows that a sketch lost are exact, as in `execute`."""
+    """One head, quadratic time and memory. Failed rows are exact, as in `execute`."""
     if isinstance(plan, ListHead) and head.n and head.m:
         return list_attention(head, plan.lists, head_tables(head, plan.lists))
     weight, top = weights(head, plan)
@@ -58,9 +58,9 @@ def run_head(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
         if isinstance(plan, PowerHead):
             exact_plan = replace(plan, kernel=replace(plan.kernel, sketch_size=None))
         exact, exact_top = weights(head, exact_plan)
-        lost = ~(den.log() + top >= least_lse(plan, head, None)) | (den == 0)
-        weight = torch.where(lost.unsqueeze(1), exact, weight)
-        top, den = torch.where(lost, exact_top, top), weight.sum(1)
+        failed = ~(den.log() + top >= least_lse(plan, head, None)) | (den == 0)
+        weight = torch.where(failed.unsqueeze(1), exact, weight)
+        top, den = torch.where(failed, exact_top, top), weight.sum(1)
     num = weight @ head.value.double()
     if not head.normalise:
         factor = top if head.query_log_weight is None else top + head.query_log_weight.double()

@@ -20,8 +20,8 @@ QUANTILE = 1.645  # one-sided 95 % of a normal ratio
 class RowSample:
     """Rows drawn with unequal probabilities, each of which counts for the inverse of its own.
 
-    One row in thousands can carry most of a head's error, so rows that are unlike the others are
-    drawn almost surely (`inclusion.py`). Sums over all rows are estimated without bias, whatever
+    One row in thousands can carry most of a head's error, so outlier queries are drawn almost
+    surely (`inclusion.py`). Sums over all rows are estimated without bias, whatever
     the probabilities (Horvitz and Thompson); good ones make the estimates certain.
     """
 

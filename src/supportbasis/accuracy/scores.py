@@ -1,4 +1,4 @@
-"""A small sample of scores: which polynomial suits the data, judged where the scores are."""
+"""A small sample of scores, on which the errors of polynomials are estimated."""
 
 from __future__ import annotations
 

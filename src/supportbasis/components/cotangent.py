@@ -1,4 +1,4 @@
-"""What flows back through a component: gradients of its sums in, gradients of its tokens out.
+"""Cotangents of a component: gradients of its sums in, gradients of its tokens out.
 
 With out = num / den and lse = ln den, a loss with gradients g of out and h of lse has the gradients
 g / den of num and (h - <g, out>) / den of den. So the pair (i, j), which adds a_ij v_j to num and
@@ -17,11 +17,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class SavedForward:
-    """What the backward pass of a call is given, [batch, heads, ...]."""
+    """Results and cotangents of a forward pass, for the backward pass, [batch, heads, ...]."""
 
     output: Tensor  # [batch, heads, n, dv]
     lse: Tensor  # [batch, heads, n]
-    fallback: Tensor  # [batch, heads, n]: rows that were computed exactly instead
+    fallback: Tensor  # [batch, heads, n]: failed rows, which were computed exactly
     grad: Tensor  # of the output
     grad_lse: Tensor | None
     for_weights: bool  # whether the gradient of the key log-weights is asked for
@@ -74,7 +74,7 @@ class Gradients:
     query: Tensor  # [n, d]
     key: Tensor  # [m, d]
     value: Tensor  # [m, dv]
-    key_log_weight: Tensor | None  # [m]; None: nobody asks for it
+    key_log_weight: Tensor | None  # [m]; None: not needed
     query_log_weight: Tensor | None = None  # [n]: of a factor of each row, likewise
 
 

@@ -71,7 +71,7 @@ class Task(ABC):
         self.features, self.coefficients = features, coefficients
         self.lanes = lane_count(head.query.device.type)
         coefficient = torch.tensor(coefficients, dtype=torch.float64)
-        layout = features.multiplicity * coefficient[features.order]
+        layout = features.multiplicity * coefficient[features.degrees]
         self.weights = layout.to(head.dtype).to(head.query.device)
         self.reader: Reader | None = None  # of the keys, once they are summed
 
@@ -185,8 +185,8 @@ class State:
 
 
 class Reader:
-    """The finished state with the polynomial applied: features of one side to sums over the other,
-    and, on the way back, to gradients."""
+    """A finished state with the polynomial applied: it maps features of one side to sums over the
+    other, and in the backward pass to gradients."""
 
     def __init__(self, state: State, task: Task):
         weights = task.weights[1:].unsqueeze(1)

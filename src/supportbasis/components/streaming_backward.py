@@ -1,7 +1,7 @@
-"""The way back through streamed feature sums: features are formed again, block by block; the state
+"""The backward pass of streamed feature sums: features are formed again, block by block; the state
 of the keys is that of the forward pass, where it was kept.
 
-What flows back is the bilinear form
+The tokens receive the gradients of the bilinear form
 
     L = sum_ij p(<x_i, y_j>) exp(r_i + s_j) <(u_i, c_i), (v_j, 1)>
 
@@ -24,14 +24,14 @@ from .streaming import Block, Reader, Span, State, Task, causal_chunks, lane_row
 
 
 def add_gradients(task: Task, total: Gradients, cotangent: Cotangent) -> None:
-    """Add what flows back from the sums of the rows of this task."""
+    """Add the gradients of the tokens from those of the sums of the task's rows."""
     if task.row_count and task.key_count:
-        back = _Backward(task, total, cotangent)
-        (back.causal if task.head.is_causal else back.full)()
+        backward = _Backward(task, total, cotangent)
+        (backward.causal if task.head.is_causal else backward.full)()
 
 
 class _Backward:
-    """One evaluation: the task, what comes in, where it goes, and memory for a block."""
+    """One evaluation: the task, its cotangent, the total to add to, and memory for a block."""
 
     def __init__(self, task: Task, total: Gradients, cotangent: Cotangent):
         self.task, self.total, self.cotangent = task, total, cotangent
@@ -111,7 +111,7 @@ class _Backward:
         return torch.where(factor > 0, grad * factor, 0.0)
 
     def _add_row_weights(self, reader: Reader, block: Block, features: Tensor, span: Span) -> None:
-        """Gradients of the rows' log-factors, where somebody asks for them."""
+        """Gradients of the rows' log-factors, if they are needed."""
         if self.total.query_log_weight is not None:
             value = reader.num(features, len(block.value))
             weight = reader.weight_gradient(value, block, features)

@@ -1,7 +1,7 @@
 """What is checked around a call: that a plan suits it, its entries, its scores and its output.
 
-On a GPU nothing here looks at entries, which would synchronise with the host: what a call does
-there is reported at the next one.
+On a GPU nothing here reads entries, which would synchronise with the host: what a call finds there
+is reported at the next one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def check_plan(problem: Problem, plan: Plan) -> None:
 
 def checked(problem: Problem, plan: Plan, implementation: str) -> Plan:
     """The plan to use for a call, whose entries are checked on a CPU: heads whose scores leave the
-    range they were planned for are exact. With kernels on a GPU what earlier calls left is known:
-    to look at this one would synchronise with the host."""
+    range they were planned for are exact. With kernels on a GPU those that left it in
+    earlier calls are exact: checking this call would synchronise with the host."""
     check_plan(problem, plan)
     check_entries(problem)
     if reports_later(problem, plan, implementation):
@@ -51,7 +51,7 @@ def reports_later(problem: Problem, plan: Plan, implementation: str) -> bool:
 
 
 def check_entries(problem: Problem) -> None:
-    """Raise if an entry is not finite; on a GPU that would wait for the device."""
+    """Raise if an entry is not finite; not on a GPU, where it would synchronise with the host."""
     if problem.query.device.type == "cpu":
         tokens = {"query": problem.query, "key": problem.key}
         if not all(map(math.isfinite, problem.largest)):  # which checks both without another pass

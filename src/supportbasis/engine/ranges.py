@@ -25,9 +25,9 @@ from ..problem.problem import Head, Problem
 # new tokens of the same kind are somewhat longer by chance
 GROWTH = 10.0  # times its certified error may a polynomial err beyond its range
 LEAST = 2.0**-40  # below that rounding counts for more
-STEP = 1 / 64  # in which that is looked up
+STEP = 1 / 64  # of that range, in which it is cached
 FURTHEST = 4.0  # times the range
-HEADROOM = 1.25  # times what is usual, which varies less than what is largest
+HEADROOM = 1.25  # times the mean score, which varies less than the largest
 SAME_SCALE = 1e-6  # relative: a scale may have been rounded to float32
 
 
@@ -35,9 +35,9 @@ def score_range(plan: HeadPlan, head: Head) -> ScoreRange | None:
     """What norms allow for the pairs that a head approximates: |scale| max|q| max|k| and |scale|
     mean|q| mean|k|. None where nothing is approximated, or nothing depends on the range.
 
-    A polynomial is certified up to the largest score; where its error was measured too, what is
-    usual counts as well. Lists and fitted polynomials compute exactly what lies apart, so that only
-    what is usual counts for them.
+    A polynomial is certified up to the largest score; where its error was measured too, the mean
+    counts as well. Lists and fitted polynomials compute outlier queries exactly, so only the mean
+    counts for them.
     """
     if isinstance(plan, (ExactHead, PowerHead)):
         return None
@@ -124,7 +124,11 @@ def leaves(plan: HeadPlan, found: ScoreRange | None) -> str | None:
     made_for = plan.scores
     if made_for is None or found is None:
         return None
-    for name, within in (("largest", _is_certified), ("mean", _is_usual), ("balanced", _is_usual)):
+    for name, within in (
+        ("largest", _is_certified),
+        ("mean", _is_mean_close),
+        ("balanced", _is_mean_close),
+    ):
         now, before = getattr(found, name), getattr(made_for, name)
         if None not in (now, before) and not now <= before and not within(plan, now, before):
             which = {"balanced": "mean balanced"}.get(name, name)
@@ -132,7 +136,7 @@ def leaves(plan: HeadPlan, found: ScoreRange | None) -> str | None:
     return None
 
 
-def _is_usual(plan: HeadPlan, now: float, before: float) -> bool:
+def _is_mean_close(plan: HeadPlan, now: float, before: float) -> bool:
     return now <= HEADROOM * before
 
 

@@ -39,7 +39,7 @@ def is_sdpa(problem: Problem, plan: Plan, need_lse: bool, implementation: str) -
         return True
     if not need_lse and problem.key_log_weight is None:
         return True
-    # PyTorch's CUDA kernels give no lse, and `sdpa` has to look at the entries of a bias
+    # PyTorch's CUDA kernels give no lse, and `sdpa` has to read the entries of a bias
     return groups(problem, plan, implementation)[0].kind is None
 
 

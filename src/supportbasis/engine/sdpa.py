@@ -127,9 +127,8 @@ def _dead_rows(problem: Problem) -> Tensor | None:
     mask, bias = _mask(problem), problem.key_log_weight
     if mask is None:
         return None
-    if problem.mask is not None or _mask_is_causal(problem):
+    if problem.mask is not None or bias is None or _mask_is_causal(problem):
         return ~mask.any(-1) if mask.dtype == torch.bool else (mask == -math.inf).all(-1)
-    assert bias is not None
     if not problem.is_causal:
         return (bias == -math.inf).all(-1, keepdim=True).expand(-1, -1, problem.n)
     before = bias.cummax(-1).values == -math.inf  # nothing up to and including key j

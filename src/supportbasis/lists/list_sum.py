@@ -49,8 +49,8 @@ class ListSum:
         if not head.n or not head.m:
             return
         output, lse = list_attention(head, self.settings)
-        seen = (lse > -math.inf).to(lse.dtype)
-        part = Partial(output, seen, lse, seen * _relative_noise(head))
+        den = (lse > -math.inf).to(lse.dtype)  # sums are in units of exp(lse)
+        part = Partial(output, den, lse, den * _relative_noise(head))
         total.add_(part if rows is None else part[rows])
 
     def add_gradients(

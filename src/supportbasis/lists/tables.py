@@ -23,14 +23,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .sorting import head_order, nearest, window_length, window_order
+from .sorting import head_permutation, nearest, window_length, window_permutation
 
 
 @dataclass(frozen=True)
 class ListSettings:
     """What lists are made with."""
 
-    price: float  # squared relative error of a row for which a cell opens one more leaf
+    # the error-cost multiplier: a cell opens a leaf that costs its rows, as a tilted key, more than
+    # this squared relative error (estimated by `importance`)
+    price: float
     block: int  # B: queries of a cell
     leaf: int  # L: keys of a leaf
     window: int = 0  # W: positions of a causal window; 0: not causal
@@ -140,12 +142,12 @@ def _by_window(x: Tensor, count: int, width: int, leaf: int) -> Tensor:
     if _has_kernel(x, width, leaf):
         from ..cuda.lists import window_sorting as sorting
 
-        return sorting.window_order(x.contiguous(), width, leaf, count).long()
+        return sorting.window_permutation(x.contiguous(), width, leaf, count).long()
     heads, windows = len(x), -(-count // width)
     padded = pad(x[:, :count], (0, 0, 0, windows * width - count))
     first = torch.arange(windows, device=x.device).mul_(width).repeat(heads)
     real = None if count == windows * width else (count - first).clamp(max=width)
-    at = window_order(padded.reshape(heads * windows, width, -1), leaf, real)
+    at = window_permutation(padded.reshape(heads * windows, width, -1), leaf, real)
     at = at + first.unsqueeze(1)
     return torch.where(at < count, at, -1).view(heads, windows * width)
 
@@ -158,9 +160,9 @@ def _by_head(x: Tensor, leaf: int, hidden: Tensor | None, group: int) -> Tensor:
     if _has_kernel(x, window_length(x.shape[1], leaf), leaf):
         from ..cuda.lists import window_sorting as sorting
 
-        return sorting.head_order(x.contiguous(), leaf, x.shape[1], hidden).long()
+        return sorting.head_permutation(x.contiguous(), leaf, x.shape[1], hidden).long()
     return torch.stack(
-        [head_order(x[i], leaf, None if hidden is None else hidden[i]) for i in range(len(x))]
+        [head_permutation(x[i], leaf, None if hidden is None else hidden[i]) for i in range(len(x))]
     )
 
 
@@ -209,8 +211,8 @@ def tiles_by_centre(
     windows = cells // each
     padded = pad(query, (0, 0, 0, windows * width - n)).view(heads, windows, width, -1)
     cell = nearest(padded.to(mean), mean.view(heads, windows, each, -1))
-    place = torch.arange(windows * width, device=query.device).view(windows, width)
-    cell = torch.where(place < n, cell, each)
+    position = torch.arange(windows * width, device=query.device).view(windows, width)
+    cell = torch.where(position < n, cell, each)
     held = cell.new_zeros(heads, windows, each + 1)
     held = held.scatter_add_(2, cell, torch.ones_like(cell))[..., :each]
     count = (held + size - 1) // size
@@ -223,7 +225,7 @@ def tiles_by_centre(
     each_window = width // size + each  # tiles
     slot = pad(first, (0, 1)).gather(2, cell) * size + rank
     slot = torch.where(cell < each, slot, each_window * size)
-    rows = torch.where(place < n, place, -1).expand(heads, -1, -1).gather(2, at)
+    rows = torch.where(position < n, position, -1).expand(heads, -1, -1).gather(2, at)
     tiles = rows.new_full((heads, windows, each_window * size + 1), -1).scatter_(2, slot, rows)
     tiles = tiles[..., :-1].reshape(heads, windows * each_window, size)
     first = first + torch.arange(windows, device=query.device).view(-1, 1) * each_window

@@ -69,21 +69,21 @@ class BlockSupport(Method):
         return self.tolerance is not None
 
     def plan_batch(self, heads: Sequence[Head]) -> list[HeadPlan]:
-        """By budget with the highest price of all batch elements, so that none costs more."""
+        """Plans by budget share the highest price of all batch elements: none costs more."""
         plans = super().plan_batch(heads)
         lists = [plan for plan in plans if isinstance(plan, ListHead)]
         if self.budget is None or len(plans) == 1 or len(lists) < len(plans):
             return plans
-        dearest = max(lists, key=lambda plan: (plan.lists.block, plan.lists.price)).lists
-        searches = [self._search(head, dearest.block) for head in heads]
-        return [search.at(dearest.price) for search in searches if isinstance(search, ListSearch)]
+        shared = max(lists, key=lambda plan: (plan.lists.block, plan.lists.price)).lists
+        searches = [self._search(head, shared.block) for head in heads]
+        return [search.at(shared.price) for search in searches if isinstance(search, ListSearch)]
 
     def _search(self, head: Head, block: int | None) -> ListSearch | str:
         return ListSearch.of(head, block, self.strict, self.seed, self.tolerance or 1.0)
 
     def plan_head(self, head: Head) -> HeadPlan:
         if self.budget is not None and self.budget >= 1:
-            return exact_plan(head, f"a budget of {self.budget:g} buys all keys")
+            return exact_plan(head, f"a budget of {self.budget:g} covers all keys")
         search = self._search(head, self.block_size)
         if isinstance(search, str):
             return exact_plan(head, search)

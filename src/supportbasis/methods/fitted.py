@@ -17,9 +17,9 @@ from ..problem.problem import Head
 from .base import Method, exact_plan, is_positive
 
 FEWEST, USUAL, MOST = 8, 1024, 2**15  # features
-USELESS = 1.0  # relative error of an output of zeros
-HALVES = 2  # how often the step between too few features and enough is halved
-HOPEFUL = 1.5  # times the tolerance: what is expected to err more is not measured
+ERROR_OF_ZEROS = 1.0  # relative error of an output of zeros
+BISECTIONS = 2  # of the interval between too few features and enough
+MEASURED_BELOW = 1.5  # times the tolerance: plans of a larger expected error are not measured
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,14 @@ class FittedPolynomial(Method):
             found = search.within(self.tolerance, check, speedup=0.0)
             reason = f"no fitted polynomial within {self.tolerance:g} is cheaper than exact"
             return found or exact_plan(head, reason)
-        assert self.features is not None
-        plan = search.affordable(features=self.features)
+        plan = search.affordable(features=USUAL if self.features is None else self.features)
         if plan is None:
             return exact_plan(head, "scores are too large, or all alike, to fit a polynomial to")
-        plan = search.measured(plan)
-        assert plan.measured is not None
-        if plan.measured < USELESS:
-            return plan
-        fault = "leaves more than 1 % of the rows without a usable sum"
-        fault = fault if math.isinf(plan.measured) else f"errs by {plan.measured:.2g}"
+        error = search.error(plan)
+        if error < ERROR_OF_ZEROS:
+            return replace(plan, measured=error)
+        fault = "fails on more than 1 % of the rows"
+        fault = fault if math.isinf(error) else f"errs by {error:.2g}"
         return exact_plan(head, f"a fitted polynomial of {plan.fitted.features} features {fault}")
 
 
@@ -178,7 +176,7 @@ class FittedSearch:
         be faster than ``speedup``."""
         most = self.most(speedup)
         last = self.plan(most) if most else None
-        if last is None or self._expected(last) > HOPEFUL * tolerance:
+        if last is None or self._expected(last) > MEASURED_BELOW * tolerance:
             return None
         features, found, short = FEWEST, None, 0
         while found is None and short < most:
@@ -186,7 +184,7 @@ class FittedSearch:
             found = self._measured(plan, tolerance, check)
             if found is None:
                 short, features = features, min(2 * features, most)
-        for _ in range(HALVES if found is not None and short else 0):
+        for _ in range(BISECTIONS if found is not None and short else 0):
             middle = round(math.sqrt(short * features))
             plan = self._measured(self.plan(middle), tolerance, check)
             if plan is None:
@@ -199,14 +197,14 @@ class FittedSearch:
         self, plan: FittedHead | None, tolerance: float, check: RowCheck
     ) -> FittedHead | None:
         """The plan with its measured error, if there is one and that is within tolerance."""
-        if plan is None or self._expected(plan) > HOPEFUL * tolerance:
+        if plan is None or self._expected(plan) > MEASURED_BELOW * tolerance:
             return None
         measured, limit = check.error(plan)
         return replace(plan, measured=measured) if limit <= tolerance else None
 
-    def measured(self, plan: FittedHead) -> FittedHead:
-        """The plan with its measured error."""
-        return replace(plan, measured=RowCheck(self.head, 1.0, self.seed).error(plan)[0])
+    def error(self, plan: FittedHead) -> float:
+        """The measured error of a plan."""
+        return RowCheck(self.head, 1.0, self.seed).error(plan)[0]
 
     def _expected(self, plan: FittedHead) -> float:
         return self.sample.expected_error(plan.fitted)

@@ -205,8 +205,8 @@ def _measured(
     seen = (cell >= 0) & (made.visible[cell.clamp(min=0)] > 0)
     if own is not None:
         size[~seen] = own[0][sample.rows[~seen]].double().square().sum(1)
-    order = cell.argsort(stable=True)
-    for at in order[seen[order]].split(_rows_at_once(head)):
+    permutation = cell.argsort(stable=True)
+    for at in permutation[seen[permutation]].split(_rows_at_once(head)):
         part = _Part.of(head, made, cell[at], sample.rows[at], own)
         squared[:, at], size[at], count = part.at_prices(prices)
         opened += count.double() @ sample.weight[at]

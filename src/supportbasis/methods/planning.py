@@ -51,7 +51,7 @@ def plan_of(
             call_checks.check_entries(problem)
             call_checks.check_scores(problem)
         return make_plan(problem, plan.method)
-    if is_tracing():  # the operator will look at entries
+    if is_tracing():  # the operator checks entries
         call_checks.check_plan(problem, plan)
         return plan
     return call_checks.checked(problem, plan, implementation)

@@ -60,8 +60,8 @@ class Work:
     scanned: int = 0  # entries read to split, to bound norms and to sample
     formed: int = 0  # features of sketches, and of what is sketched
     products: int = 0  # multiply-adds of sketches and of their features with the values
-    moved: int = 0  # entries gathered, sorted and copied: time, but no arithmetic
-    priced: int = 0  # multiply-adds of exact attention in the time of that: cost, but no time
+    moved: int = 0  # entries gathered, sorted and copied: adds to time only
+    equivalent: int = 0  # multiply-adds of exact attention in the same time: adds to cost only
     direct: float = 0.0  # seconds that are known as such: of lists by kernels, of fixed parts
 
     def __add__(self, other: Work) -> Work:
@@ -76,7 +76,7 @@ class Work:
             self.formed + other.formed,
             self.products + other.products,
             self.moved + other.moved,
-            self.priced + other.priced,
+            self.equivalent + other.equivalent,
             self.direct + other.direct,
         )
 
@@ -90,7 +90,7 @@ class Work:
             + self.scanned
             + self.formed
             + self.products
-            + self.priced
+            + self.equivalent
         )
 
     def cost(self, head: Head) -> float:
@@ -137,9 +137,9 @@ def _move_seconds(head: Head, rates: Rates) -> float:
 
 
 def exact_seconds(head: Head) -> float:
-    """Predicted time of SDPA on this head. On a CPU its causal kernel hands out equal parts of the
-    rows, and all wait for the thread that has the last of them, with the most pairs; on a GPU it
-    takes half of the time where heads are long."""
+    """Predicted time of SDPA on this head. On a CPU its causal kernel gives threads equal parts of
+    the rows, and the last part has the most pairs; on a GPU it takes half of the time where heads
+    are long."""
     pair, causal = rates_of(head).pair(head), 1.0
     if head.is_causal and head.query.device.type == "cpu":
         causal = 2 - 1 / torch.get_num_threads()
@@ -193,12 +193,12 @@ def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
     far = far_rows * head.m + (head.n - far_rows) * far_keys
     share = head.pairs / max(1, head.n * head.m)
     products = tokens * count * (head.value_dim + 1)
-    moved, priced, direct = 0, 0, 0.0
+    moved, equivalent, direct = 0, 0, 0.0
     if _has_kernels(head):
         moved = int(FIT_ENTRY * tokens * (head.dim + head.value_dim))
         if head.is_causal:
             moved += int(FIT_FEATURE * tokens * count + FIT_PAIR * head.n * FIT_CHUNK)
-        priced = (FEATURE_COST - 1) * products + MOVE_COST * moved
+        equivalent = (FEATURE_COST - 1) * products + MOVE_COST * moved
     elif head.query.device.type == "cpu":
         moved = tokens * (FITTED_TOKEN * head.dim + FITTED_FEATURE * count)
         direct = FITTED_SECONDS
@@ -209,7 +209,7 @@ def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
         products=products + _transform_work(head),
         moved=moved,
         direct=direct,
-        priced=priced,
+        equivalent=equivalent,
     )
 
 
@@ -234,7 +234,7 @@ def list_work(head: Head, settings: ListSettings, opened: float) -> Work:
         pairs = TILT_PAIR * tilted + SELECT_PAIR * coarse + LIST_PAIR * (coarse + exact)
         seconds = pairs * rates_of(head).pair(head)
         seconds += TOKEN_SECONDS * (head.n + keys) * (dim + width)
-        return Work(priced=int(made + exact * (dim + width)), direct=seconds)
+        return Work(equivalent=int(made + exact * (dim + width)), direct=seconds)
     return Work(
         exact_pairs=int(exact),
         products=int(made),

@@ -92,10 +92,11 @@ def load(path: str | Path) -> Plan:
         )
     try:
         method, dim = member(content, "method", METHOD), member(content, "dim", COUNT)
-        plan = _schema(method, dim).read({k: v for k, v in content.items() if k != "format"}, "")
+        plan: Plan = _schema(method, dim).read(
+            {k: v for k, v in content.items() if k != "format"}, ""
+        )
     except ValueError as error:
         raise InputError(f"path: {path} is a damaged plan: {error}") from None
-    assert isinstance(plan, Plan)
     return plan
 
 

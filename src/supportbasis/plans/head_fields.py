@@ -79,7 +79,7 @@ def head_field(kind: type[HeadPlan], own: Mapping[str, Field]) -> Field:
 
     def build(**content: Any) -> HeadPlan:
         if "pairs" in content:
-            content["pairs"] = _placed_pairs(**content)
+            content["pairs"] = _numbered_pairs(**content)
         head = kind(**content)
         _check_range(head)
         return head
@@ -184,7 +184,7 @@ def _pair(rows: int, keys: int, reach: float, kernel: PowerKernel | None) -> Buc
     return BucketPair(-1, -1, rows, keys, reach, kernel)
 
 
-def _placed_pairs(
+def _numbered_pairs(
     row_edges: tuple[float, ...],
     key_edges: tuple[float, ...],
     pairs: tuple[BucketPair, ...],
@@ -201,7 +201,7 @@ def _placed_pairs(
     )
 
 
-# -------------------------------------------------------------------------- lists and fits
+# --------------------------------------------------------------- lists and fitted polynomials
 
 
 def _settings(**content: Any) -> ListSettings:

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 LARGEST_DEGREE = 256  # certification takes (degree + 1)^3 numbers, 185 MiB at twice this degree
-_WIDEST = 300.0  # `largest_bound` does not look further
+_WIDEST = 300.0  # `largest_bound` does not search further
 
 
 def horner(coefficients: Sequence[float], t: Tensor) -> Tensor:

@@ -22,10 +22,10 @@ def in_rows(x: Tensor) -> Tensor:
     """The same tokens [..., tokens, dim], the entries of each next to each other in memory.
 
     Kernels, PyTorch's own for CPUs among them, read ``dim`` consecutive numbers for a token,
-    whatever the last stride says. `Problem` is the one place where layout is settled.
+    whatever the last stride says. Layout is settled in `Problem`.
     """
-    apart = x.stride(-1) == 1 and (x.shape[-2] < 2 or x.stride(-2) >= x.shape[-1])
-    return (x if apart else x.contiguous()).resolve_neg()
+    separate = x.stride(-1) == 1 and (x.shape[-2] < 2 or x.stride(-2) >= x.shape[-1])
+    return (x if separate else x.contiguous()).resolve_neg()
 
 
 def _norms(x: Tensor, maxima: Tensor) -> Tensor:

@@ -26,14 +26,14 @@ def _in_dual_level() -> bool:
 
 
 def check_visible(name: str, tensor: Tensor) -> None:
-    """Raise if a tensor's entries cannot be looked at, or not without losing its tangent."""
+    """Raise if a tensor's entries cannot be read, or not without dropping its tangent."""
     if not is_tracing() or torch.compiler.is_compiling():
         return
     functorch, inner = torch._C._functorch, tensor
     while functorch.is_functorch_wrapped_tensor(inner):
         if functorch.is_batchedtensor(inner):
             raise InputError(
-                f"{name} is batched by torch.func.vmap, but this call looks at its entries, as "
+                f"{name} is batched by torch.func.vmap, but this call reads its entries, as "
                 "calls without a plan and masks of pairs do; make a plan outside of vmap and pass "
                 "it as plan=, or pass the batch as leading dims"
             )

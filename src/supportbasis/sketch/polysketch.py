@@ -71,7 +71,7 @@ class PolySketch:
     The error is relative to |x|^power |y|^power and not to <x, y>^power; its variance is about
     proportional to power/size. Results depend on the fields alone and agree over dtypes and
     devices up to rounding; torch's global generator is not touched. Float16 and bfloat16 vectors
-    are computed, and returned, in float32. NaN and Inf are not looked for, and |x|^power must fit
+    are computed, and returned, in float32. NaN and Inf are not checked for, and |x|^power must fit
     the dtype.
 
     >>> x = torch.tensor([[0.6, 0.8], [1.0, 0.0]])
@@ -127,7 +127,7 @@ class PolySketch:
             raise InputError(f"base is {self.base!r}; only gaussian sketches are pulled back")
         tree = _draw_tree(self, x.shape[-1], x.dtype, x.device)
         _, back = tree.traced(tree.leaves(x), iter(tree.inner))
-        return _adjoint(tree.leaves, back(grad))
+        return tree.leaves.adjoint(back(grad))
 
     @property
     def half(self) -> PolySketch:
@@ -198,6 +198,10 @@ class _Maps(ABC):
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """The images of ``x`` [..., dim]: ``count`` tensors [..., size]."""
 
+    def adjoint(self, grads: Sequence[Tensor]) -> Tensor:
+        """Gradient of ``x`` from those of its images; Gaussian maps only."""
+        raise NotImplementedError(f"{type(self).__name__} has no gradient")
+
     @staticmethod
     def scale(power: int, size: int) -> float:
         """What each map is multiplied by, so that `join` need not: 1/√size over two maps."""
@@ -234,7 +238,7 @@ class _Tree(NamedTuple):
         return self.leaves.join(left, right)
 
     def traced(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> tuple[Tensor, Back]:
-        """`root` of Gaussian maps, and the way back from its gradient to those of the images."""
+        """`root` of Gaussian maps, and the function from its gradient to those of the images."""
         if len(images) == 1:
             return images[0], lambda grad: [grad]
         middle = (len(images) + 1) // 2
@@ -250,7 +254,7 @@ class _Tree(NamedTuple):
         if len(images) == 1:
             return node, back
         maps = next(inner)
-        return maps(node)[0], lambda grad: back(_adjoint(maps, [grad]))
+        return maps(node)[0], lambda grad: back(maps.adjoint([grad]))
 
     def _image(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> Tensor:
         """What a child hands up: a leaf's image as it is, a node after a map of its own."""
@@ -287,15 +291,12 @@ class _Gaussian(_Maps):
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         return (x @ self.matrix).chunk(self.count, -1)
 
+    def adjoint(self, grads: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(grads), -1) @ self.matrix.T
+
     @staticmethod
     def map_work(dim: int, size: int) -> int:
         return dim * size
-
-
-def _adjoint(maps: _Maps, grads: Sequence[Tensor]) -> Tensor:
-    """Gradient of what Gaussian maps are applied to, from those of their images."""
-    assert isinstance(maps, _Gaussian)
-    return torch.cat(list(grads), -1) @ maps.matrix.T
 
 
 class _Srht(_Maps):

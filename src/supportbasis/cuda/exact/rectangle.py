@@ -3,7 +3,7 @@
 Rows and keys are sets of tokens, one for each head, or all tokens. Sums may begin with those of
 other components; the one division then covers both. Few rows are spread over the device by cutting
 the keys into splits, which are joined in a fixed order: results are the same in every run. No call
-waits for the device.
+synchronises with the host.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def add_gradients(
     value: Tensor,
     rectangle: Rectangle,
 ) -> None:
-    """Add what flows back through a rectangle; ``lse`` belongs to the whole row."""
+    """Add the gradients of a rectangle; ``lse`` is that of the whole row."""
     check_inputs(query, key, value)
     shape = _Shape.of(query, key, value, rectangle)
     rows, keys, heads = rectangle.rows, rectangle.keys, shape.heads

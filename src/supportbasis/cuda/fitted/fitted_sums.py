@@ -109,7 +109,7 @@ class Features(NamedTuple):
         )
         made = FeatureMap(kernel.spans[0], kernel.degree, kernel.spans)
         scaled = [a * (query_unit * key_unit) ** k for k, a in enumerate(kernel.coefficients)]
-        weights = made.multiplicity * torch.tensor(scaled, dtype=torch.float64)[made.order]
+        weights = made.multiplicity * torch.tensor(scaled, dtype=torch.float64)[made.degrees]
         return Features(made, weights.float().to(device).unsqueeze(1), (query_unit, key_unit))
 
     def tokens(self, *sides: Tensor) -> tuple[Tensor, ...]:

@@ -3,7 +3,7 @@
 
 Tilts are made for some windows at a time, within a workspace of fixed size, so that memory grows
 with the tokens alone. No call synchronises with the host. Calls so short that their launches take
-longer than their work are recorded as CUDA graphs and replayed.
+longer than their work are captured as CUDA graphs and replayed.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ def settings_family(settings: ListSettings) -> ListSettings:
 
 
 def _settings_of(head: HeadPlan) -> ListSettings:
-    assert isinstance(head, ListHead)
-    return head.lists
+    return cast(ListHead, head).lists  # the only kind that `engine.dispatch` sends here
 
 
 def forward(problem: Problem, plan: Plan) -> Forward:
@@ -232,7 +231,7 @@ def ranges(problem: Problem, settings: ListSettings) -> list[tuple[int, int, int
 
 
 def padded_slots(tokens: int, leaf: int) -> int:
-    """Slots that `sorting.head_order` sorts tokens into."""
+    """Slots that `sorting.head_permutation` sorts tokens into."""
     window = window_length(tokens, max(leaf, LEAST))
     return -(-tokens // window) * window
 
@@ -249,13 +248,13 @@ def _sorted(
     n = query.shape[1]
     if settings.window:
         keys = min(n, key.shape[1])
-        slots = sorting.window_order(key, settings.window, settings.leaf, keys)
-        return slots, sorting.window_order(query, settings.window, settings.block, n)
+        slots = sorting.window_permutation(key, settings.window, settings.leaf, keys)
+        return slots, sorting.window_permutation(query, settings.window, settings.block, n)
     hidden = None
     if weight is not None:  # by all heads that share a key
         hidden = (weight == -torch.inf).unflatten(0, (len(key), -1)).all(1)
-    slots = sorting.head_order(key, settings.leaf, key.shape[1], hidden)
-    return slots, sorting.head_order(query, settings.block, n)
+    slots = sorting.head_permutation(key, settings.leaf, key.shape[1], hidden)
+    return slots, sorting.head_permutation(query, settings.block, n)
 
 
 def _leaf_weights(weight: Tensor | None, slots: Tensor, problem: Problem) -> Tensor:

@@ -95,10 +95,10 @@ def tilt(
     ks += bh // group * keys * d
     vs += bh // group * keys * dv
     bs += bh * keys
-    place = (bh * cells + start) * leaves  # of the program; in it 32 bits are enough
-    kt += place * d
-    vt += place * dv
-    lt += place
+    offset = (bh * cells + start) * leaves  # of the program; in it 32 bits are enough
+    kt += offset * d
+    vt += offset * dv
+    lt += offset
     near = near * leaves
     low = tl.program_id(1) * PER
     high = tl.minimum(low + PER, leaves)
@@ -174,13 +174,13 @@ def select(
     weight. Every STRIDE-th member is asked, BM at most; first for its log-sum-exp."""
     bh = tl.program_id(1).to(tl.int64)
     cell = tl.num_programs(0) - 1 - tl.program_id(0)  # cells that see the most come first
-    place, whole = bh * cells + cell, bh * all_cells + first + cell
+    offset, whole = bh * cells + cell, bh * all_cells + first + cell
     near = tl.arange(0, BM)
     asked = near < B // STRIDE
     row = tl.load(members + whole * B + near * STRIDE, mask=asked, other=-1).to(tl.int64)
     token = load_rows(query + bh * n * d, row, row >= 0, d, D)
-    kt += place * leaves * d
-    lt += place * leaves
+    kt += offset * leaves * d
+    lt += offset * leaves
     end = tl.load(visible + first + cell)
     top = tl.full((BM,), float("-inf"), dtype=tl.float32)
     mass = tl.zeros((BM,), dtype=tl.float32)
@@ -196,7 +196,7 @@ def select(
     factor = factor / tl.maximum(tl.sum(live.to(tl.float32), 0), 1.0)
     limit = tl.load(price + bh)
     spread += bh // group * all_leaves
-    index += place * leaves
+    index += offset * leaves
     total = tl.zeros((), dtype=tl.int32)
     for start in range(0, end, BN):
         at = start + tl.arange(0, BN)
@@ -207,7 +207,7 @@ def select(
         tl.store(index + slot, at, mask=above)
         tl.store(lt + at, tl.full((BN,), float("-inf"), tl.float32), mask=above)
         total += tl.sum(above.to(tl.int32), 0)
-    tl.store(count + place, total)
+    tl.store(count + offset, total)
 
 
 @jit
@@ -262,11 +262,11 @@ def attend(
         total = load_rows(own_out + bh * n * dv, row, live, dv, E).to(tl.float32)
         total = tl.where((mass > 0.0)[:, None], total, 0.0)
     end = tl.load(visible + first + cell, mask=cell >= 0, other=0)
-    place = bh * cells + cell
-    many = tl.load(count + place, mask=cell >= 0, other=0)
-    kt += place * leaves * d
-    vt += place * leaves * dv
-    lt += place * leaves
+    offset = bh * cells + cell
+    many = tl.load(count + offset, mask=cell >= 0, other=0)
+    kt += offset * leaves * d
+    vt += offset * leaves * dv
+    lt += offset * leaves
     for start in range(0, end, BN):
         at = start + tl.arange(0, BN)
         here = at < end
@@ -277,7 +277,7 @@ def attend(
     ks += bh // group * keys * d
     vs += bh // group * keys * dv
     bs += bh * keys
-    index += place * leaves
+    index += offset * leaves
     for start in range(0, many * L, BN):
         slot, key, here = listed_keys(index, start, many, L, BN)
         top, mass, total = _add_keys(

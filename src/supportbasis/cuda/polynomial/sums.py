@@ -10,7 +10,7 @@ keys and values read.
 
 Products of bfloat16 and float16 inputs have bfloat16 operands and are added in float32; those of
 float32 inputs are three TF32 products in place of one ("tf32x3"), one ("tf32"), or float32
-("ieee"). No call waits for the device.
+("ieee"). No call synchronises with the host.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class State:
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Shapes, dtype and device of a call to a kernel; nothing that would wait for the device."""
+    """Raise if shapes, dtypes or devices do not fit; does not synchronise with the host."""
     require()
     if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise InputError(f"query: got {query.dtype}, expected bfloat16, float16 or float32")
@@ -222,7 +222,7 @@ def sums_over(
     side: Side,
     setting: Setting,
     *,
-    order: int = 0,
+    scan: int = 0,
     states: int = 1,
     group: int = 1,
     queries: bool = False,
@@ -240,7 +240,7 @@ def sums_over(
     shape = tiles.state
     row_tiles, col_tiles = cdiv(width, shape.rows), cdiv(setting.value_width, shape.columns)
     groups = cdiv(setting.pairs, shape.pairs)
-    if order:
+    if scan:
         span, splits = setting.chunk, cdiv(n, setting.chunk)
     else:
         programs = max(groups, 4) * row_tiles * col_tiles * all_heads
@@ -278,12 +278,12 @@ def sums_over(
             width, shape.rows, shape.columns, shape.tokens, shape.pairs, setting.packed,
             **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
-    return finish(part, flat, splits, states, group, flat_size, flat_at, order, queries, setting)
+    return finish(part, flat, splits, states, group, flat_size, flat_at, scan, queries, setting)
 
 
 def finish(
     part: Tensor, flat: Tensor, splits: int, states: int, group: int,
-    flat_size: int, flat_at: int, order: int, queries: bool, setting: Setting,
+    flat_size: int, flat_at: int, scan: int, queries: bool, setting: Setting,
 ) -> State:  # fmt: skip
     """Add up the splits, those of queries with their coefficients."""
     d, dv, width, value_width = setting.dim, setting.value_dim, setting.width, setting.value_width
@@ -297,12 +297,12 @@ def finish(
     folded.finish_state[(setting.blocks * width // rows, heads)](
         part, features, setting.coefficients,
         splits, states, group, setting.pairs, setting.blocks, d, dv,
-        width, value_width, rows, order, queries,
+        width, value_width, rows, scan, queries,
     )  # fmt: skip
     moments.finish_moments[(size + 1, heads)](
         flat, vectors, matrix if size else vectors, setting.coefficients,
         splits, states, group, d, dv, flat_size, flat_at,
-        size, power_of_two(max(dv + d + 1, width)), order, queries,
+        size, power_of_two(max(dv + d + 1, width)), scan, queries,
     )  # fmt: skip
     return State(features, vectors, matrix if size else vectors)
 
@@ -313,7 +313,7 @@ def read(
     other: Side,
     setting: Setting,
     *,
-    order: int = 0,
+    scan: int = 0,
     queries: bool = True,
     slope: Tensor | None = None,
     unit: Tensor | None = None,
@@ -340,7 +340,7 @@ def read(
         *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
         setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
         min(setting.width, 64), shape.unroll if setting.pairs % shape.unroll == 0 else 1,
-        setting.degree, order, queries, queries or slope is not None, unit is not None,
+        setting.degree, scan, queries, queries or slope is not None, unit is not None,
         other.weight is not None, rows.weight is not None, setting.packed,
         **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
@@ -400,7 +400,7 @@ def _forward(
     setting = setting_of(query, value, polynomials)
     keys, state = key_sums(query, key, value, polynomials.weight, setting)
     queries = prepared(query, value, None, setting, read=True)
-    out, den = read(queries, state, keys, setting, order=int(causal), unit=unit, dtype=dtype)
+    out, den = read(queries, state, keys, setting, scan=int(causal), unit=unit, dtype=dtype)
     return out[..., :columns], den
 
 
@@ -410,6 +410,6 @@ def key_sums(
 ) -> tuple[Side, State]:  # fmt: skip
     """The side of the keys, and its sums."""
     keys = prepared(key, value, weight, setting, summed=True, read=read, apply=weight is not None)
-    order = int(setting.causal)
-    states = cdiv(query.shape[2], setting.chunk) if order else 1
-    return keys, sums_over(keys, setting, order=order, states=states)
+    scan = int(setting.causal)
+    states = cdiv(query.shape[2], setting.chunk) if scan else 1
+    return keys, sums_over(keys, setting, scan=scan, states=states)

@@ -7,7 +7,7 @@ call, with preallocated capacity for them (`runtime.capacity`), without synchron
 
 A polynomial runs here only if it is certified to be positive on its range: then no row can lose its
 denominator as long as scores stay within it. Beyond (a plan reused on other data), a row whose
-denominator is not positive gets zeros and lse -inf. Nothing is fallback here.
+denominator is not positive gets zeros and lse -inf; it does not fall back to exact sums.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -34,8 +35,7 @@ from .sums import Polynomials, key_weights, polynomial_attention, polynomial_sum
 
 
 def _polynomial(head: HeadPlan) -> CertifiedPolynomial:
-    assert isinstance(head, PolynomialHead)
-    return head.polynomial
+    return cast(PolynomialHead, head).polynomial  # kinds that `engine.dispatch` sends here
 
 
 def refusal(head: HeadPlan) -> str | None:
@@ -118,11 +118,11 @@ def _pulled_back(
     # rectangles add to sums of their own for each head of the queries, where heads share keys
     query, key, value, weight = made.query, made.key, made.value, made.key_log_weight
     shape, new = (problem.batch, problem.heads), saved.lse.new_zeros
-    apart = problem.group > 1
+    shares_keys = problem.group > 1
     total = Totals(
         query.contiguous(),
-        new(*shape, *key.shape[2:]) if apart else key.contiguous(),
-        new(*shape, *value.shape[2:]) if apart else value.contiguous(),
+        new(*shape, *key.shape[2:]) if shares_keys else key.contiguous(),
+        new(*shape, *value.shape[2:]) if shares_keys else value.contiguous(),
         new(*shape, problem.m) if weight is None else weight.contiguous(),
     )
     slope = slopes(saved.grad, saved.grad_lse, saved.output)
@@ -130,7 +130,7 @@ def _pulled_back(
     for rectangle in rectangles + ([] if instead is None else [instead]):
         add_gradients(total, saved.grad, slope, saved.lse, *_tokens(problem), rectangle)
     found = finished(total, problem, saved.for_weights)
-    if apart:
+    if shares_keys:
         found.key, found.value = found.key + key, found.value + value
     return found
 
@@ -186,12 +186,11 @@ class _Sums:
                 factor, shift = key_weights(bias[:, ::step])
                 weight = factor if weight is None else factor * weight
                 unit = unit + shift.repeat_interleave(step, 1).flatten()
-        if weighted and group > 1 and not shared:
+        if weight is not None and group > 1 and not shared:
             query = query.reshape(-1, group, *query.shape[2:])
             key, value = (
                 x.reshape(-1, 1, *x.shape[2:]).expand(-1, group, -1, -1) for x in (key, value)
             )
-            assert weight is not None
             weight = weight.reshape(-1, group, problem.m)
         if weight is not None:
             weight = weight.contiguous()
@@ -241,7 +240,7 @@ def _splits(plan: Plan) -> bool:
 
 def _new_split(problem: Problem, plan: Plan, sizes: Sizes) -> tuple[Split, Tensor]:
     """By the thresholds of a plan, for so many large rows and keys of a head; and how many
-    there are. Where that does not fit, all rows are left out. Nothing here waits."""
+    there are. Where these exceed ``sizes``, all rows are excluded."""
     table, unit, limit = _table(problem, plan)
     query, key, group = problem.query.detach(), problem.key.detach(), problem.group
     weight = None if problem.key_log_weight is None else problem.key_log_weight.detach().float()
