@@ -84,7 +84,7 @@ def test_the_host_hears_at_the_next_call_which_heads_left_their_range(method):
         if plan.heads[0].threshold is not None:
             q[:, 0, 3], k[:, 0, 5] = 50.0, -50.0  # large tokens are exact, and do not count
         check.last = -math.inf
-        check.ask(attention_problem(q, k, v, None, 0.0, False, None, False))
+        check.start(attention_problem(q, k, v, None, 0.0, False, None, False))
         if DEVICE == "cuda":
             torch.cuda.synchronize()
 

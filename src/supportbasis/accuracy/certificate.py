@@ -138,8 +138,8 @@ def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int
 def _sample(
     head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int], seed: int
 ) -> RowSample:
-    """Rows that may be wrong, as far as the outcome tells: those whose output is large, and whose
-    sum is not what a few keys suggest, and that lean on tilted keys."""
+    """Error estimates of all rows from the outcome: large outputs, sums that differ from those
+    estimated over a few keys, and weight on tilted keys."""
     output = outcome.output[at].to(head.dtype)
     measures = [(output - output.mean(0)).square().sum(1).double()]
     if not isinstance(plan, PowerHead) and head.normalise and head.n > SAMPLED_ROWS:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..components.sketch_sum import Sketched
 from ..engine.jensen import least_lse
 from ..lists.list_sum import head_tables
-from ..lists.tables import ASKED, ListSettings, Tables
+from ..lists.tables import SCORED_MEMBERS, ListSettings, Tables
 from ..plans import (
     BucketHead,
     ExactHead,
@@ -65,10 +65,10 @@ def run_head(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
     if not head.normalise:
         factor = top if head.query_log_weight is None else top + head.query_log_weight.double()
         return num * factor.exp().unsqueeze(1), den.log() + factor
-    seen = den > 0
-    den = torch.where(seen, den, 1.0)
-    output = torch.where(seen.unsqueeze(1), num / den.unsqueeze(1), 0.0)
-    return output, torch.where(seen, den.log() + top, -math.inf)
+    positive = den > 0
+    den = torch.where(positive, den, 1.0)
+    output = torch.where(positive.unsqueeze(1), num / den.unsqueeze(1), 0.0)
+    return output, torch.where(positive, den.log() + top, -math.inf)
 
 
 def weights(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ def weights(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
 
 
 def _log_kernels(head: Head, plan: BucketHead, score: Tensor) -> Tensor:
-    """Log-weights of all pairs where powers stand in for exp: the score itself where none does."""
+    """Log-weights of all pairs: of the power of each bucket pair, or the exact score."""
     row_sets, key_sets = plan.buckets(head)
     score = score.clone()
     for pair in plan.pairs:
@@ -182,19 +182,19 @@ def list_attention(head: Head, settings: ListSettings, made: Tables) -> tuple[Te
     for cell, members in enumerate(made.members[0]):
         first, count = int(made.first_tile[0, cell]), int(made.tile_count[0, cell])
         rows, members = made.tiles[0, first : first + count].flatten(), members[members >= 0]
-        rows, seen = rows[rows >= 0], leaves[: int(made.visible[cell])]
-        seen = [leaf for leaf in seen if bool(live[leaf].any())]
-        if not len(rows) or not len(members) or not seen:
+        rows, visible = rows[rows >= 0], leaves[: int(made.visible[cell])]
+        visible = [leaf for leaf in visible if bool(live[leaf].any())]
+        if not len(rows) or not len(members) or not visible:
             continue
         mean = query[members].mean(0)
-        tilts = [_tilted(head.scale * key[j] @ mean + bias[j], key[j], value[j]) for j in seen]
+        tilts = [_tilted(head.scale * key[j] @ mean + bias[j], key[j], value[j]) for j in visible]
         keys, values, masses, spreads = map(torch.stack, zip(*tilts, strict=True))
         weight = masses - head.scale * keys @ mean
-        asked = query[members[:: max(1, settings.block // ASKED)]]
-        share = (head.scale * asked @ keys.T + weight).softmax(1)
+        scored = query[members[:: max(1, settings.block // SCORED_MEMBERS)]]
+        share = (head.scale * scored @ keys.T + weight).softmax(1)
         variance = (query[members] - mean).square().sum(1).mean() / max(1, head.dim)
         opened = share.square().mean(0) * head.scale**2 * variance * spreads > settings.price
-        exact = [leaf[live[leaf]] for leaf, is_open in zip(seen, opened, strict=True) if is_open]
+        exact = [leaf[live[leaf]] for leaf, is_open in zip(visible, opened, strict=True) if is_open]
         listed = torch.cat([rows[:0], *exact])
         closed = head.scale * query[rows] @ keys[~opened].T + weight[~opened]
         scores = torch.cat([closed, score[rows][:, listed], own_lse[rows, None]], 1)

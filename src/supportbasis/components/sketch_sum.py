@@ -1,14 +1,14 @@
 """The sketched component: a kernel s(z)^p through a sketch of p-fold tensor powers, linear in n.
 
 s is a polynomial in z, so s(<q, k>) = <u(q), w(k)> with features u, w of the tokens. The sketch
-phi of the (p/2)-fold power gives <phi(u), phi(w)> close to <u, w>^(p/2), and its square stands in
-for <u, w>^p: the paper's phi' = phi ⊗ phi, whose weights are never negative. Squares of inner
+phi of the (p/2)-fold power gives <phi(u), phi(w)> close to <u, w>^(p/2), and its square replaces
+<u, w>^p: the paper's phi' = phi ⊗ phi, whose weights are never negative. Squares of inner
 products are the streamed sums of `streaming` with the kernel t^2, so the z^2 features of a token
 exist for one block of tokens only.
 
 The degrees of s are weighed by the kernel alone, never by the lengths of the tokens of a call: a
 row's sum depends on no other row, and its gradient is exact. Each token is divided by its own norm,
-before and after the sketch, and the norms travel as logarithms: nothing overflows, however large
+before and after the sketch, and the norms are kept as logarithms: nothing overflows, however large
 the power.
 """
 

@@ -137,7 +137,7 @@ class Task(ABC):
     def noise(self, mass: Tensor | float, block: int) -> Tensor:
         """Rounding of a row's sums: depth of the sums times the magnitude of their terms, and
         times the smallest normal number, the most that underflow takes from one of them. So the
-        reciprocal of a denominator that stands clear of it is finite, and gradients can use it."""
+        reciprocal of a denominator above it is finite, and gradients can use it."""
         depth = sum_depth(self.key_count, block) + self.features.count
         depth += 2 * self.features.degree + self.head.dim + 16
         dtype = self.head.dtype
@@ -246,13 +246,13 @@ def _products(features: Tensor, sums: Tensor) -> Tensor:
 
 
 def lane_rows(task: Task) -> int:
-    """Tokens a lane and block where every row sees every key."""
+    """Tokens of a lane in a block where every row attends to every key."""
     longest = math.ceil(max(task.row_count, task.key_count) / task.lanes)
     return min(block_rows(task.features.count, task.head.dtype), longest)
 
 
 def _add_full(task: Task, total: Partial) -> None:
-    """Every row sees every key: one pass over the keys, one over the rows."""
+    """Every row attends to every key: one pass over the keys, one over the rows."""
     lane = lane_rows(task)
     buffer, block = task.features.buffer(task.lanes, lane, task.weights), lane * task.lanes
     state = sum_keys(task, lane, buffer)

@@ -5,10 +5,10 @@ The tokens receive the gradients of the bilinear form
 
     L = sum_ij p(<x_i, y_j>) exp(r_i + s_j) <(u_i, c_i), (v_j, 1)>
 
-with (u_i, c_i) exp(r_i) the gradients of row i's sums. Its two sides are alike: the gradient of x_i
+with (u_i, c_i) exp(r_i) the gradients of row i's sums. It is symmetric: the gradient of x_i
 reads the state S = sum_j phi(y_j) e^{s_j} (v_j, 1) of all keys, and those of y_j and v_j read the
 state T = sum_i phi(x_i) e^{r_i} (u_i, c_i) of all rows. In causal attention S is a prefix and T a
-suffix, and both sides meet densely inside one chunk.
+suffix, and pairs within one chunk are summed densely.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Backward:
         self.features = self.task.features.buffer(self.task.lanes, lane, self.task.weights)
 
     def full(self) -> None:
-        """Every row sees every key: S over the keys, one pass over the rows, one over the keys."""
+        """Not causal: S over the keys, one pass over the rows, one pass over the keys."""
         task, lane = self.task, lane_rows(self.task)
         self._allocate(lane)
         reader = task.reader or Reader(sum_keys(task, lane, self.features), task)
@@ -118,7 +118,7 @@ class _Backward:
             add_tokens(self.total.query_log_weight, self.task.rows, span[0], weight)
 
     def _finish_keys(self, reader: Reader, span: Span) -> None:
-        """Gradients of some keys from the state of the rows that see all of them."""
+        """Gradients of some keys from the state of the rows that attend to all of them."""
         task, total, block = self.task, self.total, self.task.key_block(*span)
         features, factor = task.write(block.tokens, self.features), reader.factor(block)
         task.add_key_gradient(total, span[0], self._read(reader, block))

@@ -75,7 +75,7 @@ def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
     if reports_later(problem, plan, implementation):
         from ..cuda.runtime.range_check import RangeCheck
 
-        RangeCheck.of(plan, problem.query.device, problem.batch).ask(problem)
+        RangeCheck.of(plan, problem.query.device, problem.batch).start(problem)
     groups = dispatch.groups(problem, plan, implementation)
     outcome = dispatch.run(problem, groups)
     if any(group.kind is None for group in groups):

@@ -33,7 +33,7 @@ def can_run(problem: Problem, need_lse: bool) -> bool:
 
 
 def _is_fused(problem: Problem) -> bool:
-    """Whether PyTorch takes the CPU kernel that knows causal masks and biases together."""
+    """Whether PyTorch takes the CPU kernel that takes causal masks and biases together."""
     same_dim = problem.query.shape[-1] == problem.value.shape[-1]
     return problem.query.device.type == "cpu" and same_dim and problem.dropout_p == 0
 
@@ -58,7 +58,7 @@ def sdpa(problem: Problem) -> Tensor:
 
 def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Query, key, value and mask in one dtype: the input's, unless it cannot hold the mask, or
-    scores may overflow in it unseen."""
+    scores may overflow in it undetected."""
     mask = _mask(problem)
     query, key, value = first_order(problem.query, problem.key, problem.value)
     bias = None if mask is None or mask.dtype == torch.bool else mask
@@ -141,7 +141,7 @@ def sdpa_noise(problem: Problem) -> Tensor:
     """Relative rounding error of a row's sums in SDPA, [batch, heads], worst row.
 
     Scores carry the rounding of an inner product; weights are rounded to the input dtype before
-    they meet the values; the kernel sums over keys block by block in float32 or wider.
+    they multiply the values; the kernel sums over keys block by block in float32 or wider.
     """
     wide = product_roundoff(problem.dtype)
     query, key = (
@@ -216,8 +216,8 @@ def _fit(shape: torch.Size, keys: torch.Size, enable_gqa: bool) -> bool:
     """Whether there are keys, of the heads of the queries or each of a group of them."""
     if len(shape) != 4 or len(keys) != 4 or 0 in keys:
         return False
-    alike = shape[1] == keys[1] or (enable_gqa and shape[1] % keys[1] == 0)
-    return alike and shape[0] == keys[0] and shape[3] == keys[3]
+    heads_match = shape[1] == keys[1] or (enable_gqa and shape[1] % keys[1] == 0)
+    return heads_match and shape[0] == keys[0] and shape[3] == keys[3]
 
 
 def _are_ordinary(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""Tokens sorted so that neighbours are alike: repeated median splits along principal axes.
+"""Tokens sorted so that neighbours are similar: repeated median splits along principal axes.
 
 A window of tokens is cut in half at the median along its principal axis, then each half along its
 own, until nodes have the size of a leaf. Axes are searched in the 8 leading principal coordinates

@@ -1,4 +1,4 @@
-"""Auto: the fastest of polynomial, threshold, fit and lists within a tolerance, else exact."""
+"""Auto: the fastest of polynomial, threshold, fitted polynomial and lists within a tolerance."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class _Search:
 
     def candidates(self) -> Iterator[PolynomialHead]:
         """Plans whose estimated error is within the margin, fastest first; each is followed by
-        the same threshold one degree higher, in case the estimate was too hopeful."""
+        the same threshold one degree higher, in case the estimate was too low."""
         plans: list[PolynomialHead] = []
         features = polynomial_work(self.head, self.head.n, self.head.m, 0).seconds(self.head)
         fastest = self.limit

@@ -17,9 +17,9 @@ LARGEST_BLOCK = 1024
 
 @dataclass(frozen=True)
 class BlockSupport(Method):
-    """Every block of similar queries attends exactly to the keys that matter, to the rest in sum.
+    """Every block of similar queries attends exactly to its important keys, to the rest in sum.
 
-    Keys are sorted into leaves of alike keys, queries into blocks of ``block_size`` alike queries.
+    Keys are sorted into leaves of similar keys, queries into blocks of ``block_size`` similar ones.
     For a block, the keys of a leaf act as one tilted key: their mean, weighted as the block's mean
     query weighs them. Leaves whose tilted key would err too much are attended to exactly.
     ``budget`` is the total cost relative to exact attention, sorting and selection included (0.1
@@ -27,9 +27,9 @@ class BlockSupport(Method):
     whose measured error on sampled rows, at its upper limit (95 % confidence), is within it, and
     a head for which there are none is exact.
 
-    In causal attention each query sees its own window of positions exactly, and earlier windows
-    through lists. Keys and values of later tokens are never used. Blocks hold queries of one
-    window, so a list depends on later queries of the window unless ``strict``: then blocks come
+    In causal attention each query attends to its own window of positions exactly, to earlier
+    windows through lists. Keys and values of later tokens are never used. Blocks hold queries of
+    one window, so a list depends on later queries of the window unless ``strict``: then blocks come
     from the window before, and no output depends on a later token. None: strict exactly when
     gradients are recorded.
 

@@ -84,7 +84,7 @@ class FittedPolynomial(Method):
             return found or exact_plan(head, reason)
         plan = search.affordable(features=USUAL if self.features is None else self.features)
         if plan is None:
-            return exact_plan(head, "scores are too large, or all alike, to fit a polynomial to")
+            return exact_plan(head, "scores are too large, or all equal, to fit a polynomial to")
         error = search.error(plan)
         if error < ERROR_OF_ZEROS:
             return replace(plan, measured=error)

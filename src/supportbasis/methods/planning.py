@@ -29,7 +29,7 @@ LARGE_ERROR = 0.05  # measured, of a head's output: warned about where no error 
 def plan_of(
     problem: Problem, method: Method | None, plan: Plan | None, implementation: str = "auto"
 ) -> Plan:
-    """The caller's plan once it is seen to fit, or a new one."""
+    """The caller's plan, checked against the call, or a new one."""
     if method is not None and not isinstance(method, Method):
         raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
     if plan is None:

@@ -10,7 +10,7 @@ import torch
 
 from ..components.streaming import CAUSAL_CHUNK
 from ..lists.sorting import AXES, SORTED
-from ..lists.tables import ASKED, ListSettings
+from ..lists.tables import SCORED_MEMBERS, ListSettings
 from ..polynomials.balancing import TRANSFORM_TOKENS
 from ..polynomials.certified import true_rank
 from ..polynomials.features import block_rows
@@ -30,7 +30,7 @@ CALL_SECONDS = {"cpu": 3e-4, "cuda": 1e-4}  # of a head, whatever its size
 FEATURE_COST = 32  # multiply-adds of exact attention on a GPU in the time of one of the features
 # of a fitted polynomial, which are float32 and go through memory
 MOVE_COST = 700  # and in that of one entry that is moved
-FIT_ENTRY = 7.0  # entries moved by a fit there, for each of a token and its value,
+FIT_ENTRY = 7.0  # entries moved there by a fitted polynomial, for each of a token and its value,
 FIT_FEATURE, FIT_PAIR = 3.5, 20.0  # in causal heads also for each feature and pair of a chunk
 FIT_CHUNK = 256  # tokens
 # entries moved by lists on a CPU: for an entry of a token and its value, a pair of a mean query and
@@ -45,8 +45,8 @@ CAUSAL_TOKENS = 3072  # that SDPA's causal kernels there need before they gain a
 
 def _has_kernels(head: Head) -> bool:
     """Whether there are GPU kernels for such tokens (see `device`)."""
-    fits = head.query.dtype != torch.float64 and max(head.dim, head.value_dim) <= 256
-    return fits and head.query.is_cuda and find_spec("triton") is not None
+    small = head.query.dtype != torch.float64 and max(head.dim, head.value_dim) <= 256
+    return small and head.query.is_cuda and find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -218,18 +218,18 @@ def list_work(head: Head, settings: ListSettings, opened: float) -> Work:
     dim, width, leaf = head.dim, head.value_dim, settings.leaf
     keys = min(head.n, head.m) if settings.window else head.m
     leaves, own = float(math.ceil(keys / leaf)), 0.0
-    if settings.window:  # a row sees the leaves of earlier windows, half of them on average
+    if settings.window:  # a row attends to the leaves of earlier windows, on average half of them
         windows = math.ceil(head.n / settings.window)
         leaves = min(leaves, settings.window // leaf * (windows - 1) / 2)
         own = settings.window / 2
-    cells, asked = head.n / settings.block, min(1.0, ASKED / settings.block)
+    cells, scored = head.n / settings.block, min(1.0, SCORED_MEMBERS / settings.block)
     tilted = cells * leaves * leaf  # pairs of mean queries and keys
     coarse = head.n * leaves  # pairs of rows and tilted keys
     exact = head.n * (opened * leaf + own)
     splits = 2 * math.log2(max(2.0, min(keys, SORTED) / leaf))
     sorting = (head.n + keys) * (dim * (dim + 2 * AXES) + splits * AXES * (AXES + 2))
-    asked *= dim if settings.strict or _has_kernels(head) else 0  # scores made for that alone
-    made = sorting + tilted * (2 * dim + width) + coarse * (dim + width + asked)
+    scored *= dim if settings.strict or _has_kernels(head) else 0  # scores only for selection
+    made = sorting + tilted * (2 * dim + width) + coarse * (dim + width + scored)
     if _has_kernels(head):
         pairs = TILT_PAIR * tilted + SELECT_PAIR * coarse + LIST_PAIR * (coarse + exact)
         seconds = pairs * rates_of(head).pair(head)

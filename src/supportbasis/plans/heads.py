@@ -193,7 +193,7 @@ class FittedHead(HeadPlan):
         return True
 
     def split(self, head: Head) -> tuple[Side, Side]:
-        """Rows and live keys that are far, by the radius of the fit in its transform."""
+        """Far rows and live keys: beyond the radii of the fitted polynomial, transformed."""
         balanced = transformed(head, self.transform)
         rows = (balanced.query.norm(dim=1) > self.fitted.query_radius).nonzero().squeeze(1)
         first = torch.arange(min(head.n, self.exact_rows), device=rows.device)

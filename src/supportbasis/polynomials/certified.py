@@ -1,4 +1,4 @@
-"""Polynomials that stand in for exp on [-B, B], each with a certified relative error.
+"""Polynomials that approximate exp on [-B, B], each with a certified relative error.
 
 A polynomial is kept in t = z / B and divided by e^B, so that nothing overflows:
 

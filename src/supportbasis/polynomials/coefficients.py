@@ -1,4 +1,4 @@
-"""Coefficients of polynomials that stand in for exp: Taylor, Chebyshev interpolation, Remez.
+"""Coefficients of polynomials that approximate exp: Taylor, Chebyshev interpolation, Remez.
 
 They only have to be good, never trusted: `proofs` says how good they are. Interpolation is done in
 decimal arithmetic with enough digits.

@@ -77,7 +77,7 @@ class Pairs(Buffer):
     """x_a, and x_a x_b of all pairs: the token times itself rotated by 0, 1, 2, ... variables.
 
     A rotation by s and one by d - s give the same pairs, so those by s < d/2 do, and for even d
-    half of those by d/2. The last variables stand once more before the first, so that every
+    half of those by d/2. The last variables are repeated before the first, so that every
     rotation is a window on the same rows, and one product forms them all.
     """
 

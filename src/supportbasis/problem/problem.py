@@ -93,7 +93,7 @@ class Head:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether somebody will ask for gradients."""
+        """Whether gradients are needed."""
         return any(x.requires_grad for x in (self.query, self.key, self.value))
 
     @property

@@ -1,4 +1,4 @@
-"""What `torch.func`, forward-mode differentiation and second backward passes ask of a call: which
+"""Calls under `torch.func`, forward-mode differentiation and second backward passes: which
 of it can be answered, and one error for each thing that cannot."""
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..polynomial.sums import check_inputs, rows_of
+from ..polynomial.setting import check_inputs
+from ..polynomial.sums import rows_of
 from ..runtime.language import cdiv, interpreted, power_of_two
 from . import rectangle_kernels as kernels
 

@@ -317,7 +317,7 @@ def mean_gradients(
     split, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
     cell, near, one = tl.arange(0, BC), tl.arange(0, BL), tl.full((BL,), 1, tl.int1)
     here, at = start + cell < cells, bh * cells + start
-    seen = tl.load(visible + first + start + cell, mask=here, other=0)
+    shown = tl.load(visible + first + start + cell, mask=here, other=0)
     middle = load_rows(mean + at * d, cell, here, d, D)
     ks += bh // group * keys * d
     vs += bh // group * keys * dv
@@ -327,11 +327,11 @@ def mean_gradients(
     lam += at * leaves
     level += at * leaves
     total = tl.zeros((BC, D), dtype=tl.float32)
-    reach = tl.max(seen, 0)
+    reach = tl.max(shown, 0)
     per = tl.cdiv(reach, tl.num_programs(1))
     for part in range(split * per * (L // BL), tl.minimum((split + 1) * per, reach) * (L // BL)):
         slot, leaf = tl.cast(part, tl.int64) * BL, part // (L // BL)
-        see, at_leaf = leaf < seen, cell * leaves + leaf
+        see, at_leaf = leaf < shown, cell * leaves + leaf
         key = load_rows(ks + slot * d, near, one, d, D)
         value = load_rows(vs + slot * dv, near, one, dv, E)
         size, mixed = load_slopes(lam, level, at_leaf, see)

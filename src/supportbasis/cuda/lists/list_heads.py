@@ -50,7 +50,7 @@ def family(head: HeadPlan) -> object:
 
 
 def settings_family(settings: ListSettings) -> ListSettings:
-    """What a call is shaped by: all but the price, which each head has for itself."""
+    """The settings that heads of one call must share: all but the price."""
     return replace(settings, price=0.0)
 
 
@@ -197,8 +197,8 @@ class _Call:
 
 
 def ranges(problem: Problem, settings: ListSettings) -> list[tuple[int, int, int]]:
-    """Cells [first, last) whose tilts fit the workspace, and how many leaves they see; or an error
-    where those of one window do not fit, before anything is computed."""
+    """Cells [first, last) whose tilts fit the workspace, and how many leaves they attend to.
+    Raises if those of one window do not fit, before anything is computed."""
     leaf, window, each = settings.leaf, settings.window, settings.cells
     if window:
         cells = -(-problem.n // window) * each
@@ -207,25 +207,25 @@ def ranges(problem: Problem, settings: ListSettings) -> list[tuple[int, int, int
         cells = padded_slots(problem.n, settings.block) // settings.block
         leaves = padded_slots(problem.m, leaf) // leaf
 
-    def seen(cell: int) -> int:
+    def visible(cell: int) -> int:
         return min(leaves, cell // each * (window // leaf)) if window else leaves
 
     width = problem.query.shape[-1] + problem.value.shape[-1]
     pair = (width * problem.query.element_size() + 12) * problem.batch * problem.heads
     found = []
-    first = each if window else 0  # the first window sees no leaf
+    first = each if window else 0  # the first window attends to no leaf
     while first < cells:
         last = first + each
-        while last < cells and (last + each - first) * seen(last) * pair <= WORKSPACE:
+        while last < cells and (last + each - first) * visible(last) * pair <= WORKSPACE:
             last += each
-        needed = (last - first) * seen(last - each) * pair
+        needed = (last - first) * visible(last - each) * pair
         if needed > 4 * WORKSPACE:
             raise InputError(
-                f"query: lists of {seen(last - each)} leaves for {problem.batch * problem.heads} "
-                f"heads need a workspace of {needed} bytes, more than {4 * WORKSPACE}; use fewer "
-                "heads in a call, or a larger block_size"
+                f"query: lists of {visible(last - each)} leaves for "
+                f"{problem.batch * problem.heads} heads need a workspace of {needed} bytes, more "
+                f"than {4 * WORKSPACE}; use fewer heads in a call, or a larger block_size"
             )
-        found.append((first, last, seen(last - each)))
+        found.append((first, last, visible(last - each)))
         first = last
     return found
 
@@ -237,7 +237,7 @@ def padded_slots(tokens: int, leaf: int) -> int:
 
 
 def _keys(problem: Problem, settings: ListSettings) -> int:
-    """Keys that any row sees."""
+    """Keys that some row attends to."""
     return min(problem.n, problem.m) if settings.window else problem.m
 
 

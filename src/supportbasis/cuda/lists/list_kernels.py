@@ -72,9 +72,9 @@ def cell_means(
     count = tl.maximum(tl.sum(live.to(tl.float32), 0), 1.0)
     middle = tl.sum(token, 0) / count
     dims = tl.arange(0, D)
-    apart = tl.where(live[:, None], token - middle[None, :], 0.0)
+    centred = tl.where(live[:, None], token - middle[None, :], 0.0)
     tl.store(mean + cell * d + dims, middle, mask=dims < d)
-    tl.store(variance + cell, tl.sum(tl.sum(apart * apart, 1), 0) / (count * d))
+    tl.store(variance + cell, tl.sum(tl.sum(centred * centred, 1), 0) / (count * d))
 
 
 @jit
@@ -89,7 +89,7 @@ def tilt(
     start, bh = tl.program_id(0) * BC, tl.program_id(2).to(tl.int64)
     near, key_at = tl.arange(0, BC), tl.arange(0, L)
     here, one = start + near < cells, tl.full((L,), 1, tl.int1)
-    seen = tl.load(visible + first + start + near, mask=here, other=0)
+    shown = tl.load(visible + first + start + near, mask=here, other=0)
     middle = load_rows(mean + (bh * all_cells + first + start) * d, near, here, d, D)
     middle = middle.to(ks.dtype.element_ty)
     ks += bh // group * keys * d
@@ -102,14 +102,14 @@ def tilt(
     near = near * leaves
     low = tl.program_id(1) * PER
     high = tl.minimum(low + PER, leaves)
-    reach = tl.max(seen, 0)
+    reach = tl.max(shown, 0)
     for leaf in range(low, tl.minimum(high, reach)):
         slot = tl.cast(leaf, tl.int64) * L
         key = load_rows(ks + slot * d, key_at, one, d, D)
         score = tl.dot(middle, tl.trans(key), input_precision=PRECISION)
         bias = key_bias(bs + slot, key_at, one, WEIGHTED)
         score = score * (scale * 1.4426950408889634) + bias[None, :]
-        score = tl.where((leaf < seen)[:, None], score, float("-inf"))
+        score = tl.where((leaf < shown)[:, None], score, float("-inf"))
         top = tl.max(score, 1)
         base = tl.where(top == float("-inf"), 0.0, top)
         weight = tl.exp2(score - base[:, None])
@@ -149,8 +149,8 @@ def gather_leaves(
     store_rows(vs + leaf * L * dv, part, near, near < L, dv, E)
     wide = found.to(tl.float32)
     count = tl.maximum(tl.sum(live.to(tl.float32), 0), 1.0)
-    apart = tl.where(live[:, None], wide - (tl.sum(wide, 0) / count)[None, :], 0.0)
-    tl.store(spread + leaf, tl.sum(tl.sum(apart * apart, 1), 0) / count)
+    centred = tl.where(live[:, None], wide - (tl.sum(wide, 0) / count)[None, :], 0.0)
+    tl.store(spread + leaf, tl.sum(tl.sum(centred * centred, 1), 0) / count)
 
 
 @jit
@@ -171,13 +171,13 @@ def select(
     BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Leaves of a cell whose importance exceeds the price, ascending; their tilted keys get no
-    weight. Every STRIDE-th member is asked, BM at most; first for its log-sum-exp."""
+    weight. Every STRIDE-th member is scored, BM at most; first for its log-sum-exp."""
     bh = tl.program_id(1).to(tl.int64)
     cell = tl.num_programs(0) - 1 - tl.program_id(0)  # cells that see the most come first
     offset, whole = bh * cells + cell, bh * all_cells + first + cell
     near = tl.arange(0, BM)
-    asked = near < B // STRIDE
-    row = tl.load(members + whole * B + near * STRIDE, mask=asked, other=-1).to(tl.int64)
+    scored = near < B // STRIDE
+    row = tl.load(members + whole * B + near * STRIDE, mask=scored, other=-1).to(tl.int64)
     token = load_rows(query + bh * n * d, row, row >= 0, d, D)
     kt += offset * leaves * d
     lt += offset * leaves
@@ -201,8 +201,8 @@ def select(
     for start in range(0, end, BN):
         at = start + tl.arange(0, BN)
         share = tl.exp2(_scores(token, kt, lt, at, end, scale, d, D, PRECISION) - size[:, None])
-        apart = tl.load(spread + at, mask=at < end, other=0.0)
-        above = (tl.sum(share * share, 0) * apart * factor > limit) & (at < end)
+        width = tl.load(spread + at, mask=at < end, other=0.0)
+        above = (tl.sum(share * share, 0) * width * factor > limit) & (at < end)
         slot = total + tl.cumsum(above.to(tl.int32), 0) - 1
         tl.store(index + slot, at, mask=above)
         tl.store(lt + at, tl.full((BN,), float("-inf"), tl.float32), mask=above)

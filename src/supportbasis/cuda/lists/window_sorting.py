@@ -214,8 +214,8 @@ def _centres(x: Tensor, count: int, hidden: Tensor | None) -> tuple[Tensor, Tens
     if hidden is None:
         token = stride * count // SPAN
     else:
-        seen = (~hidden).sum(1, keepdim=True)
-        token = _visible(hidden).long().gather(1, stride * seen // SPAN).clamp(min=0)
+        shown = (~hidden).sum(1, keepdim=True)
+        token = _visible(hidden).long().gather(1, stride * shown // SPAN).clamp(min=0)
     sample = x.gather(1, token.unsqueeze(2).expand(-1, -1, d))
     permutation = window_permutation(sample, SPAN, SPAN // many, SPAN).long()
     mean = sample.gather(1, permutation.unsqueeze(2).expand(-1, -1, d)).float()

@@ -8,7 +8,7 @@ from ..runtime.language import jit, tl
 
 @jit
 def tokens_of(sequence, slot, slots, count, LISTED: tl.constexpr):
-    """The token that stands in each slot of a head, -1 where there is none."""
+    """The token in each slot of a head, -1 for none."""
     if LISTED:
         token = tl.load(sequence + slot, mask=slot < slots, other=-1)
     else:
@@ -154,7 +154,7 @@ def halves(key, N: tl.constexpr, S: tl.constexpr):
 
 @jit
 def slot_of(permutation, slot, N: tl.constexpr):
-    """The slot, before the first split, of what stands in a slot of the N nodes."""
+    """The slot, before the first split, of the token in a slot of the N nodes."""
     if N > 1:
         slot = tl.load(permutation + slot)
     return slot
@@ -230,7 +230,7 @@ def nearest(
         which = tl.where(top > best, start + tl.argmax(score, 1), which)
         best = tl.maximum(top, best)
     if HIDDEN:
-        unseen = tl.load(hidden + head * count + token, mask=here, other=0)
-        which = tl.where(unseen != 0, classes - 1, which)
+        is_hidden = tl.load(hidden + head * count + token, mask=here, other=0)
+        which = tl.where(is_hidden != 0, classes - 1, which)
     key = head * classes + which
     tl.store(out + head * count + token, key.to(out.dtype.element_ty), mask=here)

@@ -179,12 +179,12 @@ def own_chunk(start, own, chunk, m, BM: tl.constexpr, BN: tl.constexpr, SCAN: tl
 
 @jit
 def visible_pairs(row, index, here, SCAN: tl.constexpr):
-    """Which tokens each row sees: those not after it, or not before it if SCAN is negative."""
+    """Which tokens each row attends to: those not after it, or not before it if SCAN < 0."""
     if SCAN > 0:
-        scan = index[None, :] <= row[:, None]
+        visible = index[None, :] <= row[:, None]
     else:
-        scan = index[None, :] >= row[:, None]
-    return here[None, :] & scan
+        visible = index[None, :] >= row[:, None]
+    return here[None, :] & visible
 
 
 @jit

@@ -9,20 +9,8 @@ from torch import Tensor
 
 from ..runtime.language import cdiv
 from . import contract as gradient
-from .sums import (
-    Polynomials,
-    Setting,
-    Side,
-    State,
-    check_inputs,
-    key_sums,
-    operands,
-    prepared,
-    read,
-    rows_of,
-    setting_of,
-    sums_over,
-)
+from .setting import Polynomials, Setting, check_inputs, operands, setting_of
+from .sums import Side, State, key_sums, prepared, read, rows_of, sums_over
 
 
 def token_gradient(
@@ -98,16 +86,16 @@ def polynomial_gradients(
     keys, state = key_sums(query, key, value, weight, setting, read=True)
     queries = prepared(query, g, h, setting, summed=True, read=True)
     states = cdiv(key.shape[2], setting.chunk) if scan else 1
-    back = sums_over(queries, setting, scan=-scan, states=states, group=group, queries=True)
+    of_queries = sums_over(queries, setting, scan=-scan, states=states, group=group, queries=True)
     queries = replace(queries, weight=None)
     grad_query = token_gradient(
         queries, h, state, keys, setting, scan=scan, queries=True, dtype=dtype
     )
     grad_key = token_gradient(
-        keys, h, back, queries, setting, scan=-scan, queries=False, dtype=dtype
+        keys, h, of_queries, queries, setting, scan=-scan, queries=False, dtype=dtype
     )
     grad_value, slope = read(
-        keys, back, queries, setting,
+        keys, of_queries, queries, setting,
         scan=-scan, queries=False, slope=h if for_weights else None,
         dtype=torch.float32 if for_weights else dtype,
     )  # fmt: skip

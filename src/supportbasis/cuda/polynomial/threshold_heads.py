@@ -30,8 +30,9 @@ from ..exact.exact_heads import empty_results, finished, precision
 from ..exact.rectangle import Rectangle, Start, Tokens, Totals, add_gradients, exact_rows, slopes
 from ..runtime.capacity import Capacity, Sizes, all_unless, enough
 from ..runtime.lengths import large, listed, rounded_down
+from .setting import Polynomials
 from .sum_gradients import polynomial_gradients
-from .sums import Polynomials, key_weights, polynomial_attention, polynomial_sums
+from .sums import key_weights, polynomial_attention, polynomial_sums
 
 
 def _polynomial(head: HeadPlan) -> CertifiedPolynomial:
@@ -53,7 +54,7 @@ def family(head: HeadPlan) -> object:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """What a plan says, on the device."""
+    """Polynomials and large tokens of a call, on the device."""
 
     coefficients: Tensor  # [batch * heads, 3] in <q, k>
     unit: Tensor  # [batch * heads]
@@ -109,7 +110,8 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
 def _pulled_back(
     problem: Problem, plan: Plan, saved: SavedForward, split: Split, instead: Rectangle | None
 ) -> Gradients:
-    """Gradients through sums and rectangles; ``instead`` is what ran where a split did not fit."""
+    """Gradients through sums and rectangles; ``instead`` replaces them where the capacity was
+    exceeded."""
     mixed = bool(split.keys.most or split.rows.most or instead is not None)
     sums = _Sums.of(problem, plan, split, shared=split.shared and not saved.for_weights)
     made = sums.gradients(saved, split, wide=mixed)
@@ -156,7 +158,7 @@ def _large_rows(problem: Problem, split: Split) -> Rectangle:
 
 
 def _all_rows(problem: Problem, fits: Tensor) -> Rectangle:
-    """All rows and keys where a split does not fit, else nothing."""
+    """All rows and keys if the capacity was exceeded, else no row."""
     weight, causal = problem.key_log_weight, problem.is_causal
     return all_unless(fits, problem.query, problem.key, problem.scale, weight, precision(), causal)
 
@@ -164,7 +166,7 @@ def _all_rows(problem: Problem, fits: Tensor) -> Rectangle:
 @dataclass(frozen=True, eq=False)
 class _Sums:
     """The feature sums of a call. Heads that share keys share their sums too if the weights of
-    these keys are the same; else they become batches, and the keys are seen several times."""
+    these keys are the same; else they become batches, and the keys are read several times."""
 
     query: Tensor
     key: Tensor
@@ -210,14 +212,14 @@ class _Sums:
         """Of the call's tokens; ``wide``: in float32."""
         problem, shape = self.problem, self.query.shape[:2]
 
-        def alike(x: Tensor) -> Tensor:
+        def reshaped(x: Tensor) -> Tensor:
             return x.reshape(*shape, *x.shape[2:])
 
         made = polynomial_gradients(
-            alike(saved.grad), None if saved.grad_lse is None else alike(saved.grad_lse),
+            reshaped(saved.grad), None if saved.grad_lse is None else reshaped(saved.grad_lse),
             self.query, self.key, self.value, self.polynomials,
-            alike(saved.output), alike(saved.lse),
-            excluded=None if split.large_row is None else alike(split.large_row),
+            reshaped(saved.output), reshaped(saved.lse),
+            excluded=None if split.large_row is None else reshaped(split.large_row),
             for_weights=saved.for_weights, dtype=torch.float32 if wide else None,
         )  # fmt: skip
         query, key, value, weight = made
@@ -289,7 +291,7 @@ def _limit(head: HeadPlan) -> float:
 
 
 def _whole(problem: Problem, plan: Plan) -> Split:
-    """Nothing is large."""
+    """The split of a plan without thresholds: no token is large."""
     table, unit, _ = _table(problem, plan)
     return Split(table, unit, Tokens(0), Tokens(0), None, None, True)
 
