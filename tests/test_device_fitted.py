@@ -181,7 +181,7 @@ def test_what_did_not_fit_goes_back_exactly(small, causal):
 
 
 @needs_triton
-def test_lost_rows_are_warned_of_at_the_next_call():
+def test_failed_rows_are_warned_of_at_the_next_call():
     """Once for each plan, and only where they are many."""
     _, tokens, call, plan = case(False, biased=False)
     kernels = [replace(head.fitted, query_radius=math.inf) for head in plan.heads]
@@ -356,7 +356,7 @@ def test_no_call_synchronises_and_a_graph_can_be_captured():
     assert relative(output, call()) < 1e-3
 
 
-def test_room_grows_to_what_was_needed_and_never_shrinks():
+def test_capacity_grows_to_what_was_needed_and_never_shrinks():
     """The first call is made again until it fits; a later one is sure of itself, and the next one
     has the capacity that it lacked."""
     capacity, needs = Capacity((4, 4)), [(3, 9), (3, 10), (2, 2), (40, 1), (1, 1)]
@@ -372,7 +372,7 @@ def test_room_grows_to_what_was_needed_and_never_shrinks():
     ]  # fmt: skip
 
 
-def test_room_has_a_quarter_to_spare_in_coarse_steps():
+def test_capacity_has_a_quarter_to_spare_in_coarse_steps():
     for need in (1, 15, 16, 100, 1000, 1001, 123456):
         size = with_spare(need)
         assert need + need // 4 <= size <= 1.55 * need + 16

@@ -67,7 +67,7 @@ def test_spans_descend_and_keep_to_their_features(eigenvalues, features):
     assert all(r <= int((eigenvalues > 0).sum()) for r in spans)
 
 
-def test_a_flat_spectrum_gets_all_directions_of_a_degree_before_the_next():
+def test_equal_eigenvalues_get_all_directions_of_a_degree_before_the_next():
     flat = torch.tensor([0.1] * 16 + [0.0] * 48, dtype=torch.float64)
     assert choose_spans(flat, 153) == (16, 16)
     assert choose_spans(flat, 969) == (16, 16, 16)
@@ -373,8 +373,8 @@ def test_rows_that_a_fit_loses_are_exact_and_counted():
     plan = beyond(replace(plan, heads=(head,)))
     query = 40 * query
     result = sb.attention(query, key, value, plan=plan, return_result=True)
-    lost = int(result.certificate.fallback_rows)
-    assert 0 < lost == int(result.certificate.invalid_rows)
+    failed = int(result.certificate.fallback_rows)
+    assert 0 < failed == int(result.certificate.invalid_rows)
     least = math.log(1500) + (query @ key.mean(2, keepdim=True).mT).squeeze(-1) / math.sqrt(32)
     assert bool((result.lse >= least + math.log(FITTED_SHARE) - 1e-3).all())
 
@@ -525,10 +525,10 @@ def test_the_bound_of_a_fit_holds_where_its_weights_are_negative():
 def test_sums_below_half_of_the_bound_are_exact(causal):
     problem, head, plan = skewed(n=1024, wrong=8, reach=2.05, causal=causal)
     outcome = execute(problem, plan)
-    lost = outcome.fallback[0, 0]
+    failed = outcome.fallback[0, 0]
     if not causal:
-        assert int(lost.sum()) == 8
-        assert bool((head.query[lost, 0] == 2.05).all())
+        assert int(failed.sum()) == 8
+        assert bool((head.query[failed, 0] == 2.05).all())
     least = least_lse(plan.heads[0], head, None)
     assert bool((outcome.lse[0, 0] >= least - 1e-6).all())
     assert bool((least <= (head.query @ head.key.T).logsumexp(1)).all()) or causal

@@ -302,10 +302,10 @@ def test_rows_that_a_polynomial_loses_are_counted_and_have_no_weights():
     with pytest.warns(UserWarning, match="no usable sum"):
         result = run(data, 2.0, sb.Polynomial(1, bound=0.1))  # nearly 1 + z, which may be negative
     weights, _ = plan_weights(data, 2.0, result.plan)
-    lost = (result.output == 0).all(1)
-    assert 0 < result.invalid_rows == int(lost.sum()) < 111
+    failed = (result.output == 0).all(1)
+    assert 0 < result.invalid_rows == int(failed.sum()) < 111
     assert result.fallback_rows == 0 and "without a usable sum" in str(result)
-    weights[lost] = 0.0
+    weights[failed] = 0.0
     expected = closed_form(**data, scale=2.0, attention=weights)
     for name in NAMES:  # polynomials that nearly vanish amplify rounding
         assert relative(getattr(result, name), expected[name]) < 1e-8

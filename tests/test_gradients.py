@@ -239,7 +239,7 @@ def test_gradients_of_lists(mask, strict):
     assert_close(gradients(case.run, case.inputs), gradients(case.twin, case.inputs))
 
 
-def test_rows_that_a_polynomial_lost_are_exact():
+def test_rows_on_which_a_polynomial_fails_are_exact():
     """A reused plan meets scores far outside its polynomial's range, in every other row."""
     q, k, v = qkv(1, 1, n=40, d=2, scale=0.1)
     plan = sb.plan(q, k, v, method=sb.SingleThreshold(100.0, 1))
@@ -258,7 +258,7 @@ def test_rows_that_a_polynomial_lost_are_exact():
     assert_close(given, expected)
 
 
-def test_rows_that_a_sketch_lost_are_exact():
+def test_rows_on_which_a_sketch_fails_are_exact():
     case = Case(sb.PowerAttention(6, sketch_size=1), "none", {"leading": (1, 1), "n": 40, "d": 8})
     outcome = autograd.run(case.problem(*case.tensors), case.plan)
     assert 0 < int(outcome.fallback.sum()) < 40

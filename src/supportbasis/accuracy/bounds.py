@@ -26,7 +26,7 @@ SKETCH_FAILURE = 0.05  # probability that the bound on a sketch does not hold
 
 
 class Distortion(NamedTuple):
-    """Given weights over exact ones, over all pairs of a head.
+    """Bounds of given / exact weights over all pairs of a head.
 
     A sketch's distortion is bounded with probability 95 % over its seed; everything else always.
     """

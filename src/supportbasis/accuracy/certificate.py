@@ -34,7 +34,7 @@ VACUOUS = 1.0  # zeros are never further off
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """How wrong the answer may be, for each (batch, head).
+    """Measured errors and proved bounds, for each (batch, head).
 
     ``bound``
         Proved: max|output - exact| <= bound * max|V|. For a kernel sum the error of row i is
@@ -151,7 +151,8 @@ def _sample(
 
 
 def _smallest_row(outcome: Outcome, at: tuple[int, int]) -> float:
-    """The common unit of a kernel sum over the smallest row sum: rows far below it vanish."""
+    """The common unit of a kernel sum over its smallest row sum; rows far below the unit
+    underflow."""
     lse = outcome.lse[at][outcome.lse[at] > -math.inf].double()
     if not lse.numel():
         return 0.0

@@ -44,7 +44,7 @@ class Sketch:
 
     @staticmethod
     def of(head: Head, seed: int) -> Sketch:
-        """Made once for a head and a seed."""
+        """The measures of a head, cached for a seed."""
         return _sketches.get(head, seed, lambda: _sketch(head, seed))
 
 
@@ -146,7 +146,7 @@ def _scores(head: Head, rows: Tensor, keys: Tensor) -> Tensor:
 
 
 def _found_keys(head: Head, live: Tensor, value_size: Tensor, rows: Tensor) -> list[int]:
-    """Of what each pilot row attends to most, the keys that have most of a row's output."""
+    """Keys with the largest share in the output of some pilot row."""
     best = value_size.new_zeros(len(live))
     for some in rows.split(32):
         weight = _scores(head, some, live).softmax(1).nan_to_num_(0.0)
@@ -160,7 +160,8 @@ def _found_keys(head: Head, live: Tensor, value_size: Tensor, rows: Tensor) -> l
 def _estimate(
     head: Head, live: Tensor, value_size: Tensor, special: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """The output's own part of each row, and its lse, over special keys and a sample of others."""
+    """sum_j w_j^2 |v_j - mean|^2 and the lse of each row, estimated over special keys and a sample
+    of the others."""
     others = torch.ones(len(live), dtype=torch.bool, device=live.device)
     others[special] = False
     index = others.nonzero().squeeze(1)

@@ -72,7 +72,7 @@ def run_head(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
 
 
 def weights(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
-    """The matrix of weights in units of exp(top) for each row: exp, or what the plan puts there."""
+    """The weights of all pairs in units of exp(top) of each row, as the plan defines them."""
     score = head.query.double() @ head.key.double().T * head.scale
     log_weight = _log_weight(head, score)
     if isinstance(plan, PowerHead):

@@ -32,7 +32,7 @@ class RowSample:
     @staticmethod
     def draw(head: Head, count: int, seed: int, measures: tuple[Tensor, ...] = ()) -> RowSample:
         """``count`` rows, or all if there are no more, from a private generator. ``measures`` [n]
-        add to what makes a row likely: their size is taken for the row's squared error."""
+        estimate the squared errors of rows and raise their probabilities."""
         everyone = RowSample.census(head.n, head.query.device)
         if head.n <= count:
             return everyone

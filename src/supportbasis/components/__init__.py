@@ -42,8 +42,7 @@ __all__ = [
 
 
 class Component(Protocol):
-    """Anything that sums ``exp(score) v`` over its own keys for given query rows, and sends the
-    gradients of these sums back to the tokens."""
+    """A sum of ``exp(score) v`` over its own keys for given query rows, and its gradients."""
 
     def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None: ...
 

@@ -27,7 +27,7 @@ class SavedForward:
     for_weights: bool  # whether the gradient of the key log-weights is asked for
 
     def of_heads(self, index: Tensor) -> SavedForward:
-        """Some heads."""
+        """The same for some heads."""
         parts = (self.output, self.lse, self.fallback, self.grad)
         output, lse, fallback, grad = (x.index_select(1, index) for x in parts)
         grad_lse = None if self.grad_lse is None else self.grad_lse.index_select(1, index)
@@ -63,7 +63,7 @@ class Cotangent:
         return Cotangent(self.num[rows], self.den[rows], self.log_scale[rows])
 
     def without(self, rows: Tensor) -> Cotangent:
-        """The same, with no weight on the rows of a boolean mask."""
+        """The same with zero weight on the rows of a boolean mask."""
         return Cotangent(self.num, self.den, self.log_scale.masked_fill(rows, -math.inf))
 
 

@@ -161,7 +161,7 @@ class ExactSum:
 
 
 class _KeySide:
-    """The keys of a component, and the gradients that gather there tile by tile."""
+    """The keys of a component, and their gradients, summed over tiles."""
 
     def __init__(self, head: Head, keys: Tensor | None, for_weights: bool):
         self.key = take(head.key, keys, 0, head.m).to(head.dtype)

@@ -102,7 +102,7 @@ class _FittedTask(Task):
         add_tokens(part, self.keys, start, grad.flip(1) / self.key_norm)
 
     def magnitude(self) -> Tensor:
-        """Of degree k as large as the coordinates that it is taken in."""
+        """sum_k |a_k| |x_i|_k^k max_j |y_j|_k^k, norms in the leading r_k coordinates, [rows]."""
         query = self.head.query if self.rows is None else self.head.query[self.rows]
         key = self.head.key if self.keys is None else self.head.key[self.keys]
         magnitude = query.new_full((len(query),), abs(self.fitted.coefficients[0]))
@@ -112,8 +112,8 @@ class _FittedTask(Task):
         return magnitude
 
     def noise(self, mass: Tensor | float, block: int) -> Tensor:
-        """Rounding as it is likely to be, with errors that are independent of each other: of a
-        polynomial that is fitted, nothing is proved, and bounds would rule out much that works."""
+        """Typical rounding error, with independent errors of the terms: no bound is proved for a
+        fitted polynomial, and worst cases would exclude most rows."""
         depth = 4 * math.sqrt(self.key_count + self.features.count)
         return self.magnitude() * gamma(math.ceil(depth), product_roundoff(self.head.dtype)) * mass
 

@@ -141,8 +141,8 @@ class Sketched:
     def _scaled(
         self, tokens: Tensor, log_unit: float, root: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens with entries of at most 1, what they were divided by [tokens, 1], the weights of
-        their features [tokens, kept], and the logarithm of what the weights were divided by.
+        """Tokens with entries of at most 1, their divisors [tokens, 1], the weights of their
+        features [tokens, kept], and the logarithm of the divisor of these weights.
 
         A token whose entries exceed the unit u is divided by its largest entry instead, m u, and
         the weights of degree k by m^(g - k): all its features are then m^g times too small.

@@ -38,7 +38,7 @@ NARROW = 8  # columns below which products are faster the other way round
 
 
 class Block(NamedTuple):
-    """Some tokens of one side, and what each is summed with."""
+    """Some tokens of one side with log-weights, values and a column."""
 
     tokens: Tensor  # [tokens, dim]
     log_weight: Tensor | None  # None: zero
@@ -50,7 +50,7 @@ Span = tuple[int, int]  # tokens of a task, from and to
 
 
 def lane_count(device: str) -> int:
-    """Lanes that tokens are handed out in: one for each thread of the CPU."""
+    """Lanes that tokens are divided into: one for each thread of the CPU."""
     return min(MAX_LANES, torch.get_num_threads()) if device == "cpu" else 1
 
 
@@ -85,11 +85,11 @@ class Task(ABC):
 
     @abstractmethod
     def add_query_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
-        """Add what the gradient of tokens x_i from ``start`` on is for the queries."""
+        """Add the gradients of queries from those of the tokens x_i from ``start`` on."""
 
     @abstractmethod
     def add_key_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
-        """The same for tokens y_j and the keys."""
+        """Add the gradients of keys from those of the tokens y_j from ``start`` on."""
 
     @abstractmethod
     def magnitude(self) -> Tensor:
@@ -117,7 +117,7 @@ class Task(ABC):
         return Block(*self.key_tokens(start, stop), value)
 
     def log_weight(self, start: int, stop: int) -> Tensor | None:
-        """What the caller weighs these keys with."""
+        """Log-weights of some keys in the call; None: zero."""
         source = self.head.key_log_weight
         if source is None:
             return None

@@ -284,7 +284,7 @@ def _one_by_one(
 
 
 class _Attention(torch.autograd.Function):
-    """The same outside of graphs."""
+    """The forward operator outside of graphs."""
 
     forward = staticmethod(_run_forward)
     setup_context = staticmethod(_save)

@@ -106,13 +106,13 @@ def check_scores(problem: Problem, plan: Plan | None = None) -> None:
 
 
 def _largest_step(problem: Problem, query: float, key: float) -> float:
-    """No product on the way to a score is larger, whether the scale comes first or last."""
+    """Upper bound of every product on the way to a score, whether the scale comes first or last."""
     scale = abs(problem.scale)
     return max(problem.query.shape[-1] * query * key * max(scale, 1.0), scale * max(query, key))
 
 
 def check_output(problem: Problem, output: Tensor) -> None:
-    """Finite inputs can still overflow: in a score, or in a sum of huge values."""
+    """Raise if the output is not finite: finite inputs may overflow in a score or in a sum."""
     if output.is_cuda or math.isfinite(output.detach().sum(dtype=problem.dtype).item()):
         return
     if not bool(output.isfinite().all()):

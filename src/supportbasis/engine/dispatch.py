@@ -98,7 +98,7 @@ def groups(problem: Problem, plan: Plan, implementation: str) -> tuple[Group, ..
 
 
 def label(found: Sequence[Group]) -> str:
-    """Which implementation runs, in words."""
+    """The label of the implementation that runs: eager, triton, or how many heads of each."""
     eager = sum(len(group.heads) for group in found if group.kind in (None, *WITHOUT_KERNELS))
     total = sum(len(group.heads) for group in found)
     if not 0 < eager < total:
@@ -159,7 +159,7 @@ def _grouped(
 
 
 def _family(number: int, head: HeadPlan, implementation: str) -> tuple[str, object] | None:
-    """The evaluator of a head, and what heads have in common that it runs together."""
+    """The evaluator of a head, and the key of heads that it runs together; None: no evaluator."""
     kind = EVALUATORS.get(head.kind)
     if kind in WITHOUT_KERNELS and implementation == "triton":
         kind = None
@@ -230,7 +230,8 @@ _zeros: WeakCache[Plan, tuple[torch.device, int], tuple[Tensor, Tensor]] = WeakC
 
 
 def _no_rows(lse: Tensor) -> tuple[Tensor, Tensor]:
-    """A zero for each head, and no row; kept, since every launch counts in a short call."""
+    """Zeros [batch, heads] and False [batch, heads, 1], cached: every launch counts in a short
+    call."""
     zero = lse.new_zeros(lse.shape[:2])
     return zero, zero.bool().unsqueeze(-1)
 
@@ -275,7 +276,7 @@ def gradients(problem: Problem, found: Sequence[Group], saved: SavedForward) -> 
 
 
 def by_key_head(x: Tensor, problem: Problem) -> Tensor:
-    """Keys and values that heads share get the gradients of all of them."""
+    """Sum the gradients of keys or values over the query heads that share them."""
     return x if problem.group == 1 else x.unflatten(1, (-1, problem.group)).sum(2)
 
 

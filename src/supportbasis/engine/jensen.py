@@ -71,7 +71,7 @@ def grouped_lse(query: Tensor, key: Tensor, log_weight: Tensor) -> Tensor:
 
 
 def lower_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:
-    """Log of the lower bound for the given rows (None: all); -inf where it says nothing."""
+    """Log of the lower bound for the given rows (None: all); -inf for rows without keys."""
     count = head.n if rows is None else len(rows)
     least = head.query.new_full((count,), -math.inf, dtype=torch.float64)
     means = _Means(head)

@@ -32,8 +32,9 @@ SAME_SCALE = 1e-6  # relative: a scale may have been rounded to float32
 
 
 def score_range(plan: HeadPlan, head: Head) -> ScoreRange | None:
-    """What norms allow for the pairs that a head approximates: |scale| max|q| max|k| and |scale|
-    mean|q| mean|k|. None where nothing is approximated, or nothing depends on the range.
+    """Largest and mean score that norms allow for the approximated pairs of a head: |scale| max|q|
+    max|k| and |scale| mean|q| mean|k|. None where nothing is approximated, or nothing depends on
+    the range.
 
     A polynomial is certified up to the largest score; where its error was measured too, the mean
     counts as well. Lists and fitted polynomials compute outlier queries exactly, so only the mean
@@ -57,8 +58,8 @@ def score_range(plan: HeadPlan, head: Head) -> ScoreRange | None:
 
 
 def _balanced(plan: HeadPlan, head: Head) -> float | None:
-    """The mean of what norms allow in the balancing transform of a head, if it has one: tokens of
-    the same length in other directions are longer there."""
+    """mean|x| mean|y| of the transformed tokens x, y of a head; None without a transform. Tokens of
+    the same norm in other directions may be longer after the transform."""
     if not isinstance(plan, FittedHead) or plan.transform.is_identity:
         return None
     with torch.no_grad():
@@ -96,7 +97,8 @@ def check_call(problem: Problem, plan: Plan) -> None:
 
 
 def check_sign(problem: Problem, plan: Plan) -> None:
-    """The same for the sign of the scale, which a problem counts to its queries."""
+    """Raise if a call has another sign of the scale than the plan: a problem moves it to the
+    queries."""
     if plan.scale is not None and problem.is_flipped != (plan.scale < 0) and not plan.is_exact:
         _refuse_scale(plan, -problem.scale if problem.is_flipped else problem.scale)
 
@@ -120,7 +122,7 @@ def in_range(problem: Problem, plan: Plan) -> Plan:
 
 
 def leaves(plan: HeadPlan, found: ScoreRange | None) -> str | None:
-    """In words how scores leave the range of a head's plan; None where they do not."""
+    """The reason why scores leave the range of a head's plan; None where they do not."""
     made_for = plan.scores
     if made_for is None or found is None:
         return None
@@ -141,7 +143,8 @@ def _is_mean_close(plan: HeadPlan, now: float, before: float) -> bool:
 
 
 def _is_certified(plan: HeadPlan, now: float, before: float) -> bool:
-    """Whether the polynomials of a head are still good beyond their range."""
+    """Whether the certified errors of a head's polynomials on the wider range stay within GROWTH
+    times those on their own."""
     if not now <= FURTHEST * before:
         return False
     steps = math.ceil((now / before - 1) / STEP)
@@ -154,7 +157,7 @@ def _is_good(polynomial: CertifiedPolynomial, ratio: float) -> bool:
 
 
 def exact_where(plan: Plan, reasons: dict[int, str]) -> Plan:
-    """The plan with some heads exact, by their number; a warning says so."""
+    """The plan with the heads of these numbers exact; warns with the reasons."""
     names = ", ".join(str(number) for number in sorted(reasons)[:4])
     more = f" and {len(reasons) - 4} more" if len(reasons) > 4 else ""
     first = reasons[min(reasons)]

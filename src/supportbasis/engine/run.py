@@ -18,7 +18,8 @@ from .execute import execute
 
 
 def run(problem: Problem, plan: Plan, need_lse: bool, implementation: str = "auto") -> Outcome:
-    """SDPA itself when every head is exact, the components otherwise."""
+    """Run a plan: by SDPA if every head is exact, as an operator if the call is differentiated or
+    traced, else directly."""
     with torch.autocast(problem.query.device.type, enabled=False):
         if is_sdpa(problem, plan, need_lse, implementation):
             outcome = _run_sdpa(problem, plan, need_lse)

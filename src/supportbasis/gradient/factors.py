@@ -26,7 +26,7 @@ from ..problem.rounding import gamma, product_roundoff, sum_depth
 
 
 class Factors(ABC):
-    """Weights u_i · w_j of some keys; None stands for all of them."""
+    """Weights u_i · w_j over some keys (None: all)."""
 
     rank: int
     keys: Tensor | None
@@ -164,7 +164,7 @@ def _powers(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _triangle(dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows and columns of the upper triangle, and where each of all d² entries lies in it."""
+    """Rows and columns of the upper triangle, and the index of each of the d² entries in it."""
     row, column = torch.triu_indices(dim, dim, device=device).unbind(0)
     index = torch.empty(dim, dim, dtype=torch.long, device=device)
     index[row, column] = index[column, row] = torch.arange(len(row), device=device)

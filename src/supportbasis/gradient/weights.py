@@ -19,7 +19,7 @@ LEAST_ROWS = 16
 
 @dataclass(frozen=True, eq=False)
 class RowGroup:
-    """Rows with the same parts. Without any part the rows have no weights: output 0."""
+    """Rows with the same parts; without parts their weights and output are zero."""
 
     rows: Tensor
     polynomial: PolynomialFactors | None

@@ -153,8 +153,8 @@ def _by_window(x: Tensor, count: int, width: int, leaf: int) -> Tensor:
 
 
 def _by_head(x: Tensor, leaf: int, hidden: Tensor | None, group: int) -> Tensor:
-    """All tokens, sorted: [heads, slots], -1 for none, and for keys that none of the ``group`` of
-    heads that share them sees."""
+    """All tokens, sorted: [heads, slots], -1 for none and for keys that are masked in all of the
+    ``group`` heads that share them."""
     if hidden is not None:
         hidden = hidden.unflatten(0, (-1, group)).all(1)
     if _has_kernel(x, window_length(x.shape[1], leaf), leaf):

@@ -163,8 +163,9 @@ class FittedSearch:
         return low if low >= FEWEST else 0
 
     def affordable(self, features: int = MOST) -> FittedHead | None:
-        """Of the largest plans cheaper than exact attention, the one that is expected to err least:
-        a degree that is barely begun may err more than one that is complete."""
+        """The plan of least expected error among those with 1/2, 3/4 and all of the features that
+        are cheaper than exact attention: an incomplete degree may err more than a complete lower
+        one."""
         most = self.most(limit=features)
         tried = (self.plan(most * part // 8) for part in (4, 6, 8) if most * part // 8 >= FEWEST)
         plans = [plan for plan in tried if plan is not None and plan.cost < 1]

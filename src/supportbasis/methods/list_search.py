@@ -83,8 +83,8 @@ class Curves:
         return self.sample.frobenius_limit(self.squared[at], self.size)
 
     def highest(self, tolerance: float, most: int) -> int:
-        """The highest price, up to ``most``, whose error at its upper limit is within tolerance;
-        -1: none is. Errors fall with the price."""
+        """Index of the highest price, up to ``most``, whose error at its upper limit is within
+        tolerance; -1: none. The error grows with the price."""
         low, high = -1, most + 1
         if self.error(most)[1] <= tolerance:
             return most

@@ -143,7 +143,7 @@ class _Bucket(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """Two buckets before anything is decided."""
+    """Two buckets, the largest score between them and its power."""
 
     row: int
     key: int
@@ -170,12 +170,12 @@ def _balance(rows: _Bucket, keys: _Bucket) -> float:
 
 
 def _live_count(head: Head) -> int:
-    """Padded keys count for nothing: a padded call plans as if they were absent."""
+    """Number of keys that are not padded: a padded call plans as if the others were absent."""
     return head.m if head.live_keys is None else len(head.live_keys)
 
 
 def _is_power(head: Head, pair: _Pair, method: MultiThreshold) -> bool:
-    """Whether a power is the better way to sum a pair; exact sums are, otherwise."""
+    """Whether a power sums a pair at lower cost than exact sums."""
     rows, keys, power = pair.rows.size, pair.keys.size, pair.power
     if power >= LARGEST_POWER:
         return False

@@ -78,7 +78,7 @@ def make_plan(problem: Problem, method: Method) -> Plan:
 
 
 def _warn_about_error(plan: Plan) -> None:
-    """Say how large the largest measured error is, where that is large: once for each plan."""
+    """Warn, once for each plan, if the largest measured error exceeds LARGE_ERROR."""
     errors = [(head.measured or 0.0, number) for number, head in enumerate(plan.heads)]
     count = sum(error > LARGE_ERROR for error, _ in errors)
     if not count:
@@ -102,7 +102,8 @@ def _check_gradients(problem: Problem) -> None:
 
 
 def _check_power(problem: Problem, method: Method) -> None:
-    """Polynomial attention is no softmax: what falls back to softmax elsewhere has no meaning."""
+    """Raise where polynomial attention would fall back to softmax, which it does not
+    approximate."""
     if not isinstance(method, PowerAttention):
         return
     if problem.dropout_p > 0:
@@ -145,7 +146,8 @@ def _joined(method: Method, plans: Sequence[HeadPlan], heads: Sequence[Head]) ->
 
 
 def _care(plan: HeadPlan) -> tuple[float, float]:
-    """Lists of the lowest price, polynomials for the widest range, and what costs most."""
+    """Sort key of plans by how accurate they are: lists by the lowest price, polynomials by the
+    widest range, then by the highest cost."""
     if isinstance(plan, ListHead):
         return -plan.lists.price, plan.cost
     if isinstance(plan, BucketHead):

@@ -44,14 +44,14 @@ CAUSAL_TOKENS = 3072  # that SDPA's causal kernels there need before they gain a
 
 
 def _has_kernels(head: Head) -> bool:
-    """Whether there are GPU kernels for such tokens (see `device`)."""
+    """Whether GPU kernels take such tokens (see `engine.dispatch`)."""
     small = head.query.dtype != torch.float64 and max(head.dim, head.value_dim) <= 256
     return small and head.query.is_cuda and find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
 class Work:
-    """How much of each kind of work one head takes."""
+    """Amounts of each kind of work that one head takes."""
 
     exact_pairs: int = 0  # pairs summed exactly
     feature_rows: int = 0  # tokens (rows and keys) turned into features
@@ -65,7 +65,7 @@ class Work:
     direct: float = 0.0  # seconds that are known as such: of lists by kernels, of fixed parts
 
     def __add__(self, other: Work) -> Work:
-        """Both kinds of work; of features, at most one side may have any."""
+        """The sum of two amounts; at most one of them may have features."""
         assert not (self.feature_rows and other.feature_rows)
         return Work(
             self.exact_pairs + other.exact_pairs,

@@ -47,7 +47,7 @@ SCORES = record(ScoreRange, dict.fromkeys(ScoreRange._fields, optional(number(0.
 
 
 def own_fields(method: Method, dim: int) -> dict[type[HeadPlan], dict[str, Field]]:
-    """What a head of each kind holds beside what all have."""
+    """JSON fields of each kind of head, beside the common ones."""
     polynomial = {"polynomial": _polynomial(dim)}
     return {
         ExactHead: {},
@@ -66,7 +66,7 @@ def own_fields(method: Method, dim: int) -> dict[type[HeadPlan], dict[str, Field
 
 
 def head_field(kind: type[HeadPlan], own: Mapping[str, Field]) -> Field:
-    """A head with what all have and its own."""
+    """The JSON field of a kind of head: common fields and its own."""
     common = {
         "reason": text(),
         "n": COUNT,
@@ -88,8 +88,9 @@ def head_field(kind: type[HeadPlan], own: Mapping[str, Field]) -> Field:
 
 
 def _check_range(head: HeadPlan) -> None:
-    """Whether a head knows the range that it was made for. The largest score is the bound of its
-    polynomial, or of one of its pairs, unless the caller of `Polynomial` gave a smaller bound."""
+    """Raise unless a head has the range of scores that its kind needs. The largest score is the
+    bound of its polynomial, or of one of its pairs, unless the caller of `Polynomial` gave a
+    smaller bound."""
     scores = head.scores
     if isinstance(head, (ExactHead, PowerHead)):
         if scores is not None:

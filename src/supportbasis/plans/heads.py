@@ -51,7 +51,7 @@ PRINTED_PAIRS = 8
 
 
 class ScoreRange(NamedTuple):
-    """How large the scores could be that a head was planned for, by the norms of its tokens."""
+    """Scores that the norms of the tokens allow, for which a head was planned."""
 
     largest: float | None  # |scale| max|q| max|k|; None where the largest does not matter
     mean: float | None  # |scale| mean|q| mean|k|; None where every score up to that is certified
@@ -60,7 +60,7 @@ class ScoreRange(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeadPlan(ABC):
-    """What one head will do, and why."""
+    """The settings of one head, with its predicted cost and the reason for the choice."""
 
     kind: ClassVar[str]  # of the table above
 
@@ -77,7 +77,7 @@ class HeadPlan(ABC):
         """Disjoint components that cover all pairs of a head."""
 
     def exact(self, head: Head) -> Component:
-        """What the components approximate, over all keys."""
+        """The exact component that the others approximate, over all keys."""
         return ExactSum(head.live_keys)
 
     def smooth(self, head: Head) -> tuple[Tensor | None, Tensor | None]:
@@ -95,11 +95,12 @@ class HeadPlan(ABC):
 
     @property
     def may_fail(self) -> bool:
-        """Whether a row's sum can come out far too small, so that the row is computed exactly."""
+        """Whether rows can fail: their sum can be far too small, and they are then computed
+        exactly."""
         return self.is_sketched
 
     def details(self) -> list[str]:
-        """What is particular to the head, in words."""
+        """Settings of this kind of head, as lines of text."""
         return []
 
     def __str__(self) -> str:
@@ -112,7 +113,7 @@ class HeadPlan(ABC):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExactHead(HeadPlan):
-    """Everything is computed."""
+    """All pairs are computed exactly."""
 
     kind = "exact"
 
@@ -229,7 +230,7 @@ class ListHead(HeadPlan):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PowerHead(HeadPlan):
-    """A power of the score in place of its exponential."""
+    """A power of the score instead of its exponential."""
 
     kind = "power"
 

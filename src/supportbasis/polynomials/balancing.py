@@ -122,7 +122,7 @@ def transformed(head: Head, transform: Transform) -> BalancedHead:
 
 
 def release(head: Head) -> None:
-    """Drop what `transformed` keeps for a head that lives on."""
+    """Drop the transformed heads that are cached for a head."""
     _transformed.drop(head)
 
 

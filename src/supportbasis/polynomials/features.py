@@ -108,7 +108,7 @@ class FeatureMap:
         return buffer.pull_back(fill, rows)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Features of all tokens at once, [rows, count], by operations that autograd knows."""
+        """Features of all tokens at once, [rows, count], by differentiable operations."""
         tokens = x.T
         levels = [torch.ones_like(tokens[:1]), tokens[: self.dim * self.degree]]
         levels += self._pairs(tokens) if self._steps is None else _suffixes(tokens, self._steps)

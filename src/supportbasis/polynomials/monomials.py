@@ -32,7 +32,7 @@ class Buffer(ABC):
         self._gradient_views: dict[int, Any] = {}
 
     def features(self, rows: int) -> Tensor:
-        """Those of the first tokens of each lane, [lanes, count, rows]."""
+        """Features of the first tokens of each lane, [lanes, count, rows]."""
         return self.memory[:, self.spare :, :rows]
 
     @abstractmethod
@@ -144,7 +144,7 @@ class Pairs(Buffer):
         return own.features
 
     def pull_back(self, fill: Fill, rows: int) -> Tensor:
-        """Every product hands its gradient to both of its factors."""
+        """Each product adds its gradient to both of its factors."""
         own, back, dim = self.views(rows), self.gradients(rows), self.dim
         fill(0, dim, back.tokens)
         back.spare.zero_()
@@ -226,7 +226,7 @@ class Suffixes(Buffer):
         return self.features(rows)
 
     def pull_back(self, fill: Fill, rows: int) -> Tensor:
-        """Every product hands its gradient to both of its factors, the last product first."""
+        """Each product, the last one first, adds its gradient to both of its factors."""
         grad = self._gradients[:, :, :rows]
         fill(0, grad.shape[1], grad)
         if rows not in self._gradient_views:

@@ -211,7 +211,7 @@ class Problem:
         return {}
 
     def head(self, batch: int, head: int) -> Head:
-        """One head; kept, so that norms found while planning serve the execution too."""
+        """One head; cached, so that norms found while planning serve the execution too."""
         if (batch, head) not in self._heads:
             self._heads[batch, head] = self._slice(batch, head)
         return self._heads[batch, head]

@@ -54,7 +54,7 @@ def recording() -> Iterator[None]:
 
 
 def refuse_second(ctx: Any, *grads: Tensor | None) -> NoReturn:
-    """The backward pass of a backward pass."""
+    """Raise: the backward pass cannot be differentiated."""
     raise SupportBasisError(
         "attention has no second derivatives so far: do not differentiate its gradients "
         "(create_graph=True), or use F.scaled_dot_product_attention with the math backend"
@@ -62,7 +62,7 @@ def refuse_second(ctx: Any, *grads: Tensor | None) -> NoReturn:
 
 
 def refuse_forward(ctx: Any, *tangents: Tensor | None) -> NoReturn:
-    """Forward-mode differentiation, which `torch.func.hessian` uses."""
+    """Raise: there is no forward-mode derivative (`torch.func.hessian` needs it)."""
     raise SupportBasisError(
         "attention has no forward-mode derivatives (torch.func.jvp, jacfwd, hessian) so far: use "
         "torch.func.vjp or jacrev for first derivatives; there are no second ones"
@@ -70,8 +70,8 @@ def refuse_forward(ctx: Any, *tangents: Tensor | None) -> NoReturn:
 
 
 def first_order(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors for a kernel of PyTorch, whose gradients then refuse to be differentiated in our
-    words; in compiled graphs the compiler has its own."""
+    """Tensors for a kernel of PyTorch whose second derivative raises our error; unchanged in
+    compiled graphs."""
     if torch.compiler.is_compiling() or not all(isinstance(x, Tensor) for x in tensors):
         return tensors
     if is_tracing():

@@ -257,7 +257,7 @@ class _Tree(NamedTuple):
         return maps(node)[0], lambda grad: back(maps.adjoint([grad]))
 
     def _image(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> Tensor:
-        """What a child hands up: a leaf's image as it is, a node after a map of its own."""
+        """The image of a child: a leaf's as it is, a node's after a map of its own."""
         node = self.root(images, inner)
         return node if len(images) == 1 else next(inner)(node)[0]
 

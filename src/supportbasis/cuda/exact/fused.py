@@ -83,7 +83,7 @@ _refused: set[Hashable] = set()  # calls that a kernel raised an error for, in s
 
 
 def _tried(what: Hashable, problem: Problem, call: Callable[[], Made]) -> Made | None:
-    """What a kernel makes, or None where it refuses calls of this kind."""
+    """The result of a kernel, or None if it raises for calls of this kind."""
     query, key = problem.query, problem.key
     kind = (what, query.device, query.dtype, query.shape, key.shape, problem.is_causal)
     if kind in _refused:

@@ -40,7 +40,7 @@ class Tokens:
 
 @dataclass(frozen=True, eq=False)
 class Rectangle:
-    """Rows, keys, and how their scores become weights."""
+    """Rows, keys, and how their scores become weights: scale, causal mask, log-weights."""
 
     rows: Tokens
     keys: Tokens
@@ -75,7 +75,7 @@ class Tile:
 
 
 def forward_tile(width: int, full_precision: bool) -> Tile:
-    """For keys and values of at most ``width`` entries."""
+    """Tile for keys and values of at most ``width`` entries."""
     if full_precision:
         return Tile(64, 32, 4, 1) if width > 128 else Tile(64, 32, 4, 2)
     if width <= 64:
@@ -92,7 +92,7 @@ def backward_tile(width: int, full_precision: bool) -> Tile:
 
 
 def splits_of(blocks: int, length: int, tile: int) -> tuple[int, int]:
-    """How many splits of how many tokens keep the device busy."""
+    """Number of splits, and tokens of each, that occupy the device."""
     wanted = min(cdiv(PROGRAMS, max(1, blocks)), cdiv(length, LEAST_SPLIT))
     span = cdiv(cdiv(length, max(1, wanted)), tile) * tile
     return max(1, cdiv(length, span)), span
@@ -139,7 +139,8 @@ def exact_rows(
 
 
 def slopes(grad: Tensor, grad_lse: Tensor | None, output: Tensor) -> Tensor:
-    """What every score of a row adds to its gradient, [batch, heads, n]."""
+    """grad_lse - <grad, output> of every row, [batch, heads, n]: the part of its score gradients
+    that does not depend on the key."""
     batch, heads, n, dv = output.shape
     grad, slope = rows_of(grad), output.new_empty((batch, heads, n), dtype=torch.float32)
     kernels.row_slopes[(cdiv(n, 64), batch * heads)](

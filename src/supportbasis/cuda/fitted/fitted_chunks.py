@@ -94,8 +94,7 @@ def _shown(log_weight: Tensor) -> Tensor:
 
 
 def _cut(x: Tensor, chunks: int, fill: float = 0.0) -> Tensor:
-    """Tokens [tokens, ...] as [chunks, CHUNK, ...]: those beyond are left out, and what is missing
-    is filled up."""
+    """Tokens [tokens, ...] as [chunks, CHUNK, ...], truncated or padded with ``fill``."""
     x = x[: chunks * CHUNK]
     missing = chunks * CHUNK - len(x)
     if missing:
@@ -156,8 +155,7 @@ class _Cut(NamedTuple):
             yield part, edges[1:], made[1:] * features.weights
 
     def _groups(self, features: Features) -> Iterator[slice]:
-        """Chunks whose features, with their gradients, and pairs take half of the memory: the more
-        there are, the more their sums cost."""
+        """Groups of chunks whose features, gradients and pairs take half of the memory."""
         chunk = CHUNK * max(2 * features.map.count, 8 * CHUNK)
         step = min(GROUP, max(1, fitted_sums.ENTRIES // (2 * chunk)))
         return (slice(at, min(self.number, at + step)) for at in range(0, self.number, step))
@@ -166,9 +164,9 @@ class _Cut(NamedTuple):
 def _running(
     states: Tensor, carry: Tensor, which: Tensor, top: Tensor, edges: Tensor, unit: Tensor
 ) -> Tensor:
-    """Sums of the states of chunks at every edge between them, [edges, count, width], in units of
-    exp(edges): of those ``which`` [edges, chunks], in units of exp(top), and of what is handed on
-    in units of exp(unit)."""
+    """Prefix (or suffix) sums of the states of chunks at every edge between them, [edges, count,
+    width], in units of exp(edges): of the chunks in ``which`` [edges, chunks], in units of
+    exp(top), plus ``carry`` in units of exp(unit)."""
     size = finite(edges).unsqueeze(1)
     share = torch.where(which > 0, (top - size).exp(), 0.0)
     total = share @ states.flatten(1)

@@ -185,7 +185,8 @@ def gather_leaves(key: Tensor, value: Tensor, slots: Tensor, leaf: int) -> tuple
 
 
 def tilt(tables: Tables, first: int, last: int, leaves: int, scale: float) -> Tilts:
-    """Tilted keys of the first ``leaves`` leaves for the cells [first, last), which see no more."""
+    """Tilted keys of the first ``leaves`` leaves for the cells [first, last), which attend to no
+    others."""
     d, dv, wide, value_wide = tables.widths
     heads, cells = tables.heads, last - first
     if not (0 <= first < last <= tables.cells and 0 < leaves * tables.leaf <= tables.ks.shape[1]):

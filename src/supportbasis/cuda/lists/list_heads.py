@@ -99,7 +99,7 @@ def _forward(
 
 
 def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
-    """Tables, tilts and lists are made again, the same bits as before."""
+    """Gradients of the call; tables, tilts and lists are made again, bit by bit the same."""
     settings, group = _settings_of(plan.heads[0]), problem.group
     call, total = _Call.of(problem, settings), exact.empty_totals(problem)
     slope = -slopes(saved.grad, saved.grad_lse, saved.output)
@@ -285,7 +285,7 @@ _EXACT = cast(Plan, None)  # of exact heads, which need none
 
 
 def _windows(problem: Problem, width: int) -> Problem:
-    """Attention within windows."""
+    """A problem whose batch elements are windows attending to themselves."""
     keys = min(problem.n, problem.m)
     weight = problem.key_log_weight
     if weight is None and keys < problem.n:
@@ -312,7 +312,7 @@ def _cut(x: Tensor, problem: Problem, width: int, tokens: int, fill: float = 0.0
 
 
 def _by_head(x: Tensor, problem: Problem, heads: int) -> Tensor:
-    """What windows give, as [batch * heads, tokens, ...]."""
+    """Tensors of windows as [batch * heads, tokens, ...]."""
     if problem.group > 1:
         x = x.unflatten(0, (problem.batch, -1)).transpose(1, 2)
     return x.reshape(problem.batch * heads, -1, x.shape[-1])

@@ -85,7 +85,7 @@ def tilt(
     BC: tl.constexpr, PER: tl.constexpr, L: tl.constexpr,
     WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """PER leaves as BC cells see them: one key, value and log-weight for each pair."""
+    """Tilted keys of PER leaves for BC cells: one key, value and log-weight for each pair."""
     start, bh = tl.program_id(0) * BC, tl.program_id(2).to(tl.int64)
     near, key_at = tl.arange(0, BC), tl.arange(0, L)
     here, one = start + near < cells, tl.full((L,), 1, tl.int1)

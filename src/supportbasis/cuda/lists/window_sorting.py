@@ -172,14 +172,14 @@ def _wide_points(cut: _Cut) -> Tensor:
 
 
 def _visible(hidden: Tensor) -> Tensor:
-    """Tokens that are not hidden, first; -1 for the others."""
+    """Indices of the tokens that are not hidden, then -1."""
     flags, token = hidden.to(torch.uint8).sort(dim=1, stable=True)
     return token.int().masked_fill_(flags != 0, -1)
 
 
 def _by_centre(x: Tensor, count: int, hidden: Tensor | None) -> Tensor:
-    """The tokens of each head gathered around centres, [heads, count] int32; -1 at the end, one for
-    each hidden token."""
+    """A permutation of the tokens of each head by nearest centre, [heads, count] int32; hidden
+    tokens are -1, at the end."""
     heads = len(x)
     x = x if x.stride(2) == 1 else x.contiguous()
     centres, offset = _centres(x, count, hidden)

@@ -169,7 +169,8 @@ def head_coefficients(coefficients, head, KNOWN: tl.constexpr):
 
 @jit
 def own_chunk(start, own, chunk, m, BM: tl.constexpr, BN: tl.constexpr, SCAN: tl.constexpr):
-    """First token of the other side in the chunk of a block of rows that they see, and steps."""
+    """First token of the other side in the chunk of a block of rows that they attend to, and
+    steps."""
     if SCAN > 0:
         low, high = own * chunk, tl.minimum(start + BM, m)
     else:

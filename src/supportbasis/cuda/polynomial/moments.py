@@ -20,7 +20,8 @@ def prepare(
     D: tl.constexpr, E: tl.constexpr, BN: tl.constexpr,
     TRANSPOSE: tl.constexpr, WORDS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """What other kernels read of tokens and values, zero from n to ``padded`` and where w = 0.
+    """Transposed tokens and weighted values for other kernels; zero from n to ``padded`` and where
+    w = 0.
 
     ``xt`` are the tokens transposed; ``words`` the same as bfloat16 in words of 32 bits (a column
     of words is copied to shared memory ahead of time, a column of halves is not); ``vw`` the

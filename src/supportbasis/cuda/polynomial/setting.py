@@ -32,7 +32,7 @@ class Polynomials:
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """What the kernels of one call share."""
+    """Coefficients, shapes, dtypes and tiles that the kernels of one call share."""
 
     coefficients: Tensor
     degree: int
@@ -95,7 +95,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def setting_of(query: Tensor, value: Tensor, polynomials: Polynomials) -> Setting:
-    """The shared setting of a call."""
+    """The `Setting` of a call; raises for a degree or a chunk that the kernels do not have."""
     degree, chunk, causal = polynomials.degree, polynomials.chunk, polynomials.causal
     if degree not in (1, 2):
         raise InputError(f"degree: got {degree}, expected 1 or 2")

@@ -85,7 +85,7 @@ def prepared(
     read: bool = False,
     apply: bool = False,
 ) -> Side:
-    """A side with what the kernels read of it.
+    """One side with the copies that the kernels read: transposed tokens, words, weighted values.
 
     ``summed``: it is to be summed over; ``read``: its rows read sums of the other side; ``apply``
     its weights to the values.

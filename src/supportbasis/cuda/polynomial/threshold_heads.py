@@ -241,8 +241,8 @@ def _splits(plan: Plan) -> bool:
 
 
 def _new_split(problem: Problem, plan: Plan, sizes: Sizes) -> tuple[Split, Tensor]:
-    """By the thresholds of a plan, for so many large rows and keys of a head; and how many
-    there are. Where these exceed ``sizes``, all rows are excluded."""
+    """The split at the thresholds of a plan, with a capacity ``sizes`` for large rows and keys of a
+    head; and how many there are, [2]. Where these exceed ``sizes``, all rows are excluded."""
     table, unit, limit = _table(problem, plan)
     query, key, group = problem.query.detach(), problem.key.detach(), problem.group
     weight = None if problem.key_log_weight is None else problem.key_log_weight.detach().float()
@@ -308,7 +308,7 @@ def _polynomials(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def _coefficients(head: HeadPlan, scale: float) -> tuple[float, float, float]:
-    """In <q, k> from those in z / B."""
+    """Coefficients of the polynomial in <q, k>, from those in z / B."""
     polynomial = _polynomial(head)
     unit = scale / polynomial.bound if polynomial.bound > 0 else 0.0
     c = [factor * unit**power for power, factor in enumerate(polynomial.coefficients)]

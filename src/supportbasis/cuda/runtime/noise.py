@@ -48,7 +48,7 @@ def with_noise(problem: Problem, found: Sequence[Group], outcome: Outcome) -> Ou
 
 
 def _dead(problem: Problem) -> Tensor:
-    """Rows that may attend to nothing."""
+    """Rows without a key of positive weight."""
     if problem.key_log_weight is None:
         return torch.zeros((), dtype=torch.bool, device=problem.query.device)
     dead = problem.key_log_weight == -math.inf
