@@ -1,4 +1,4 @@
-"""MultiThreshold and PowerAttention: what they choose, what a sketch does to them, which rows fail."""
+"""MultiThreshold and PowerAttention: what they choose, what sketches change, which rows fail."""
 
 import math
 from dataclasses import replace

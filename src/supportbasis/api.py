@@ -1,4 +1,4 @@
-"""The public functions. Each reads as the story of a call: inputs, plan, execute, result."""
+"""The public functions: inputs, plan, execute, result."""
 
 from __future__ import annotations
 

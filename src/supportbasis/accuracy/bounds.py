@@ -1,4 +1,4 @@
-"""How far a plan can distort the weights of a head: the proved part of a certificate."""
+"""Bounds of how far a plan distorts the weights of a head: the proved part of a certificate."""
 
 from __future__ import annotations
 

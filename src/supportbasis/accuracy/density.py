@@ -1,7 +1,7 @@
 """Kernel densities: an upper bound on the largest error of a plan, over the largest density.
 
 The relative error of a polynomial on the whole range of scores says little here: far from the
-data the density is tiny and so is what its error matters. Instead, tokens are binned by norm. A
+data the density is tiny, and its error does not matter. Instead, tokens are binned by norm. A
 pair of norms a, b has |score| <= |scale| a b, so with E(s) = max over |z| <= s of |p(z) - e^z| the
 error of row i is at most exp(row weight) * sum over key bins of (weight of the bin) * E(...).
 """

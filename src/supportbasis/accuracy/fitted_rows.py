@@ -63,7 +63,7 @@ class RowCheck:
             log_sum = weight.sum(1).log().double() + self.top.squeeze(1)
             failed = ~(log_sum >= least_lse(plan, self.head, self.rows))
             if self.sample.total(failed.double()) > FAILED_SHARE * self.sample.n:
-                return math.inf, math.inf  # exact rows are not what was paid for
+                return math.inf, math.inf  # too many exact rows: the cost would be wrong
             weight[failed] = self.weight[failed]
         squared = (self._output(weight) - self.exact).double().square().sum(-1)
         size = self.exact.double().square().sum(-1)

@@ -1,17 +1,17 @@
 """Inclusion probabilities of query rows in a sample; outlier queries are drawn almost surely.
 
 Most of a head's error can lie in a few outlier queries: long ones, ones in rare directions, ones
-that attend to a single key. A uniform sample misses them. So each row is
-drawn with a probability of its own, and counts for the inverse of it (`sampling.py`). The
-probability mixes shares of the sample in proportion to
+that attend to a single key. A uniform sample misses them. So each row is drawn with a probability
+of its own, and counts for the inverse of it (`sampling.py`). The probability mixes shares of the
+sample in proportion to
 
     1                                                every row has its chance,
     |q|^8                                            errors of polynomials grow so with the length,
     (q - mean)^T Cov^-1 (q - mean)                   rare directions,
     sum_j w_j^2 |v_j - mean|^2                       weight on few keys: the output's own part,
 
-and of what the caller adds. The weights w are estimated over sampled keys and all outlier
-keys: long ones, ones in rare directions, ones with large values, and the ones that a few pilot rows
+and of what the caller adds. The weights w are estimated over sampled keys and all outlier keys:
+long ones, ones in rare directions, ones with large values, and the ones that a few pilot rows
 attend to most among all keys. All of it takes O(n d (d + 200)).
 """
 

@@ -1,4 +1,4 @@
-"""Sampled query rows: which ones, their exact result, and what they say about all rows."""
+"""Samples of query rows: exact results, and estimates for all rows with confidence limits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The exact component: a rectangle of rows and keys by online softmax.
 
 Where PyTorch's CPU kernel takes the rectangle it does the work; causal rectangles, masks and other
-devices go tile by tile. Both give the same sums, and tests hold one against the other.
+devices go tile by tile. Both give the same sums; tests compare them.
 """
 
 from __future__ import annotations

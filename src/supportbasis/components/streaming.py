@@ -3,12 +3,12 @@
 For a kernel ``sum_k a_k t^k`` of t = <x_i, y_j>, with |x_i|, |y_j| <= 1, the sum over keys is
 ``sum_j p(t_ij) w_j v_j = <phi(x_i), diag(a W) S>`` where ``S = sum_j phi(y_j) w_j v_j``. Neither
 the n x m matrix nor the n x r features exist at any time. Causal sums keep S as a running prefix
-and evaluate the kernel densely inside one chunk. What x, y and the kernel are is the affair of a
-`Task`: a polynomial's are the tokens themselves, a sketch's are sketched tokens.
+and evaluate the kernel densely within one chunk. A `Task` defines x, y and the kernel: the tokens
+themselves for a polynomial, sketched tokens for a sketch.
 
-Tokens are handed out in lanes, one for each thread: the thread that writes a lane's features also
-multiplies them, and they never leave its cache. (Split any other way, features written by one core
-and read by another cost up to twice the time, depending on where the cores happen to sit.)
+Tokens are divided into lanes, one for each thread: the thread that writes a lane's features also
+multiplies them, and they stay in its cache. (Features written by one core and read by another cost
+up to twice the time.)
 """
 
 from __future__ import annotations

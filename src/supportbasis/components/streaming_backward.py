@@ -5,10 +5,10 @@ The tokens receive the gradients of the bilinear form
 
     L = sum_ij p(<x_i, y_j>) exp(r_i + s_j) <(u_i, c_i), (v_j, 1)>
 
-with (u_i, c_i) exp(r_i) the gradients of row i's sums. It is symmetric: the gradient of x_i
-reads the state S = sum_j phi(y_j) e^{s_j} (v_j, 1) of all keys, and those of y_j and v_j read the
-state T = sum_i phi(x_i) e^{r_i} (u_i, c_i) of all rows. In causal attention S is a prefix and T a
-suffix, and pairs within one chunk are summed densely.
+with (u_i, c_i) exp(r_i) the gradients of row i's sums. It is symmetric: the gradient of x_i reads
+the state S = sum_j phi(y_j) e^{s_j} (v_j, 1) of all keys, and those of y_j and v_j read the state T
+= sum_i phi(x_i) e^{r_i} (u_i, c_i) of all rows. In causal attention S is a prefix and T a suffix,
+and pairs within one chunk are summed densely.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The forward pass is repeated for some windows at a time. Tables and lists are constants. With
 p = exp(score - lse) and dz = p (<g, v> + h), where g and h are the cotangents of a row's sums, a
 row adds p g to the gradient of a value, dz to that of a log-weight, and scale dz q to that of a
-key, which may be a tilted key; the tilt passes it on to the keys of its leaf and to the mean query.
+key, which may be a tilted key; gradients of a tilted key flow to the keys of its leaf and to the
+mean query.
 """
 
 from __future__ import annotations

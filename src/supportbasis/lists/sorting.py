@@ -2,9 +2,9 @@
 
 A window of tokens is cut in half at the median along its principal axis, then each half along its
 own, until nodes have the size of a leaf. Axes are searched in the 8 leading principal coordinates
-of the window, which costs little and loses next to nothing. A sequence longer than a window is
-first brought into the sequence of the nearest of a few cluster centres, which are leaves of a
-sorted sample. Sorting is a constant of gradients.
+of the window, which is cheap and nearly as good. A sequence longer than a window is first sorted by
+the nearest of a few cluster centres, which are means of the leaves of a sorted sample. Sorting is a
+constant of gradients.
 """
 
 from __future__ import annotations

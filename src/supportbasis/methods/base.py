@@ -1,4 +1,4 @@
-"""What a method is."""
+"""`Method`, the base class, and checks that methods share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of exact and tilted keys for blocks of queries: for heads as trained models have them."""
+"""Lists of exact and tilted keys for blocks of similar queries."""
 
 from __future__ import annotations
 

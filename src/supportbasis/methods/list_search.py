@@ -234,7 +234,7 @@ class _Part(NamedTuple):
     """Sums of some rows over the keys of each leaf: numerator and denominator, last."""
 
     start: Tensor  # float64 [rows, dv + 1]: own window, and all leaves as tilted keys
-    gain: Tensor  # [leaves, rows, dv + 1]: what it adds to open a leaf
+    gain: Tensor  # [leaves, rows, dv + 1]: change of the sums when the leaf opens
     matters: Tensor  # [leaves, rows]: importance of a leaf to the cell of a row
 
     @staticmethod

@@ -23,12 +23,12 @@ from ..problem.problem import Head
 from .base import Method, check_degree, check_sketch_size, exact_plan
 
 MOST_PAIRS = 4096
-MOST_POLYNOMIALS = 64  # pairs that always get a polynomial, which takes 3 ms to find: that is
-POLYNOMIAL_WORK = 2**26  # the time of so many multiply-adds of exact attention
-SMALL_SHARE = 1 / 16  # of all pairs: a bucket pair below is exact where that is cheaper
-HIGH_POWER = 8  # sketches of higher powers say little: exact where that is affordable,
-AFFORDABLE = 4.0  # that is, at no more than this many times the work of the sketch,
-HIGHEST_POWER = 64  # and always beyond this power
+MOST_POLYNOMIALS = 64  # largest bucket pairs, which always get a polynomial
+POLYNOMIAL_WORK = 2**26  # multiply-adds in the 3 ms that it takes to find a polynomial
+SMALL_SHARE = 1 / 16  # of all pairs: a smaller bucket pair is exact where that costs less
+HIGH_POWER = 8  # sketches of higher powers are inaccurate: exact up to
+EXACT_OVER_SKETCH = 4.0  # times the work of the sketch
+HIGHEST_POWER = 64  # that is sketched
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _is_power(head: Head, pair: _Pair, method: MultiThreshold) -> bool:
     work = sketch_work(head, rows, keys, power, method.sketch_size, method.degree)
     ratio = pair_work(head, rows, keys).multiply_adds(head) / work.multiply_adds(head)
     small = rows * keys <= SMALL_SHARE * head.n * _live_count(head)
-    return not (small and ratio <= 1) and not (power > HIGH_POWER and ratio <= AFFORDABLE)
+    return not (small and ratio <= 1) and not (power > HIGH_POWER and ratio <= EXACT_OVER_SKETCH)
 
 
 def _worth_a_polynomial(head: Head, pairs: Sequence[_Pair]) -> set[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""How fast this machine is: seconds of each kind of work, measured once a process, or from a table.
+"""Seconds of each kind of work on this machine, measured once a process, or from a table.
 
 ``Auto`` compares predicted times. With ``SUPPORTBASIS_DETERMINISTIC=1`` in the environment, or
 under ``torch.use_deterministic_algorithms(True)``, it takes them from the table below, so that its
@@ -23,7 +23,7 @@ from ..components.streaming import lane_count
 from ..polynomials.features import FeatureMap
 from ..problem.problem import Head
 
-ROUNDS, REPEATS = 4, 3  # of what is timed: in turns, and at a time
+ROUNDS, REPEATS = 4, 3  # of timings: rounds over all dims, calls in each
 
 
 @dataclass(frozen=True)

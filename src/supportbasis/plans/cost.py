@@ -1,4 +1,4 @@
-"""What a plan costs: multiply-adds for `Plan.cost`, seconds on this machine for `Plan.speedup`."""
+"""The cost of a plan: multiply-adds for `Plan.cost`, predicted seconds for `Plan.speedup`."""
 
 from __future__ import annotations
 
@@ -19,28 +19,35 @@ from ..problem.problem import Head
 from ..sketch import PolySketch
 from .calibration import Rates, rates_of
 
-BLOCK_SECONDS = 5e-6  # of one elementwise operation of a feature block
-MOVE_SECONDS = 1e-10  # of an entry that is moved, at most, on a GPU
-MOVED = 1 / 32  # of an entry that is moved on a CPU, in exact pairs of one thread at 64 dims
-UNSHARED = 0.5  # of that, which more threads do not make faster
-FITTED_SECONDS, FITTED_TOKEN, FITTED_FEATURE = 2e-3, 60, 3  # of a head; moved for each entry
-KERNEL_PRODUCT = 2.5  # of a feature in a GPU kernel, in multiply-adds of exact attention
-KERNEL_READS = 0.5  # of every entry there, in reads of a reduction
-CALL_SECONDS = {"cpu": 3e-4, "cuda": 1e-4}  # of a head, whatever its size
-FEATURE_COST = 32  # multiply-adds of exact attention on a GPU in the time of one of the features
-# of a fitted polynomial, which are float32 and go through memory
-MOVE_COST = 700  # and in that of one entry that is moved
-FIT_ENTRY = 7.0  # entries moved there by a fitted polynomial, for each of a token and its value,
-FIT_FEATURE, FIT_PAIR = 3.5, 20.0  # in causal heads also for each feature and pair of a chunk
-FIT_CHUNK = 256  # tokens
-# entries moved by lists on a CPU: for an entry of a token and its value, a pair of a mean query and
-# a key, a pair of a row and a tilted key, an entry of a key in a list, an exact pair
+# ---- of any head
+CALL_SECONDS = {"cpu": 3e-4, "cuda": 1e-4}  # fixed time of a head
+BLOCK_SECONDS = 5e-6  # of one elementwise operation on a block of features
+MOVE_SECONDS = 1e-10  # of moving an entry on a GPU, at most
+MOVE_PAIRS = 1 / 32  # of moving an entry on a CPU, in exact pairs of one thread at 64 dims
+MOVE_SERIAL = 0.5  # share of that which more threads do not make faster
+CAUSAL_TOKENS = 3072  # of a causal head on a GPU from which on SDPA gains by the mask
+# ---- of polynomials by GPU kernels
+KERNEL_PRODUCT = 2.5  # of one multiply-add of a feature, in multiply-adds of exact attention
+KERNEL_READS = 0.5  # of reading an entry, in reads of a reduction
+# ---- of fitted polynomials on a CPU
+FITTED_SECONDS = 2e-3  # fixed time of a head
+FITTED_TOKEN, FITTED_FEATURE = 60, 3  # entries moved for each entry of a token, for each feature
+# ---- of fitted polynomials on a GPU, whose features are float32 and go through memory
+FEATURE_COST, MOVE_COST = (
+    32,
+    700,
+)  # multiply-adds of exact attention in the time of one multiply-add
+# of a feature, of one moved entry
+FIT_ENTRY = 7.0  # entries moved for each entry of a token and its value
+FIT_FEATURE, FIT_PAIR = 3.5, 20.0  # the same for each feature and pair of a chunk of causal heads
+FIT_CHUNK = 256  # tokens of a chunk
+# ---- of lists on a CPU: entries moved for an entry of a token and its value, for a pair of a mean
+# query and a key, of a row and a tilted key, for an entry of a key in a list, for an exact pair
 LIST_TOKEN, LIST_TILT, LIST_COARSE, LIST_GATHERED, LIST_EXACT = 54.0, 20.0, 40.0, 14.0, 18.0
-LIST_SECONDS = 2e-3  # of a head, whatever its size
-# by kernels, in pairs of SDPA: a pair of a mean query and a key; a pair of a row and a tilted key,
-# to select, to attend; and seconds of an entry of a token and its value, sorted and gathered
+LIST_SECONDS = 2e-3  # fixed time of a head
+# ---- of lists by GPU kernels, in exact pairs: a pair of a mean query and a key, a pair of a row
+# and a tilted key in `select`, in `attend`; and seconds to sort and gather an entry of a token
 TILT_PAIR, SELECT_PAIR, LIST_PAIR, TOKEN_SECONDS = 6.5, 1.0, 1.8, 4e-12
-CAUSAL_TOKENS = 3072  # that SDPA's causal kernels there need before they gain anything
 
 
 def _has_kernels(head: Head) -> bool:
@@ -133,7 +140,7 @@ def _move_seconds(head: Head, rates: Rates) -> float:
     if head.query.device.type != "cpu":
         return min(rates.scan, MOVE_SECONDS)
     threads = torch.get_num_threads()
-    return MOVED * rates.pairs[-1][1] * threads * (UNSHARED + 1 / threads)
+    return MOVE_PAIRS * rates.pairs[-1][1] * threads * (MOVE_SERIAL + 1 / threads)
 
 
 def exact_seconds(head: Head) -> float:

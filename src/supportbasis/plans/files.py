@@ -1,5 +1,4 @@
-"""Plans as JSON files: the only place that reads or writes them. A file holds what a plan cannot
-derive."""
+"""Reads and writes plans as JSON files. A file holds only what cannot be derived."""
 
 from __future__ import annotations
 

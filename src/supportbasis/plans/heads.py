@@ -1,4 +1,4 @@
-"""What one head will do: a class for each kind, with what that kind needs.
+"""Settings of a head: a class for each kind.
 
 ===================  ==========================================================
 exact                all rows x all keys, exact
@@ -14,7 +14,7 @@ fitted               far rows x all keys, exact; near rows x far keys, exact;
                      near rows x near keys, a polynomial fitted to their scores
 ===================  ==========================================================
 
-`HeadPlan.basis` is the only place where a plan becomes work. These are settings: which tokens are
+`HeadPlan.basis` turns settings into components. These are settings: which tokens are
 large, or in which bucket, is found again from the data at each call, so a plan serves any length,
 and every split is a disjoint cover of all pairs.
 """

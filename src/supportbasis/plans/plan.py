@@ -1,4 +1,4 @@
-"""Plans: what each head will do, printable, drawable, and reusable on new tokens."""
+"""`Plan`: the settings of all heads of a call, printable, drawable, and reusable on new tokens."""
 
 from __future__ import annotations
 

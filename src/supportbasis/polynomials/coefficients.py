@@ -1,7 +1,7 @@
 """Coefficients of polynomials that approximate exp: Taylor, Chebyshev interpolation, Remez.
 
-They only have to be good, never trusted: `proofs` says how good they are. Interpolation is done in
-decimal arithmetic with enough digits.
+Nothing depends on their accuracy: `proofs` bounds the error of any coefficients. Interpolation is
+done in decimal arithmetic with enough digits.
 """
 
 import math

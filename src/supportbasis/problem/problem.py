@@ -1,4 +1,4 @@
-"""What is to be computed: a validated call, and the two-dimensional problem of each head."""
+"""`Problem`: a validated call; `Head`: the two-dimensional problem of one of its heads."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Head:
     scale: float
     is_causal: bool
     normalise: bool  # attention divides by the row sum, a kernel sum does not
-    mask: Tensor | None = None  # [n, m] bool or bias; only exact sums know what to do with it
+    mask: Tensor | None = None  # [n, m] bool or bias; only exact sums take it
     precision: torch.dtype | None = None  # of all sums; None: chosen from the input
     is_reused: bool = False  # whether its plan will serve many calls, and may take some time
 

@@ -1,4 +1,4 @@
-"""What running a plan gives, and the result of a call with ``return_result=True``."""
+"""`Outcome` of running a plan, and `Result` of a call with ``return_result=True``."""
 
 from __future__ import annotations
 

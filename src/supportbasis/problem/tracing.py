@@ -1,5 +1,5 @@
-"""Calls under `torch.func`, forward-mode differentiation and second backward passes: which
-of it can be answered, and one error for each thing that cannot."""
+"""Tracing: calls under `torch.compile`, `torch.func` and forward-mode differentiation, and errors
+for derivatives that do not exist."""
 
 from __future__ import annotations
 

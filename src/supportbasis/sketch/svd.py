@@ -9,7 +9,7 @@ it and has the squared error
 S is a stack of q CountSketches of ℓ/q rows: every row of A goes, with a random sign, into one
 bucket of each. As U_kᵀ B = 0, E|U_kᵀ SᵀS B|² ≤ (k/ℓ) Δ_k², so ℓ ~ k/ε will do once S keeps the
 lengths of the k vectors U_k. One CountSketch needs ℓ ~ k² for that, because two heavy rows must not
-meet; q of them forgive a meeting, and cost q additions for each non-zero.
+share a bucket; q of them tolerate that, and cost q additions for each non-zero.
 
 With U [m, ℓ] an orthonormal basis of those rows, the best approximation of A in their span is that
 of the tall A U. It costs ℓ for each non-zero. For dense matrices, where that is expensive, A U is

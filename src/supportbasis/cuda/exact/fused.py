@@ -1,9 +1,9 @@
-"""PyTorch's fused attention kernels for CUDA, with the log-sum-exp that SDPA keeps back.
+"""PyTorch's fused attention kernels for CUDA, with the log-sum-exp that SDPA does not return.
 
-cuDNN's and flash attention's operators return the lse of every row and take it, whoever computed
-it, for the backward pass. Both round weights to the input dtype and sum in float32, which
-`sdpa.sdpa_noise` bounds. Gradients of queries may be added up in another sequence at every call,
-as in SDPA itself, unless PyTorch is asked for deterministic algorithms.
+cuDNN's and flash attention's operators return the lse of every row and take any lse for the
+backward pass. Both round weights to the input dtype and sum in float32, which `sdpa.sdpa_noise`
+bounds. Gradients of queries may be added up in another sequence at every call, as in SDPA itself,
+unless PyTorch is set to deterministic algorithms.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 Tokens are cut into chunks. A row reads the features of all keys in earlier chunks, and is paired
 with each key of its own chunk. In the backward pass a key reads the features of all rows in later
-chunks. The sums
-over chunks before or after each are one small product of matrices, in which every chunk has a unit
-of its own: weights of keys that grow or shrink along the sequence by hundreds of orders lose
-nothing. Chunks come in groups that fit into memory, and a group hands its sum on to the next.
+chunks. The sums over the chunks before or after each are one small product of matrices, in which
+every chunk has a unit of its own: log-weights may vary by hundreds along the sequence without
+underflow. Chunks come in groups that fit into memory; each group carries its sum over to the next.
 """
 
 from __future__ import annotations

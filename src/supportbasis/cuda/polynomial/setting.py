@@ -23,7 +23,7 @@ class Polynomials:
     coefficients: Tensor  # [batch * heads, 3] in <q, k>, divided by exp(unit)
     unit: Tensor  # [batch * heads]
     degree: int
-    weight: Tensor | None = None  # [batch, key heads, m]; 0: the key is not there
+    weight: Tensor | None = None  # [batch, key heads, m]; 0: a masked key
     causal: bool = False
     chunk: int = CHUNK
     precision: str = "tf32x3"  # of float32 products
