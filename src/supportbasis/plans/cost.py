@@ -33,11 +33,8 @@ KERNEL_READS = 0.5  # of reading an entry, in reads of a reduction
 FITTED_SECONDS = 2e-3  # fixed time of a head
 FITTED_TOKEN, FITTED_FEATURE = 60, 3  # entries moved for each entry of a token, for each feature
 # ---- of fitted polynomials on a GPU, whose features are float32 and go through memory
-FEATURE_COST, MOVE_COST = (
-    32,
-    700,
-)  # multiply-adds of exact attention in the time of one multiply-add
-# of a feature, of one moved entry
+FEATURE_COST = 32  # multiply-adds of exact attention in the time of one multiply-add of a feature
+MOVE_COST = 700  # the same in the time of one moved entry
 FIT_ENTRY = 7.0  # entries moved for each entry of a token and its value
 FIT_FEATURE, FIT_PAIR = 3.5, 20.0  # the same for each feature and pair of a chunk of causal heads
 FIT_CHUNK = 256  # tokens of a chunk
