@@ -365,7 +365,7 @@ def test_a_plan_that_is_used_again_is_checked():
     assert errors[0] < tolerance < 2 * tolerance < errors[-1]
 
 
-def test_rows_that_a_fit_loses_are_exact_and_counted():
+def test_rows_on_which_a_fitted_polynomial_fails_are_exact_and_counted():
     """A plan for small scores, used on large ones: sums far too small are found and mended."""
     query, key, value = diffuse(1500)
     plan = sb.plan(query, key, value, method=sb.FittedPolynomial())
