@@ -45,6 +45,13 @@ class Block(NamedTuple):
     value: Tensor  # [tokens, dv]
     column: Tensor | None = None  # beside the value; None: ones
 
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Log-weights and column [tokens]; zeros and ones where they are None."""
+        zero = self.value.new_zeros(len(self.value))
+        log_weight = zero if self.log_weight is None else self.log_weight
+        return log_weight, zero + 1 if self.column is None else self.column
+
 
 Span = tuple[int, int]  # tokens of a task, from and to
 

@@ -133,14 +133,14 @@ class _Backward:
         task, total = self.task, self.total
         row_at = take_index(task.rows, *row_span, block.tokens)
         key_at = take_index(task.keys, *key_span, block.tokens)
-        assert block.log_weight is not None and block.column is not None
-        weight = block.log_weight.unsqueeze(1)
+        log_weight, column = block.factors
+        weight = log_weight.unsqueeze(1)
         if keys.log_weight is not None:
             weight = weight + keys.log_weight
         weight = weight.masked_fill(key_at > row_at.unsqueeze(1), -math.inf).exp_()
         kernel = task.kernel(block.tokens, keys.tokens).mul_(weight)
         add_tokens(total.value, task.keys, key_span[0], kernel.T @ block.value)
-        grad = torch.addmm(block.column.unsqueeze(1), block.value, keys.value.T)
+        grad = torch.addmm(column.unsqueeze(1), block.value, keys.value.T)
         if total.key_log_weight is not None:
             add_tokens(total.key_log_weight, task.keys, key_span[0], (kernel * grad).sum(0))
         if total.query_log_weight is not None:

@@ -101,7 +101,7 @@ class _Means:
             self.top = largest if math.isfinite(largest) else 0.0
 
     def at(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Ln W and kbar of the keys that each of these ascending rows attends to."""
+        """The ln W and kbar of the keys that each of these ascending rows attends to."""
         head = self.head
         if not head.is_causal:
             return self._finish(self.mass, self.total)

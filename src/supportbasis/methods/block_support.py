@@ -13,6 +13,7 @@ from .base import Method, exact_plan, is_positive
 from .list_search import WIDE_BLOCK, ListSearch
 
 LARGEST_BLOCK = 1024
+BUDGET = 0.1  # where neither budget nor tolerance is given
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class BlockSupport(Method):
         if self.budget is not None and self.tolerance is not None:
             raise InputError("budget and tolerance are both given; expected one of them")
         if self.tolerance is None:
-            object.__setattr__(self, "budget", 0.1 if self.budget is None else self.budget)
+            object.__setattr__(self, "budget", BUDGET if self.budget is None else self.budget)
         for name in ("budget", "tolerance"):
             value = getattr(self, name)
             if value is None:
@@ -91,9 +92,9 @@ class BlockSupport(Method):
             plan = search.within(self.tolerance)
             reason = f"no lists within {self.tolerance:g} are cheaper than exact attention"
             return exact_plan(head, reason) if plan is None else plan
-        assert self.budget is not None
+        budget = BUDGET if self.budget is None else self.budget
         while True:
-            plan = search.affordable(self.budget)
+            plan = search.affordable(budget)
             block = 2 * search.settings.block
             if plan is not None or self.block_size is not None or block > WIDE_BLOCK:
                 break
@@ -101,4 +102,4 @@ class BlockSupport(Method):
             if isinstance(wider, str):
                 break
             search = wider
-        return plan or exact_plan(head, f"no lists within a budget of {self.budget:g}")
+        return plan or exact_plan(head, f"no lists within a budget of {budget:g}")

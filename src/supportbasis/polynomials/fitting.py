@@ -222,7 +222,7 @@ class PairSample:
 
     @cached_property
     def unit(self) -> Tensor:
-        """Exact / exp(score)."""
+        """The ratio of `exact` to exp(score)."""
         return (self.log_weight - self._log_sums).exp()
 
 
