@@ -145,21 +145,21 @@ class Pairs(Buffer):
 
     def pull_back(self, fill: Fill, rows: int) -> Tensor:
         """Each product adds its gradient to both of its factors."""
-        own, back, dim = self.views(rows), self.gradients(rows), self.dim
-        fill(0, dim, back.tokens)
-        back.spare.zero_()
+        own, grads, dim = self.views(rows), self.gradients(rows), self.dim
+        fill(0, dim, grads.tokens)
+        grads.spare.zero_()
         for first in range(0, self.rotations, CHUNK):
             last = min(self.rotations, first + CHUNK)
-            fill((1 + first) * dim, (1 + last) * dim, back.chunk[:, : (last - first) * dim])
-            for part, at in zip(back.parts, range(first, last), strict=False):
-                back.windows[at].addcmul_(part, own.tokens)
-                back.tokens.addcmul_(part, own.windows[at])
-        opposite, end = back.chunk[:, : self.half], (1 + self.rotations) * dim
+            fill((1 + first) * dim, (1 + last) * dim, grads.chunk[:, : (last - first) * dim])
+            for part, at in zip(grads.parts, range(first, last), strict=False):
+                grads.windows[at].addcmul_(part, own.tokens)
+                grads.tokens.addcmul_(part, own.windows[at])
+        opposite, end = grads.chunk[:, : self.half], (1 + self.rotations) * dim
         fill(end, end + self.half, opposite)
-        back.low.addcmul_(opposite, own.high)
-        back.high.addcmul_(opposite, own.low)
-        back.last.add_(back.spare)
-        return back.tokens
+        grads.low.addcmul_(opposite, own.high)
+        grads.high.addcmul_(opposite, own.low)
+        grads.last.add_(grads.spare)
+        return grads.tokens
 
 
 def pair_multiplicity(dim: int) -> tuple[Tensor, Tensor]:
@@ -232,10 +232,10 @@ class Suffixes(Buffer):
         if rows not in self._gradient_views:
             self._gradient_views[rows] = self._cut(grad)
         steps = zip(reversed(self.views(rows)), reversed(self._gradient_views[rows]), strict=True)
-        for own, back in steps:
-            back.suffix.addcmul_(back.products, own.variable)
-            back.products.mul_(own.suffix)
-            back.variable.add_(back.products.sum(1, keepdim=True))
+        for own, grads in steps:
+            grads.suffix.addcmul_(grads.products, own.variable)
+            grads.products.mul_(own.suffix)
+            grads.variable.add_(grads.products.sum(1, keepdim=True))
         return grad[:, : self.dim]
 
 

@@ -124,10 +124,10 @@ class PolySketch:
         ``base="gaussian"``.
         """
         if self.base != "gaussian":
-            raise InputError(f"base is {self.base!r}; only gaussian sketches are pulled back")
+            raise InputError(f"base is {self.base!r}; only gaussian sketches have a pull-back")
         tree = _draw_tree(self, x.shape[-1], x.dtype, x.device)
-        _, back = tree.traced(tree.leaves(x), iter(tree.inner))
-        return tree.leaves.adjoint(back(grad))
+        _, pull = tree.traced(tree.leaves(x), iter(tree.inner))
+        return tree.leaves.adjoint(pull(grad))
 
     @property
     def half(self) -> PolySketch:
@@ -237,24 +237,24 @@ class _Tree(NamedTuple):
         left, right = (self._image(part, inner) for part in (images[:middle], images[middle:]))
         return self.leaves.join(left, right)
 
-    def traced(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> tuple[Tensor, Back]:
+    def traced(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> tuple[Tensor, Pullback]:
         """`root` of Gaussian maps, and the function from its gradient to those of the images."""
         if len(images) == 1:
             return images[0], lambda grad: [grad]
         middle = (len(images) + 1) // 2
-        (a, back_a), (b, back_b) = (
+        (a, pull_a), (b, pull_b) = (
             self._traced_image(part, inner) for part in (images[:middle], images[middle:])
         )
-        return a * b, lambda grad: back_a(grad * b) + back_b(grad * a)
+        return a * b, lambda grad: pull_a(grad * b) + pull_b(grad * a)
 
     def _traced_image(
         self, images: Sequence[Tensor], inner: Iterator[_Maps]
-    ) -> tuple[Tensor, Back]:
-        node, back = self.traced(images, inner)
+    ) -> tuple[Tensor, Pullback]:
+        node, pull = self.traced(images, inner)
         if len(images) == 1:
-            return node, back
+            return node, pull
         maps = next(inner)
-        return maps(node)[0], lambda grad: back(maps.adjoint([grad]))
+        return maps(node)[0], lambda grad: pull(maps.adjoint([grad]))
 
     def _image(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> Tensor:
         """The image of a child: a leaf's as it is, a node's after a map of its own."""
@@ -262,7 +262,7 @@ class _Tree(NamedTuple):
         return node if len(images) == 1 else next(inner)(node)[0]
 
 
-Back = Callable[[Tensor], list[Tensor]]  # from the gradient of a node to those of its leaves
+Pullback = Callable[[Tensor], list[Tensor]]  # from the gradient of a node to those of its leaves
 
 
 @lru_cache(maxsize=16)  # one entry may hold power · d · size numbers
@@ -364,7 +364,7 @@ def _hadamard(x: Tensor) -> Tensor:
     """H x for ``x`` [2^k, ...]: the Walsh-Hadamard transform with entries ±1, in k passes.
 
     A pass pairs the entries half the length apart and writes sum and difference side by side, so
-    that after k passes each entry is back in its place. The transform runs over the first
+    that after k passes each entry has its own index again. The transform runs over the first
     dimension, as sums of long rows are the fast ones.
 
     >>> _hadamard(torch.tensor([1.0, 2.0, 3.0, 4.0]))
