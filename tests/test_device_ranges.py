@@ -72,7 +72,7 @@ def test_limits_are_rounded_so_that_no_entry_changes_sides():
 
 @needs_triton
 @pytest.mark.parametrize("method", [sb.Polynomial(2), sb.SingleThreshold(0.9, 2)], ids=str)
-def test_the_host_hears_at_the_next_call_which_heads_left_their_range(method):
+def test_the_next_call_reports_which_heads_left_their_range(method):
     tensors = qkv(1, 2, n=70, d=5, scale=0.3, dtype=torch.float32)
     plan = sb.plan(*tensors, method=method)
     check, device = RangeCheck(plan, torch.device(DEVICE)), DEVICE

@@ -1,4 +1,4 @@
-"""Polynomials fitted to the scores: the kernel, its features, the plans, the twin."""
+"""Polynomials fitted to the scores: the kernel, its features, the plans, the reference."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ CASES = [(400, 400, False), (130, 411, False), (400, 90, False), (400, 400, True
 
 @pytest.mark.parametrize(("n", "m", "causal"), CASES)
 @pytest.mark.parametrize("weights", ["none", "bias", "mask"])
-def test_the_component_is_its_twin(n, m, causal, weights):
+def test_the_component_is_its_reference(n, m, causal, weights):
     bias = None
     if weights != "none":
         generator = torch.Generator().manual_seed(0)

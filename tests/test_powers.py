@@ -116,7 +116,7 @@ def test_sketched_polynomial_attention_approaches_itself(power):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_sketched_components_equal_their_dense_twin(causal):
+def test_sketched_components_equal_their_dense_reference(causal):
     """Streamed sums of squares against the matrix of weights written down, row by row."""
     q, k, v = qkv(1, 1, n=700, m=650, d=5, scale=0.6)
     head = head_of(q, k, v, causal=causal)
