@@ -161,8 +161,8 @@ def plan(
 ) -> Plan:
     """What `attention` can do with inputs like these: a printable, reusable `Plan`.
 
-    A plan that is asked for is taken to serve many calls: `Auto` searches for one from shorter
-    inputs on than within a call without a plan, where the search has to pay at once.
+    The plan is expected to serve many calls: `Auto` searches for one also where inputs are so short
+    that a search within a single call would not pay.
 
     Without ``value``, a method that measures errors uses random values of dim d.
     """
@@ -312,7 +312,7 @@ def _fits_graph(
 
 
 def _autocast(*tensors: Tensor) -> Sequence[Tensor]:
-    """Inputs in the dtype that autocast wants of matrix products, as SDPA takes them."""
+    """Inputs in the dtype of autocast for matrix products, as in SDPA."""
     if not all(isinstance(x, Tensor) for x in tensors):
         return tensors  # validation will say so
     kind = tensors[0].device.type

@@ -39,7 +39,7 @@ def density_error(head: Head, plan: HeadPlan, log_peak: float) -> float:
 
 
 class NormBins:
-    """The small rows and keys of a plan, binned by norm: serves every polynomial for that split."""
+    """The small rows and keys of a plan, binned by norm, for all polynomials of that split."""
 
     def __init__(self, head: Head, plan: HeadPlan):
         rows, keys = plan.smooth(head)

@@ -52,7 +52,7 @@ class RowSample:
         return RowSample(self.rows[at], self.weight[at] / chance[at], self.n)
 
     def total(self, x: Tensor) -> float:
-        """The sum over all rows of what was measured on these."""
+        """Estimated sum over all rows of ``x`` [rows], measured on these."""
         return float((self.weight * x).sum())
 
     def frobenius_limit(self, squared: Tensor, size: Tensor) -> tuple[float, float]:
@@ -60,15 +60,14 @@ class RowSample:
 
         The limit takes the standard error of the linearised ratio, as if rows were drawn
         independently, on the logarithm of the ratio, which suits the long right tail that squared
-        errors have. One row is added: one as wrong as the worst that might have been left out,
-        and that counts as much as the one that counts most. A sample with no such row in it says
-        little about those that were missed.
+        errors have. One row is added, with the largest error and the largest weight among the
+        sampled rows that could have been missed, for rows of which the sample has no example.
         """
         error, total = self.total(squared), self.total(size)
         if error == 0.0 and math.isfinite(total):
             return 0.0, 0.0
         if total == 0.0 or not (math.isfinite(error) and math.isfinite(total)):
-            return math.inf, math.inf  # squares that overflow say nothing
+            return math.inf, math.inf  # squares overflow: no estimate
         ratio = error / total
         residual = squared.double() - ratio * size.double()
         further = self.weight - 1

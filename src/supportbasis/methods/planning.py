@@ -1,5 +1,5 @@
-"""From a problem and a method to a plan, one entry for each head whatever the batch; or the check
-that a given plan serves a call."""
+"""Plans of a call: one made by a method, with one entry for each head and any batch, or the
+caller's, checked against the call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .exact import Exact
 from .polynomial import Polynomial
 from .power import PowerAttention
 
-LARGE_ERROR = 0.05  # measured, of a head's output: warned about where no error was asked for
+LARGE_ERROR = 0.05  # measured, of a head's output: warned about where no tolerance was given
 
 
 def plan_of(
@@ -102,8 +102,7 @@ def _check_gradients(problem: Problem) -> None:
 
 
 def _check_power(problem: Problem, method: Method) -> None:
-    """Raise where polynomial attention would fall back to softmax, which it does not
-    approximate."""
+    """Raise for dropout and for densities, which polynomial attention does not have."""
     if not isinstance(method, PowerAttention):
         return
     if problem.dropout_p > 0:
@@ -113,11 +112,11 @@ def _check_power(problem: Problem, method: Method) -> None:
 
 
 def plan_heads(method: Method, heads: Sequence[Head]) -> HeadPlan:
-    """What a method plans for one head of all batch elements, with the range of their scores.
+    """The plan of one head for all batch elements, with the range of their scores.
 
-    Each element is planned for itself. Of these plans the most careful is taken, if it serves the
-    other elements too: their scores are in its range, and where a tolerance was asked for its error
-    on them is within it. Otherwise the head is exact.
+    Each element is planned separately, and the most accurate of these plans (`_accuracy_rank`) is
+    taken, if the scores of the other elements are in its range and its error on them is within the
+    tolerance, if there is one. Otherwise the head is exact.
     """
     if not heads:
         return ExactHead(reason="the batch is empty", n=0, m=0)
@@ -131,7 +130,7 @@ def _joined(method: Method, plans: Sequence[HeadPlan], heads: Sequence[Head]) ->
     for plan in plans:
         if isinstance(plan, ExactHead):
             return plan
-    own = max(range(len(plans)), key=lambda number: _care(plans[number]))
+    own = max(range(len(plans)), key=lambda number: _accuracy_rank(plans[number]))
     plan = plans[own]
     for number, head in enumerate(heads):
         if number != own and not _serves(method, plan, heads[own], head, plans[number]):
@@ -145,9 +144,9 @@ def _joined(method: Method, plans: Sequence[HeadPlan], heads: Sequence[Head]) ->
     )
 
 
-def _care(plan: HeadPlan) -> tuple[float, float]:
-    """Sort key of plans by how accurate they are: lists by the lowest price, polynomials by the
-    widest range, then by the highest cost."""
+def _accuracy_rank(plan: HeadPlan) -> tuple[float, float]:
+    """Sort key of plans by accuracy: lists by the lowest price, polynomials by the widest range,
+    then by the highest cost."""
     if isinstance(plan, ListHead):
         return -plan.lists.price, plan.cost
     if isinstance(plan, BucketHead):
@@ -156,7 +155,7 @@ def _care(plan: HeadPlan) -> tuple[float, float]:
 
 
 def _serves(method: Method, plan: HeadPlan, own: Head, head: Head, instead: HeadPlan) -> bool:
-    """Whether a plan that was made for its own batch element serves another one."""
+    """Whether the plan of one batch element is accurate enough for another one."""
     if isinstance(plan, ListHead) and isinstance(instead, ListHead):
         return replace(plan.lists, price=0.0) == replace(instead.lists, price=0.0)
     if leaves(with_range(plan, [own]), score_range(plan, head)) is not None:

@@ -322,7 +322,7 @@ def _split_groups(head: Head, rows: Side, keys: Side, smooth: Component) -> list
 
 
 def _power(kernel: PowerKernel, keys: Tensor | None) -> Component:
-    """A power kernel over some keys, sketched if it says so."""
+    """A power component over some keys, sketched if the kernel has a sketch size."""
     return PowerSum(keys, kernel=kernel) if kernel.sketch_size is None else SketchSum(kernel, keys)
 
 
