@@ -10,7 +10,7 @@ import itertools
 import torch
 
 from supportbasis.cli.gpu.measure import milliseconds
-from supportbasis.cuda.lists.window_sorting import head_order, window_order
+from supportbasis.cuda.lists.window_sorting import head_permutation, window_permutation
 
 HEADS, TOKENS = 8, 131072
 
@@ -21,16 +21,18 @@ def main() -> None:
     for d, leaf in itertools.product((64, 128), (64, 128)):
         x = torch.randn(HEADS, TOKENS, d, device="cuda").bfloat16()
         for window in (2048, 1024):
-            order = window_order(x, window, leaf, TOKENS)
-            parts = order.view(HEADS, -1, window).sort().values - torch.arange(
+            permutation = window_permutation(x, window, leaf, TOKENS)
+            parts = permutation.view(HEADS, -1, window).sort().values - torch.arange(
                 TOKENS, device="cuda", dtype=torch.int32
             ).view(-1, window)
             assert not parts.any(), "every window is a permutation"
-            time = milliseconds(lambda: window_order(x, window, leaf, TOKENS))  # noqa: B023
+            time = milliseconds(lambda: window_permutation(x, window, leaf, TOKENS))  # noqa: B023
             print(f"d={d} leaf={leaf} windows of {window}: {time:.3f} ms", flush=True)
-        order = head_order(x, leaf, TOKENS)
-        assert (order.sort().values == torch.arange(TOKENS, device="cuda")).all(), "a permutation"
-        time = milliseconds(lambda: head_order(x, leaf, TOKENS))  # noqa: B023
+        permutation = head_permutation(x, leaf, TOKENS)
+        assert (permutation.sort().values == torch.arange(TOKENS, device="cuda")).all(), (
+            "a permutation"
+        )
+        time = milliseconds(lambda: head_permutation(x, leaf, TOKENS))  # noqa: B023
         print(f"d={d} leaf={leaf} whole heads: {time:.3f} ms", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Tokens, and what watches calls, for tests of evaluators on a device: in Triton's interpreter, or
+"""Tokens and instruments for tests of evaluators on a device: in Triton's interpreter, or
 on the device where there is one. To be imported before any kernel."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if not CUDA:  # read when a kernel is decorated
     os.environ["TRITON_INTERPRET"] = "1"
 DEVICE = "cuda" if CUDA else "cpu"
 
-from supportbasis.cuda.runtime import room as room_module  # noqa: E402
+from supportbasis.cuda.runtime import capacity as capacity_module  # noqa: E402
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 on_device = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device"), needs_triton]
@@ -77,15 +77,15 @@ def directions(*results, seed=2):
     return [torch.randn(x.shape, generator=generator).to(x) for x in results]
 
 
-def rooms_of(plan):
-    return list(room_module._kept._kept.get(plan, {}).values())
+def capacities_of(plan):
+    return list(capacity_module._capacities._kept.get(plan, {}).values())
 
 
 def followed(call, tokens):
-    """A recording of a call that waits for nothing, and what it writes: as tokens change."""
-    for _ in range(3):  # run, recorded, replayed
+    """A captured graph of a call that does not synchronise, and its results: as tokens change."""
+    for _ in range(3):  # run, captured, replayed
         call()
-    without_waiting(call)
+    without_synchronising(call)
     graph, results = record(call)
     with torch.no_grad():
         for x in tokens:
@@ -96,9 +96,9 @@ def followed(call, tokens):
     return graph, results
 
 
-def without_waiting(call):
+def without_synchronising(call):
     torch.cuda.synchronize()
-    with warnings.catch_warnings():  # the mode that forbids waiting warns about itself
+    with warnings.catch_warnings():  # the mode that forbids synchronisation warns about itself
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -1,4 +1,4 @@
-"""Every method against its dense float64 twin, over shapes, masks, lengths and dtypes."""
+"""Every method against its dense float64 reference, over shapes, masks, lengths and dtypes."""
 
 import itertools
 import math
@@ -34,8 +34,8 @@ def make(shape: dict, **more):
     return qkv(*shape.pop("leading", ()), **shape, **more)
 
 
-def assert_twin(result, output, lse, tolerance=1e-9):
-    """Equal to the twin except in rows that the certificate declares lost."""
+def assert_reference(result, output, lse, tolerance=1e-9):
+    """Equal to the reference except in rows that the certificate counts as failed."""
     lost = int(result.certificate.invalid_rows.sum() - result.certificate.fallback_rows.sum())
     if lost:
         good = result.lse > -math.inf
@@ -51,13 +51,13 @@ def assert_twin(result, output, lse, tolerance=1e-9):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_equals_its_dense_twin(method, causal, shape):
+def test_equals_its_dense_reference(method, causal, shape):
     q, k, v = make(SHAPES[shape])
     result, output, lse = run_both(q, k, v, METHODS[method], is_causal=causal)
     assert result.output.shape == (*q.shape[:-1], v.shape[-1])
     assert result.lse.shape == q.shape[:-1]
     assert result.lse.dtype == torch.float64
-    assert_twin(result, output, lse)
+    assert_reference(result, output, lse)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -77,10 +77,10 @@ def test_key_masks_and_biases_are_native(method, kind, causal):
     call = {"attn_mask": mask, "is_causal": causal}
     result, output, lse = run_both(q, k, v, METHODS[method], **call)
     assert all(head.reason == "" or "query" not in head.reason for head in result.plan.heads)
-    assert_twin(result, output, lse)
+    assert_reference(result, output, lse)
     if method == "exact":
         expected = dense_attention(q, k, v, mask, causal)
-        assert_twin(result, *expected)
+        assert_reference(result, *expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -89,7 +89,7 @@ def test_grouped_query_heads(method, causal):
     q, k, v = qkv(2, 6, n=25, m=31, key_heads=2, dv=3)
     call = {"is_causal": causal, "enable_gqa": True}
     result, output, lse = run_both(q, k, v, METHODS[method], **call)
-    assert_twin(result, output, lse)
+    assert_reference(result, output, lse)
     repeated = sb.attention(
         q,
         k.repeat_interleave(3, 1),
@@ -104,7 +104,7 @@ def test_gqa_through_sdpa_with_lse_when_value_dim_equals_dim():
     q, k, v = qkv(2, 6, n=25, m=31, key_heads=2)
     result = sb.attention(q, k, v, method=sb.Exact(), enable_gqa=True, return_result=True)
     output, lse = dense_attention(q, k, v)
-    assert_twin(result, output, lse)
+    assert_reference(result, output, lse)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -137,7 +137,7 @@ def test_any_length_dim_and_magnitude(n, m, d, dv, causal, log_size, name, seed)
     q, k, v = qkv(1, 1, n=n, m=m, d=d, dv=dv, scale=10**log_size, seed=seed)
     result, output, lse = run_both(q, k, v, METHODS[name], is_causal=causal)
     assert result.output.isfinite().all()
-    assert_twin(result, output, lse, tolerance=1e-7)
+    assert_reference(result, output, lse, tolerance=1e-7)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.7, 1 / 5, 3.0])
@@ -145,7 +145,7 @@ def test_any_length_dim_and_magnitude(n, m, d, dv, causal, log_size, name, seed)
 def test_any_scale(method, scale):
     q, k, v = qkv(2, n=30)
     result, output, lse = run_both(q, k, v, METHODS[method], scale=scale)
-    assert_twin(result, output, lse)
+    assert_reference(result, output, lse)
 
 
 def test_agrees_with_sdpa_on_its_own_arguments():
@@ -173,7 +173,7 @@ def test_any_other_mask_runs_exactly_and_says_so(kind, causal):
             )
         assert "mask" in result.plan.heads[0].reason
         output, lse = dense_attention(q, k, v, mask, causal)
-        assert_twin(result, output, lse)
+        assert_reference(result, output, lse)
         assert (result.output[..., 4, :] == 0).all()
         assert (result.lse[..., 4] == -math.inf).all()
 

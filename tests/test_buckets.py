@@ -95,7 +95,7 @@ def head_of(
 
 
 def log_weights(head: Head, plan: HeadPlan) -> Tensor:
-    """Logarithms of the weights that a plan gives to all pairs, by the dense twin."""
+    """Logarithms of the weights that a plan gives to all pairs, by the dense reference."""
     weight, top = reference.weights(head, plan)
     return weight.log() + top.unsqueeze(1)
 
@@ -851,7 +851,7 @@ def test_a_plan_covers_any_data_once(method, dtype, made_for, used_on, size, mas
 @pytest.mark.parametrize("size", [0.2, 1.0, 2.0])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_reused_plan_computes_its_own_weights(size, masked):
-    """The dense twin of the plan on the new data; and its certificate is of the new data."""
+    """The dense reference of the plan on the new data; and its certificate is of the new data."""
     q, k, v = qkv(1, 1, n=31, d=3, scale=0.8)
     plan = beyond(sb.plan(q, k, v, method=sb.MultiThreshold(2.0, 1)))
     q, k, v = qkv(1, 1, n=44, m=29, d=3, scale=0.8 * size, seed=1)

@@ -1,4 +1,4 @@
-"""The kernels behind `sb.attention`, against the float64 twins: in the interpreter, or on a GPU."""
+"""The kernels behind `sb.attention`, against float64 references: interpreted, or on a GPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def call_of(bias: Tensor | None, causal: bool, gqa: bool) -> dict[str, object]:
     return {"attn_mask": bias, "is_causal": causal, "enable_gqa": gqa}
 
 
-def twin(q, k, v, plan, call) -> tuple[Tensor, Tensor]:
+def dense_reference(q, k, v, plan, call) -> tuple[Tensor, Tensor]:
     """The whole weight matrix in float64."""
     mask, causal, gqa = call["attn_mask"], call["is_causal"], call["enable_gqa"]
     problem = attention_problem(q, k, v, mask, 0.0, causal, None, gqa)
@@ -75,7 +75,7 @@ def check(method, bias_kind, causal, shape, dtype, output_limit, gradient_limit)
         leaves.append(bias.requires_grad_())
     result = sb.attention(q, k, v, **call, plan=plan, implementation="triton", return_result=True)
     assert result.implementation == "triton"
-    expected, lse = twin(*(x.detach() for x in (q, k, v)), plan, _detached(call))
+    expected, lse = dense_reference(*(x.detach() for x in (q, k, v)), plan, _detached(call))
     seen = result.lse > -math.inf
     assert torch.equal(seen, lse > -math.inf)
     assert relative(result.output, expected) < output_limit
@@ -84,7 +84,7 @@ def check(method, bias_kind, causal, shape, dtype, output_limit, gradient_limit)
     largest = float(v.detach().abs().max())
     plain = [x.detach() for x in (q, k, v)]
     exact = sb.plan(*plain, **_detached(call), method=sb.Exact())
-    exact = twin(*plain, exact, _detached(call))[0]
+    exact = dense_reference(*plain, exact, _detached(call))[0]
     error = (result.output.detach() - exact).abs().amax((-1, -2)) / largest
     assert (error.cpu() <= result.certificate.bound).all()
 
@@ -117,7 +117,7 @@ def _detached(call):
         ("exact", "none", True), ("exact", "shared", False),
     ],
 )  # fmt: skip
-def test_kernels_equal_the_dense_twin(method, bias, causal):
+def test_kernels_equal_the_dense_reference(method, bias, causal):
     shape = (1, 2, 1, 70, 60, 16, 18)
     unit = UNIT[torch.float32]
     check(METHODS[method], bias, causal, shape, torch.float32, 64 * unit, 256 * unit)
@@ -171,8 +171,8 @@ def saved(plan: sb.Plan, folder: Path) -> sb.Plan:
 @needs_triton
 @pytest.mark.parametrize(("causal", "bias"), [(False, "heads"), (True, "none")])
 def test_a_loaded_plan_splits_again(tmp_path, causal, bias):
-    """Calls with no large token, with some (for which there is no room yet, so that all rows are
-    exact), with as many, and with more than there is room for."""
+    """Calls with no large token, with some (beyond the capacity: all rows are exact), with as many,
+    and with more than the capacity."""
     q, k, v = tokens(1, 2, 1, 50, 40, 16, 16)
     call = call_of(bias_of(bias, 1, 2, 40), causal, True)
     plan = saved(sb.plan(q, k, v, **call, method=sb.SingleThreshold(1.2, 2)), tmp_path)
@@ -202,19 +202,19 @@ def test_a_polynomial_plan_takes_other_lengths():
     for n, m in ((50, 40), (30, 33)):
         part = q[:, :, :n], k[:, :, :m], v[:, :, :m]
         output = sb.attention(*part, **call, plan=plan, implementation="triton")
-        assert relative(output, twin(*part, plan, call)[0]) < 64 * UNIT[torch.float32]
+        assert relative(output, dense_reference(*part, plan, call)[0]) < 64 * UNIT[torch.float32]
 
 
 @needs_triton
-def test_lost_rows_are_counted():
+def test_failed_rows_are_counted():
     """A plan reused far beyond its range: rows without a positive denominator return zeros."""
     q, k, v = tokens(1, 1, 1, 50, 40, 16, 16)
     plan = beyond(sb.plan(q, k, v, method=sb.Polynomial(1, bound=0.5)))
     with pytest.warns(UserWarning, match="no usable denominator"):
         result = sb.attention(q * 30, k, v, plan=plan, implementation="triton", return_result=True)
-    lost = result.lse[0, 0] == -math.inf
-    assert 0 < int(lost.sum()) == int(result.certificate.invalid_rows)
-    assert (result.output[0, 0, lost] == 0).all()
+    failed = result.lse[0, 0] == -math.inf
+    assert 0 < int(failed.sum()) == int(result.certificate.invalid_rows)
+    assert (result.output[0, 0, failed] == 0).all()
 
 
 def test_what_cannot_run_is_refused_in_words(monkeypatch):
@@ -295,7 +295,7 @@ class TestOnDevice:
             output = sb.attention(*leaves, **call, plan=plan)
             return [output, *torch.autograd.grad(output, leaves, grad)]
 
-        with warnings.catch_warnings():  # the mode that forbids waiting warns about itself
+        with warnings.catch_warnings():  # the mode that forbids synchronisation warns about itself
             warnings.simplefilter("ignore")
             for run in (forward, both):
                 self.captured(run, leaves)

@@ -14,6 +14,7 @@ import supportbasis as sb
 from cases import beyond, dense_attention, qkv
 from device_cases import (  # before kernels are imported
     DEVICE,
+    capacities_of,
     directions,
     followed,
     marks,
@@ -21,21 +22,20 @@ from device_cases import (  # before kernels are imported
     planned,
     record,
     relative,
-    rooms_of,
     smooth,
-    without_waiting,
+    without_synchronising,
 )
 from supportbasis.components.cotangent import SavedForward
 from supportbasis.cuda.fitted import fitted_chunks, fitted_sums
 from supportbasis.cuda.fitted import fitted_heads as fitted
 from supportbasis.cuda.runtime import replay
-from supportbasis.cuda.runtime.room import Room, with_spare
+from supportbasis.cuda.runtime.capacity import Capacity, with_spare
 from supportbasis.engine import dispatch
 from supportbasis.methods.fitted import FittedSearch
 from supportbasis.plans import Plan
 from supportbasis.problem.validation import attention_problem
 
-pytestmark = [*marks, pytest.mark.filterwarnings("ignore:supportbasis. the last call")]
+pytestmark = [*marks, pytest.mark.filterwarnings("ignore:supportbasis. in an earlier call")]
 METHOD = sb.FittedPolynomial()
 FITTED = dispatch.EVALUATORS["fitted"]
 
@@ -52,7 +52,7 @@ def case(causal, n=136, m=None, biased=True, scale=0.6):
     device has them."""
     m = m or n
     q, k, v = qkv(1, 2, key_heads=1, n=n, m=m, d=6, dv=5, scale=scale, dtype=torch.float64)
-    k += torch.linspace(-1, 1, 6)  # frames shift rows
+    k += torch.linspace(-1, 1, 6)  # transforms shift rows
     q[0, 0, 100] *= 8
     k[0, 0, 40] *= 9
     bias = None
@@ -121,7 +121,7 @@ def test_there_and_back_as_the_component_engine(small, causal, biased, keys):
 
 @needs_triton
 @pytest.mark.parametrize("causal", [False, True])
-def test_rows_that_are_lost_go_back_exactly(small, causal):
+def test_failed_rows_have_exact_gradients(small, causal):
     """A plan reused on other queries, none of which are far."""
     wide, _, call, plan = case(causal, biased=False)
     kernels = [replace(head.fitted, query_radius=math.inf) for head in plan.heads]
@@ -164,11 +164,11 @@ def test_rows_without_keys_are_zero(small, causal):
 @needs_triton
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_did_not_fit_goes_back_exactly(small, causal):
-    """A plan with room for nothing: there and back everything is exact."""
+    """A plan without capacity: forward and backward everything is exact."""
     wide, tokens, call, plan = case(causal)
     problem = attention_problem(*tokens, 0.0, causal, None, True)
-    room = fitted.run_of(problem, plan).room
-    room.sizes, room.known = (1, 1) if causal else (0, 1), True
+    capacity = fitted.replayed_call(problem, plan).capacity
+    capacity.sizes, capacity.known = (1, 1) if causal else (0, 1), True
     made, back = outcome_of(tokens, call, plan, FITTED)
     leaves = [x.requires_grad_() for x in wide]
     results = dense_attention(*leaves, causal)
@@ -181,7 +181,7 @@ def test_what_did_not_fit_goes_back_exactly(small, causal):
 
 
 @needs_triton
-def test_lost_rows_are_warned_of_at_the_next_call():
+def test_failed_rows_are_warned_of_at_the_next_call():
     """Once for each plan, and only where they are many."""
     _, tokens, call, plan = case(False, biased=False)
     kernels = [replace(head.fitted, query_radius=math.inf) for head in plan.heads]
@@ -189,13 +189,13 @@ def test_lost_rows_are_warned_of_at_the_next_call():
     far = [6 * tokens[0], *tokens[1:]]
 
     def warned(given, plan):
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            outcome_of(given, call, plan, "fitted")
-        return [x for x in said if "lost more than 1 %" in str(x.message)]
+            outcome_of(given, call, plan, FITTED)
+        return [x for x in caught if "failed on more than 1 %" in str(x.message)]
 
     first = replace(plan, heads=tuple(heads))
-    assert len(warned(far, first)) == 1  # the first call waits anyway
+    assert len(warned(far, first)) == 1  # the first call synchronises
     later = replace(plan, heads=tuple(heads))
     assert not warned(tokens, later) and not warned(far, later)
     assert len(warned(tokens, later)) == 1
@@ -214,16 +214,15 @@ def test_fitted_polynomials_equal_those_of_blocks_of_tokens(masked):
     assert all(head.kind == "fitted" for head in plan.heads)
     wanted = sb.attention(q, k, v, mask, plan=plan, return_result=True)
     problem = attention_problem(q, k, v, mask, 0.0, False, None, False)
-    output, lse, lost = fitted.forward(problem, plan)
-    assert not lost.any()
+    output, lse, failed = fitted.forward(problem, plan)
+    assert not failed.any()
     assert relative(output, wanted.output) < 1e-5
     torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=1e-4)
 
 
 @needs_triton
-def test_rows_that_a_fit_loses_are_exact_and_counted():
-    """A plan reused on other data, as the component engine does it: output, counts and the way
-    back, which is told what was lost."""
+def test_rows_on_which_a_fitted_polynomial_fails_are_exact_and_counted():
+    """A plan reused on other data, against the component engine: output, counts, gradients."""
     q, k, v = (x.to(DEVICE) for x in qkv(1, 1, n=600, d=4, scale=0.5, dtype=torch.float32))
     plan = planned(q, k, v, method=METHOD)
     kernel = replace(plan.heads[0].fitted, query_radius=math.inf)
@@ -249,7 +248,7 @@ def test_rows_that_a_fit_loses_are_exact_and_counted():
 @needs_triton
 @pytest.mark.parametrize("masked", [False, True])
 def test_what_does_not_fit_is_exact(masked):
-    """A plan reused on tokens that need more room than any before, with keys that heads share."""
+    """A plan reused on tokens that need more capacity than before, with keys that heads share."""
     q, k, v = smooth(2, 128)
     q, k, v, scale = q / 2, k[:, :1] / 2, v[:, :1], 0.3
     bias = None
@@ -260,19 +259,19 @@ def test_what_does_not_fit_is_exact(masked):
     assert all(head.kind == "fitted" for head in plan.heads)
     problem = attention_problem(q, k, v, bias, 0.0, False, scale, True)
     first = fitted.forward(problem, plan)[0]
-    (room,) = rooms_of(plan)
+    (capacity,) = capacities_of(plan)
     assert torch.equal(fitted.forward(problem, plan)[0], first)
     assert relative(first, dense_attention(q, k, v, bias, scale=scale)[0]) > 1e-5
-    room.sizes = (room.sizes[0], 0, *room.sizes[2:])
+    capacity.sizes = (capacity.sizes[0], 0, *capacity.sizes[2:])
     q = torch.cat([40 * q[:, :, :9], q[:, :, 9:]], 2)  # rows that are far
     problem = attention_problem(q, k, v, bias, 0.0, False, scale, True)
     exact, exact_lse = dense_attention(q, k, v, bias, scale=scale)
-    room._report.pending = False
+    capacity._report.pending = False
     output, lse, _ = fitted.forward(problem, plan)
     assert relative(output, exact) < 2e-6
     torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-4)
-    output = fitted.forward(problem, plan)[0]  # there is room now
-    assert room.sizes[1] > 0
+    output = fitted.forward(problem, plan)[0]  # the capacity has grown
+    assert capacity.sizes[1] > 0
     assert relative(output, exact) > 1e-5
 
 
@@ -304,7 +303,7 @@ def test_nothing_waits_there_and_back(masked, causal):
 
     graph, results = followed(call, tokens)
     with torch.no_grad():
-        tokens[0][:, :, ::2] *= 9  # rows that are far: there is no room for them
+        tokens[0][:, :, ::2] *= 9  # far rows, more than the capacity
     graph.replay()
     exact = [x.detach().double().requires_grad_() for x in tokens]
     bias = None if mask is None else torch.zeros(4096, device=DEVICE).double()
@@ -317,16 +316,16 @@ def test_nothing_waits_there_and_back(masked, causal):
 
 @pytest.mark.gpu
 def test_replays_do_what_first_calls_do():
-    """The same shapes again and again, with other tokens each time: run, recorded, replayed."""
-    replay._recordings.clear()
-    replay._plain.clear()
+    """The same shapes again and again, with other tokens each time: run, captured, replayed."""
+    replay._graphs.clear()
+    replay._uncaptured.clear()
     made = [smooth(2, 4096, d=16, seed=seed, dtype=torch.bfloat16) for seed in range(3)]
     made = [(x / 4, y / 4, z) for x, y, z in made]
     plan = planned(*made[0], method=METHOD)
     assert all(head.kind == "fitted" for head in plan.heads)
     for number, (q, k, v) in enumerate([*made, made[0]]):
         output = sb.attention(q, k, v, plan=plan)
-        assert min(1, number) <= len(replay._recordings) <= number  # others may need more room
+        assert min(1, number) <= len(replay._graphs) <= number  # others may need more capacity
         plain = sb.attention(q, k, v, plan=plan, implementation="eager")
         exact = dense_attention(q, k, v)[0]
         assert relative(output, exact) <= 1.2 * relative(plain, exact) + 2e-3
@@ -335,7 +334,7 @@ def test_replays_do_what_first_calls_do():
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_nothing_waits_and_a_call_can_be_recorded():
+def test_no_call_synchronises_and_a_graph_can_be_captured():
     q, k, v = smooth(2, 4096, d=16, dtype=torch.bfloat16)
     tokens = (q / 4, k / 4, v)
     plan = planned(*tokens, method=METHOD)
@@ -347,9 +346,9 @@ def test_nothing_waits_and_a_call_can_be_recorded():
     with pytest.raises(sb.InputError, match="call once before a CUDA graph"):
         record(call)  # which PyTorch warns about, too
     torch.cuda.synchronize()
-    for _ in range(3):  # the first waits, the second is recorded
+    for _ in range(3):  # the first synchronises, the second is captured
         call()
-    without_waiting(call)
+    without_synchronising(call)
     graph, output = record(call)
     for x in tokens:
         x.copy_(x.flip(2))
@@ -357,24 +356,24 @@ def test_nothing_waits_and_a_call_can_be_recorded():
     assert relative(output, call()) < 1e-3
 
 
-def test_room_grows_to_what_was_needed_and_never_shrinks():
+def test_capacity_grows_to_what_was_needed_and_never_shrinks():
     """The first call is made again until it fits; a later one is sure of itself, and the next one
-    has the room that it lacked."""
-    room, needs = Room((4, 4)), [(3, 9), (3, 10), (2, 2), (40, 1), (1, 1)]
+    has the capacity that it lacked."""
+    capacity, needs = Capacity((4, 4)), [(3, 9), (3, 10), (2, 2), (40, 1), (1, 1)]
     calls = []
 
     def work(sizes, sure):
         calls.append((sizes, sure))
         return len(calls), torch.tensor(needs[len(calls) - 1])
 
-    assert [room.run(work) for _ in range(4)] == [2, 3, 4, 5]
+    assert [capacity.run(work) for _ in range(4)] == [2, 3, 4, 5]
     assert calls == [
         ((4, 4), False), ((4, 16), False), ((4, 16), True), ((4, 16), True), ((64, 16), True),
     ]  # fmt: skip
 
 
-def test_room_has_a_quarter_to_spare_in_coarse_steps():
+def test_capacity_has_a_quarter_to_spare_in_coarse_steps():
     for need in (1, 15, 16, 100, 1000, 1001, 123456):
-        room = with_spare(need)
-        assert need + need // 4 <= room <= 1.55 * need + 16
+        size = with_spare(need)
+        assert need + need // 4 <= size <= 1.55 * need + 16
     assert with_spare(100_000) == with_spare(101_000)

@@ -72,7 +72,7 @@ def test_limits_are_rounded_so_that_no_entry_changes_sides():
 
 @needs_triton
 @pytest.mark.parametrize("method", [sb.Polynomial(2), sb.SingleThreshold(0.9, 2)], ids=str)
-def test_the_host_hears_at_the_next_call_which_heads_left_their_range(method):
+def test_the_next_call_reports_which_heads_left_their_range(method):
     tensors = qkv(1, 2, n=70, d=5, scale=0.3, dtype=torch.float32)
     plan = sb.plan(*tensors, method=method)
     check, device = RangeCheck(plan, torch.device(DEVICE)), DEVICE
@@ -84,7 +84,7 @@ def test_the_host_hears_at_the_next_call_which_heads_left_their_range(method):
         if plan.heads[0].threshold is not None:
             q[:, 0, 3], k[:, 0, 5] = 50.0, -50.0  # large tokens are exact, and do not count
         check.last = -math.inf
-        check.ask(attention_problem(q, k, v, None, 0.0, False, None, False))
+        check.start(attention_problem(q, k, v, None, 0.0, False, None, False))
         if DEVICE == "cuda":
             torch.cuda.synchronize()
 

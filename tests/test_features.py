@@ -27,7 +27,7 @@ def test_each_degree_reproduces_a_power_of_the_inner_product(d, degree, seed):
     phi = FeatureMap(d, degree)
     left, right = phi(x), phi(y) * phi.multiplicity
     for k in range(degree + 1):
-        of_degree = phi.order == k
+        of_degree = phi.degrees == k
         kernel = left[:, of_degree] @ right[:, of_degree].T
         torch.testing.assert_close(
             kernel, (x @ y.T) ** k, rtol=0, atol=1e-13
@@ -39,10 +39,10 @@ def test_each_degree_reproduces_a_power_of_the_inner_product(d, degree, seed):
 )
 def test_monomials_are_packed_without_repetition(d, degree):
     phi = FeatureMap(d, degree)
-    assert phi.count == len(phi.multiplicity) == len(phi.order)
+    assert phi.count == len(phi.multiplicity) == len(phi.degrees)
     assert phi.count == math.comb(d + degree, degree)
     for k in range(degree + 1):  # the multiplicities of degree k count all d^k words
-        assert phi.multiplicity[phi.order == k].sum().item() == pytest.approx(float(d) ** k)
+        assert phi.multiplicity[phi.degrees == k].sum().item() == pytest.approx(float(d) ** k)
     x = torch.arange(2.0, 2.0 + d, dtype=torch.float64).sqrt().unsqueeze(0)
     if degree <= 3 and d <= 8:
         assert len(phi(x)[0].unique()) >= phi.count // 2  # distinct monomials, not one repeated

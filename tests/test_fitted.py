@@ -1,4 +1,4 @@
-"""Polynomials fitted to the scores: the kernel, its features, the plans, the twin."""
+"""Polynomials fitted to the scores: the kernel, its features, the plans, the reference."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from supportbasis.accuracy import reference
 from supportbasis.accuracy.fitted_rows import RowCheck
 from supportbasis.engine import jensen
 from supportbasis.engine.execute import execute
-from supportbasis.engine.jensen import WRONG, grouped_lse, least_lse, lower_lse
+from supportbasis.engine.jensen import FITTED_SHARE, grouped_lse, least_lse, lower_lse
 from supportbasis.methods.fitted import FittedSearch
 from supportbasis.plans import ExactHead, FittedHead, Plan
 from supportbasis.polynomials import fitting as fitted
-from supportbasis.polynomials.balancing import balanced, framed, own_frame
+from supportbasis.polynomials.balancing import balancing_transform, own_transform, transformed
 from supportbasis.polynomials.features import FeatureMap
 from supportbasis.polynomials.fitting import FittedKernel, PairSample, choose_spans, count_features
 from supportbasis.problem.validation import attention_problem
@@ -50,7 +50,7 @@ def test_features_of_spans_give_the_kernel(spans, seed):
     x, y = (torch.randn(7, spans[0], generator=generator, dtype=torch.float64) for _ in range(2))
     coefficient = torch.randn(len(spans) + 1, generator=generator, dtype=torch.float64)
     phi = FeatureMap(spans[0], len(spans), spans)
-    weight = phi.multiplicity * coefficient[phi.order]
+    weight = phi.multiplicity * coefficient[phi.degrees]
     by_features = (phi(x.flip(1)) * weight) @ phi(y.flip(1)).T
     kernel = FittedKernel(tuple(coefficient.tolist()), spans)
     torch.testing.assert_close(by_features, kernel(x, y))
@@ -58,16 +58,16 @@ def test_features_of_spans_give_the_kernel(spans, seed):
 
 
 @settings(deadline=None, max_examples=40)
-@given(spectrum=st.lists(st.floats(0, 2), min_size=1, max_size=12), features=st.integers(1, 400))
-def test_spans_descend_and_keep_to_their_features(spectrum, features):
-    spectrum = torch.tensor(sorted(spectrum, reverse=True), dtype=torch.float64)
-    spans = choose_spans(spectrum, features)
+@given(eigenvalues=st.lists(st.floats(0, 2), min_size=1, max_size=12), features=st.integers(1, 400))
+def test_spans_descend_and_keep_to_their_features(eigenvalues, features):
+    eigenvalues = torch.tensor(sorted(eigenvalues, reverse=True), dtype=torch.float64)
+    spans = choose_spans(eigenvalues, features)
     assert list(spans) == sorted(spans, reverse=True)
     assert count_features(spans) <= features
-    assert all(r <= int((spectrum > 0).sum()) for r in spans)
+    assert all(r <= int((eigenvalues > 0).sum()) for r in spans)
 
 
-def test_a_flat_spectrum_gets_all_directions_of_a_degree_before_the_next():
+def test_equal_eigenvalues_get_all_directions_of_a_degree_before_the_next():
     flat = torch.tensor([0.1] * 16 + [0.0] * 48, dtype=torch.float64)
     assert choose_spans(flat, 153) == (16, 16)
     assert choose_spans(flat, 969) == (16, 16, 16)
@@ -78,8 +78,8 @@ def test_a_flat_spectrum_gets_all_directions_of_a_degree_before_the_next():
 def test_the_fit_beats_taylor_where_the_scores_are():
     problem = problem_of(512, d=16)
     head = next(iter(problem.each_head()))[2]
-    inside = framed(head, balanced(head))
-    sample = PairSample.draw(inside, 0)
+    balanced = transformed(head, balancing_transform(head))
+    sample = PairSample.draw(balanced, 0)
     for degree in (1, 2, 3, 4):
         spans = (16,) * degree
         taylor = tuple(1 / math.factorial(k) for k in range(degree + 1))
@@ -100,7 +100,7 @@ CASES = [(400, 400, False), (130, 411, False), (400, 90, False), (400, 400, True
 
 @pytest.mark.parametrize(("n", "m", "causal"), CASES)
 @pytest.mark.parametrize("weights", ["none", "bias", "mask"])
-def test_the_component_is_its_twin(n, m, causal, weights):
+def test_the_component_is_its_reference(n, m, causal, weights):
     bias = None
     if weights != "none":
         generator = torch.Generator().manual_seed(0)
@@ -243,7 +243,7 @@ EXACT = {
         "scores are too large, or all alike",
     ),
     "constant": (torch.ones(3, 1, 1, 400, 4), {}, "scores are too large, or all alike"),
-    "negative": (qkv(1, 1, n=2000, d=4, scale=3.0), {}, "1 % of the rows without a usable sum"),
+    "negative": (qkv(1, 1, n=2000, d=4, scale=3.0), {}, "fails on more than 1 % of the rows"),
 }
 
 
@@ -365,7 +365,7 @@ def test_a_plan_that_is_used_again_is_checked():
     assert errors[0] < tolerance < 2 * tolerance < errors[-1]
 
 
-def test_rows_that_a_fit_loses_are_exact_and_counted():
+def test_rows_on_which_a_fitted_polynomial_fails_are_exact_and_counted():
     """A plan for small scores, used on large ones: sums far too small are found and mended."""
     query, key, value = diffuse(1500)
     plan = sb.plan(query, key, value, method=sb.FittedPolynomial())
@@ -373,19 +373,19 @@ def test_rows_that_a_fit_loses_are_exact_and_counted():
     plan = beyond(replace(plan, heads=(head,)))
     query = 40 * query
     result = sb.attention(query, key, value, plan=plan, return_result=True)
-    lost = int(result.certificate.fallback_rows)
-    assert 0 < lost == int(result.certificate.invalid_rows)
+    failed = int(result.certificate.fallback_rows)
+    assert 0 < failed == int(result.certificate.invalid_rows)
     least = math.log(1500) + (query @ key.mean(2, keepdim=True).mT).squeeze(-1) / math.sqrt(32)
-    assert bool((result.lse >= least + math.log(WRONG) - 1e-3).all())
+    assert bool((result.lse >= least + math.log(FITTED_SHARE) - 1e-3).all())
 
 
 def test_far_rows_and_keys_are_those_beyond_the_radius():
     query, key, value = diffuse(1024)
     key[..., :3, :] *= 50.0
     plan = sb.plan(query, key, value, method=sb.FittedPolynomial())
-    fitted, frame = plan.heads[0].fitted, plan.heads[0].frame
+    fitted, transform = plan.heads[0].fitted, plan.heads[0].transform
     head = attention_problem(query, key, value, None, 0.0, False, None, False).head(0, 0)
-    norms = framed(head, frame).key.norm(dim=1)
+    norms = transformed(head, transform).key.norm(dim=1)
     assert (norms > fitted.key_radius).nonzero().flatten().tolist() == [0, 1, 2]
     assert plan.heads[0].keys == fitted.features + 3
 
@@ -450,10 +450,10 @@ def skewed(n=8192, wrong=16, reach=1.5, causal=False, far=0):
     tokens = [x[None, None] for x in (query, key, value)]
     problem = attention_problem(*tokens, None, 0.0, causal, 1.0, False)
     head = problem.head(0, 0)
-    frame = own_frame(head)
-    radius = float(framed(head, frame).key[far:].norm(dim=1).max()) if far else math.inf
+    transform = own_transform(head)
+    radius = float(transformed(head, transform).key[far:].norm(dim=1).max()) if far else math.inf
     kernel = FittedKernel((1.0, 1.0, 1 / 2, 1 / 6), (4, 4, 4), key_radius=radius)
-    plan = FittedHead(n=n, m=n, cost=0.1, speedup=1.0, fitted=kernel, frame=frame)
+    plan = FittedHead(n=n, m=n, cost=0.1, speedup=1.0, fitted=kernel, transform=transform)
     return problem, head, Plan(sb.FittedPolynomial(), 4, (plan,))
 
 
@@ -479,7 +479,7 @@ def test_the_most_features_are_the_last_that_are_fast_enough():
     search = FittedSearch.of(head, 0)
 
     def predicted(features):
-        return search._work(choose_spans(search.frame.spectrum, features)).speedup(head)
+        return search._work(choose_spans(search.transform.eigenvalues, features)).speedup(head)
 
     for speedup in (predicted(1024) * 0.99, predicted(1024) / 2):
         most = search.most(speedup)
@@ -492,7 +492,7 @@ def test_a_fit_with_wrong_rows_is_not_taken():
     assert error_of(problem, plan) > 0.2
     search = FittedSearch.of(head, 0)
     assert search._measured(plan.heads[0], 0.1, RowCheck(head, 0.1, 0)) is None
-    assert search.measured(plan.heads[0]).measured > 0.2
+    assert search.error(plan.heads[0]) > 0.2
 
 
 def test_the_certificate_looks_where_sums_are_small():
@@ -525,10 +525,10 @@ def test_the_bound_of_a_fit_holds_where_its_weights_are_negative():
 def test_sums_below_half_of_the_bound_are_exact(causal):
     problem, head, plan = skewed(n=1024, wrong=8, reach=2.05, causal=causal)
     outcome = execute(problem, plan)
-    lost = outcome.fallback[0, 0]
+    failed = outcome.fallback[0, 0]
     if not causal:
-        assert int(lost.sum()) == 8
-        assert bool((head.query[lost, 0] == 2.05).all())
+        assert int(failed.sum()) == 8
+        assert bool((head.query[failed, 0] == 2.05).all())
     least = least_lse(plan.heads[0], head, None)
     assert bool((outcome.lse[0, 0] >= least - 1e-6).all())
     assert bool((least <= (head.query @ head.key.T).logsumexp(1)).all()) or causal
@@ -541,7 +541,7 @@ def test_a_fit_that_leaves_many_rows_to_exact_sums_has_failed():
 
 def test_the_longest_tokens_are_fitted_to():
     problem = problem_of(4000, d=5)
-    head = framed(problem.head(0, 0), balanced(problem.head(0, 0)))
+    head = transformed(problem.head(0, 0), balancing_transform(problem.head(0, 0)))
     sample = PairSample.draw(head, 0)
     for tokens, all_tokens, count in (
         (sample.query, head.query, sample.row_count),
@@ -555,7 +555,7 @@ def test_the_longest_tokens_are_fitted_to():
     mass = (sample.log_weight - head.key_log_weight.logsumexp(0)).logsumexp(0)
     assert float(mass) == pytest.approx(0, abs=0.1)
     few = PairSample.draw(
-        framed(problem_of(100).head(0, 0), balanced(problem_of(100).head(0, 0))), 0
+        transformed(problem_of(100).head(0, 0), balancing_transform(problem_of(100).head(0, 0))), 0
     )
     assert len(few.query) == len(few.key) == 100
     assert bool((few.row_count == 1).all())
@@ -564,11 +564,11 @@ def test_the_longest_tokens_are_fitted_to():
 def test_a_fit_to_a_sample_is_that_to_all_pairs(monkeypatch):
     """Tokens that were picked for their length count once, others for all that they stand for."""
     head = problem_of(3000, d=5).head(0, 0)
-    inside = framed(head, balanced(head))
-    sample = PairSample.draw(inside, 0)
+    balanced = transformed(head, balancing_transform(head))
+    sample = PairSample.draw(balanced, 0)
     monkeypatch.setattr(fitted, "ROWS", 3000)
     monkeypatch.setattr(fitted, "KEYS", 3000)
-    whole = PairSample.draw(inside, 0)
+    whole = PairSample.draw(balanced, 0)
     size = whole.exact.norm(dim=1, keepdim=True)
 
     def loss(kernel):
@@ -581,7 +581,7 @@ def test_a_fit_to_a_sample_is_that_to_all_pairs(monkeypatch):
 
 def test_causal_heads_are_fitted_to_keys_that_are_seen():
     head = problem_of(100, m=5000, causal=True).head(0, 0)
-    sample = PairSample.draw(framed(head, own_frame(head)), 0)
+    sample = PairSample.draw(transformed(head, own_transform(head)), 0)
     assert float(sample.key_count.sum()) <= 100
 
 

@@ -1,4 +1,4 @@
-"""The gradient of the attention loss (Definitions E.1, E.2) against autograd and its dense twin."""
+"""The gradient of the attention loss (Definitions E.1, E.2) against dense references."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.double() - theirs).norm() / theirs.norm())
 
 
-# --- equal to autograd, equal to the twin -------------------------------------------------------
+# --- equal to autograd, equal to the reference --------------------------------------------------
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -99,7 +99,7 @@ def test_exact_gradient_in_many_tiles_is_that_of_autograd(monkeypatch):
     assert_equal(run(data, 0.9, sb.Exact()), autograd(**data, scale=0.9))
 
 
-def test_the_twin_is_autograd():
+def test_the_reference_is_autograd():
     data = problem(57)
     weights = softmax_weights(data["x"], data["weight"], 0.8)
     expected = autograd(**data, scale=0.8)
@@ -136,7 +136,7 @@ METHODS = [
 @pytest.mark.parametrize("scale", [0.3, -0.2])
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_gradient_is_the_closed_form_of_the_weights(method, scale):
-    """The twin takes the dense weights of the same plan: every part, unit and transpose counts."""
+    """The reference takes the dense weights of the plan: every part, unit and transpose counts."""
     outliers = 9 if isinstance(method, sb.SingleThreshold) else 0
     data = problem(203, outliers=outliers)
     result = run(data, scale, method)
@@ -302,10 +302,10 @@ def test_rows_that_a_polynomial_loses_are_counted_and_have_no_weights():
     with pytest.warns(UserWarning, match="no usable sum"):
         result = run(data, 2.0, sb.Polynomial(1, bound=0.1))  # nearly 1 + z, which may be negative
     weights, _ = plan_weights(data, 2.0, result.plan)
-    lost = (result.output == 0).all(1)
-    assert 0 < result.invalid_rows == int(lost.sum()) < 111
+    failed = (result.output == 0).all(1)
+    assert 0 < result.invalid_rows == int(failed.sum()) < 111
     assert result.fallback_rows == 0 and "without a usable sum" in str(result)
-    weights[lost] = 0.0
+    weights[failed] = 0.0
     expected = closed_form(**data, scale=2.0, attention=weights)
     for name in NAMES:  # polynomials that nearly vanish amplify rounding
         assert relative(getattr(result, name), expected[name]) < 1e-8
@@ -436,7 +436,8 @@ def test_a_polynomial_with_too_many_sums_is_refused():
         attention_loss_gradient(x, eye, eye, x, scale=1.0, method=sb.Polynomial(3))
 
 
-def test_the_twin_module_is_not_used_by_the_fast_path():
+def test_the_reference_module_is_not_used_by_the_fast_path():
     source = Path(reference.__file__).parent
     for path in source.glob("*.py"):
-        assert path.name == "reference.py" or "reference" not in path.read_text()
+        text = path.read_text()
+        assert "dense_loss import" not in text and "import dense_loss" not in text

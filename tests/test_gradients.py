@@ -1,4 +1,4 @@
-"""Gradients of every method against float64 autograd through the dense twin, and gradcheck."""
+"""Gradients of every method against float64 autograd through the dense reference, and gradcheck."""
 
 import math
 
@@ -74,7 +74,7 @@ class Case:
         outcome = autograd.run(self.problem(*inputs), self.plan)
         return outcome.output, _finite(outcome.lse)
 
-    def twin(self, *inputs):
+    def dense_reference(self, *inputs):
         output, lse = reference.execute(self.problem(*inputs), self.plan)
         return output, _finite(lse)
 
@@ -105,9 +105,9 @@ def assert_close(given, expected, rtol=1e-9):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", METHODS)
-def test_gradients_are_those_of_the_dense_twin(name, mask, shape):
+def test_gradients_are_those_of_the_dense_reference(name, mask, shape):
     case = Case(METHODS[name], mask, SHAPES[shape])
-    assert_close(gradients(case.run, case.inputs), gradients(case.twin, case.inputs))
+    assert_close(gradients(case.run, case.inputs), gradients(case.dense_reference, case.inputs))
 
 
 def assert_slope(call, inputs, seed=7, step=1e-6):
@@ -214,20 +214,20 @@ def small_blocks(monkeypatch):
 @pytest.mark.parametrize("name", METHODS)
 def test_blocks_of_tokens_add_up(name, mask):
     case = Case(METHODS[name], mask, LONG, seed=4)
-    assert_close(gradients(case.run, case.inputs), gradients(case.twin, case.inputs))
+    assert_close(gradients(case.run, case.inputs), gradients(case.dense_reference, case.inputs))
 
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("mask", MASKS)
 def test_gradients_of_a_fitted_polynomial(mask):
-    """In a frame with centres, and with tokens beyond the radius of the fit."""
+    """In a transform with centres, and with tokens beyond the radius of the fit."""
     case = Case(sb.Exact(), mask, LONG, seed=5)
     q, k, v = case.tensors
     q += 0.4
     q[..., 70, :] *= 9
     k[..., 40, :] *= 9
     case.plan = sb.Plan(sb.Auto(), 3, fitted_heads(case.problem(q, k, v, case.bias)))
-    assert_close(gradients(case.run, case.inputs), gradients(case.twin, case.inputs))
+    assert_close(gradients(case.run, case.inputs), gradients(case.dense_reference, case.inputs))
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -236,10 +236,10 @@ def test_gradients_of_lists(mask, strict):
     """Heads that share keys, and values of another dim."""
     case = Case(sb.Exact(), mask, ODD, seed=6, scale=1.2)
     case.plan = list_plan(case.tensors[0], lists_of(case, strict, price=1e-3))
-    assert_close(gradients(case.run, case.inputs), gradients(case.twin, case.inputs))
+    assert_close(gradients(case.run, case.inputs), gradients(case.dense_reference, case.inputs))
 
 
-def test_rows_that_a_polynomial_lost_are_exact():
+def test_rows_on_which_a_polynomial_fails_are_exact():
     """A reused plan meets scores far outside its polynomial's range, in every other row."""
     q, k, v = qkv(1, 1, n=40, d=2, scale=0.1)
     plan = sb.plan(q, k, v, method=sb.SingleThreshold(100.0, 1))
@@ -258,11 +258,11 @@ def test_rows_that_a_polynomial_lost_are_exact():
     assert_close(given, expected)
 
 
-def test_rows_that_a_sketch_lost_are_exact():
+def test_rows_on_which_a_sketch_fails_are_exact():
     case = Case(sb.PowerAttention(6, sketch_size=1), "none", {"leading": (1, 1), "n": 40, "d": 8})
     outcome = autograd.run(case.problem(*case.tensors), case.plan)
     assert 0 < int(outcome.fallback.sum()) < 40
-    assert_close(gradients(case.run, case.inputs), gradients(case.twin, case.inputs))
+    assert_close(gradients(case.run, case.inputs), gradients(case.dense_reference, case.inputs))
 
 
 @pytest.mark.filterwarnings("ignore:supportbasis. rows had no usable")
@@ -353,7 +353,7 @@ def test_a_sketched_weight_is_what_its_definition_says(size):
 
     phi, sketch = FeatureMap(3, 2), PolySketch(6, 20, 3).half
     b = math.sqrt(6 * 0.4 / scale / 2.5)
-    c = torch.tensor(poly.coefficients, dtype=torch.float64)[phi.order] * phi.multiplicity
+    c = torch.tensor(poly.coefficients, dtype=torch.float64)[phi.degrees] * phi.multiplicity
     u, w = phi(q / (2.5 * b)) * c.abs().sqrt(), phi(k / b) * c.abs().sqrt() * c.sign()
     expected = (sketch(u) @ sketch(w).T).square().log() + 6 * 0.4
     torch.testing.assert_close(given, expected, rtol=1e-10, atol=1e-10)
@@ -373,7 +373,7 @@ def test_a_sketched_row_depends_on_no_other_row_and_causally_on_no_later_key():
         assert torch.equal(before[..., :-1, :], after[..., :-1, :])
 
 
-@pytest.mark.filterwarnings("ignore:supportbasis. a sketch or fit lost")
+@pytest.mark.filterwarnings("ignore:supportbasis. a sketch or fitted polynomial failed on")
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e3, 1e30])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_a_sketch_of_tokens_of_any_length_is_finite(size, dtype):
@@ -412,7 +412,7 @@ def test_gradients_in_lower_precision(name, mask, dtype, rtol):
     given = gradients(case.run, case.inputs)
     assert all(a.dtype == x.dtype for a, x in zip(given[:3], case.tensors, strict=True))
     wide = [x.detach().double().requires_grad_() for x in case.inputs]
-    expected = gradients(case.twin, wide)
+    expected = gradients(case.dense_reference, wide)
     for a, b in zip(given, expected, strict=True):
         assert float((a.double() - b).norm()) <= rtol * float(b.norm())
 

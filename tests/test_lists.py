@@ -11,7 +11,7 @@ import torch
 from supportbasis.accuracy import reference
 from supportbasis.components.cotangent import Cotangent, Gradients
 from supportbasis.lists.list_sum import ListSum, head_tables, list_attention
-from supportbasis.lists.sorting import head_order
+from supportbasis.lists.sorting import head_permutation
 from supportbasis.lists.tables import ListSettings
 from supportbasis.problem.problem import Head
 
@@ -188,7 +188,7 @@ def test_hidden_tokens_do_not_sort_the_others():
     """Of a head that is longer than a window: centres are those of tokens that are seen."""
     x = clustered(5000, d=4)[0].float()
     hidden = torch.arange(5000) % 3 == 0
-    before = head_order(x, 64, hidden)
+    before = head_permutation(x, 64, hidden)
     x[hidden] = 100.0
-    assert torch.equal(before, head_order(x, 64, hidden))
+    assert torch.equal(before, head_permutation(x, 64, hidden))
     assert before[before >= 0].sort().values.tolist() == (~hidden).nonzero().flatten().tolist()

@@ -86,8 +86,8 @@ def test_units_do_not_matter():
 def test_a_row_without_keys_stays_empty():
     empty = Partial.empty(3, 2, torch.zeros(1), torch.float64)
     again = Partial.empty(3, 2, torch.zeros(1), torch.float64).add_(empty)
-    assert not again.seen.any()
-    output, lse = again.divide_(again.seen)
+    assert not again.has_keys.any()
+    output, lse = again.divide_(again.has_keys)
     assert (output == 0).all()
     assert (lse == -math.inf).all()
 
@@ -109,7 +109,7 @@ def test_causal_polynomial_sums_span_many_chunks(monkeypatch):
             kernel = poly(score) * math.exp(3.0) * visible
             top = log_weight.masked_fill(~visible, -math.inf).amax(1) if len(keys) else None
             seen = visible.any(1)
-            assert (part.seen == seen).all()
+            assert (part.has_keys == seen).all()
             if not seen.any():
                 continue
             weights = kernel[seen] * (log_weight - top[seen][:, None]).exp()

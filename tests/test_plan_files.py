@@ -49,7 +49,7 @@ def test_a_loaded_plan_is_the_plan_that_was_saved(made, tmp_path):
         assert torch.equal(first.certificate.bound, second.certificate.bound), case.name
         for mine, theirs in zip(case.plan.heads, loaded.heads, strict=True):
             for field in fields(mine):
-                if field.name != "frame":  # whose tensors are compared by what they do
+                if field.name != "transform":  # whose tensors are compared by what they do
                     assert getattr(theirs, field.name) == getattr(mine, field.name), field.name
 
 
@@ -125,10 +125,10 @@ def test_a_pair_reaches_no_further_than_its_polynomial(made, tmp_path):
 
 
 def test_transforms_undo_each_other_and_powers_are_those_of_the_method(made, tmp_path):
-    path, at = tmp_path / "plan.json", ("heads", 0, "frame", "key_map", 0, 0)
+    path, at = tmp_path / "plan.json", ("heads", 0, "transform", "key_map", 0, 0)
     entry = damage.value_at(made["fit"].text, at)
     text = damage.replaced(made["fit"].text, at, json.dumps(entry * (1 + 1e-6)))
-    assert "heads[0].frame: query_map and key_map do not undo" in refusal(write(path, text))
+    assert "heads[0].transform: query_map and key_map do not undo" in refusal(write(path, text))
     text = damage.replaced(made["power"].text, ("heads", 0, "kernel", "power"), "6")
     assert "heads[0].kernel.power is 6; expected 4" in refusal(write(path, text))
 
@@ -186,7 +186,7 @@ def test_damaged_files_are_refused_or_keep_their_bound(made, tmp_path):
     [
         ("one bucket", ("pairs", 0, "kernel", "polynomial", "coefficients", 0), "1e308", "ran"),
         ("fit", ("fitted", "coefficients", 0), "1e308", "refused"),
-        ("fit", ("frame", "query_centre", 0), "1e308", "refused"),
+        ("fit", ("transform", "query_centre", 0), "1e308", "refused"),
         ("lists", ("lists", "price"), "1e308", "ran"),
         ("lists", ("lists", "price"), "-1e308", "refused"),
         ("lists", ("lists", "window"), "64", "refused"),

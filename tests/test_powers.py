@@ -1,4 +1,4 @@
-"""MultiThreshold and PowerAttention: what they choose, what a sketch does to them, what is lost."""
+"""MultiThreshold and PowerAttention: what they choose, what sketches change, which rows fail."""
 
 import math
 from dataclasses import replace
@@ -116,7 +116,7 @@ def test_sketched_polynomial_attention_approaches_itself(power):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_sketched_components_equal_their_dense_twin(causal):
+def test_sketched_components_equal_their_dense_reference(causal):
     """Streamed sums of squares against the matrix of weights written down, row by row."""
     q, k, v = qkv(1, 1, n=700, m=650, d=5, scale=0.6)
     head = head_of(q, k, v, causal=causal)
@@ -208,11 +208,11 @@ def test_the_cost_of_sketches_is_linear_in_the_length():
 # ---- rows that a sketch loses -----------------------------------------------------------------
 
 
-def test_lost_rows_are_computed_exactly_and_fail_the_certificate():
+def test_failed_rows_are_computed_exactly_and_fail_the_certificate():
     """A small sketch of a high power is mostly noise: some denominators come out far too small."""
     q, k, v = qkv(1, 1, n=600, d=4)
     plan = nothing_exact(sb.plan(q, k, v, method=sb.MultiThreshold(math.inf, 1)), 12, seed=4)
-    with pytest.warns(UserWarning, match="a sketch or fit lost more than 1 %"):
+    with pytest.warns(UserWarning, match="a sketch or fitted polynomial failed on more than 1 %"):
         result = sb.attention(q, k, v, plan=plan, return_result=True)
     exact, lse = dense_attention(q, k, v)
     fallback = int(result.certificate.fallback_rows)
@@ -226,7 +226,7 @@ def test_lost_rows_are_computed_exactly_and_fail_the_certificate():
     assert "computed exactly" in str(result.certificate)
 
 
-def test_few_lost_rows_do_not_fail_the_certificate(monkeypatch):
+def test_few_failed_rows_do_not_fail_the_certificate(monkeypatch):
     q, k, v = qkv(1, 1, n=600, d=4, scale=0.4)
     method = sb.MultiThreshold(math.inf, 1, 64)
     calm = sb.attention(q, k, v, method=method, return_result=True)
@@ -234,12 +234,12 @@ def test_few_lost_rows_do_not_fail_the_certificate(monkeypatch):
     assert calm.certificate.holds(float(calm.certificate.limit))
     lower = execute.least_lse
 
-    def with_three_lost(*arguments):
+    def with_three_failed(*arguments):
         least = lower(*arguments)
         least[[5, 80, 300]] = 1e9
         return least
 
-    monkeypatch.setattr(execute, "least_lse", with_three_lost)
+    monkeypatch.setattr(execute, "least_lse", with_three_failed)
     result = sb.attention(q, k, v, method=method, return_result=True)
     exact, _ = dense_attention(q, k, v)
     assert int(result.certificate.fallback_rows) == 3

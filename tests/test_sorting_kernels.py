@@ -56,8 +56,8 @@ def sorted_window(x: Tensor, leaf: int) -> tuple[list[int], float]:
     return leaves(torch.arange(len(x))), gap
 
 
-def as_leaves(order: Tensor | list[int], leaf: int) -> list[set[int]]:
-    return [set(part.tolist()) for part in torch.as_tensor(order).cpu().long().split(leaf)]
+def as_leaves(permutation: Tensor | list[int], leaf: int) -> list[set[int]]:
+    return [set(part.tolist()) for part in torch.as_tensor(permutation).cpu().long().split(leaf)]
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -78,9 +78,9 @@ def clusters(tokens: int, window: int, leaf: int, d: int) -> Tensor:
     return x
 
 
-def assert_permutes(order: Tensor, window: int, count: int) -> None:
+def assert_permutes(permutation: Tensor, window: int, count: int) -> None:
     """Every window holds its own tokens once, padding last."""
-    for row in order.cpu():
+    for row in permutation.cpu():
         for start, part in zip(range(0, count, window), row.split(window), strict=True):
             real = list(range(start, min(count, start + window)))
             assert sorted(part[: len(real)].tolist()) == real
@@ -90,15 +90,15 @@ def assert_permutes(order: Tensor, window: int, count: int) -> None:
 @pytest.mark.parametrize("d", [3, 64, 150])
 def test_leaves_are_those_of_float64(d):
     x = (random(2, 128, d) * torch.linspace(0.3, 2.0, d)).float()
-    order = sorting.window_order(x.to(DEVICE), 64, 8, 128)
-    assert order.dtype == torch.int32
-    assert order.shape == (2, 128)
+    permutation = sorting.window_permutation(x.to(DEVICE), 64, 8, 128)
+    assert permutation.dtype == torch.int32
+    assert permutation.shape == (2, 128)
     for head in range(2):
         for start in (0, 64):
             expected, gap = sorted_window(x[head, start : start + 64], 8)
             # rounding turns float32 axes by some 1e-6 for each of ten products
             assert gap > 1e-4, "the data must be such that rounding cannot matter"
-            mine = order[head, start : start + 64].cpu() - start
+            mine = permutation[head, start : start + 64].cpu() - start
             assert as_leaves(mine, 8) == as_leaves(expected, 8)
 
 
@@ -108,38 +108,40 @@ def test_the_first_tokens_of_a_window_may_lie_apart():
     x[0, :128, 1] += 4.0
     expected, gap = sorted_window(x[0], 64)
     assert gap > 1e-4
-    order = sorting.window_order(x.to(DEVICE), 256, 64, 256)
-    assert as_leaves(order[0], 64) == as_leaves(expected, 64)
+    permutation = sorting.window_permutation(x.to(DEVICE), 256, 64, 256)
+    assert as_leaves(permutation[0], 64) == as_leaves(expected, 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("d", [3, 64])
 def test_clusters_become_leaves(d, dtype):
     x = (clusters(128, 128, 16, d) + 3.0).to(dtype)  # an offset costs no digits
-    order = sorting.window_order(x.to(DEVICE), 128, 16, 128)
+    permutation = sorting.window_permutation(x.to(DEVICE), 128, 16, 128)
     expected, gap = sorted_window(x[0], 16)
     assert gap > 0.05
-    assert as_leaves(order[0], 16) == as_leaves(expected, 16)
+    assert as_leaves(permutation[0], 16) == as_leaves(expected, 16)
 
 
 @pytest.mark.parametrize("leaf", [16, 64, 128])
 @pytest.mark.parametrize("count", [1, 111, 128, 257])
 def test_one_number_each_is_sorted_and_padding_is_last(count, leaf):
     x = random(1, 300, 1).float()
-    order = sorting.window_order(x.to(DEVICE), 128, leaf, count)
-    assert_permutes(order, 128, count)
+    permutation = sorting.window_permutation(x.to(DEVICE), 128, leaf, count)
+    assert_permutes(permutation, 128, count)
     for start in range(0, count, 128):
         part = x[0, start : min(count, start + 128), 0]
         expected = torch.full((128,), -1)
         expected[: len(part)] = start + (part.argsort() if leaf < 128 else torch.arange(len(part)))
-        mine = as_leaves(order[0, start : start + 128], leaf)
+        mine = as_leaves(permutation[0, start : start + 128], leaf)
         assert mine == as_leaves(expected, leaf)
 
 
 def test_tokens_keep_their_sequence_inside_a_leaf():
-    order = sorting.window_order(random(1, 128, 5).float().to(DEVICE), 128, 16, 128).view(-1, 16)
-    assert (order.diff(dim=1) > 0).all()
-    assert (order.flatten().diff() < 0).any()
+    permutation = sorting.window_permutation(
+        random(1, 128, 5).float().to(DEVICE), 128, 16, 128
+    ).view(-1, 16)
+    assert (permutation.diff(dim=1) > 0).all()
+    assert (permutation.flatten().diff() < 0).any()
 
 
 @pytest.mark.parametrize(
@@ -149,23 +151,23 @@ def test_tokens_keep_their_sequence_inside_a_leaf():
 def test_equal_tokens_keep_their_sequence(d, value):
     """Also tokens that are not finite: their place does not matter, but each has one."""
     x = torch.full((1, 100, d), value).to(DEVICE)
-    order = sorting.window_order(x, 64, 16, 100)
-    assert order.shape == (1, 128)
-    assert order[0, :100].tolist() == list(range(100))
-    assert (order[0, 100:] == -1).all()
+    permutation = sorting.window_permutation(x, 64, 16, 100)
+    assert permutation.shape == (1, 128)
+    assert permutation[0, :100].tolist() == list(range(100))
+    assert (permutation[0, 100:] == -1).all()
 
 
 def test_some_tokens_that_are_not_finite_leave_a_permutation():
     x = random(1, 128, 4).float()
     x[0, 5], x[0, 9, 2] = math.nan, -math.inf
-    assert_permutes(sorting.window_order(x.to(DEVICE), 64, 8, 128), 64, 128)
+    assert_permutes(sorting.window_permutation(x.to(DEVICE), 64, 8, 128), 64, 128)
 
 
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
 def test_size_does_not_matter(size):
     x = random(1, 64, 3).float().to(DEVICE)
-    order = sorting.window_order(x * 2.0 ** round(math.log2(size)), 64, 8, 64)
-    assert order.tolist() == sorting.window_order(x, 64, 8, 64).tolist()
+    permutation = sorting.window_permutation(x * 2.0 ** round(math.log2(size)), 64, 8, 64)
+    assert permutation.tolist() == sorting.window_permutation(x, 64, 8, 64).tolist()
 
 
 @pytest.mark.parametrize("d", [6, 130])
@@ -173,29 +175,29 @@ def test_a_sequence_says_which_tokens_stand_in_a_window(d):
     x = random(2, 128, d).float()
     shuffle = torch.randperm(128, generator=torch.Generator().manual_seed(0))
     sequence = torch.stack([shuffle, torch.arange(128).flip(0)]).int()
-    order = sorting.window_order(x.to(DEVICE), 128, 32, 128, sequence.to(DEVICE)).cpu()
+    permutation = sorting.window_permutation(x.to(DEVICE), 128, 32, 128, sequence.to(DEVICE)).cpu()
     for head in range(2):
         local, gap = sorted_window(x[head, sequence[head].long()], 32)
         assert gap > 1e-4
-        assert as_leaves(order[head], 32) == as_leaves(sequence[head][local], 32)
+        assert as_leaves(permutation[head], 32) == as_leaves(sequence[head][local], 32)
 
 
 @pytest.mark.parametrize("d", [6, 130])
 def test_no_token_in_a_slot_is_padding(d):
     x, sequence = random(1, 70, d).float(), torch.arange(100).int().unsqueeze(0)
     sequence[0, 53:64] = -1  # and tokens from 70 on do not count
-    order = sorting.window_order(x.to(DEVICE), 64, 16, 70, sequence.to(DEVICE))[0].cpu()
-    assert sorted(order[:53].tolist()) == list(range(53))
-    assert order[53:64].tolist() == [-1] * 11
-    assert sorted(order[64:70].tolist()) == list(range(64, 70))
-    assert order[70:].tolist() == [-1] * 58
+    permutation = sorting.window_permutation(x.to(DEVICE), 64, 16, 70, sequence.to(DEVICE))[0].cpu()
+    assert sorted(permutation[:53].tolist()) == list(range(53))
+    assert permutation[53:64].tolist() == [-1] * 11
+    assert sorted(permutation[64:70].tolist()) == list(range(64, 70))
+    assert permutation[70:].tolist() == [-1] * 58
 
 
 def test_strides_are_followed():
     x = random(2, 3, 64, 6).float().to(DEVICE)
     for part in (x[:, 1, :32], x[0, :2, ::2], x[0, :2, :32].mT.contiguous().mT):
-        mine = sorting.window_order(part, 32, 16, 32)
-        assert mine.tolist() == sorting.window_order(part.contiguous(), 32, 16, 32).tolist()
+        mine = sorting.window_permutation(part, 32, 16, 32)
+        assert mine.tolist() == sorting.window_permutation(part.contiguous(), 32, 16, 32).tolist()
 
 
 # ---- whole heads ------------------------------------------------------------------------------
@@ -215,12 +217,12 @@ def test_a_head_is_gathered_around_centres(monkeypatch, dtype):
     monkeypatch.setattr(sorting, "SPAN", 64)
     x = clusters(64, 64, 16, 20).repeat_interleave(4, 1)  # the sample has 16 of each of 4 clusters
     x = (torch.cat([x, 10 * x.flip(1)]) + 3.0).to(dtype)  # heads of their own
-    order = sorting.head_order(x.to(DEVICE), 16, 256).cpu()
-    assert order.shape == (2, 256)
+    permutation = sorting.head_permutation(x.to(DEVICE), 16, 256).cpu()
+    assert permutation.shape == (2, 256)
     for head in range(2):
         centre = torch.tensor(nearest_centres(x[head], 64))
         assert centre.bincount().tolist() == [64] * 4
-        assert as_leaves(order[head], 64) == as_leaves(centre.argsort(stable=True), 64)
+        assert as_leaves(permutation[head], 64) == as_leaves(centre.argsort(stable=True), 64)
 
 
 def test_a_window_of_a_head_is_sorted_too(monkeypatch):
@@ -228,20 +230,20 @@ def test_a_window_of_a_head_is_sorted_too(monkeypatch):
     x = random(1, 200, 5).float()
     centre = nearest_centres(x[0], 64)
     sequence = torch.tensor(sorted(range(200), key=lambda token: centre[token]))
-    order = sorting.head_order(x.to(DEVICE), 8, 200)[0]
+    permutation = sorting.head_permutation(x.to(DEVICE), 8, 200)[0]
     for start in (0, 128):
         local, gap = sorted_window(x[0, sequence[start : start + 64]], 8)
         assert gap > 1e-4
         expected = sequence[start : start + 64][local]
-        assert as_leaves(order[start : start + 64], 8) == as_leaves(expected, 8)
+        assert as_leaves(permutation[start : start + 64], 8) == as_leaves(expected, 8)
 
 
 @pytest.mark.parametrize(("count", "slots"), [(1, 16), (33, 64), (64, 64), (65, 128)])
 def test_every_token_of_a_head_has_a_slot(monkeypatch, count, slots):
     monkeypatch.setattr(sorting, "SPAN", 64)
-    order = sorting.head_order(random(2, 70, 4).float().to(DEVICE), 16, count)
-    assert order.shape == (2, slots)
-    for row in order:
+    permutation = sorting.head_permutation(random(2, 70, 4).float().to(DEVICE), 16, count)
+    assert permutation.shape == (2, slots)
+    for row in permutation:
         assert sorted(row[:count].tolist()) == list(range(count))
         assert (row[count:] == -1).all()
 
@@ -253,12 +255,15 @@ def test_hidden_tokens_are_left_out(monkeypatch, count):
     hidden = torch.rand(3, 160, generator=torch.Generator().manual_seed(0)) < 0.4
     hidden[1], hidden[2, :count] = False, True
     x[hidden] = 1e6  # nothing of them is seen
-    order = sorting.head_order(x.to(DEVICE), 32, count, hidden.to(DEVICE)).cpu()
-    for row, gone in zip(order, hidden[:, :count], strict=True):
+    permutation = sorting.head_permutation(x.to(DEVICE), 32, count, hidden.to(DEVICE)).cpu()
+    for row, gone in zip(permutation, hidden[:, :count], strict=True):
         real = (~gone).nonzero().flatten().tolist()
         assert sorted(row[: len(real)].tolist()) == real
         assert (row[len(real) :] == -1).all()
-    assert order[1].tolist() == sorting.head_order(x[1:2].to(DEVICE), 32, count)[0].tolist()
+    assert (
+        permutation[1].tolist()
+        == sorting.head_permutation(x[1:2].to(DEVICE), 32, count)[0].tolist()
+    )
 
 
 def test_centres_come_from_tokens_that_are_not_hidden(monkeypatch):
@@ -267,9 +272,9 @@ def test_centres_come_from_tokens_that_are_not_hidden(monkeypatch):
     x, hidden = random(1, 200, 4).float(), torch.arange(200).view(1, -1) % 4 == 1
     x[hidden] = 1e6
     seen = (~hidden[0]).nonzero().flatten()
-    order = sorting.head_order(x.to(DEVICE), 32, 200, hidden.to(DEVICE))[0].cpu()
-    alone = sorting.head_order(x[:, seen].to(DEVICE), 32, 150)[0].cpu().long()
-    assert order[:150].tolist() == seen[alone[:150]].tolist()
+    permutation = sorting.head_permutation(x.to(DEVICE), 32, 200, hidden.to(DEVICE))[0].cpu()
+    alone = sorting.head_permutation(x[:, seen].to(DEVICE), 32, 150)[0].cpu().long()
+    assert permutation[:150].tolist() == seen[alone[:150]].tolist()
 
 
 @pytest.mark.parametrize(
@@ -289,13 +294,13 @@ def test_centres_come_from_tokens_that_are_not_hidden(monkeypatch):
 def test_arguments_are_checked(change, words):
     call = {"x": torch.zeros(1, 64, 2), "window": 64, "leaf": 16, "count": 64, **change}
     with pytest.raises(InputError, match=words):
-        sorting.window_order(**call)
+        sorting.window_permutation(**call)
 
 
 def test_hidden_is_checked():
     with pytest.raises(InputError, match=r"hidden: got torch\.float32"):
-        sorting.head_order(torch.zeros(1, 64, 2), 16, 64, torch.zeros(1, 64))
+        sorting.head_permutation(torch.zeros(1, 64, 2), 16, 64, torch.zeros(1, 64))
 
 
 def test_nothing_to_sort():
-    assert sorting.window_order(torch.zeros(2, 64, 2), 64, 16, 0).shape == (2, 0)
+    assert sorting.window_permutation(torch.zeros(2, 64, 2), 64, 16, 0).shape == (2, 0)

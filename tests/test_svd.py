@@ -133,7 +133,7 @@ def test_layouts_dtypes_and_repeated_entries_agree():
 
 
 def test_the_second_sketch_runs_where_it_is_cheaper():
-    """Both ways meet the bound; a dense matrix takes the sketch, its sparse twin the product."""
+    """Both ways meet the bound; a dense matrix takes the sketch, a sparse one the product."""
     k, eps = 2, 0.5
     size, second = sketch_sizes(k, eps)
     values = spectra(k, 150)["step"]

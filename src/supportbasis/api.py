@@ -1,4 +1,4 @@
-"""The public functions. Each reads as the story of a call: inputs, plan, execute, result."""
+"""The public functions: inputs, plan, execute, result."""
 
 from __future__ import annotations
 
@@ -105,10 +105,10 @@ def attention(
 
     ``implementation="auto"`` runs Triton kernels on CUDA tensors where a head has kernels, and
     PyTorch operations elsewhere; "eager" sums without kernels; "triton" raises where they cannot
-    run, and says why. A result says what ran. Where kernels run, a call with a plan looks at no
-    entries, neither of inputs nor of sums: it waits for nothing and can be captured in a CUDA
-    graph. Where entries decide how much there is to do (lists, fits, the large tokens of a loaded
-    plan) the first call with a plan waits until it knows.
+    run, and says why. A result says what ran. Where kernels run, a call with a plan does
+    not synchronise with the host and can be captured in a CUDA graph. Where the amount of work
+    depends on entries (fitted polynomials, the large tokens of a loaded plan) only the first call
+    with a plan synchronises.
 
     Gradients flow through the output and the lse of a result to query, key, value and a key bias,
     in the time and memory order of the call itself. They are those of the function that ran, with
@@ -161,10 +161,10 @@ def plan(
 ) -> Plan:
     """What `attention` can do with inputs like these: a printable, reusable `Plan`.
 
-    A plan that is asked for is taken to serve many calls: `Auto` searches for one from shorter
-    inputs on than within a call without a plan, where the search has to pay at once.
+    The plan is expected to serve many calls: `Auto` searches for one also where inputs are so short
+    that a search within a single call would not pay.
 
-    Without ``value``, a method that measures errors judges them with random values of dim d.
+    Without ``value``, a method that measures errors uses random values of dim d.
     """
     if value is None:
         check_tensors((query, key), ("query", "key"))
@@ -305,14 +305,14 @@ def gaussian_kde(
 def _fits_graph(
     attn_mask: Tensor | None, dropout_p: float, plan: Plan | None, return_result: bool
 ) -> bool:
-    """Whether a compiled graph can hold the call: planning and certificates look at entries."""
+    """Whether a compiled graph can hold the call: planning and certificates read entries."""
     if plan is None or return_result or dropout_p:
         return False
     return attn_mask is None or attn_mask.dim() < 2 or attn_mask.shape[-2] == 1
 
 
 def _autocast(*tensors: Tensor) -> Sequence[Tensor]:
-    """Inputs in the dtype that autocast wants of matrix products, as SDPA takes them."""
+    """Inputs in the dtype of autocast for matrix products, as in SDPA."""
     if not all(isinstance(x, Tensor) for x in tensors):
         return tensors  # validation will say so
     kind = tensors[0].device.type
@@ -351,6 +351,6 @@ def _in_linear_units(problem: Problem, outcome: Outcome, dtype: torch.dtype) -> 
         raise InputError(
             f"the sums overflow {dtype}: the largest is about "
             f"exp({float(outcome.log_scale.max()):.4g}); pass return_result=True, which returns "
-            "output and log_scale apart"
+            "output and log_scale separately"
         )
     return problem.restore(output)

@@ -1,12 +1,12 @@
-"""How wrong an answer may be.
+"""Errors of an output: measured, estimated and proved.
 
 ==============  ==========================================================================
 `certificate`   measured errors with their limits, and proved bounds, of a call
-`bounds`        proved bounds from what is known of a head's components
-`sampling`      rows on which errors are measured; `inclusion`: how likely each is drawn
+`bounds`        proved bounds from the components of a head
+`sampling`      rows on which errors are measured; `inclusion`: their probabilities
 `density`       errors of density estimates
-`scores`        estimated distribution of a head's scores
-`fitted_rows`   errors of a fitted polynomial on sampled rows
+`scores`        a sample of a head's scores, for errors of polynomials
+`fitted_rows`   errors of polynomials on sampled rows, without running a plan
 `reference`     dense float64 references of every component, for tests
 ==============  ==========================================================================
 """

@@ -1,4 +1,4 @@
-"""How far a plan can distort the weights of a head: the proved part of a certificate."""
+"""Bounds of how far a plan distorts the weights of a head: the proved part of a certificate."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from ..plans import (
 )
 from ..plans.supports import score_reach
 from ..polynomials.certified import CertifiedPolynomial
-from ..polynomials.powers import PowerKernel
 from ..problem.problem import Head
 
 SKETCH_FAILURE = 0.05  # probability that the bound on a sketch does not hold
 
 
 class Distortion(NamedTuple):
-    """Given weights over exact ones, over all pairs of a head.
+    """Bounds of given / exact weights over all pairs of a head.
 
     A sketch's distortion is bounded with probability 95 % over its seed; everything else always.
     """
@@ -104,23 +103,22 @@ def _log_ratio(
         return 0.0, 0.0
     kernel = pair.kernel.on(score_reach(head, rows, keys))
     low, high = kernel.log_ratio
-    if kernel.sketch_size is None or low == -math.inf:
+    if kernel.sketch_size is None or kernel.polynomial is None or low == -math.inf:
         return low, high
     failure = SKETCH_FAILURE / len(plan.pairs) / max(1, head.n * head.m)
-    error = sketch_error(kernel.power // 2, kernel.sketch_size, failure) * _condition(kernel)
+    power = kernel.power // 2
+    error = sketch_error(power, kernel.sketch_size, failure) * _condition(kernel.polynomial, power)
     if not error < 1:
         return -math.inf, math.inf
     return low + 2 * math.log1p(-error), high + 2 * math.log1p(error)
 
 
-def _condition(kernel: PowerKernel) -> float:
-    """Largest (|u| |w| / <u, w>)^(p/2) of the features that are sketched: errors are relative to
-    their lengths, while the weight they stand for may be as small as exp(-reach)."""
-    poly = kernel.polynomial
-    assert poly is not None
+def _condition(poly: CertifiedPolynomial, power: int) -> float:
+    """Largest (|u| |w| / <u, w>)^power of the features that are sketched: errors are relative to
+    their lengths, while the weight <u, w> may be as small as exp(-reach)."""
     lengths = math.log(sum(abs(c) for c in poly.coefficients))  # in units of exp(bound)
     least = poly.log_ratio[0] - 2 * poly.bound
-    return _exp(kernel.power // 2 * (lengths - least))
+    return _exp(power * (lengths - least))
 
 
 def sketch_error(power: int, size: int, failure: float) -> float:

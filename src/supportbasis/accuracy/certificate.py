@@ -34,7 +34,7 @@ VACUOUS = 1.0  # zeros are never further off
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """How wrong the answer may be, for each (batch, head).
+    """Measured errors and proved bounds, for each (batch, head).
 
     ``bound``
         Proved: max|output - exact| <= bound * max|V|. For a kernel sum the error of row i is
@@ -44,9 +44,9 @@ class Certificate:
         Relative Frobenius error (gaussian_kde: largest error over largest density) on ``rows``
         sampled query rows, and an upper limit for all rows that holds with probability
         ``confidence`` over the choice of rows, as far as errors among the rows left out are like
-        those found: rows that look unlike the others are sampled almost surely, but a few wrong
-        ones that no sketch tells from the rest can escape. The limit is infinite where a sketch
-        lost more than 1 % of the rows. `PowerAttention` is compared with the power itself.
+        those found: outlier queries are sampled almost surely, but a few wrong rows that
+        no measure tells from the rest can be missed. The limit is infinite where a sketch failed
+        on more than 1 % of the rows. `PowerAttention` is compared with the power itself.
     ``invalid_rows``
         Rows whose denominator was unusable; ``fallback_rows`` of them were computed exactly.
     """
@@ -121,9 +121,9 @@ def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int
     invalid = int(outcome.invalid_rows[at]) > int(outcome.fallback_rows[at])  # zeros
     spread, error, nonnegative = distortion(head, plan)
     if not head.normalise:
-        lost = min(1.0, vanishing * _smallest_row(outcome, at))
-        lost += torch.finfo(head.dtype).smallest_normal / largest if largest else 0.0
-        total = error + (1 + error) * (1 + eta) * (eta + narrow) + lost
+        underflow = min(1.0, vanishing * _smallest_row(outcome, at))
+        underflow += torch.finfo(head.dtype).smallest_normal / largest if largest else 0.0
+        total = error + (1 + error) * (1 + eta) * (eta + narrow) + underflow
         return max(total, 1.0) if invalid else total
     output = float(outcome.output[at].abs().max()) if outcome.output[at].numel() else 0.0
     trivial = 1 + output / largest if largest > 0 else 0.0
@@ -138,8 +138,8 @@ def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int
 def _sample(
     head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int], seed: int
 ) -> RowSample:
-    """Rows that may be wrong, as far as the outcome tells: those whose output is large, and whose
-    sum is not what a few keys suggest, and that lean on tilted keys."""
+    """Error estimates of all rows from the outcome: large outputs, sums that differ from those
+    estimated over a few keys, and weight on tilted keys."""
     output = outcome.output[at].to(head.dtype)
     measures = [(output - output.mean(0)).square().sum(1).double()]
     if not isinstance(plan, PowerHead) and head.normalise and head.n > SAMPLED_ROWS:
@@ -151,7 +151,8 @@ def _sample(
 
 
 def _smallest_row(outcome: Outcome, at: tuple[int, int]) -> float:
-    """The common unit of a kernel sum over the smallest row sum: rows far below it vanish."""
+    """The common unit of a kernel sum over its smallest row sum; rows far below the unit
+    underflow."""
     lse = outcome.lse[at][outcome.lse[at] > -math.inf].double()
     if not lse.numel():
         return 0.0

@@ -1,7 +1,7 @@
 """Kernel densities: an upper bound on the largest error of a plan, over the largest density.
 
 The relative error of a polynomial on the whole range of scores says little here: far from the
-data the density is tiny and so is what its error matters. Instead, tokens are binned by norm. A
+data the density is tiny, and its error does not matter. Instead, tokens are binned by norm. A
 pair of norms a, b has |score| <= |scale| a b, so with E(s) = max over |z| <= s of |p(z) - e^z| the
 error of row i is at most exp(row weight) * sum over key bins of (weight of the bin) * E(...).
 """
@@ -39,7 +39,7 @@ def density_error(head: Head, plan: HeadPlan, log_peak: float) -> float:
 
 
 class NormBins:
-    """The small rows and keys of a plan, binned by norm: serves every polynomial for that split."""
+    """The small rows and keys of a plan, binned by norm, for all polynomials of that split."""
 
     def __init__(self, head: Head, plan: HeadPlan):
         rows, keys = plan.smooth(head)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..engine.jensen import least_lse
 from ..plans import FittedHead, PolynomialHead, ThresholdHead
-from ..polynomials.balancing import framed
+from ..polynomials.balancing import transformed
 from ..problem.problem import Head
 from ..problem.result import FAILED_SHARE
 from .sampling import RowSample
@@ -61,10 +61,10 @@ class RowCheck:
             self._restore_exact(plan, weight)
         if isinstance(plan, FittedHead):
             log_sum = weight.sum(1).log().double() + self.top.squeeze(1)
-            lost = ~(log_sum >= least_lse(plan, self.head, self.rows))
-            if self.sample.total(lost.double()) > FAILED_SHARE * self.sample.n:
-                return math.inf, math.inf  # exact rows are not what was paid for
-            weight[lost] = self.weight[lost]
+            failed = ~(log_sum >= least_lse(plan, self.head, self.rows))
+            if self.sample.total(failed.double()) > FAILED_SHARE * self.sample.n:
+                return math.inf, math.inf  # too many exact rows: the cost would be wrong
+            weight[failed] = self.weight[failed]
         squared = (self._output(weight) - self.exact).double().square().sum(-1)
         size = self.exact.double().square().sum(-1)
         return self.sample.frobenius_limit(squared, size)
@@ -76,11 +76,10 @@ class RowCheck:
         return poly(self.scores).mul_(unit.exp())
 
     def _fitted(self, plan: FittedHead) -> Tensor:
-        inside = framed(self.head, plan.frame)
-        assert inside.key_log_weight is not None
-        query, key = inside.query[self.rows].to(self.scores), inside.key.to(self.scores)
-        shift = plan.frame.row_shift(self.head, self.rows).unsqueeze(1) - self.top
-        log_weight = inside.key_log_weight.to(self.scores) + shift
+        balanced = transformed(self.head, plan.transform)
+        query, key = balanced.query[self.rows].to(self.scores), balanced.key.to(self.scores)
+        shift = plan.transform.row_shift(self.head, self.rows).unsqueeze(1) - self.top
+        log_weight = balanced.key_log_weight.to(self.scores) + shift
         if self.log_weight is not None:
             log_weight = log_weight.masked_fill(self.log_weight == -math.inf, -math.inf)
         return plan.fitted(query, key).mul_(log_weight.exp())

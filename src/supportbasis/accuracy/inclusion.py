@@ -1,17 +1,17 @@
-"""How likely each query row is to be compared with its exact output: the odd ones, almost surely.
+"""Inclusion probabilities of query rows in a sample; outlier queries are drawn almost surely.
 
-Most of a head's error can lie in a few rows that are unlike the others: long queries, queries in
-rare directions, queries that look for a single key. A plain sample misses them. So each row is
-drawn with a probability of its own, and counts for the inverse of it (`sampling.py`). The
-probability mixes shares of the sample in proportion to
+Most of a head's error can lie in a few outlier queries: long ones, ones in rare directions, ones
+that attend to a single key. A uniform sample misses them. So each row is drawn with a probability
+of its own, and counts for the inverse of it (`sampling.py`). The probability mixes shares of the
+sample in proportion to
 
     1                                                every row has its chance,
     |q|^8                                            errors of polynomials grow so with the length,
     (q - mean)^T Cov^-1 (q - mean)                   rare directions,
     sum_j w_j^2 |v_j - mean|^2                       weight on few keys: the output's own part,
 
-and of what the caller adds. The weights w are estimated over sampled keys and all those that stand
-out: long ones, ones in rare directions, ones with large values, and the ones that a few pilot rows
+and of what the caller adds. The weights w are estimated over sampled keys and all outlier keys:
+long ones, ones in rare directions, ones with large values, and the ones that a few pilot rows
 attend to most among all keys. All of it takes O(n d (d + 200)).
 """
 
@@ -26,25 +26,25 @@ from torch import Tensor
 from ..problem.caching import WeakCache
 from ..problem.problem import Head
 
-SAMPLED_KEYS, ODD_KEYS, FOUND_KEYS = 64, 24, 48
+SAMPLED_KEYS, OUTLIER_KEYS, FOUND_KEYS = 64, 24, 48
 PILOT_ROWS = 64
 PILOT_ENTRIES = 2**23
 PIECE = {"cpu": 1024, "cuda": 2**16}  # rows at a time: on a CPU their scores stay in the caches
 LENGTH_POWER = 8
-EVEN = 0.4  # of the sample: the share that is drawn from all rows alike
+EVEN = 0.4  # of the sample: the share that is drawn from all rows with equal probability
 FLOOR = 1e-6  # of the largest eigenvalue: directions with less count as that
 
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
-    """What is known of every row before any is compared."""
+    """Measures of every row, made before any row is compared with its exact output."""
 
     measures: tuple[Tensor, ...]  # float64 [n] each, >= 0
     lse: Tensor  # float64 [n]: estimated
 
     @staticmethod
     def of(head: Head, seed: int) -> Sketch:
-        """Made once for a head and a seed."""
+        """The measures of a head, cached for a seed."""
         return _sketches.get(head, seed, lambda: _sketch(head, seed))
 
 
@@ -64,15 +64,15 @@ def _proportional(measure: Tensor, count: float) -> Tensor:
     """min(1, c x) with c such that they add up to ``count``."""
     largest = torch.finfo(torch.float64).max ** 0.5
     x = measure.double().nan_to_num(largest, largest, 0.0).clamp(max=largest)
-    sure = torch.zeros_like(x, dtype=torch.bool)
+    certain = torch.zeros_like(x, dtype=torch.bool)
     while True:
-        rest = torch.where(sure, 0.0, x)
+        rest = torch.where(certain, 0.0, x)
         total = float(rest.sum())
-        factor = max(0.0, count - int(sure.sum())) / total if total > 0 else 0.0
+        factor = max(0.0, count - int(certain.sum())) / total if total > 0 else 0.0
         over = rest * factor >= 1
         if not bool(over.any()):
-            return torch.where(sure, 1.0, rest * factor)
-        sure |= over
+            return torch.where(certain, 1.0, rest * factor)
+        certain |= over
 
 
 def spread_out(tokens: Tensor) -> Tensor:
@@ -104,9 +104,11 @@ def _sketch(head: Head, seed: int) -> Sketch:
     pilots = min(head.n, max(16, min(PILOT_ROWS, PILOT_ENTRIES // max(1, head.m))))
     chance = probabilities(torch.ones_like(lengths), (lengths, rare), pilots)
     rows = draw_rows(chance, pilots, generator)
-    odd = _top(head.key_norms[live], ODD_KEYS) + _top(spread_out(_unit(key[live])), ODD_KEYS)
-    odd += _top(value_size, ODD_KEYS) + _found_keys(head, live, value_size, rows)
-    special = torch.tensor(sorted(set(odd)), device=live.device)
+    outliers = _top(head.key_norms[live], OUTLIER_KEYS) + _top(
+        spread_out(_unit(key[live])), OUTLIER_KEYS
+    )
+    outliers += _top(value_size, OUTLIER_KEYS) + _found_keys(head, live, value_size, rows)
+    special = torch.tensor(sorted(set(outliers)), device=live.device)
     concentration, lse = _estimate(head, live, value_size, special, generator)
     return Sketch((lengths, rare, concentration), lse)
 
@@ -124,12 +126,12 @@ def _top(x: Tensor, count: int) -> list[int]:
 def draw_rows(chance: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """``count`` rows drawn with these probabilities, which add up to it: systematically along a
     random permutation. Sorted."""
-    order = torch.randperm(len(chance), generator=generator).to(chance.device)
-    steps = chance[order].cumsum(0)
+    permutation = torch.randperm(len(chance), generator=generator).to(chance.device)
+    steps = chance[permutation].cumsum(0)
     start = float(torch.rand((), generator=generator, dtype=torch.float64))
     steps = (steps * (count / max(float(steps[-1]), 1e-300)) + start).floor().clamp(max=count)
     before = torch.cat([steps.new_zeros(1), steps[:-1]])
-    return order[steps > before].sort().values
+    return permutation[steps > before].sort().values
 
 
 def _scores(head: Head, rows: Tensor, keys: Tensor) -> Tensor:
@@ -144,7 +146,7 @@ def _scores(head: Head, rows: Tensor, keys: Tensor) -> Tensor:
 
 
 def _found_keys(head: Head, live: Tensor, value_size: Tensor, rows: Tensor) -> list[int]:
-    """Of what each pilot row attends to most, the keys that have most of a row's output."""
+    """Keys with the largest share in the output of some pilot row."""
     best = value_size.new_zeros(len(live))
     for some in rows.split(32):
         weight = _scores(head, some, live).softmax(1).nan_to_num_(0.0)
@@ -158,14 +160,15 @@ def _found_keys(head: Head, live: Tensor, value_size: Tensor, rows: Tensor) -> l
 def _estimate(
     head: Head, live: Tensor, value_size: Tensor, special: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """The output's own part of each row, and its lse, over special keys and a sample of others."""
+    """sum_j w_j^2 |v_j - mean|^2 and the lse of each row, estimated over special keys and a sample
+    of the others."""
     others = torch.ones(len(live), dtype=torch.bool, device=live.device)
     others[special] = False
     index = others.nonzero().squeeze(1)
     drawn = min(SAMPLED_KEYS, len(index))  # one of each part of the sequence
-    places = torch.arange(drawn) + torch.rand(drawn, generator=generator)
-    places = (places * (len(index) / max(1, drawn))).long().clamp(max=len(index) - 1)
-    at = torch.cat([special, index[places.to(index.device)]])
+    positions = torch.arange(drawn) + torch.rand(drawn, generator=generator)
+    positions = (positions * (len(index) / max(1, drawn))).long().clamp(max=len(index) - 1)
+    at = torch.cat([special, index[positions.to(index.device)]])
     sampled = torch.arange(len(at), device=at.device) >= len(special)
     keys, size = live[at], value_size[at].to(head.dtype)
     many = max(1.0, len(index) / max(1, int(sampled.sum())))

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..components.sketch_sum import Sketched
 from ..engine.jensen import least_lse
 from ..lists.list_sum import head_tables
-from ..lists.tables import ASKED, ListSettings, Tables
+from ..lists.tables import SCORED_MEMBERS, ListSettings, Tables
 from ..plans import (
     BucketHead,
     ExactHead,
@@ -48,7 +48,7 @@ def execute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def run_head(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
-    """One head, quadratic time and memory. Rows that a sketch lost are exact, as in `execute`."""
+    """One head, quadratic time and memory. Failed rows are exact, as in `execute`."""
     if isinstance(plan, ListHead) and head.n and head.m:
         return list_attention(head, plan.lists, head_tables(head, plan.lists))
     weight, top = weights(head, plan)
@@ -58,21 +58,21 @@ def run_head(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
         if isinstance(plan, PowerHead):
             exact_plan = replace(plan, kernel=replace(plan.kernel, sketch_size=None))
         exact, exact_top = weights(head, exact_plan)
-        lost = ~(den.log() + top >= least_lse(plan, head, None)) | (den == 0)
-        weight = torch.where(lost.unsqueeze(1), exact, weight)
-        top, den = torch.where(lost, exact_top, top), weight.sum(1)
+        failed = ~(den.log() + top >= least_lse(plan, head, None)) | (den == 0)
+        weight = torch.where(failed.unsqueeze(1), exact, weight)
+        top, den = torch.where(failed, exact_top, top), weight.sum(1)
     num = weight @ head.value.double()
     if not head.normalise:
         factor = top if head.query_log_weight is None else top + head.query_log_weight.double()
         return num * factor.exp().unsqueeze(1), den.log() + factor
-    seen = den > 0
-    den = torch.where(seen, den, 1.0)
-    output = torch.where(seen.unsqueeze(1), num / den.unsqueeze(1), 0.0)
-    return output, torch.where(seen, den.log() + top, -math.inf)
+    positive = den > 0
+    den = torch.where(positive, den, 1.0)
+    output = torch.where(positive.unsqueeze(1), num / den.unsqueeze(1), 0.0)
+    return output, torch.where(positive, den.log() + top, -math.inf)
 
 
 def weights(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
-    """The matrix of weights in units of exp(top) for each row: exp, or what the plan puts there."""
+    """The weights of all pairs in units of exp(top) of each row, as the plan defines them."""
     score = head.query.double() @ head.key.double().T * head.scale
     log_weight = _log_weight(head, score)
     if isinstance(plan, PowerHead):
@@ -83,7 +83,7 @@ def weights(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
     top = torch.where(top > -math.inf, top, 0.0).detach()  # a unit, which cancels
     exact = (score + log_weight - top.unsqueeze(1)).exp()
     if isinstance(plan, FittedHead):
-        row, key, log_fitted_unit = _framed(head, plan)
+        row, key, log_fitted_unit = _balanced(head, plan)
         unit = (log_weight + log_fitted_unit - top.unsqueeze(1)).exp()
         return torch.where(_is_near(plan, row, key), plan.fitted(row, key) * unit, exact), top
     if not isinstance(plan, PolynomialHead):
@@ -93,7 +93,7 @@ def weights(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
 
 
 def _log_kernels(head: Head, plan: BucketHead, score: Tensor) -> Tensor:
-    """Log-weights of all pairs where powers stand in for exp: the score itself where none does."""
+    """Log-weights of all pairs: of the power of each bucket pair, or the exact score."""
     row_sets, key_sets = plan.buckets(head)
     score = score.clone()
     for pair in plan.pairs:
@@ -129,15 +129,15 @@ def _log_weight(head: Head, score: Tensor) -> Tensor:
     return weight
 
 
-def _framed(head: Head, plan: FittedHead) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys in the plan's frame, and what the scores have more than their products."""
-    frame = plan.frame
+def _balanced(head: Head, plan: FittedHead) -> tuple[Tensor, Tensor, Tensor]:
+    """Transformed queries x and keys y, and the scores less <x, y> [n, m]."""
+    transform = plan.transform
     query, key = head.query.double(), head.key.double()
-    away = key - frame.key_centre
-    shift = (query @ frame.key_centre).unsqueeze(1) + away @ frame.query_centre
+    away = key - transform.key_centre
+    shift = (query @ transform.key_centre).unsqueeze(1) + away @ transform.query_centre
     root = math.sqrt(head.scale)
-    row = (query - frame.query_centre) @ frame.query_map * root
-    return row, away @ frame.key_map * root, shift * head.scale
+    row = (query - transform.query_centre) @ transform.query_map * root
+    return row, away @ transform.key_map * root, shift * head.scale
 
 
 def _is_near(plan: FittedHead, row: Tensor, key: Tensor) -> Tensor:
@@ -182,19 +182,19 @@ def list_attention(head: Head, settings: ListSettings, made: Tables) -> tuple[Te
     for cell, members in enumerate(made.members[0]):
         first, count = int(made.first_tile[0, cell]), int(made.tile_count[0, cell])
         rows, members = made.tiles[0, first : first + count].flatten(), members[members >= 0]
-        rows, seen = rows[rows >= 0], leaves[: int(made.visible[cell])]
-        seen = [leaf for leaf in seen if bool(live[leaf].any())]
-        if not len(rows) or not len(members) or not seen:
+        rows, visible = rows[rows >= 0], leaves[: int(made.visible[cell])]
+        visible = [leaf for leaf in visible if bool(live[leaf].any())]
+        if not len(rows) or not len(members) or not visible:
             continue
         mean = query[members].mean(0)
-        tilts = [_tilted(head.scale * key[j] @ mean + bias[j], key[j], value[j]) for j in seen]
+        tilts = [_tilted(head.scale * key[j] @ mean + bias[j], key[j], value[j]) for j in visible]
         keys, values, masses, spreads = map(torch.stack, zip(*tilts, strict=True))
         weight = masses - head.scale * keys @ mean
-        asked = query[members[:: max(1, settings.block // ASKED)]]
-        share = (head.scale * asked @ keys.T + weight).softmax(1)
+        scored = query[members[:: max(1, settings.block // SCORED_MEMBERS)]]
+        share = (head.scale * scored @ keys.T + weight).softmax(1)
         variance = (query[members] - mean).square().sum(1).mean() / max(1, head.dim)
         opened = share.square().mean(0) * head.scale**2 * variance * spreads > settings.price
-        exact = [leaf[live[leaf]] for leaf, is_open in zip(seen, opened, strict=True) if is_open]
+        exact = [leaf[live[leaf]] for leaf, is_open in zip(visible, opened, strict=True) if is_open]
         listed = torch.cat([rows[:0], *exact])
         closed = head.scale * query[rows] @ keys[~opened].T + weight[~opened]
         scores = torch.cat([closed, score[rows][:, listed], own_lse[rows, None]], 1)

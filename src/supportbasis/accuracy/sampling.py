@@ -1,4 +1,4 @@
-"""Sampled query rows: which ones, their exact result, and what they say about all rows."""
+"""Samples of query rows: exact results, and estimates for all rows with confidence limits."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ QUANTILE = 1.645  # one-sided 95 % of a normal ratio
 class RowSample:
     """Rows drawn with unequal probabilities, each of which counts for the inverse of its own.
 
-    One row in thousands can carry most of a head's error, so rows that are unlike the others are
-    drawn almost surely (`inclusion.py`). Sums over all rows are estimated without bias, whatever
+    One row in thousands can carry most of a head's error, so outlier queries are drawn almost
+    surely (`inclusion.py`). Sums over all rows are estimated without bias, whatever
     the probabilities (Horvitz and Thompson); good ones make the estimates certain.
     """
 
@@ -32,7 +32,7 @@ class RowSample:
     @staticmethod
     def draw(head: Head, count: int, seed: int, measures: tuple[Tensor, ...] = ()) -> RowSample:
         """``count`` rows, or all if there are no more, from a private generator. ``measures`` [n]
-        add to what makes a row likely: their size is taken for the row's squared error."""
+        estimate the squared errors of rows and raise their probabilities."""
         everyone = RowSample.census(head.n, head.query.device)
         if head.n <= count:
             return everyone
@@ -52,7 +52,7 @@ class RowSample:
         return RowSample(self.rows[at], self.weight[at] / chance[at], self.n)
 
     def total(self, x: Tensor) -> float:
-        """The sum over all rows of what was measured on these."""
+        """Estimated sum over all rows of ``x`` [rows], measured on these."""
         return float((self.weight * x).sum())
 
     def frobenius_limit(self, squared: Tensor, size: Tensor) -> tuple[float, float]:
@@ -60,15 +60,14 @@ class RowSample:
 
         The limit takes the standard error of the linearised ratio, as if rows were drawn
         independently, on the logarithm of the ratio, which suits the long right tail that squared
-        errors have. One row is added: one as wrong as the worst that might have been left out,
-        and that counts as much as the one that counts most. A sample with no such row in it says
-        little about those that were missed.
+        errors have. One row is added, with the largest error and the largest weight among the
+        sampled rows that could have been missed, for rows of which the sample has no example.
         """
         error, total = self.total(squared), self.total(size)
         if error == 0.0 and math.isfinite(total):
             return 0.0, 0.0
         if total == 0.0 or not (math.isfinite(error) and math.isfinite(total)):
-            return math.inf, math.inf  # squares that overflow say nothing
+            return math.inf, math.inf  # squares overflow: no estimate
         ratio = error / total
         residual = squared.double() - ratio * size.double()
         further = self.weight - 1

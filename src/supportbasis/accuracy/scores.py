@@ -1,4 +1,4 @@
-"""A small sample of scores: which polynomial suits the data, judged where the scores are."""
+"""A small sample of scores, on which the errors of polynomials are estimated."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def best_polynomial(
     there is none, the one of least certified error. With a power, of z / power on that range.
 
     The sum of a density has no denominator to lose: there any sign will do, and minimax, which
-    weighs all scores alike, is left out.
+    weighs all scores equally, is left out.
     """
     if sample.is_density:
         kinds = (taylor(degree, reach), chebyshev(degree, reach))
         return min(kinds, key=lambda poly: sample.expected_error(poly, power))
     candidates = [kind(degree, reach) for kind in (taylor, chebyshev, minimax)]
-    fit = [poly for poly in candidates if poly.positive and poly.error <= epsilon]
-    if not fit:
+    usable = [poly for poly in candidates if poly.positive and poly.error <= epsilon]
+    if not usable:
         return min(candidates, key=lambda poly: poly.error)
-    return min(fit, key=lambda poly: sample.expected_error(poly, power))
+    return min(usable, key=lambda poly: sample.expected_error(poly, power))

@@ -1,7 +1,17 @@
-"""Components of a support basis: which keys, and how they are summed.
+"""Components of a support basis: sums over disjoint sets of keys, and their gradients.
 
 A component adds the sums over its own keys to the `Partial` of a set of query rows; the components
 of one row set have disjoint keys that together cover all of them.
+
+====================  ====================================================================
+`partial`             `Partial`: sums of rows, and the one division
+`cotangent`           `Cotangent` and `Gradients`: the same for the backward pass
+`exact_sum`           exp(score); `flash`: by PyTorch's CPU kernel
+`polynomial_sum`      a certified polynomial of the score
+`fitted_sum`          a polynomial fitted to transformed scores
+`power_sum`           a power of the score; `sketch_sum`: through a sketch
+`streaming`           sums of features in blocks of rows; `streaming_backward`: gradients
+====================  ====================================================================
 """
 
 from __future__ import annotations
@@ -32,8 +42,7 @@ __all__ = [
 
 
 class Component(Protocol):
-    """Anything that sums ``exp(score) v`` over its own keys for given query rows, and sends the
-    gradients of these sums back to the tokens."""
+    """A sum of ``exp(score) v`` over its own keys for given query rows, and its gradients."""
 
     def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What flows back through a component: gradients of its sums in, gradients of its tokens out.
+"""Cotangents of a component: gradients of its sums in, gradients of its tokens out.
 
 With out = num / den and lse = ln den, a loss with gradients g of out and h of lse has the gradients
 g / den of num and (h - <g, out>) / den of den. So the pair (i, j), which adds a_ij v_j to num and
@@ -17,17 +17,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class SavedForward:
-    """What the backward pass of a call is given, [batch, heads, ...]."""
+    """Results and cotangents of a forward pass, for the backward pass, [batch, heads, ...]."""
 
     output: Tensor  # [batch, heads, n, dv]
     lse: Tensor  # [batch, heads, n]
-    fallback: Tensor  # [batch, heads, n]: rows that were computed exactly instead
+    fallback: Tensor  # [batch, heads, n]: failed rows, which were computed exactly
     grad: Tensor  # of the output
     grad_lse: Tensor | None
     for_weights: bool  # whether the gradient of the key log-weights is asked for
 
     def of_heads(self, index: Tensor) -> SavedForward:
-        """Some heads."""
+        """The same for some heads."""
         parts = (self.output, self.lse, self.fallback, self.grad)
         output, lse, fallback, grad = (x.index_select(1, index) for x in parts)
         grad_lse = None if self.grad_lse is None else self.grad_lse.index_select(1, index)
@@ -63,7 +63,7 @@ class Cotangent:
         return Cotangent(self.num[rows], self.den[rows], self.log_scale[rows])
 
     def without(self, rows: Tensor) -> Cotangent:
-        """The same, with no weight on the rows of a boolean mask."""
+        """The same with zero weight on the rows of a boolean mask."""
         return Cotangent(self.num, self.den, self.log_scale.masked_fill(rows, -math.inf))
 
 
@@ -74,7 +74,7 @@ class Gradients:
     query: Tensor  # [n, d]
     key: Tensor  # [m, d]
     value: Tensor  # [m, dv]
-    key_log_weight: Tensor | None  # [m]; None: nobody asks for it
+    key_log_weight: Tensor | None  # [m]; None: not needed
     query_log_weight: Tensor | None = None  # [n]: of a factor of each row, likewise
 
 

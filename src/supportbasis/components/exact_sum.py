@@ -1,7 +1,7 @@
 """The exact component: a rectangle of rows and keys by online softmax.
 
 Where PyTorch's CPU kernel takes the rectangle it does the work; causal rectangles, masks and other
-devices go tile by tile. Both give the same sums, and tests hold one against the other.
+devices go tile by tile. Both give the same sums; tests compare them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ExactSum:
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
     ) -> None:
-        """Add what flows back from the sums of these rows; weights are computed again."""
+        """Add the gradients of the tokens from those of the rows' sums; weights are recomputed."""
         for_weights = total.key_log_weight is not None
         count, keys = len(cotangent.den), _KeySide(head, self.keys, for_weights)
         most = 1 / unit_roundoff(head.dtype)  # of a usable denominator: beyond, scores are rounding
@@ -156,12 +156,12 @@ class ExactSum:
                 score = score + (4 * unit * finite.max() if finite.numel() else 0.0)
         total = gamma(sum_depth(keys, SUM_BLOCK) + 16, product_roundoff(head.dtype))
         relative = torch.expm1(2 * score) + total
-        # a weighted mean cannot be lost by more than all of it; a sum can
+        # the relative error of a weighted mean is at most 1; that of a sum is not
         return (relative.clamp(max=1.0) if head.normalise else relative).to(head.dtype)
 
 
 class _KeySide:
-    """The keys of a component, and the gradients that gather there tile by tile."""
+    """The keys of a component, and their gradients, summed over tiles."""
 
     def __init__(self, head: Head, keys: Tensor | None, for_weights: bool):
         self.key = take(head.key, keys, 0, head.m).to(head.dtype)

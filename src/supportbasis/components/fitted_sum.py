@@ -1,7 +1,7 @@
-"""The fitted component: a polynomial of the scores in a frame, of high degree in few directions.
+"""The fitted component: a polynomial of transformed scores, of high degree in few directions.
 
-The tokens of `streaming` are the coordinates of the frame, the leading ones last: the monomials of
-degree k in the leading r_k coordinates are then the end of those of degree k in all.
+The tokens of `streaming` are the coordinates of the balancing transform, the leading ones last: the
+monomials of degree k in the leading r_k coordinates are then the last of those of degree k in all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..polynomials.balancing import Frame, framed
+from ..polynomials.balancing import Transform, transformed
 from ..polynomials.features import FeatureMap
 from ..polynomials.fitting import FittedKernel
 from ..problem.problem import Head
@@ -30,29 +30,27 @@ class FittedSum:
     """p(x, y) instead of exp(score) over ``keys`` (sorted indices of live keys; None: all)."""
 
     kernel: FittedKernel
-    frame: Frame
+    transform: Transform
     keys: Tensor | None = None
 
     def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
         """Add the sums over these keys to ``total``, which holds the given rows."""
-        shift = self.frame.row_shift(head, rows)
-        _FittedTask(framed(head, self.frame), rows, self.keys, self.kernel, shift).run(total)
+        shift = self.transform.row_shift(head, rows)
+        _FittedTask(transformed(head, self.transform), rows, self.keys, self.kernel, shift).run(
+            total
+        )
 
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
     ) -> None:
-        """Add what flows back from the sums of these rows, through the frame."""
-        inside, shift = framed(head, self.frame), self.frame.row_shift(head, rows)
-        part = Gradients(
-            torch.zeros_like(total.query),
-            torch.zeros_like(total.key),
-            total.value,
-            total.key.new_zeros(head.m),
-            total.query.new_zeros(head.n),
-        )
-        task = _FittedTask(inside, rows, self.keys, self.kernel, shift)
+        """Add the gradients of the tokens from those of the rows' sums, through the transform."""
+        balanced, shift = transformed(head, self.transform), self.transform.row_shift(head, rows)
+        weight, of_shift = total.key.new_zeros(head.m), total.query.new_zeros(head.n)
+        query, key = torch.zeros_like(total.query), torch.zeros_like(total.key)
+        part = Gradients(query, key, total.value, weight, of_shift)
+        task = _FittedTask(balanced, rows, self.keys, self.kernel, shift)
         add_gradients(task, part, cotangent)
-        self.frame.pull_back(part, total, head.scale)
+        self.transform.pull_back(part, weight, of_shift, total, head.scale)
 
 
 class _FittedTask(Task):
@@ -104,7 +102,7 @@ class _FittedTask(Task):
         add_tokens(part, self.keys, start, grad.flip(1) / self.key_norm)
 
     def magnitude(self) -> Tensor:
-        """Of degree k as large as the coordinates that it is taken in."""
+        """sum_k |a_k| |x_i|_k^k max_j |y_j|_k^k, norms in the leading r_k coordinates, [rows]."""
         query = self.head.query if self.rows is None else self.head.query[self.rows]
         key = self.head.key if self.keys is None else self.head.key[self.keys]
         magnitude = query.new_full((len(query),), abs(self.fitted.coefficients[0]))
@@ -114,8 +112,8 @@ class _FittedTask(Task):
         return magnitude
 
     def noise(self, mass: Tensor | float, block: int) -> Tensor:
-        """Rounding as it is likely to be, with errors that are independent of each other: of a
-        polynomial that is fitted, nothing is proved, and bounds would rule out much that works."""
+        """Typical rounding error, with independent errors of the terms: no bound is proved for a
+        fitted polynomial, and worst cases would exclude most rows."""
         depth = 4 * math.sqrt(self.key_count + self.features.count)
         return self.magnitude() * gamma(math.ceil(depth), product_roundoff(self.head.dtype)) * mass
 

@@ -1,4 +1,4 @@
-"""PyTorch's flash attention for CPUs, with the log-sum-exp that its public function keeps back."""
+"""PyTorch's flash attention for CPUs, with the log-sum-exp, which SDPA does not return."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ class Partial:
     """Numerator and denominator of some rows over some keys, in units of ``exp(log_scale)``.
 
     For row i the true sums are ``exp(log_scale_i) * num_i = sum_j a_ij v_j`` and
-    ``exp(log_scale_i) * den_i = sum_j a_ij``. A row that has seen no key has ``den = 0`` and
+    ``exp(log_scale_i) * den_i = sum_j a_ij``. A row without keys has ``den = 0`` and
     ``log_scale = -inf``. ``noise`` bounds the rounding error of ``den``, and of ``num`` divided
     by the largest |v|, in the same units: it grows with the sum of the magnitudes of the terms,
-    so a row whose terms cancel is noticed.
+    so a row whose terms cancel is detected.
     """
 
     num: Tensor  # [rows, dv]
@@ -54,16 +54,16 @@ class Partial:
         return Partial(self.num[rows], self.den[rows], self.log_scale[rows], self.noise[rows])
 
     @property
-    def seen(self) -> Tensor:
-        """Rows that have at least one key (one whose unit overflowed, to NaN, has)."""
+    def has_keys(self) -> Tensor:
+        """Rows that attend to at least one key; NaN, a unit that overflowed, counts."""
         return self.log_scale != -math.inf
 
     @property
     def usable(self) -> Tensor:
-        """Rows whose sums are finite and whose denominator stands clear of rounding.
+        """Rows whose sums are finite and whose denominator exceeds its rounding error.
 
         ``noise`` is a worst case; rounding errors of independent sign are far smaller, so a
-        denominator counts as lost only below a sixteenth of it.
+        denominator is unusable only below a sixteenth of it.
         """
         return self.finite & (self.den > self.noise / 16)
 

@@ -22,7 +22,7 @@ from .partial import Partial
 from .streaming import Task
 from .streaming_backward import add_gradients
 
-LARGEST_REACH = 1e300  # stands for every range that float64 cannot hold
+LARGEST_REACH = 1e300  # replaces ranges that overflow float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class PolynomialSum:
 
     polynomial: CertifiedPolynomial
     keys: Tensor | None = None
-    last: list[Task] = field(default_factory=list, init=False, repr=False)  # for the way back
+    last: list[Task] = field(default_factory=list, init=False, repr=False)  # for the backward pass
 
     def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
         """Add the sums over these keys to ``total``, which holds the given rows."""
@@ -42,7 +42,7 @@ class PolynomialSum:
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
     ) -> None:
-        """Add what flows back from the sums of these rows."""
+        """Add the gradients of the tokens from those of the rows' sums."""
         same = [task for task in self.last if task.head is head and task.rows is rows]
         task = same[0] if same else _PolynomialTask(head, rows, self.keys, self.polynomial)
         add_gradients(task, total, cotangent)

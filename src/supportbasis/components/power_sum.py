@@ -35,8 +35,8 @@ class PowerSum(ExactSum):
     def _row_tile(
         self, head: Head, rows: Tensor | None, span: tuple[int, int], keys: int
     ) -> Partial:
-        """All keys for the rows of one tile. Unlike a row that sees no key, one whose weights are
-        all zero has been seen, and has no usable denominator."""
+        """All keys for the rows of one tile. A row whose weights are all zero attends to keys, but
+        has no usable denominator."""
         tile = super()._row_tile(head, rows, span, keys)
         empty = (tile.log_scale > -math.inf) & (tile.log_scale < NOTHING / 2)
         tile.num[empty], tile.den[empty], tile.log_scale[empty] = 0.0, 0.0, 0.0

@@ -1,14 +1,14 @@
 """The sketched component: a kernel s(z)^p through a sketch of p-fold tensor powers, linear in n.
 
 s is a polynomial in z, so s(<q, k>) = <u(q), w(k)> with features u, w of the tokens. The sketch
-phi of the (p/2)-fold power gives <phi(u), phi(w)> close to <u, w>^(p/2), and its square stands in
-for <u, w>^p: the paper's phi' = phi ⊗ phi, whose weights are never negative. Squares of inner
+phi of the (p/2)-fold power gives <phi(u), phi(w)> close to <u, w>^(p/2), and its square replaces
+<u, w>^p: the paper's phi' = phi ⊗ phi, whose weights are never negative. Squares of inner
 products are the streamed sums of `streaming` with the kernel t^2, so the z^2 features of a token
 exist for one block of tokens only.
 
 The degrees of s are weighed by the kernel alone, never by the lengths of the tokens of a call: a
 row's sum depends on no other row, and its gradient is exact. Each token is divided by its own norm,
-before and after the sketch, and the norms travel as logarithms: nothing overflows, however large
+before and after the sketch, and the norms are kept as logarithms: nothing overflows, however large
 the power.
 """
 
@@ -47,7 +47,7 @@ class SketchSum:
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
     ) -> None:
-        """Add what flows back from the sums of these rows."""
+        """Add the gradients of the tokens from those of the rows' sums."""
         add_gradients(_SketchTask(head, rows, self.keys, self.kernel), total, cotangent)
 
 
@@ -55,9 +55,8 @@ class _SketchTask(Task):
     """Sketched queries and keys of unit length, with the logarithms of their lengths."""
 
     def __init__(self, head: Head, rows: Tensor | None, keys: Tensor | None, kernel: PowerKernel):
-        assert kernel.sketch_size is not None
-        super().__init__(head, rows, keys, FeatureMap(kernel.sketch_size, 2), SQUARE)
         self.sketch = Sketched(head, kernel)
+        super().__init__(head, rows, keys, FeatureMap(self.sketch.half.size, 2), SQUARE)
 
     def queries(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         return self.sketch.query(take(self.head.query, self.rows, start, stop))
@@ -89,7 +88,8 @@ class Sketched:
     """
 
     def __init__(self, head: Head, kernel: PowerKernel):
-        assert kernel.sketch_size is not None
+        if kernel.sketch_size is None:
+            raise ValueError(f"{kernel} has no sketch")
         self.dtype, self.kernel, poly = head.dtype, kernel, kernel.polynomial
         coefficients: tuple[float, ...] = (0.0, 1.0)
         self.log_unit = math.log(head.scale)
@@ -104,10 +104,10 @@ class Sketched:
                 coefficients = coefficients[:1]
         self.features = FeatureMap(head.dim, len(coefficients) - 1)
         coefficient = torch.tensor(coefficients, dtype=torch.float64)
-        weight = self.features.multiplicity * coefficient[self.features.order]
+        weight = self.features.multiplicity * coefficient[self.features.degrees]
         self.kept = weight.nonzero().squeeze(1).to(head.query.device)
         self.weight = weight.to(head.query.device)[self.kept]
-        below = self.features.degree - self.features.order.to(head.query.device)[self.kept]
+        below = self.features.degree - self.features.degrees.to(head.query.device)[self.kept]
         self.degrees_below = below.double()
         self.half = PolySketch(kernel.power, kernel.sketch_size, kernel.seed).half
 
@@ -141,8 +141,8 @@ class Sketched:
     def _scaled(
         self, tokens: Tensor, log_unit: float, root: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens with entries of at most 1, what they were divided by [tokens, 1], the weights of
-        their features [tokens, kept], and the logarithm of what the weights were divided by.
+        """Tokens with entries of at most 1, their divisors [tokens, 1], the weights of their
+        features [tokens, kept], and the logarithm of the divisor of these weights.
 
         A token whose entries exceed the unit u is divided by its largest entry instead, m u, and
         the weights of degree k by m^(g - k): all its features are then m^g times too small.
@@ -162,9 +162,9 @@ class Sketched:
     def _pull_back(self, tokens: Tensor, grad: Tensor, log_unit: float, root: Tensor) -> Tensor:
         """Gradient of some tokens from that of their unit vectors.
 
-        Sums are of degree 2 in the sketched token and the sketch is homogeneous too, so what flows
-        back through the lengths and what flows back through their logarithms cancel: every
-        length is a plain divisor.
+        Sums are of degree 2 in the sketched token and the sketch is homogeneous too, so the
+        gradients through the lengths and through their logarithms cancel: every length is a plain
+        divisor.
         """
         x, divisor, weight, _ = self._scaled(tokens, log_unit, root)
         features, log_norm = _unit(self.features(x)[:, self.kept] * weight)
@@ -175,10 +175,10 @@ class Sketched:
         lanes = x.unsqueeze(0)
         buffer = self.features.buffer(1, len(x), x)
         self.features.write(lanes, buffer)
-        back = self.features.pull_back(
+        of_tokens = self.features.pull_back(
             buffer, lambda start, stop, out: out.copy_(whole[:, 1 + start : 1 + stop].T), len(x)
         )
-        return (back[0].T / divisor).to(self.dtype)
+        return (of_tokens[0].T / divisor).to(self.dtype)
 
 
 def _unit(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,12 +3,12 @@
 For a kernel ``sum_k a_k t^k`` of t = <x_i, y_j>, with |x_i|, |y_j| <= 1, the sum over keys is
 ``sum_j p(t_ij) w_j v_j = <phi(x_i), diag(a W) S>`` where ``S = sum_j phi(y_j) w_j v_j``. Neither
 the n x m matrix nor the n x r features exist at any time. Causal sums keep S as a running prefix
-and evaluate the kernel densely inside one chunk. What x, y and the kernel are is the affair of a
-`Task`: a polynomial's are the tokens themselves, a sketch's are sketched tokens.
+and evaluate the kernel densely within one chunk. A `Task` defines x, y and the kernel: the tokens
+themselves for a polynomial, sketched tokens for a sketch.
 
-Tokens are handed out in lanes, one for each thread: the thread that writes a lane's features also
-multiplies them, and they never leave its cache. (Split any other way, features written by one core
-and read by another cost up to twice the time, depending on where the cores happen to sit.)
+Tokens are divided into lanes, one for each thread: the thread that writes a lane's features also
+multiplies them, and they stay in its cache. (Features written by one core and read by another cost
+up to twice the time.)
 """
 
 from __future__ import annotations
@@ -38,19 +38,26 @@ NARROW = 8  # columns below which products are faster the other way round
 
 
 class Block(NamedTuple):
-    """Some tokens of one side, and what each is summed with."""
+    """Some tokens of one side with log-weights, values and a column."""
 
     tokens: Tensor  # [tokens, dim]
     log_weight: Tensor | None  # None: zero
     value: Tensor  # [tokens, dv]
     column: Tensor | None = None  # beside the value; None: ones
 
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Log-weights and column [tokens]; zeros and ones where they are None."""
+        zero = self.value.new_zeros(len(self.value))
+        log_weight = zero if self.log_weight is None else self.log_weight
+        return log_weight, zero + 1 if self.column is None else self.column
+
 
 Span = tuple[int, int]  # tokens of a task, from and to
 
 
 def lane_count(device: str) -> int:
-    """Lanes that tokens are handed out in: one for each thread of the CPU."""
+    """Lanes that tokens are divided into: one for each thread of the CPU."""
     return min(MAX_LANES, torch.get_num_threads()) if device == "cpu" else 1
 
 
@@ -71,7 +78,7 @@ class Task(ABC):
         self.features, self.coefficients = features, coefficients
         self.lanes = lane_count(head.query.device.type)
         coefficient = torch.tensor(coefficients, dtype=torch.float64)
-        layout = features.multiplicity * coefficient[features.order]
+        layout = features.multiplicity * coefficient[features.degrees]
         self.weights = layout.to(head.dtype).to(head.query.device)
         self.reader: Reader | None = None  # of the keys, once they are summed
 
@@ -85,11 +92,11 @@ class Task(ABC):
 
     @abstractmethod
     def add_query_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
-        """Add what the gradient of tokens x_i from ``start`` on is for the queries."""
+        """Add the gradients of queries from those of the tokens x_i from ``start`` on."""
 
     @abstractmethod
     def add_key_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
-        """The same for tokens y_j and the keys."""
+        """Add the gradients of keys from those of the tokens y_j from ``start`` on."""
 
     @abstractmethod
     def magnitude(self) -> Tensor:
@@ -117,7 +124,7 @@ class Task(ABC):
         return Block(*self.key_tokens(start, stop), value)
 
     def log_weight(self, start: int, stop: int) -> Tensor | None:
-        """What the caller weighs these keys with."""
+        """Log-weights of some keys in the call; None: zero."""
         source = self.head.key_log_weight
         if source is None:
             return None
@@ -137,7 +144,7 @@ class Task(ABC):
     def noise(self, mass: Tensor | float, block: int) -> Tensor:
         """Rounding of a row's sums: depth of the sums times the magnitude of their terms, and
         times the smallest normal number, the most that underflow takes from one of them. So the
-        reciprocal of a denominator that stands clear of it is finite, and gradients can use it."""
+        reciprocal of a denominator above it is finite, and gradients can use it."""
         depth = sum_depth(self.key_count, block) + self.features.count
         depth += 2 * self.features.degree + self.head.dim + 16
         dtype = self.head.dtype
@@ -185,8 +192,8 @@ class State:
 
 
 class Reader:
-    """The finished state with the polynomial applied: features of one side to sums over the other,
-    and, on the way back, to gradients."""
+    """A finished state with the polynomial applied: it maps features of one side to sums over the
+    other, and in the backward pass to gradients."""
 
     def __init__(self, state: State, task: Task):
         weights = task.weights[1:].unsqueeze(1)
@@ -246,13 +253,13 @@ def _products(features: Tensor, sums: Tensor) -> Tensor:
 
 
 def lane_rows(task: Task) -> int:
-    """Tokens a lane and block where every row sees every key."""
+    """Tokens of a lane in a block where every row attends to every key."""
     longest = math.ceil(max(task.row_count, task.key_count) / task.lanes)
     return min(block_rows(task.features.count, task.head.dtype), longest)
 
 
 def _add_full(task: Task, total: Partial) -> None:
-    """Every row sees every key: one pass over the keys, one over the rows."""
+    """Every row attends to every key: one pass over the keys, one over the rows."""
     lane = lane_rows(task)
     buffer, block = task.features.buffer(task.lanes, lane, task.weights), lane * task.lanes
     state = sum_keys(task, lane, buffer)

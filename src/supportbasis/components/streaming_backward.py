@@ -1,14 +1,14 @@
-"""The way back through streamed feature sums: features are formed again, block by block; the state
+"""The backward pass of streamed feature sums: features are formed again, block by block; the state
 of the keys is that of the forward pass, where it was kept.
 
-What flows back is the bilinear form
+The tokens receive the gradients of the bilinear form
 
     L = sum_ij p(<x_i, y_j>) exp(r_i + s_j) <(u_i, c_i), (v_j, 1)>
 
-with (u_i, c_i) exp(r_i) the gradients of row i's sums. Its two sides are alike: the gradient of x_i
-reads the state S = sum_j phi(y_j) e^{s_j} (v_j, 1) of all keys, and those of y_j and v_j read the
-state T = sum_i phi(x_i) e^{r_i} (u_i, c_i) of all rows. In causal attention S is a prefix and T a
-suffix, and both sides meet densely inside one chunk.
+with (u_i, c_i) exp(r_i) the gradients of row i's sums. It is symmetric: the gradient of x_i reads
+the state S = sum_j phi(y_j) e^{s_j} (v_j, 1) of all keys, and those of y_j and v_j read the state T
+= sum_i phi(x_i) e^{r_i} (u_i, c_i) of all rows. In causal attention S is a prefix and T a suffix,
+and pairs within one chunk are summed densely.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .streaming import Block, Reader, Span, State, Task, causal_chunks, lane_row
 
 
 def add_gradients(task: Task, total: Gradients, cotangent: Cotangent) -> None:
-    """Add what flows back from the sums of the rows of this task."""
+    """Add the gradients of the tokens from those of the sums of the task's rows."""
     if task.row_count and task.key_count:
-        back = _Backward(task, total, cotangent)
-        (back.causal if task.head.is_causal else back.full)()
+        backward = _Backward(task, total, cotangent)
+        (backward.causal if task.head.is_causal else backward.full)()
 
 
 class _Backward:
-    """One evaluation: the task, what comes in, where it goes, and memory for a block."""
+    """One evaluation: the task, its cotangent, the total to add to, and memory for a block."""
 
     def __init__(self, task: Task, total: Gradients, cotangent: Cotangent):
         self.task, self.total, self.cotangent = task, total, cotangent
@@ -41,7 +41,7 @@ class _Backward:
         self.features = self.task.features.buffer(self.task.lanes, lane, self.task.weights)
 
     def full(self) -> None:
-        """Every row sees every key: S over the keys, one pass over the rows, one over the keys."""
+        """Not causal: S over the keys, one pass over the rows, one pass over the keys."""
         task, lane = self.task, lane_rows(self.task)
         self._allocate(lane)
         reader = task.reader or Reader(sum_keys(task, lane, self.features), task)
@@ -111,14 +111,14 @@ class _Backward:
         return torch.where(factor > 0, grad * factor, 0.0)
 
     def _add_row_weights(self, reader: Reader, block: Block, features: Tensor, span: Span) -> None:
-        """Gradients of the rows' log-factors, where somebody asks for them."""
+        """Gradients of the rows' log-factors, if they are needed."""
         if self.total.query_log_weight is not None:
             value = reader.num(features, len(block.value))
             weight = reader.weight_gradient(value, block, features)
             add_tokens(self.total.query_log_weight, self.task.rows, span[0], weight)
 
     def _finish_keys(self, reader: Reader, span: Span) -> None:
-        """Gradients of some keys from the state of the rows that see all of them."""
+        """Gradients of some keys from the state of the rows that attend to all of them."""
         task, total, block = self.task, self.total, self.task.key_block(*span)
         features, factor = task.write(block.tokens, self.features), reader.factor(block)
         task.add_key_gradient(total, span[0], self._read(reader, block))
@@ -133,14 +133,14 @@ class _Backward:
         task, total = self.task, self.total
         row_at = take_index(task.rows, *row_span, block.tokens)
         key_at = take_index(task.keys, *key_span, block.tokens)
-        assert block.log_weight is not None and block.column is not None
-        weight = block.log_weight.unsqueeze(1)
+        log_weight, column = block.factors
+        weight = log_weight.unsqueeze(1)
         if keys.log_weight is not None:
             weight = weight + keys.log_weight
         weight = weight.masked_fill(key_at > row_at.unsqueeze(1), -math.inf).exp_()
         kernel = task.kernel(block.tokens, keys.tokens).mul_(weight)
         add_tokens(total.value, task.keys, key_span[0], kernel.T @ block.value)
-        grad = torch.addmm(block.column.unsqueeze(1), block.value, keys.value.T)
+        grad = torch.addmm(column.unsqueeze(1), block.value, keys.value.T)
         if total.key_log_weight is not None:
             add_tokens(total.key_log_weight, task.keys, key_span[0], (kernel * grad).sum(0))
         if total.query_log_weight is not None:

@@ -5,7 +5,7 @@
 `exact`         exact heads by PyTorch's fused kernels, and rectangles of exact pairs
 `polynomial`    polynomials and single thresholds
 `lists`         sorting, tilted keys, selection, attention over lists
-`fitted`        fitted polynomials, by PyTorch's products
+`fitted`        fitted polynomials, by PyTorch operations
 ==============  ==========================================================================
 
 A file ``*_heads`` is what `engine.dispatch` calls: forward and gradients of a kind of head. A file

@@ -1,10 +1,10 @@
 """Attention as operators of PyTorch: what autograd, ``torch.compile`` and ``torch.func`` see.
 
-Two operators wrap the engine, one for each direction. Everything that looks at numbers happens
-inside them: checks of the entries, supports, warnings. So a graph around a call is a plain graph of
-tensors. A plan is a constant of the call; the operators know it by its handle, a string. Outside
-of graphs the same two functions run as an `autograd.Function`, which is what `torch.func` wants and
-does not load the compiler.
+Two operators wrap the engine, one for each direction. Everything that depends on entries happens
+inside them: checks, supports, warnings. So a graph around a call contains tensors only. A plan is a
+constant of the call, which the operators find by its handle, a string. Outside of graphs the same
+two functions run as an `autograd.Function`, which `torch.func` needs and which does not load the
+compiler.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _in_graphs: dict[str, Plan] = {}  # a compiled graph holds a handle, so its plan
 
 
 def is_needed(problem: Problem) -> bool:
-    """Whether something looks at this call that only operators can answer."""
+    """Whether the call is differentiated or traced, so that it must run as an operator."""
     return problem.requires_grad or is_tracing()
 
 
@@ -62,10 +62,9 @@ def run(problem: Problem, plan: Plan, implementation: str = "auto") -> Outcome:
 
 
 def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
-    """Run every head, through kernels where they take it, and say what went wrong.
+    """Run every head, through kernels where they take it, and warn about failed rows.
 
-    Rows that the component engine did not make are not looked at, since that would wait for the
-    device.
+    Rows made by kernels are not checked, since that would synchronise with the host.
     """
     outcome = None
     if plan.is_exact and implementation == "auto" and sdpa.can_run(problem, need_lse=True):
@@ -76,7 +75,7 @@ def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
     if reports_later(problem, plan, implementation):
         from ..cuda.runtime.range_check import RangeCheck
 
-        RangeCheck.of(plan, problem.query.device, problem.batch).ask(problem)
+        RangeCheck.of(plan, problem.query.device, problem.batch).start(problem)
     groups = dispatch.groups(problem, plan, implementation)
     outcome = dispatch.run(problem, groups)
     if any(group.kind is None for group in groups):
@@ -110,7 +109,7 @@ def _run_forward(
     is_causal: bool,
     kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output and lse, which rows were fallback, and counts [3, batch, heads]."""
+    """Output and lse, which rows fell back to exact sums, and counts [3, batch, heads]."""
     problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal, kept)
     the_plan = _plan_of(problem, plan, implementation)
     with torch.autocast(query.device.type, enabled=False):
@@ -123,8 +122,8 @@ def _run_forward(
 
 def _plan_of(problem: Problem, handle: str, implementation: str) -> Plan:
     """The plan that an operator runs, forward and backward. Outside of graphs and transforms the
-    call was checked before. Inside, heads that leave their range are exact on a CPU; what a GPU
-    reports is said, and changes nothing: it may come between forward and backward."""
+    call was checked before. Inside, heads that leave their range are exact on a CPU; on a GPU they
+    are only warned about, since a report may come between forward and backward."""
     plan = Plan.known(handle)
     if problem.kept is not None:
         return plan
@@ -285,7 +284,7 @@ def _one_by_one(
 
 
 class _Attention(torch.autograd.Function):
-    """The same outside of graphs."""
+    """The forward operator outside of graphs."""
 
     forward = staticmethod(_run_forward)
     setup_context = staticmethod(_save)
@@ -301,7 +300,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _AttentionBackward(torch.autograd.Function):
-    """The way back of `_Attention`, which ends there."""
+    """The backward pass of `_Attention`, which has no backward pass of its own."""
 
     forward = staticmethod(_run_backward)
     backward = staticmethod(refuse_second)
@@ -309,7 +308,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing is kept."""
+        """Nothing is saved."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:

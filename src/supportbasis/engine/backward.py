@@ -51,13 +51,13 @@ def backward_head(
 ) -> None:
     """One head: every component adds its part to ``total``."""
     for group in basis:
-        rows, part, lost = group.rows, cotangent, fallback
+        rows, part, failed = group.rows, cotangent, fallback
         if rows is not None:
-            part, lost = cotangent[rows], fallback[rows]
-        if bool(lost.any()):
-            where = lost.nonzero().squeeze(1)
+            part, failed = cotangent[rows], fallback[rows]
+        if bool(failed.any()):
+            where = failed.nonzero().squeeze(1)
             exact = where if rows is None else rows[where]
             plan.exact(head).add_gradients(total, part[where], head, exact)
-            part = part.without(lost)
+            part = part.without(failed)
         for component in group.components:
             component.add_gradients(total, part, head, rows)

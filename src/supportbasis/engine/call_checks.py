@@ -1,7 +1,7 @@
 """What is checked around a call: that a plan suits it, its entries, its scores and its output.
 
-On a GPU nothing here looks at entries, which would synchronise with the host: what a call does
-there is reported at the next one.
+On a GPU nothing here reads entries, which would synchronise with the host: what a call finds there
+is reported at the next one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def check_plan(problem: Problem, plan: Plan) -> None:
 
 def checked(problem: Problem, plan: Plan, implementation: str) -> Plan:
     """The plan to use for a call, whose entries are checked on a CPU: heads whose scores leave the
-    range they were planned for are exact. With kernels on a GPU what earlier calls left is known:
-    to look at this one would synchronise with the host."""
+    range they were planned for are exact. With kernels on a GPU those that left it in
+    earlier calls are exact: checking this call would synchronise with the host."""
     check_plan(problem, plan)
     check_entries(problem)
     if reports_later(problem, plan, implementation):
@@ -51,7 +51,7 @@ def reports_later(problem: Problem, plan: Plan, implementation: str) -> bool:
 
 
 def check_entries(problem: Problem) -> None:
-    """Raise if an entry is not finite; on a GPU that would wait for the device."""
+    """Raise if an entry is not finite; not on a GPU, where it would synchronise with the host."""
     if problem.query.device.type == "cpu":
         tokens = {"query": problem.query, "key": problem.key}
         if not all(map(math.isfinite, problem.largest)):  # which checks both without another pass
@@ -62,7 +62,7 @@ def check_entries(problem: Problem) -> None:
 
 
 def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
-    """Say what went wrong with some rows, and refuse an output that is not finite."""
+    """Warn about failed rows, and raise if the output is not finite."""
     if int(outcome.invalid_rows.sum() - outcome.fallback_rows.sum()):
         warnings.warn(
             "supportbasis: rows had no usable denominator (their weights cancel or vanish) and "
@@ -70,12 +70,12 @@ def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
             UserWarning,
             stacklevel=4,
         )
-    lossy = any(head.may_fail for head in plan.heads)
-    if lossy and float(outcome.fallback_rows.max()) > FAILED_SHARE * problem.n:
+    may_fail = any(head.may_fail for head in plan.heads)
+    if may_fail and float(outcome.fallback_rows.max()) > FAILED_SHARE * problem.n:
         advice = "a larger sketch_size" if plan.heads[0].is_sketched else "a new plan"
         warnings.warn(
-            "supportbasis: a sketch or fit lost more than 1 % of a head's rows, which were "
-            f"computed exactly instead; use {advice} or another method",
+            "supportbasis: a sketch or fitted polynomial failed on more than 1 % of a head's rows, "
+            f"which were computed exactly; use {advice} or another method",
             UserWarning,
             stacklevel=4,
         )
@@ -106,13 +106,13 @@ def check_scores(problem: Problem, plan: Plan | None = None) -> None:
 
 
 def _largest_step(problem: Problem, query: float, key: float) -> float:
-    """No product on the way to a score is larger, whether the scale comes first or last."""
+    """Upper bound of every product on the way to a score, whether the scale comes first or last."""
     scale = abs(problem.scale)
     return max(problem.query.shape[-1] * query * key * max(scale, 1.0), scale * max(query, key))
 
 
 def check_output(problem: Problem, output: Tensor) -> None:
-    """Finite inputs can still overflow: in a score, or in a sum of huge values."""
+    """Raise if the output is not finite: finite inputs may overflow in a score or in a sum."""
     if output.is_cuda or math.isfinite(output.detach().sum(dtype=problem.dtype).item()):
         return
     if not bool(output.isfinite().all()):

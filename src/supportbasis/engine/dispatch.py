@@ -2,8 +2,8 @@
 
 Heads that the same kernels take are a group: one problem with one plan, cut out of the call unless
 they are all of it. Heads that no kernels take run through the component engine (`execute`), unless
-the caller asked for kernels; then the call is refused in words. What is decided depends on shapes,
-dtypes, the device and the plan alone, never on entries: the backward pass decides the same.
+the caller asked for kernels; then the call raises and says why. The choice depends on shapes,
+dtypes, the device and the plan, never on entries, so forward and backward choose the same.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ EVALUATORS = {  # of a kind of head, a module of `supportbasis.cuda`
     "lists": "lists.list_heads",
     "fitted": "fitted.fitted_heads",
 }
-PLAIN = (EVALUATORS["fitted"],)  # evaluators that have all heads at once, but no kernels
+WITHOUT_KERNELS = (EVALUATORS["fitted"],)  # all heads at once, but by PyTorch operations
 
 
-# output in the input dtype and lse in float32, contiguous; and which rows were lost and computed
-# exactly instead, where an evaluator looks for them
+# output in the input dtype and lse in float32, contiguous; and which rows failed and were computed
+# exactly, where an evaluator checks for them
 Forward = tuple[Tensor, Tensor, Tensor | None]
 
 
@@ -69,11 +69,6 @@ class Group:
     heads: tuple[int, ...]
     plan: Plan  # of these heads
     index: Tensor | None = None  # the heads on the device; None: all of them, as they come
-
-    @property
-    def evaluator(self) -> Evaluator:
-        assert self.kind is not None
-        return _evaluator(self.kind)
 
 
 def check_implementation(implementation: object) -> str:
@@ -103,8 +98,8 @@ def groups(problem: Problem, plan: Plan, implementation: str) -> tuple[Group, ..
 
 
 def label(found: Sequence[Group]) -> str:
-    """Which implementation runs, in words."""
-    eager = sum(len(group.heads) for group in found if group.kind in (None, *PLAIN))
+    """The label of the implementation that runs: eager, triton, or how many heads of each."""
+    eager = sum(len(group.heads) for group in found if group.kind in (None, *WITHOUT_KERNELS))
     total = sum(len(group.heads) for group in found)
     if not 0 < eager < total:
         return "eager" if eager or not total else "triton"
@@ -164,21 +159,21 @@ def _grouped(
 
 
 def _family(number: int, head: HeadPlan, implementation: str) -> tuple[str, object] | None:
-    """The evaluator of a head, and what heads have in common that it runs together."""
+    """The evaluator of a head, and the key of heads that it runs together; None: no evaluator."""
     kind = EVALUATORS.get(head.kind)
-    if kind in PLAIN and implementation == "triton":
+    if kind in WITHOUT_KERNELS and implementation == "triton":
         kind = None
     refused = f"{head.kind} heads have no kernels" if kind is None else None
-    refused = refused or (None if kind is None else _evaluator(kind).refusal(head))
+    refused = refused or (None if kind is None else evaluator(kind).refusal(head))
     if refused is not None and implementation == "triton":
         raise InputError(f"implementation='triton' cannot run head {number}: {refused}")
     if kind is None or refused is not None:
         return None
-    return kind, _evaluator(kind).family(head)
+    return kind, evaluator(kind).family(head)
 
 
 @lru_cache
-def _evaluator(kind: str) -> Evaluator:
+def evaluator(kind: str) -> Evaluator:
     module: Evaluator = import_module(f"supportbasis.cuda.{kind}")
     return module
 
@@ -202,29 +197,41 @@ def run(problem: Problem, found: Sequence[Group]) -> Outcome:
         new(*shape, problem.n, dtype=torch.bool),
     )
     for group in found:
-        assert group.index is not None
-        part = _outcome(of_heads(problem, group.index), group)
+        part = _outcome(_own_problem(problem, group), group)
         for name in vars(total):
-            getattr(total, name).index_copy_(1, group.index, getattr(part, name))
+            _put(getattr(total, name), group, getattr(part, name))
     return total
+
+
+def _own_problem(problem: Problem, group: Group) -> Problem:
+    return problem if group.index is None else of_heads(problem, group.index)
+
+
+def _put(whole: Tensor, group: Group, part: Tensor) -> None:
+    """Write the heads of a group, dim 1, into those of the call."""
+    if group.index is None:
+        whole.copy_(part)
+    else:
+        whole.index_copy_(1, group.index, part)
 
 
 def _outcome(problem: Problem, group: Group) -> Outcome:
     if group.kind is None:
         return execute(problem, group.plan)
-    output, lse, lost = group.evaluator.forward(problem, group.plan)
+    output, lse, failed = evaluator(group.kind).forward(problem, group.plan)
     zero, none = _zeros.get(group.plan, (lse.device, problem.batch), lambda: _no_rows(lse))
-    if lost is None:
+    if failed is None:
         return Outcome(output, lse, zero, zero, zero, zero, none.expand(lse.shape))
-    count = lost.sum(-1).to(zero.dtype)
-    return Outcome(output, lse, zero, count, count.clone(), zero, lost)
+    count = failed.sum(-1).to(zero.dtype)
+    return Outcome(output, lse, zero, count, count.clone(), zero, failed)
 
 
 _zeros: WeakCache[Plan, tuple[torch.device, int], tuple[Tensor, Tensor]] = WeakCache()
 
 
 def _no_rows(lse: Tensor) -> tuple[Tensor, Tensor]:
-    """A zero for each head, and no row; kept, since every launch counts in a short call."""
+    """Zeros [batch, heads] and False [batch, heads, 1], cached: every launch counts in a short
+    call."""
     zero = lse.new_zeros(lse.shape[:2])
     return zero, zero.bool().unsqueeze(-1)
 
@@ -257,22 +264,22 @@ def gradients(problem: Problem, found: Sequence[Group], saved: SavedForward) -> 
     ]
     weight = new(*shape, problem.m, dtype=problem.dtype) if saved.for_weights else None
     for group in found:
-        assert group.index is not None
-        part = _gradients(of_heads(problem, group.index), group, saved.of_heads(group.index))
+        own = saved if group.index is None else saved.of_heads(group.index)
+        part = _gradients(_own_problem(problem, group), group, own)
         pairs = list(zip(parts, (part.query, part.key, part.value), strict=True))
         if weight is not None and part.key_log_weight is not None:
             pairs.append((weight, part.key_log_weight))
         for whole, piece in pairs:
-            whole.index_copy_(1, group.index, piece.to(whole.dtype))
+            _put(whole, group, piece.to(whole.dtype))
     query, key, value = parts
     return Gradients(query, by_key_head(key, problem), by_key_head(value, problem), weight)
 
 
 def by_key_head(x: Tensor, problem: Problem) -> Tensor:
-    """Keys and values that heads share get the gradients of all of them."""
+    """Sum the gradients of keys or values over the query heads that share them."""
     return x if problem.group == 1 else x.unflatten(1, (-1, problem.group)).sum(2)
 
 
 def _gradients(problem: Problem, group: Group, saved: SavedForward) -> Gradients:
-    run_backward = backward if group.kind is None else group.evaluator.gradients
+    run_backward = backward if group.kind is None else evaluator(group.kind).gradients
     return run_backward(problem, group.plan, saved)

@@ -50,21 +50,21 @@ def run_head(
     outcome: Outcome,
     at: tuple[int, int],
 ) -> None:
-    """One head: the whole story of the library in one function."""
+    """One head: evaluate, check, fall back to exact sums where rows failed, divide."""
     finished = []
     for group in basis:
         total = evaluate(group.components, head, group.rows)
-        valid = total.seen & _usable(plan, head, group.rows, total)
-        lost = total.seen & ~valid
-        if bool(lost.any()):
-            outcome.invalid_rows[at] += lost.sum()
+        valid = total.has_keys & _usable(plan, head, group.rows, total)
+        failed = total.has_keys & ~valid
+        if bool(failed.any()):
+            outcome.invalid_rows[at] += failed.sum()
             if isinstance(plan, ThresholdHead) or plan.may_fail:
-                _fall_back(plan, head, group.rows, lost, total)
-                valid = total.seen & (total.usable if head.normalise else total.finite)
-                fallback = lost & valid
+                _fall_back(plan, head, group.rows, failed, total)
+                valid = total.has_keys & (total.usable if head.normalise else total.finite)
+                fallback = failed & valid
                 outcome.fallback_rows[at] += fallback.sum()
                 outcome.fallback[at][slice(None) if group.rows is None else group.rows] = fallback
-        if type(plan) is not PolynomialHead and bool((total.seen & ~total.finite).any()):
+        if type(plan) is not PolynomialHead and bool((total.has_keys & ~total.finite).any()):
             _check_values(head)
         if bool(valid.any()):
             relative = (total.noise / total.den.abs())[valid].max()
@@ -86,8 +86,8 @@ def _check_values(head: Head) -> None:
 
 
 def _usable(plan: HeadPlan, head: Head, rows: Tensor | None, total: Partial) -> Tensor:
-    """Rows whose sums can be trusted: finite, clear of rounding, and not lost by a sketch or a
-    fitted polynomial."""
+    """Rows that have not failed: sums are finite, above their rounding error, and, for sketches and
+    fitted polynomials, above the lower bound of Jensen's inequality."""
     usable = total.usable if head.normalise else total.finite
     if plan.may_fail:
         log_sum = total.den.double().log() + total.log_scale
@@ -100,10 +100,10 @@ def _usable(plan: HeadPlan, head: Head, rows: Tensor | None, total: Partial) -> 
 
 
 def _fall_back(
-    plan: HeadPlan, head: Head, rows: Tensor | None, lost: Tensor, total: Partial
+    plan: HeadPlan, head: Head, rows: Tensor | None, failed: Tensor, total: Partial
 ) -> None:
-    """Compute the rows that a polynomial or a sketch lost exactly, in place."""
-    where = lost.nonzero().squeeze(1)
+    """Compute failed rows exactly, in place."""
+    where = failed.nonzero().squeeze(1)
     exact = evaluate([plan.exact(head)], head, where if rows is None else rows[where])
     total.put_(where, exact)
 

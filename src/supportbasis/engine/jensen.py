@@ -1,9 +1,9 @@
-"""A lower bound on every row's true sum of weights, at the price of a few means.
+"""A lower bound on every row's true sum of weights, for the cost of a few means.
 
 Weights are convex functions of the score (exp, even powers), so by Jensen's inequality
 ``sum_j w_j f(z_ij) >= W f(<q_i, kbar> scale)`` with W the sum of the key weights and kbar the
-weighted mean key; for causal rows, those of the keys so far. A sketched sum that falls far below
-it has provably lost its row.
+weighted mean key; for causal rows, those of the keys so far. A row whose sketched sum falls far
+below it has provably failed.
 
 Sums of fitted polynomials have no noise and need not fall far: one that is half of the bound is
 wrong. Scores that spread make a bound by one mean loose, so keys are split by the signs of their
@@ -19,38 +19,37 @@ from torch import Tensor
 
 from ..components.exact_sum import take, take_index
 from ..plans import FittedHead, HeadPlan, PowerHead
-from ..polynomials.balancing import framed
+from ..polynomials.balancing import transformed
 from ..problem.problem import Head
 
 BLOCK = 4096  # tokens in float64 at a time
-LOST = 1 / 64  # of the bound: a sketched sum below that is lost
-WRONG = 1 / 2  # the same of a fitted polynomial
+SKETCHED_SHARE = 1 / 64  # of the bound: a row whose sketched sum is below that has failed
+FITTED_SHARE = 1 / 2  # the same for a fitted polynomial
 SIGNS = 4  # coordinates that split keys into groups
 PRODUCTS = 128  # at most, that one sum over keys is made of
 
 
 def least_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:
-    """Log of what the sums of the given rows (None: all) must at least be, or they are lost."""
+    """Log of the smallest sum of the given rows (None: all) that has not failed."""
     if not isinstance(plan, FittedHead):
-        return lower_lse(plan, head, rows) + math.log(LOST)
+        return lower_lse(plan, head, rows) + math.log(SKETCHED_SHARE)
     by_groups = not head.is_causal and head.m > 0
     bound = _grouped_lse(plan, head, rows) if by_groups else lower_lse(plan, head, rows)
-    return bound + math.log(WRONG)
+    return bound + math.log(FITTED_SHARE)
 
 
 def _grouped_lse(plan: FittedHead, head: Head, rows: Tensor | None) -> Tensor:
-    """The bound by groups of keys, in the frame of the plan."""
-    inside = framed(head, plan.frame)
-    assert inside.key_log_weight is not None
-    query = inside.query if rows is None else inside.query[rows]
-    least = grouped_lse(query[None], inside.key[None], inside.key_log_weight[None])
-    return (least[0] + plan.frame.row_shift(head, rows)).double()
+    """The bound by groups of keys, of the transformed head."""
+    balanced = transformed(head, plan.transform)
+    query = balanced.query if rows is None else balanced.query[rows]
+    least = grouped_lse(query[None], balanced.key[None], balanced.key_log_weight[None])
+    return (least[0] + plan.transform.row_shift(head, rows)).double()
 
 
 def grouped_lse(query: Tensor, key: Tensor, log_weight: Tensor) -> Tensor:
-    """Log of the bound [heads, n] for queries [heads, n, d] in the frame of the keys [heads, m, d],
-    of which those with the same signs in their leading coordinates are a group. A group that has
-    next to no weight counts as nothing."""
+    """Log of the bound [heads, n] for transformed queries [heads, n, d] and keys [heads, m, d].
+    Keys with the same signs in their leading coordinates are a group; a group whose weight
+    vanishes is left out."""
     signs = min(SIGNS, key.shape[2])
     bits = 2 ** torch.arange(signs, device=key.device)
     label = ((key[..., :signs] > 0) * bits).sum(-1).unsqueeze(1)
@@ -72,7 +71,7 @@ def grouped_lse(query: Tensor, key: Tensor, log_weight: Tensor) -> Tensor:
 
 
 def lower_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:
-    """Log of the lower bound for the given rows (None: all); -inf where it says nothing."""
+    """Log of the lower bound for the given rows (None: all); -inf for rows without keys."""
     count = head.n if rows is None else len(rows)
     least = head.query.new_full((count,), -math.inf, dtype=torch.float64)
     means = _Means(head)
@@ -93,7 +92,7 @@ class _Means:
     """Running ln W and kbar in float64, over blocks of keys."""
 
     def __init__(self, head: Head):
-        self.head, self.seen = head, 0
+        self.head, self.added = head, 0
         self.mass = head.key.new_zeros((), dtype=torch.float64)
         self.total = head.key.new_zeros(head.dim, dtype=torch.float64)
         self.top, weight = 0.0, head.key_log_weight
@@ -102,16 +101,16 @@ class _Means:
             self.top = largest if math.isfinite(largest) else 0.0
 
     def at(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Those that each of these rows may see; rows come in ascending order."""
+        """The ln W and kbar of the keys that each of these ascending rows attends to."""
         head = self.head
         if not head.is_causal:
             return self._finish(self.mass, self.total)
         first, last = (min(int(rows[i]) + 1, head.m) for i in (0, -1))
-        if len(rows) > 1 and last - first > BLOCK:  # rows that lie apart
+        if len(rows) > 1 and last - first > BLOCK:  # rows far from each other
             halves = [self.at(half) for half in rows.tensor_split(2)]
             log_mass, mean = (torch.cat(pair) for pair in zip(*halves, strict=True))
             return log_mass, mean
-        self.add(self.seen, first)
+        self.add(self.added, first)
         weight, weighted = self._block(first, last)
         mass = torch.cat([self.mass.view(1), self.mass + weight.cumsum(0)])
         total = torch.cat([self.total.view(1, -1), self.total + weighted.cumsum(0)])
@@ -123,7 +122,7 @@ class _Means:
             weight, weighted = self._block(begin, min(stop, begin + BLOCK))
             self.mass = self.mass + weight.sum()
             self.total = self.total + weighted.sum(0)
-        self.seen = stop
+        self.added = stop
 
     def _block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         key = self.head.key[start:stop].double()

@@ -18,26 +18,27 @@ import torch
 from ..components.polynomial_sum import LARGEST_REACH
 from ..errors import InputError
 from ..plans import ExactHead, FittedHead, HeadPlan, ListHead, Plan, PowerHead, ScoreRange
-from ..polynomials.balancing import framed
+from ..polynomials.balancing import transformed
 from ..polynomials.certified import CertifiedPolynomial
 from ..problem.problem import Head, Problem
 
 # new tokens of the same kind are somewhat longer by chance
 GROWTH = 10.0  # times its certified error may a polynomial err beyond its range
 LEAST = 2.0**-40  # below that rounding counts for more
-STEP = 1 / 64  # in which that is looked up
+STEP = 1 / 64  # of that range, in which it is cached
 FURTHEST = 4.0  # times the range
-HEADROOM = 1.25  # times what is usual, which varies less than what is largest
+HEADROOM = 1.25  # times the mean score, which varies less than the largest
 SAME_SCALE = 1e-6  # relative: a scale may have been rounded to float32
 
 
 def score_range(plan: HeadPlan, head: Head) -> ScoreRange | None:
-    """What norms allow for the pairs that a head approximates: |scale| max|q| max|k| and |scale|
-    mean|q| mean|k|. None where nothing is approximated, or nothing depends on the range.
+    """Largest and mean score that norms allow for the approximated pairs of a head: |scale| max|q|
+    max|k| and |scale| mean|q| mean|k|. None where nothing is approximated, or nothing depends on
+    the range.
 
-    A polynomial is certified up to the largest score; where its error was measured too, what is
-    usual counts as well. Lists and fitted polynomials compute exactly what lies apart, so that only
-    what is usual counts for them.
+    A polynomial is certified up to the largest score; where its error was measured too, the mean
+    counts as well. Lists and fitted polynomials compute outlier queries exactly, so only the mean
+    counts for them.
     """
     if isinstance(plan, (ExactHead, PowerHead)):
         return None
@@ -52,19 +53,19 @@ def score_range(plan: HeadPlan, head: Head) -> ScoreRange | None:
     )
     is_measured = plan.measured is not None or not certified
     return ScoreRange(
-        largest if certified else None, mean if is_measured else None, _framed(plan, head)
+        largest if certified else None, mean if is_measured else None, _balanced(plan, head)
     )
 
 
-def _framed(plan: HeadPlan, head: Head) -> float | None:
-    """The mean of what norms allow in the balancing transform of a head, if it has one: tokens of
-    the same length in other directions are longer there."""
-    if not isinstance(plan, FittedHead) or plan.frame.is_plain:
+def _balanced(plan: HeadPlan, head: Head) -> float | None:
+    """mean|x| mean|y| of the transformed tokens x, y of a head; None without a transform. Tokens of
+    the same norm in other directions may be longer after the transform."""
+    if not isinstance(plan, FittedHead) or plan.transform.is_identity:
         return None
     with torch.no_grad():
-        inside, live = framed(head, plan.frame), head.live_keys
-        key = inside.key if live is None else inside.key[live]
-        means = [float(x.norm(dim=1).mean()) if len(x) else 0.0 for x in (inside.query, key)]
+        balanced, live = transformed(head, plan.transform), head.live_keys
+        key = balanced.key if live is None else balanced.key[live]
+        means = [float(x.norm(dim=1).mean()) if len(x) else 0.0 for x in (balanced.query, key)]
     return means[0] * means[1]
 
 
@@ -74,10 +75,10 @@ def with_range(plan: HeadPlan, heads: Sequence[Head]) -> HeadPlan:
     ranges = [each for each in found if each is not None]
     if not ranges:
         return plan
-    largest, mean, inside = (
+    largest, mean, balanced = (
         None if None in values else max(values) for values in zip(*ranges, strict=True)
     )
-    return replace(plan, scores=ScoreRange(largest, mean, inside))
+    return replace(plan, scores=ScoreRange(largest, mean, balanced))
 
 
 def check_call(problem: Problem, plan: Plan) -> None:
@@ -96,7 +97,8 @@ def check_call(problem: Problem, plan: Plan) -> None:
 
 
 def check_sign(problem: Problem, plan: Plan) -> None:
-    """The same for the sign of the scale, which a problem counts to its queries."""
+    """Raise if a call has another sign of the scale than the plan: a problem moves it to the
+    queries."""
     if plan.scale is not None and problem.is_flipped != (plan.scale < 0) and not plan.is_exact:
         _refuse_scale(plan, -problem.scale if problem.is_flipped else problem.scale)
 
@@ -120,24 +122,29 @@ def in_range(problem: Problem, plan: Plan) -> Plan:
 
 
 def leaves(plan: HeadPlan, found: ScoreRange | None) -> str | None:
-    """In words how scores leave the range of a head's plan; None where they do not."""
+    """The reason why scores leave the range of a head's plan; None where they do not."""
     made_for = plan.scores
     if made_for is None or found is None:
         return None
-    for name, within in (("largest", _is_certified), ("mean", _is_usual), ("framed", _is_usual)):
+    for name, within in (
+        ("largest", _is_certified),
+        ("mean", _is_mean_close),
+        ("balanced", _is_mean_close),
+    ):
         now, before = getattr(found, name), getattr(made_for, name)
         if None not in (now, before) and not now <= before and not within(plan, now, before):
-            which = {"framed": "mean balanced"}.get(name, name)
+            which = {"balanced": "mean balanced"}.get(name, name)
             return f"the {which} |score| may be {now:.3g}, the plan was made for {before:.3g}"
     return None
 
 
-def _is_usual(plan: HeadPlan, now: float, before: float) -> bool:
+def _is_mean_close(plan: HeadPlan, now: float, before: float) -> bool:
     return now <= HEADROOM * before
 
 
 def _is_certified(plan: HeadPlan, now: float, before: float) -> bool:
-    """Whether the polynomials of a head are still good beyond their range."""
+    """Whether the certified errors of a head's polynomials on the wider range stay within GROWTH
+    times those on their own."""
     if not now <= FURTHEST * before:
         return False
     steps = math.ceil((now / before - 1) / STEP)
@@ -150,7 +157,7 @@ def _is_good(polynomial: CertifiedPolynomial, ratio: float) -> bool:
 
 
 def exact_where(plan: Plan, reasons: dict[int, str]) -> Plan:
-    """The plan with some heads exact, by their number; a warning says so."""
+    """The plan with the heads of these numbers exact; warns with the reasons."""
     names = ", ".join(str(number) for number in sorted(reasons)[:4])
     more = f" and {len(reasons) - 4} more" if len(reasons) > 4 else ""
     first = reasons[min(reasons)]

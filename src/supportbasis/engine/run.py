@@ -18,7 +18,8 @@ from .execute import execute
 
 
 def run(problem: Problem, plan: Plan, need_lse: bool, implementation: str = "auto") -> Outcome:
-    """SDPA itself when every head is exact, the components otherwise."""
+    """Run a plan: by SDPA if every head is exact, as an operator if the call is differentiated or
+    traced, else directly."""
     with torch.autocast(problem.query.device.type, enabled=False):
         if is_sdpa(problem, plan, need_lse, implementation):
             outcome = _run_sdpa(problem, plan, need_lse)
@@ -39,7 +40,7 @@ def is_sdpa(problem: Problem, plan: Plan, need_lse: bool, implementation: str) -
         return True
     if not need_lse and problem.key_log_weight is None:
         return True
-    # PyTorch's CUDA kernels give no lse, and `sdpa` has to look at the entries of a bias
+    # PyTorch's CUDA kernels give no lse, and `sdpa` has to read the entries of a bias
     return groups(problem, plan, implementation)[0].kind is None
 
 

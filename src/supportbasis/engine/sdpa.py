@@ -18,7 +18,7 @@ from ..problem.tracing import first_order
 
 
 def can_run(problem: Problem, need_lse: bool) -> bool:
-    """Whether SDPA computes this problem: attention, something to do, and a bias it can hold."""
+    """Whether SDPA computes this problem: normalised, not empty, with a bias that it takes."""
     sizes = (problem.batch, problem.heads, problem.n, problem.m, problem.value.shape[-1])
     if not problem.normalise or 0 in sizes:
         return False
@@ -33,7 +33,7 @@ def can_run(problem: Problem, need_lse: bool) -> bool:
 
 
 def _is_fused(problem: Problem) -> bool:
-    """Whether PyTorch takes the CPU kernel that knows causal masks and biases together."""
+    """Whether PyTorch takes the CPU kernel that takes causal masks and biases together."""
     same_dim = problem.query.shape[-1] == problem.value.shape[-1]
     return problem.query.device.type == "cpu" and same_dim and problem.dropout_p == 0
 
@@ -58,7 +58,7 @@ def sdpa(problem: Problem) -> Tensor:
 
 def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Query, key, value and mask in one dtype: the input's, unless it cannot hold the mask, or
-    scores may overflow in it unseen."""
+    scores may overflow in it undetected."""
     mask = _mask(problem)
     query, key, value = first_order(problem.query, problem.key, problem.value)
     bias = None if mask is None or mask.dtype == torch.bool else mask
@@ -72,8 +72,8 @@ def _fits(bias: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _may_hide(problem: Problem) -> bool:
-    """Whether scores may overflow where the kernel would not show it: of rows in bfloat16, which a
-    CPU answers with zeros."""
+    """Whether scores may overflow without a trace in the output: in bfloat16 a CPU returns
+    zeros."""
     if problem.query.dtype != torch.bfloat16 or not problem.query.is_cpu or is_tracing():
         return False
     query, key = (float(x.detach().abs().max()) for x in (problem.query, problem.key))
@@ -103,7 +103,7 @@ def sdpa_with_lse(problem: Problem) -> tuple[Tensor, Tensor] | None:
 
 
 def _mask_is_causal(problem: Problem) -> bool:
-    """Whether `_mask` already hides what lies ahead, for kernels that take only one of the two."""
+    """Whether `_mask` contains the causal mask, for kernels that take only one of the two."""
     biased = problem.key_log_weight is not None and not _is_fused(problem)
     return problem.is_causal and (problem.mask is not None or biased)
 
@@ -127,9 +127,8 @@ def _dead_rows(problem: Problem) -> Tensor | None:
     mask, bias = _mask(problem), problem.key_log_weight
     if mask is None:
         return None
-    if problem.mask is not None or _mask_is_causal(problem):
+    if problem.mask is not None or bias is None or _mask_is_causal(problem):
         return ~mask.any(-1) if mask.dtype == torch.bool else (mask == -math.inf).all(-1)
-    assert bias is not None
     if not problem.is_causal:
         return (bias == -math.inf).all(-1, keepdim=True).expand(-1, -1, problem.n)
     before = bias.cummax(-1).values == -math.inf  # nothing up to and including key j
@@ -142,7 +141,7 @@ def sdpa_noise(problem: Problem) -> Tensor:
     """Relative rounding error of a row's sums in SDPA, [batch, heads], worst row.
 
     Scores carry the rounding of an inner product; weights are rounded to the input dtype before
-    they meet the values; the kernel sums over keys block by block in float32 or wider.
+    they multiply the values; the kernel sums over keys block by block in float32 or wider.
     """
     wide = product_roundoff(problem.dtype)
     query, key = (
@@ -172,8 +171,8 @@ def plainly(
     enable_gqa: bool,
     plan: Plan,
 ) -> Tensor | None:
-    """The output of a plan that is exact in every head, used again for plain tensors of four dims
-    on a CPU; None where anything is out of the ordinary, an entry that is not finite included.
+    """Output of an exact plan for plain 4-dim tensors on a CPU, by SDPA itself; None where a check
+    fails, finite entries among them.
 
     A short call should take no longer than PyTorch's own, which leaves time for a few questions
     only, and all of them before its kernel runs: after it, nothing is in the caches. Dtypes,
@@ -214,15 +213,15 @@ SHORT = 1e6  # the same of entries
 
 
 def _fit(shape: torch.Size, keys: torch.Size, enable_gqa: bool) -> bool:
-    """Whether there are keys, of the heads of the queries or each of a group of them."""
+    """Whether shapes of queries and keys match: equal heads, or grouped heads with enable_gqa."""
     if len(shape) != 4 or len(keys) != 4 or 0 in keys:
         return False
-    alike = shape[1] == keys[1] or (enable_gqa and shape[1] % keys[1] == 0)
-    return alike and shape[0] == keys[0] and shape[3] == keys[3]
+    heads_match = shape[1] == keys[1] or (enable_gqa and shape[1] % keys[1] == 0)
+    return heads_match and shape[0] == keys[0] and shape[3] == keys[3]
 
 
 def _are_ordinary(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
-    """Whether all entries are finite, and none of them large enough for anything to overflow.
+    """Whether all entries are finite and small enough that nothing overflows.
 
     A tensor's product with itself is not finite if one of its entries is not, and nothing in it
     cancels. Products of 16 bits are slow, or overflow.

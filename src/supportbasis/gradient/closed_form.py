@@ -50,7 +50,7 @@ class Layer:
 
 
 class Sums:
-    """What blocks of rows add to."""
+    """Sums over blocks of rows."""
 
     def __init__(self, layer: Layer, factored: Iterable[Factors], inputs: bool):
         n, dim = layer.x.shape
@@ -89,7 +89,7 @@ class Sums:
         self.weight_v.addmm_(attended.T, residual)
 
     def finish(self) -> None:
-        """Add what the low-rank parts say about the keys."""
+        """Add the gradients of the keys through the low-rank parts."""
         if self.columns is None or self.values is None:
             return
         for factors, adjoint in self.adjoints.items():

@@ -1,4 +1,4 @@
-"""The slow, obvious twin: the corrected formula of appendix E with n x n matrices in float64."""
+"""A dense float64 reference: the corrected formula of appendix E with n x n matrices in float64."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from ..problem.rounding import gamma, product_roundoff, sum_depth
 
 
 class Factors(ABC):
-    """Weights u_i · w_j of some keys; None stands for all of them."""
+    """Weights u_i · w_j over some keys (None: all)."""
 
     rank: int
     keys: Tensor | None
@@ -72,7 +72,7 @@ class PolynomialFactors(Factors):
         reach = abs(head.scale) * self.query_norm * self.key_norm
         self.coefficients, self.log_unit = rescaled(poly, reach)
         by_degree = torch.tensor(self.coefficients, dtype=torch.float64)
-        weights = self.features.multiplicity * by_degree[self.features.order]
+        weights = self.features.multiplicity * by_degree[self.features.degrees]
         self.weights = weights.to(head.dtype).to(head.query.device)
 
     def left(self, rows: Tensor) -> Tensor:
@@ -91,8 +91,8 @@ class PolynomialFactors(Factors):
             mass += self.right(keys).sum(0)
         return mass
 
-    def lost(self, rows: Tensor) -> Tensor:
-        """Of these rows, those whose sum of weights does not stand clear of its rounding.
+    def failed(self, rows: Tensor) -> Tensor:
+        """Those of the rows whose sum of weights does not exceed its rounding error.
 
         The rounding is the depth of the sum times the magnitude of its terms, as in attention;
         errors of independent sign are far smaller, hence the sixteenth.
@@ -164,8 +164,8 @@ def _powers(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _triangle(dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows and columns of the upper triangle, and where each of all d² entries lies in it."""
+    """Rows and columns of the upper triangle, and the index of each of the d² entries in it."""
     row, column = torch.triu_indices(dim, dim, device=device).unbind(0)
-    place = torch.empty(dim, dim, dtype=torch.long, device=device)
-    place[row, column] = place[column, row] = torch.arange(len(row), device=device)
-    return row, column, place.flatten()
+    index = torch.empty(dim, dim, dtype=torch.long, device=device)
+    index[row, column] = index[column, row] = torch.arange(len(row), device=device)
+    return row, column, index.flatten()

@@ -63,13 +63,13 @@ def attention_loss_gradient(
     with torch.no_grad():
         head, scale = _head(call, scale)
         plan = Plan(method, head.dim, (method.plan_head(head),))
-        groups, lost = row_groups(head, plan.heads[0])
+        groups, failed = row_groups(head, plan.heads[0])
         _check_work(plan.heads[0], groups, call.x.shape[1], low_rank, input_gradient)
         layer = Layer.of(call.x, call.weight_v, call.target, centred=low_rank is None)
         sums, part = _sum_up(layer, head, groups, low_rank, input_gradient)
         weight, (weight_q, weight_k), inputs = _gradients(call, sums, scale)
-    fallback = len(lost) if plan.heads[0].kind == "single-threshold" else 0
-    if len(lost) > fallback:
+    fallback = len(failed) if plan.heads[0].kind == "single-threshold" else 0
+    if len(failed) > fallback:
         warnings.warn(
             "supportbasis: some rows have no usable sum of polynomial weights; their output is 0 "
             "and they add nothing to the gradient (see invalid_rows); use sb.SingleThreshold",
@@ -84,7 +84,7 @@ def attention_loss_gradient(
         x=inputs,
         output=sums.output,
         plan=plan,
-        invalid_rows=len(lost),
+        invalid_rows=len(failed),
         fallback_rows=fallback,
         low_rank=part,
         _layer=layer,

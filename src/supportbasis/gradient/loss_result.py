@@ -74,7 +74,7 @@ class AttentionLossGradient:
 
     @cached_property
     def error(self) -> GradientError:
-        """Measured when first asked for: 256 rows against their exact float64 values."""
+        """Errors on 256 rows against exact float64 values, measured at the first access."""
         sizes = tuple(x.double().square().sum(1) for x in (self.output, self._rows))
         sample = RowSample.draw(self._head, SAMPLED_ROWS, seed=0, measures=sizes)
         output, rows = row_gradients(self._layer.double(), self._head, sample.rows)

@@ -19,7 +19,7 @@ LEAST_ROWS = 16
 
 @dataclass(frozen=True, eq=False)
 class RowGroup:
-    """Rows with the same parts. Without any part the rows have no weights: output 0."""
+    """Rows with the same parts; without parts their weights and output are zero."""
 
     rows: Tensor
     polynomial: PolynomialFactors | None
@@ -46,26 +46,28 @@ class BlockWeights:
 
 
 def row_groups(head: Head, plan: HeadPlan) -> tuple[list[RowGroup], Tensor]:
-    """The groups of a plan, and the rows that the polynomial lost.
+    """The groups of a plan, and the rows on which the polynomial failed.
 
-    A single-threshold basis computes such rows exactly; a polynomial alone has nothing for them.
+    A single-threshold basis computes failed rows exactly; with one polynomial they are zero.
     """
     rows = keys = torch.arange(head.n, device=head.query.device)
     if isinstance(plan, ExactHead):
         return [RowGroup(rows, None, keys)], rows[:0]
-    assert isinstance(plan, PolynomialHead)
+    if not isinstance(plan, PolynomialHead):
+        raise TypeError(f"no gradient of the attention loss for {plan.kind} heads")
     if not isinstance(plan, ThresholdHead):
         factors = PolynomialFactors(head, None, None, plan.polynomial)
-        lost = factors.lost(rows)
-        return [RowGroup(_without(rows, lost), factors, None), RowGroup(lost, None, None)], lost
+        failed = factors.failed(rows)
+        rest = RowGroup(_without(rows, failed), factors, None)
+        return [rest, RowGroup(failed, None, None)], failed
     split_rows, split_keys = plan.split(head)
     small = rows if split_rows.small is None else split_rows.small
     large = rows[:0] if split_rows.large is None else split_rows.large
     factors = PolynomialFactors(head, split_rows.small, split_keys.small, plan.polynomial)
-    lost = factors.lost(small)
-    large = torch.cat([large, lost]).sort().values
-    rest = RowGroup(_without(small, lost), factors, split_keys.large)
-    return [RowGroup(large, None, keys), rest], lost
+    failed = factors.failed(small)
+    large = torch.cat([large, failed]).sort().values
+    rest = RowGroup(_without(small, failed), factors, split_keys.large)
+    return [RowGroup(large, None, keys), rest], failed
 
 
 def block_weights(head: Head, group: RowGroup, rows: Tensor) -> BlockWeights:

@@ -3,7 +3,8 @@
 The forward pass is repeated for some windows at a time. Tables and lists are constants. With
 p = exp(score - lse) and dz = p (<g, v> + h), where g and h are the cotangents of a row's sums, a
 row adds p g to the gradient of a value, dz to that of a log-weight, and scale dz q to that of a
-key, which may be a tilted key; the tilt passes it on to the keys of its leaf and to the mean query.
+key, which may be a tilted key; gradients of a tilted key flow to the keys of its leaf and to the
+mean query.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .tables import ListSettings, Tables, Tilts
 
 
 class Rows(NamedTuple):
-    """Rows [batch, rows] with their cotangents; rows that are none have a log-scale of -inf."""
+    """Rows [batch, rows] with their cotangents; a slot without a row has log-scale -inf."""
 
     query: Tensor  # [batch, rows, d]
     num: Tensor  # [batch, rows, dv]
@@ -59,7 +60,7 @@ def add_gradients(
     head: Head,
     rows: Tensor | None,
 ) -> None:
-    """Add to ``total`` what the sums of some rows pass on."""
+    """Add the gradients of the tokens from those of the rows' sums."""
     made, cotangent = head_tables(head, settings), _of_all_rows(cotangent, head, rows)
     if settings.window:
         _add_own_windows(total, cotangent, head, settings.window)
@@ -92,7 +93,7 @@ def _taken(cotangent: Cotangent, head: Head, rows: Tensor) -> Rows:
 
 
 class Parts(NamedTuple):
-    """Gradients that attention passes on."""
+    """Gradients of rows, keys, values and log-weights of one softmax."""
 
     query: Tensor  # [batch, rows, d]
     key: Tensor  # [batch, keys, d]
@@ -103,7 +104,8 @@ class Parts(NamedTuple):
 def attention_gradients(
     rows: Rows, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
 ) -> Parts:
-    """Of rows over keys [batch, keys, d] with log-weights [batch, 1 or rows, keys]."""
+    """Gradients of rows attending to keys [batch, keys, d] with log-weights [batch, 1 or rows,
+    keys]."""
     score = scale * (rows.query @ key.mT)
     score = score if bias is None else score + bias
     weight = (score + rows.log_scale.unsqueeze(2)).exp_()
@@ -114,7 +116,7 @@ def attention_gradients(
 
 
 def _add_own_windows(total: Gradients, cotangent: Cotangent, head: Head, width: int) -> None:
-    """What rows pass on to the keys of their own window."""
+    """Add the gradients of each window attending to itself."""
     _, key, value, bias = window_tokens(head, width)
     ahead = causal_bias(key.new_empty(width, width))
     windows, keys = len(key), min(head.n, head.m)
@@ -145,7 +147,7 @@ def _add_group(
     group: Group,
     settings: ListSettings,
 ) -> None:
-    """What the rows of some windows pass on to leaves and queries."""
+    """Add the gradients of the rows of some windows attending to tilted keys and open leaves."""
     tiles, cell = made.tiles[0, group.tiles], tile_cells(made, group)
     rows, opened = _taken(cotangent, head, tiles), group.open[cell]
     closed = group.tilts.log_weight.masked_fill(group.open, -math.inf)
@@ -173,7 +175,8 @@ def _add_group(
 def _add_tilts(
     total: Gradients, leaves: Leaves, grads: Tilts, head: Head, made: Tables, group: Group
 ) -> None:
-    """From the gradients of tilted keys to those of their leaves and of the cells' members."""
+    """Add the gradients of keys and queries from those of tilted keys: to the keys of their leaves,
+    and to the cells' members through the mean query."""
     count, scale = group.open.shape[1], head.scale
     mean = made.mean[0, group.cells]  # [cells, d]
     key, value = (x[0, :count].to(head.dtype) for x in (made.key, made.value))

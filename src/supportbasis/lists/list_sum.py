@@ -49,8 +49,8 @@ class ListSum:
         if not head.n or not head.m:
             return
         output, lse = list_attention(head, self.settings)
-        seen = (lse > -math.inf).to(lse.dtype)
-        part = Partial(output, seen, lse, seen * _relative_noise(head))
+        den = (lse > -math.inf).to(lse.dtype)  # sums are in units of exp(lse)
+        part = Partial(output, den, lse, den * _relative_noise(head))
         total.add_(part if rows is None else part[rows])
 
     def add_gradients(
@@ -72,7 +72,7 @@ def _relative_noise(head: Head) -> float:
 
 
 def entries(head: Head) -> int:
-    """Of the largest array that is made at a time: on a CPU they stay in the caches."""
+    """Entries of the largest array that is made at a time; on a CPU it fits in the caches."""
     return ENTRIES.get(head.query.device.type, ENTRIES["cpu"])
 
 
@@ -92,7 +92,7 @@ class Coarse(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Cells of some windows, with tilts of the leaves they see, and which of these are open."""
+    """Cells of some windows, their tilted keys [cells, leaves], and which leaves are open."""
 
     cells: slice
     tiles: slice
@@ -125,7 +125,7 @@ def head_tables(head: Head, settings: ListSettings) -> Tables:
 
 
 def groups(head: Head, made: Tables, settings: ListSettings) -> Iterator[Group]:
-    """Windows, a few at a time, that see any leaf."""
+    """Groups of consecutive windows, as many as the workspace allows, that attend to any leaf."""
     each, visible = settings.cells, made.visible.tolist()
     per_window = made.tiles.shape[1] // (len(visible) // each)
     most = entries(head) // max(settings.block, settings.leaf)  # pairs of cells and leaves
@@ -185,9 +185,9 @@ def attend(head: Head, made: Tables, group: Group, settings: ListSettings) -> At
 
 
 def list_reach(head: Head, settings: ListSettings) -> float:
-    """Upper bound of |q - m| times the diameter of a leaf, over rows and the leaves that the list
-    of their cell, of mean m, keeps closed. (On a GPU over all leaves that it sees: kernels select
-    with other roundings.)"""
+    """Upper bound of |q - m| times the diameter of a leaf, over rows q and the closed leaves of
+    their cell of mean m. (On a GPU over all visible leaves: kernels select with other
+    roundings.)"""
     made, widest = head_tables(head, settings), 0.0
     real = (made.slots[0] >= 0).view(made.key.shape[1:3])
     key = made.key[0].to(head.dtype)
@@ -234,8 +234,8 @@ def tile_cells(made: Tables, group: Group) -> Tensor:
 
 
 def equal_lists(opened: Tensor, entries: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cells that open equally many leaves [some], and these leaves [some, leaves]: no list is
-    filled up. Of long lists a few at a time."""
+    """Groups of cells that open equally many leaves, [some] and [some, leaves], so that no list is
+    padded; long lists in several groups."""
     count = opened.sum(1)
     index = opened.nonzero()[:, 1].split(count.tolist())
     for length in count.unique().tolist():
@@ -296,8 +296,8 @@ def attention(
     *,
     is_causal: bool = False,
 ) -> Attended:
-    """Batches of rows [batch, rows, d] over keys of their own, with log-weights [batch, 1, keys];
-    a row that sees nothing has zeros and lse -inf."""
+    """Softmax attention of batches of rows [batch, rows, d] over keys of their own, with
+    log-weights [batch, 1, keys]; a row without keys has zeros and lse -inf."""
     same = query.shape[2] == value.shape[2] and query.shape[2] > 0
     if flash.AVAILABLE and same and query.device.type == "cpu":
         mask = bias
@@ -328,7 +328,7 @@ def causal_bias(like: Tensor) -> Tensor:
 
 
 def joined(one: Attended, other: Attended) -> Attended:
-    """The softmax over the keys of both."""
+    """The softmax over the union of two sets of keys, from their outputs and log-sum-exps."""
     lse = torch.logaddexp(one[1], other[1])
     unit = torch.where(lse > -math.inf, lse, 0.0)
     mine, theirs = (part[1].sub(unit).exp_().unsqueeze(-1) for part in (one, other))

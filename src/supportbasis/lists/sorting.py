@@ -1,10 +1,10 @@
-"""Tokens sorted so that neighbours are alike: repeated median splits along principal axes.
+"""Tokens sorted so that neighbours are similar: repeated median splits along principal axes.
 
 A window of tokens is cut in half at the median along its principal axis, then each half along its
 own, until nodes have the size of a leaf. Axes are searched in the 8 leading principal coordinates
-of the window, which costs little and loses next to nothing. A sequence longer than a window is
-first brought into the sequence of the nearest of a few cluster centres, which are leaves of a
-sorted sample. Sorting is a constant of gradients.
+of the window, which is cheap and nearly as good. A sequence longer than a window is first sorted by
+the nearest of a few cluster centres, which are means of the leaves of a sorted sample. Sorting is a
+constant of gradients.
 """
 
 from __future__ import annotations
@@ -27,60 +27,60 @@ def window_length(count: int, leaf: int) -> int:
 
 
 @torch.no_grad()
-def window_order(x: Tensor, leaf: int, count: Tensor | None = None) -> Tensor:
+def window_permutation(x: Tensor, leaf: int, count: Tensor | None = None) -> Tensor:
     """Permutations [windows, W] that sort the tokens of windows [windows, W, d] into leaves.
 
     ``count`` [windows]: how many tokens, the first ones, are real; the others stay behind them.
     """
     windows, width = x.shape[:2]
-    place = torch.arange(width, device=x.device)
-    padded = None if count is None else place >= count.unsqueeze(1)
+    slot = torch.arange(width, device=x.device)
+    padded = None if count is None else slot >= count.unsqueeze(1)
     part = _leading_coordinates(x, padded)
-    order = place.expand(windows, width)
+    permutation = slot.expand(windows, width)
     size = width
     while size > leaf:
-        part, order = part.reshape(-1, size, part.shape[-1]), order.reshape(-1, size)
+        part, permutation = part.reshape(-1, size, part.shape[-1]), permutation.reshape(-1, size)
         hidden = None if padded is None else padded.reshape(-1, size)
         along = _along_axis(part, hidden)
         if hidden is not None:
             along = along.masked_fill(hidden, math.inf)
         at = along.argsort(dim=1, stable=True)
-        order, size = order.gather(1, at), size // 2
+        permutation, size = permutation.gather(1, at), size // 2
         part = part.gather(1, at.unsqueeze(2).expand_as(part))
         padded = None if hidden is None else hidden.gather(1, at)
-    return order.reshape(windows, width)
+    return permutation.reshape(windows, width)
 
 
 @torch.no_grad()
-def head_order(x: Tensor, leaf: int, hidden: Tensor | None = None) -> Tensor:
+def head_permutation(x: Tensor, leaf: int, hidden: Tensor | None = None) -> Tensor:
     """All tokens [n, d] that are not ``hidden`` sorted into leaves: [slots], -1 for slots that are
     left over."""
     n = len(x)
     width = window_length(n, leaf)
-    order = torch.arange(n, device=x.device)
+    permutation = torch.arange(n, device=x.device)
     if hidden is not None and n <= width:
-        order = hidden.to(torch.uint8).argsort(stable=True)
+        permutation = hidden.to(torch.uint8).argsort(stable=True)
     if n > width:
-        order = _by_centres(x, width, hidden)
+        permutation = _by_centres(x, width, hidden)
     windows = -(-n // width)
-    filler = order.new_full((windows * width - n,), -1)
-    slots = torch.cat([order, filler]).view(windows, width)
+    filler = permutation.new_full((windows * width - n,), -1)
+    slots = torch.cat([permutation, filler]).view(windows, width)
     shown = n if hidden is None else n - int(hidden.sum())
-    place = torch.arange(windows * width, device=x.device).view(windows, width)
-    count = (place < shown).sum(1)
-    at = window_order(x[slots.clamp(min=0)], leaf, None if shown == slots.numel() else count)
-    slots = slots.masked_fill(place >= shown, -1)
+    slot = torch.arange(windows * width, device=x.device).view(windows, width)
+    count = (slot < shown).sum(1)
+    at = window_permutation(x[slots.clamp(min=0)], leaf, None if shown == slots.numel() else count)
+    slots = slots.masked_fill(slot >= shown, -1)
     return slots.gather(1, at).flatten()
 
 
 def _by_centres(x: Tensor, width: int, hidden: Tensor | None) -> Tensor:
-    """All tokens in the sequence of their nearest centres."""
+    """A permutation of all tokens that sorts them by their nearest centres."""
     count = min(CENTRES, 1 << (-(-len(x) // width) - 1).bit_length())
     shown = torch.arange(len(x), device=x.device)
     if hidden is not None and not bool(hidden.all()):
         shown = shown[~hidden]
     sample = x[shown[torch.arange(width, device=x.device) * len(shown) // width]].unsqueeze(0)
-    at = window_order(sample, width // count)[0]
+    at = window_permutation(sample, width // count)[0]
     centres = sample[0, at].view(count, -1, x.shape[1]).mean(1)
     member = nearest(x, centres)
     if hidden is not None:

@@ -1,11 +1,11 @@
 """Lists of exact and tilted keys: what a block of similar queries attends to.
 
-Keys are sorted into leaves of L alike keys, queries into cells of B alike queries. For a cell with
-mean query m the keys of a leaf act as one tilted key: with t_j = scale <m, k_j> + b_j and
-w = softmax(t), its key is sum_j w_j k_j, its value sum_j w_j v_j, and its weight is exact for m.
-Leaves that matter to a cell are open: their keys are attended to exactly. In causal attention both
-are sorted within windows of W positions: a query sees its own window exactly and the leaves of
-earlier windows through the list of its cell.
+Keys are sorted into leaves of L similar keys, queries into cells of B similar queries. For a cell
+with mean query m the keys of a leaf act as one tilted key: with t_j = scale <m, k_j> + b_j and w =
+softmax(t), its key is sum_j w_j k_j, its value sum_j w_j v_j, and its weight is exact for m.
+Important leaves of a cell are open: their keys are attended to exactly. In causal attention both
+are sorted within windows of W positions: a query attends to its own window exactly and to the
+leaves of earlier windows through the list of its cell.
 
 Everything here is for all heads at once, [heads, ...]; keys may have fewer heads than queries.
 Tables and lists are constants of gradients, tilts are differentiable functions of m, keys, values
@@ -23,14 +23,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .sorting import head_order, nearest, window_length, window_order
+from .sorting import head_permutation, nearest, window_length, window_permutation
 
 
 @dataclass(frozen=True)
 class ListSettings:
-    """What lists are made with."""
+    """Sizes and the price of lists."""
 
-    price: float  # squared relative error of a row for which a cell opens one more leaf
+    # the error-cost multiplier: a cell opens a leaf that costs its rows, as a tilted key, more than
+    # this squared relative error (estimated by `importance`)
+    price: float
     block: int  # B: queries of a cell
     leaf: int  # L: keys of a leaf
     window: int = 0  # W: positions of a causal window; 0: not causal
@@ -55,7 +57,7 @@ class ListSettings:
         return max(1, self.block // 2) if self.strict else self.block
 
 
-ASKED = 32  # members of a cell, at even strides, that say which leaves matter
+SCORED_MEMBERS = 32  # of a cell, at even strides: their coarse scores decide which leaves open
 
 
 class Tables(NamedTuple):
@@ -68,14 +70,14 @@ class Tables(NamedTuple):
     spread: Tensor  # [key heads, leaves]: variance of the keys of a leaf, sum over coordinates
     members: Tensor  # [heads, cells, B]: queries that a cell is made of, -1 for none
     mean: Tensor  # [heads, cells, d]
-    visible: Tensor  # [cells]: how many leaves, the first ones, a cell sees
+    visible: Tensor  # [cells]: how many leaves, the first ones, a cell attends to
     tiles: Tensor  # [heads, tiles, T]: rows, -1 for none
     first_tile: Tensor  # [heads, cells]: tiles of a cell lie together
     tile_count: Tensor  # [heads, cells]
 
 
 class Tilts(NamedTuple):
-    """Leaves as some cells see them."""
+    """Tilted keys: leaves as some cells attend to them."""
 
     key: Tensor  # [heads, cells, leaves, d]
     value: Tensor  # [heads, cells, leaves, dv]
@@ -91,7 +93,7 @@ def tables(
     dtype: torch.dtype,
 ) -> Tables:
     """Tables of tokens [heads, tokens, dim] and key log-weights [heads, m], in the dtype of sums:
-    tokens are sorted as they are given."""
+    tokens are sorted in their own dtype."""
     n, keys = query.shape[1], key.shape[1]
     if settings.window:
         keys = min(n, keys)
@@ -129,7 +131,7 @@ def tables(
 
 
 def visible_leaves(cells: Tensor, leaves: int, settings: ListSettings) -> Tensor:
-    """How many of all leaves, the first ones, each cell sees: those of earlier windows."""
+    """How many leaves, the first ones, each cell attends to: those of earlier windows."""
     if not settings.window:
         return torch.full_like(cells, leaves)
     return (cells // settings.cells * (settings.window // settings.leaf)).clamp(max=leaves)
@@ -140,27 +142,27 @@ def _by_window(x: Tensor, count: int, width: int, leaf: int) -> Tensor:
     if _has_kernel(x, width, leaf):
         from ..cuda.lists import window_sorting as sorting
 
-        return sorting.window_order(x.contiguous(), width, leaf, count).long()
+        return sorting.window_permutation(x.contiguous(), width, leaf, count).long()
     heads, windows = len(x), -(-count // width)
     padded = pad(x[:, :count], (0, 0, 0, windows * width - count))
     first = torch.arange(windows, device=x.device).mul_(width).repeat(heads)
     real = None if count == windows * width else (count - first).clamp(max=width)
-    at = window_order(padded.reshape(heads * windows, width, -1), leaf, real)
+    at = window_permutation(padded.reshape(heads * windows, width, -1), leaf, real)
     at = at + first.unsqueeze(1)
     return torch.where(at < count, at, -1).view(heads, windows * width)
 
 
 def _by_head(x: Tensor, leaf: int, hidden: Tensor | None, group: int) -> Tensor:
-    """All tokens, sorted: [heads, slots], -1 for none, and for keys that none of the ``group`` of
-    heads that share them sees."""
+    """All tokens, sorted: [heads, slots], -1 for none and for keys that are masked in all of the
+    ``group`` heads that share them."""
     if hidden is not None:
         hidden = hidden.unflatten(0, (-1, group)).all(1)
     if _has_kernel(x, window_length(x.shape[1], leaf), leaf):
         from ..cuda.lists import window_sorting as sorting
 
-        return sorting.head_order(x.contiguous(), leaf, x.shape[1], hidden).long()
+        return sorting.head_permutation(x.contiguous(), leaf, x.shape[1], hidden).long()
     return torch.stack(
-        [head_order(x[i], leaf, None if hidden is None else hidden[i]) for i in range(len(x))]
+        [head_permutation(x[i], leaf, None if hidden is None else hidden[i]) for i in range(len(x))]
     )
 
 
@@ -209,8 +211,8 @@ def tiles_by_centre(
     windows = cells // each
     padded = pad(query, (0, 0, 0, windows * width - n)).view(heads, windows, width, -1)
     cell = nearest(padded.to(mean), mean.view(heads, windows, each, -1))
-    place = torch.arange(windows * width, device=query.device).view(windows, width)
-    cell = torch.where(place < n, cell, each)
+    position = torch.arange(windows * width, device=query.device).view(windows, width)
+    cell = torch.where(position < n, cell, each)
     held = cell.new_zeros(heads, windows, each + 1)
     held = held.scatter_add_(2, cell, torch.ones_like(cell))[..., :each]
     count = (held + size - 1) // size
@@ -223,7 +225,7 @@ def tiles_by_centre(
     each_window = width // size + each  # tiles
     slot = pad(first, (0, 1)).gather(2, cell) * size + rank
     slot = torch.where(cell < each, slot, each_window * size)
-    rows = torch.where(place < n, place, -1).expand(heads, -1, -1).gather(2, at)
+    rows = torch.where(position < n, position, -1).expand(heads, -1, -1).gather(2, at)
     tiles = rows.new_full((heads, windows, each_window * size + 1), -1).scatter_(2, slot, rows)
     tiles = tiles[..., :-1].reshape(heads, windows * each_window, size)
     first = first + torch.arange(windows, device=query.device).view(-1, 1) * each_window
@@ -231,7 +233,7 @@ def tiles_by_centre(
 
 
 def tilt(made: Tables, cells: slice | Tensor, leaves: int, scale: float) -> Tilts:
-    """The first ``leaves`` leaves as some cells see them."""
+    """Tilted keys of the first ``leaves`` leaves for some cells."""
     group = len(made.mean) // len(made.key)
     heads, dtype = len(made.mean), made.mean.dtype
     key, value = (x[:, :leaves].to(dtype) for x in (made.key, made.value))
@@ -261,8 +263,8 @@ def tilt(made: Tables, cells: slice | Tensor, leaves: int, scale: float) -> Tilt
 
 
 def score_variances(made: Tables, query: Tensor, cells: slice | Tensor, scale: float) -> Tensor:
-    """Estimated variance, over queries of a cell and keys of a leaf, of the scores that lie between
-    them and their means: [cells, leaves] for the queries of members [cells, B, d] of one head."""
+    """Estimated variance of scale <q - mean, k - mean> over queries q of a cell and keys k of a
+    leaf: [cells, leaves], for members [cells, B, d] of one head."""
     variance = _variances(query, made.members[0, cells]) / max(1, query.shape[-1])
     return scale**2 * variance.unsqueeze(1) * made.spread[0].to(variance)
 
@@ -288,7 +290,7 @@ def importance(weight: Tensor, members: Tensor, inner: Tensor) -> Tensor:
     the mean squared share of a leaf in the attention of some members to all leaves, times the
     variance of scores within it. ``weight`` [cells, B, leaves] may have any units. (The keys of
     their own window do not enter: those of later members are ahead of earlier ones.)"""
-    stride = max(1, members.shape[1] // ASKED)
+    stride = max(1, members.shape[1] // SCORED_MEMBERS)
     weight, members = weight[:, ::stride], members[:, ::stride]
     total = weight.sum(2)
     real = (members >= 0) & (total > 0)

@@ -1,4 +1,18 @@
-"""Methods: small objects that say how a support basis is chosen. Every one returns a `HeadPlan`."""
+"""Methods: small objects that plan heads. Every one returns a `HeadPlan` for a head.
+
+====================  ====================================================================
+`base`                `Method`, and what all methods share
+`planning`            from a problem and a method to a plan, for any batch
+`auto`                the fastest method within a tolerance
+`exact`               softmax attention
+`polynomial`          one polynomial for all scores
+`single_threshold`    large tokens exactly, a polynomial for the rest
+`multi_threshold`     buckets by size, a power of a polynomial for each pair
+`power`               polynomial attention
+`fitted`              a polynomial fitted to the scores
+`block_support`       lists of exact and tilted keys; `list_search`: how long they are
+====================  ====================================================================
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Auto: the fastest of polynomial, threshold, fit and lists within a tolerance, else exact."""
+"""Auto: the fastest of polynomial, threshold, fitted polynomial and lists within a tolerance."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .fitted import FittedSearch
 from .list_search import WIDE_BLOCK, ListSearch, fastest_lists
 from .single_threshold import threshold_plan
 
-# exact attention that takes less is left alone: what a search costs, or what is worth one whose
-# plan is used many times; on a GPU, where a search costs more than it saves in a call, always that
+# calls faster than this are computed exactly: planning would cost more than it saves, in one call
+# or in many calls with the same plan; on a GPU only the latter limit is used
 PLANNING_SECONDS, REUSED_SECONDS = {"cpu": 0.02, "cuda": 1e-3}, {"cpu": 5e-3, "cuda": 2e-4}
 SHARES = (0.0, 0.001, 0.004, 0.015, 0.05)  # of tokens that a candidate threshold makes large
 FEW_KEYS = 0.01  # of all, in open leaves, where wider blocks may do
-WORTHWHILE = 1.3  # predicted speed against exact attention that leaves room for a wrong prediction
+WORTHWHILE = 1.3  # predicted speedup over exact attention, with a margin for wrong predictions
 MARGIN = 0.8  # of the tolerance that an estimate may use up before it is verified
 
 
@@ -39,9 +39,9 @@ class Auto(Method):
 
     The tolerance is the relative Frobenius error of a head's output (for `gaussian_kde` the
     largest error over the largest density). Polynomials are screened on a sample of scores; the
-    fastest, and fits and lists where they can be faster, are verified on sampled query rows
-    against all keys, where the upper limit of the error (95 % confidence) must be within the
-    tolerance. Else the head is exact, as it is where exact attention takes less than a search;
+    fastest, and fitted polynomials and lists where they can be faster, are verified on sampled
+    query rows against all keys, where the upper limit of the error (95 % confidence) must be within
+    the tolerance. Else the head is exact, as it is where exact attention takes less than a search;
     `sb.plan`, whose plan may serve many calls, searches where a call would not.
     """
 
@@ -128,7 +128,7 @@ class _Search:
 
     def candidates(self) -> Iterator[PolynomialHead]:
         """Plans whose estimated error is within the margin, fastest first; each is followed by
-        the same threshold one degree higher, in case the estimate was too hopeful."""
+        the same threshold one degree higher, in case the estimate was too low."""
         plans: list[PolynomialHead] = []
         features = polynomial_work(self.head, self.head.n, self.head.m, 0).seconds(self.head)
         fastest = self.limit

@@ -1,4 +1,4 @@
-"""What a method is."""
+"""`Method`, the base class, and checks that methods share."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Method(ABC):
 
     @abstractmethod
     def plan_head(self, head: Head) -> HeadPlan:
-        """What this head will do."""
+        """The plan of one head."""
 
     def plan_batch(self, heads: Sequence[Head]) -> list[HeadPlan]:
-        """What one head of each batch element would do; one of these plans will serve them all."""
+        """Plans of one head for each batch element, of which one will serve all of them."""
         return [self.plan_head(head) for head in heads]
 
     def plan_exactly(self, head: Head, reason: str) -> HeadPlan:
-        """What this head will do when no approximation applies to the call."""
+        """The plan of one head when no approximation applies to the call."""
         return exact_plan(head, reason)
 
 

@@ -1,4 +1,4 @@
-"""Lists of exact and tilted keys for blocks of queries: for heads as trained models have them."""
+"""Lists of exact and tilted keys for blocks of similar queries."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from .base import Method, exact_plan, is_positive
 from .list_search import WIDE_BLOCK, ListSearch
 
 LARGEST_BLOCK = 1024
+BUDGET = 0.1  # where neither budget nor tolerance is given
 
 
 @dataclass(frozen=True)
 class BlockSupport(Method):
-    """Every block of similar queries attends exactly to the keys that matter, to the rest in sum.
+    """Every block of similar queries attends exactly to its important keys, to the rest in sum.
 
-    Keys are sorted into leaves of alike keys, queries into blocks of ``block_size`` alike queries.
+    Keys are sorted into leaves of similar keys, queries into blocks of ``block_size`` similar ones.
     For a block, the keys of a leaf act as one tilted key: their mean, weighted as the block's mean
     query weighs them. Leaves whose tilted key would err too much are attended to exactly.
     ``budget`` is the total cost relative to exact attention, sorting and selection included (0.1
@@ -27,9 +28,9 @@ class BlockSupport(Method):
     whose measured error on sampled rows, at its upper limit (95 % confidence), is within it, and
     a head for which there are none is exact.
 
-    In causal attention each query sees its own window of positions exactly, and earlier windows
-    through lists. Keys and values of later tokens are never used. Blocks hold queries of one
-    window, so a list depends on later queries of the window unless ``strict``: then blocks come
+    In causal attention each query attends to its own window of positions exactly, to earlier
+    windows through lists. Keys and values of later tokens are never used. Blocks hold queries of
+    one window, so a list depends on later queries of the window unless ``strict``: then blocks come
     from the window before, and no output depends on a later token. None: strict exactly when
     gradients are recorded.
 
@@ -46,7 +47,7 @@ class BlockSupport(Method):
         if self.budget is not None and self.tolerance is not None:
             raise InputError("budget and tolerance are both given; expected one of them")
         if self.tolerance is None:
-            object.__setattr__(self, "budget", 0.1 if self.budget is None else self.budget)
+            object.__setattr__(self, "budget", BUDGET if self.budget is None else self.budget)
         for name in ("budget", "tolerance"):
             value = getattr(self, name)
             if value is None:
@@ -69,21 +70,21 @@ class BlockSupport(Method):
         return self.tolerance is not None
 
     def plan_batch(self, heads: Sequence[Head]) -> list[HeadPlan]:
-        """By budget with the highest price of all batch elements, so that none costs more."""
+        """Plans by budget share the highest price of all batch elements: none costs more."""
         plans = super().plan_batch(heads)
         lists = [plan for plan in plans if isinstance(plan, ListHead)]
         if self.budget is None or len(plans) == 1 or len(lists) < len(plans):
             return plans
-        dearest = max(lists, key=lambda plan: (plan.lists.block, plan.lists.price)).lists
-        searches = [self._search(head, dearest.block) for head in heads]
-        return [search.at(dearest.price) for search in searches if isinstance(search, ListSearch)]
+        shared = max(lists, key=lambda plan: (plan.lists.block, plan.lists.price)).lists
+        searches = [self._search(head, shared.block) for head in heads]
+        return [search.at(shared.price) for search in searches if isinstance(search, ListSearch)]
 
     def _search(self, head: Head, block: int | None) -> ListSearch | str:
         return ListSearch.of(head, block, self.strict, self.seed, self.tolerance or 1.0)
 
     def plan_head(self, head: Head) -> HeadPlan:
         if self.budget is not None and self.budget >= 1:
-            return exact_plan(head, f"a budget of {self.budget:g} buys all keys")
+            return exact_plan(head, f"a budget of {self.budget:g} covers all keys")
         search = self._search(head, self.block_size)
         if isinstance(search, str):
             return exact_plan(head, search)
@@ -91,9 +92,9 @@ class BlockSupport(Method):
             plan = search.within(self.tolerance)
             reason = f"no lists within {self.tolerance:g} are cheaper than exact attention"
             return exact_plan(head, reason) if plan is None else plan
-        assert self.budget is not None
+        budget = BUDGET if self.budget is None else self.budget
         while True:
-            plan = search.affordable(self.budget)
+            plan = search.affordable(budget)
             block = 2 * search.settings.block
             if plan is not None or self.block_size is not None or block > WIDE_BLOCK:
                 break
@@ -101,4 +102,4 @@ class BlockSupport(Method):
             if isinstance(wider, str):
                 break
             search = wider
-        return plan or exact_plan(head, f"no lists within a budget of {self.budget:g}")
+        return plan or exact_plan(head, f"no lists within a budget of {budget:g}")

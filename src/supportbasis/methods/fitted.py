@@ -10,16 +10,16 @@ from ..accuracy.fitted_rows import RowCheck
 from ..errors import InputError
 from ..plans import FittedHead, HeadPlan
 from ..plans.cost import Work, fitted_work
-from ..polynomials.balancing import Frame, framed, own_frame, prefix_of
+from ..polynomials.balancing import Transform, own_transform, prefix_of, transformed
 from ..polynomials.fitting import FittedKernel, PairSample, choose_spans, count_features
 from ..problem.checks import check_seed
 from ..problem.problem import Head
 from .base import Method, exact_plan, is_positive
 
 FEWEST, USUAL, MOST = 8, 1024, 2**15  # features
-USELESS = 1.0  # relative error of an output of zeros
-HALVES = 2  # how often the step between too few features and enough is halved
-HOPEFUL = 1.5  # times the tolerance: what is expected to err more is not measured
+ERROR_OF_ZEROS = 1.0  # relative error of an output of zeros
+BISECTIONS = 2  # of the interval between too few features and enough
+MEASURED_BELOW = 1.5  # times the tolerance: plans of a larger expected error are not measured
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,14 @@ class FittedPolynomial(Method):
             found = search.within(self.tolerance, check, speedup=0.0)
             reason = f"no fitted polynomial within {self.tolerance:g} is cheaper than exact"
             return found or exact_plan(head, reason)
-        assert self.features is not None
-        plan = search.affordable(features=self.features)
+        plan = search.affordable(features=USUAL if self.features is None else self.features)
         if plan is None:
-            return exact_plan(head, "scores are too large, or all alike, to fit a polynomial to")
-        plan = search.measured(plan)
-        assert plan.measured is not None
-        if plan.measured < USELESS:
-            return plan
-        fault = "leaves more than 1 % of the rows without a usable sum"
-        fault = fault if math.isinf(plan.measured) else f"errs by {plan.measured:.2g}"
+            return exact_plan(head, "scores are too large, or all equal, to fit a polynomial to")
+        error = search.error(plan)
+        if error < ERROR_OF_ZEROS:
+            return replace(plan, measured=error)
+        fault = "fails on more than 1 % of the rows"
+        fault = fault if math.isinf(error) else f"errs by {error:.2g}"
         return exact_plan(head, f"a fitted polynomial of {plan.fitted.features} features {fault}")
 
 
@@ -107,7 +105,7 @@ class FittedSearch:
     """Plans of one head with any number of features."""
 
     head: Head
-    frame: Frame
+    transform: Transform
     sample: PairSample
     far_rows: int
     far_keys: int
@@ -120,26 +118,26 @@ class FittedSearch:
             return "polynomials are fitted to softmax attention, not to kernel sums"
         if head.n < FEWEST or head.m < FEWEST or head.dim == 0:
             return "there is too little to fit a polynomial to"
-        frame = own_frame(head)
-        if not bool(frame.spectrum.isfinite().all()):
+        transform = own_transform(head)
+        if not bool(transform.eigenvalues.isfinite().all()):
             return "scores are too large for a polynomial"
-        sample = PairSample.draw(framed(head, frame), seed)
+        sample = PairSample.draw(transformed(head, transform), seed)
         if not len(sample.query) or not len(sample.key):
             return "there is too little to fit a polynomial to"
         kernel = FittedKernel((1.0,), (), sample.query_radius, sample.key_radius)
-        rows, keys = _plan(head, frame, kernel).split(head)
+        rows, keys = _plan(head, transform, kernel).split(head)
         far = rows.count(head.n)[0], keys.count(head.m)[0]
-        return FittedSearch(head, frame, sample, *far, seed)
+        return FittedSearch(head, transform, sample, *far, seed)
 
     def plan(self, features: int) -> FittedHead | None:
         """The plan with at most that many features, with its cost."""
-        spans = choose_spans(self.frame.spectrum, features)
+        spans = choose_spans(self.transform.eigenvalues, features)
         kernel = self.sample.fit(spans)
         if kernel is None:
             return None
         work = self._work(spans)
         return replace(
-            _plan(self.head, self.frame, kernel),
+            _plan(self.head, self.transform, kernel),
             keys=float(kernel.features + self.far_keys),
             cost=work.cost(self.head),
             speedup=work.speedup(self.head),
@@ -153,7 +151,7 @@ class FittedSearch:
         predicted to be faster than ``speedup``; 0: there are none."""
 
         def pays(features: int) -> bool:
-            work = self._work(choose_spans(self.frame.spectrum, features))
+            work = self._work(choose_spans(self.transform.eigenvalues, features))
             return work.cost(self.head) < cost and work.speedup(self.head) > speedup
 
         low, high = 0, min(limit, MOST)
@@ -165,8 +163,9 @@ class FittedSearch:
         return low if low >= FEWEST else 0
 
     def affordable(self, features: int = MOST) -> FittedHead | None:
-        """Of the largest plans cheaper than exact attention, the one that is expected to err least:
-        a degree that is barely begun may err more than one that is complete."""
+        """The plan of least expected error among those with 1/2, 3/4 and all of the features that
+        are cheaper than exact attention: an incomplete degree may err more than a complete lower
+        one."""
         most = self.most(limit=features)
         tried = (self.plan(most * part // 8) for part in (4, 6, 8) if most * part // 8 >= FEWEST)
         plans = [plan for plan in tried if plan is not None and plan.cost < 1]
@@ -178,7 +177,7 @@ class FittedSearch:
         be faster than ``speedup``."""
         most = self.most(speedup)
         last = self.plan(most) if most else None
-        if last is None or self._expected(last) > HOPEFUL * tolerance:
+        if last is None or self._expected(last) > MEASURED_BELOW * tolerance:
             return None
         features, found, short = FEWEST, None, 0
         while found is None and short < most:
@@ -186,7 +185,7 @@ class FittedSearch:
             found = self._measured(plan, tolerance, check)
             if found is None:
                 short, features = features, min(2 * features, most)
-        for _ in range(HALVES if found is not None and short else 0):
+        for _ in range(BISECTIONS if found is not None and short else 0):
             middle = round(math.sqrt(short * features))
             plan = self._measured(self.plan(middle), tolerance, check)
             if plan is None:
@@ -199,19 +198,19 @@ class FittedSearch:
         self, plan: FittedHead | None, tolerance: float, check: RowCheck
     ) -> FittedHead | None:
         """The plan with its measured error, if there is one and that is within tolerance."""
-        if plan is None or self._expected(plan) > HOPEFUL * tolerance:
+        if plan is None or self._expected(plan) > MEASURED_BELOW * tolerance:
             return None
         measured, limit = check.error(plan)
         return replace(plan, measured=measured) if limit <= tolerance else None
 
-    def measured(self, plan: FittedHead) -> FittedHead:
-        """The plan with its measured error."""
-        return replace(plan, measured=RowCheck(self.head, 1.0, self.seed).error(plan)[0])
+    def error(self, plan: FittedHead) -> float:
+        """The measured error of a plan."""
+        return RowCheck(self.head, 1.0, self.seed).error(plan)[0]
 
     def _expected(self, plan: FittedHead) -> float:
         return self.sample.expected_error(plan.fitted)
 
 
-def _plan(head: Head, frame: Frame, kernel: FittedKernel) -> FittedHead:
+def _plan(head: Head, transform: Transform, kernel: FittedKernel) -> FittedHead:
     exact_rows = prefix_of(head) or 0
-    return FittedHead(n=head.n, m=head.m, fitted=kernel, frame=frame, exact_rows=exact_rows)
+    return FittedHead(n=head.n, m=head.m, fitted=kernel, transform=transform, exact_rows=exact_rows)

@@ -1,8 +1,8 @@
-"""How long lists have to be: their error at all prices at once, on sampled rows.
+"""Searches for the price of lists: their error at all prices at once, on sampled rows.
 
-Tilts do not depend on the price. For a sampled row, every leaf has its exact sums and those of its
-tilted key; leaves are opened in the sequence of their importance, so that one running sum over the
-differences has the row's output at every price.
+`ListSettings.price` is the error-cost multiplier; tilts do not depend on it. For a sampled row,
+every leaf has its exact sums and those of its tilted key; leaves open by descending importance, so
+one running sum over the differences gives the row's output at every price.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ CAUSAL_SIZES = SIZES | {
 WIDE_BLOCK = 512
 WINDOWS, LEAST_WINDOW, LARGEST_WINDOW = 32, 512, 2048  # windows of a causal head; their positions
 VERY_LONG = 262144  # tokens from which on windows may have twice as many
-FIRST_ROWS, ROWS = 192, 512  # that errors are measured on: to find a price, and to check it
-ROUNDS = 4  # of checks, each at a lower price, after which a head is given up
+FIRST_ROWS, ROWS = 192, 512  # rows on which errors are measured: to find a price, to check it
+ROUNDS = 4  # of checks, each at a lower price, after which a head is exact
 PRICES = tuple(math.exp(x / 4) for x in range(-184, 41))
 STEPS = 32  # between two of them
 WIDE_PRECISION = 1e-5  # tolerance below which errors are measured in float64
@@ -48,7 +48,7 @@ def window_of(n: int, block: int) -> int:
 
 
 def _between(low: float, high: float) -> tuple[float, ...]:
-    """Prices from one to another."""
+    """STEPS + 1 prices in a geometric sequence from low to high."""
     return tuple(low * (high / low) ** (i / STEPS) for i in range(STEPS + 1))
 
 
@@ -64,7 +64,7 @@ def settings_for(head: Head, block: int | None, strict: bool | None) -> ListSett
 
 
 def fastest_lists(head: Head) -> float:
-    """Predicted speed of lists that open nothing, before anything is computed."""
+    """Predicted speedup of lists without open leaves."""
     return list_work(head, settings_for(head, None, False), 0.0).speedup(head)
 
 
@@ -76,15 +76,15 @@ class Curves:
     sample: RowSample
     squared: Tensor  # float64 [prices, rows]: squared errors
     size: Tensor  # float64 [rows]: squared sizes of exact outputs
-    opened: Tensor  # float64 [prices]: open leaves that a row sees, mean over all rows
+    opened: Tensor  # float64 [prices]: open leaves of a row, mean over all rows
 
     def error(self, at: int) -> tuple[float, float]:
         """Relative Frobenius error at a price, and its upper limit."""
         return self.sample.frobenius_limit(self.squared[at], self.size)
 
     def highest(self, tolerance: float, most: int) -> int:
-        """The highest price, up to ``most``, whose error at its upper limit is within tolerance;
-        -1: none is. Errors fall with the price."""
+        """Index of the highest price, up to ``most``, whose error at its upper limit is within
+        tolerance; -1: none. The error grows with the price."""
         low, high = -1, most + 1
         if self.error(most)[1] <= tolerance:
             return most
@@ -99,13 +99,13 @@ class Curves:
 class ListSearch:
     """Plans of one head at any price.
 
-    A first, small sample finds a price. The rows that it is checked on are drawn anew, those almost
-    surely that lean on leaves which are closed at this price.
+    A first, small sample finds a price. It is checked on another sample, which contains almost
+    surely the rows with much weight on leaves that are closed at this price.
     """
 
     head: Head
     settings: ListSettings  # as they run: strict is settled
-    strict: bool | None  # as it was asked for
+    strict: bool | None  # as the caller gave it
     made: Tables
     seed: int
 
@@ -121,11 +121,12 @@ class ListSearch:
             return "there are too few tokens for lists"
         if tolerance < WIDE_PRECISION:
             head = replace(head, precision=torch.float64)
-        asked = strict if settings.window else False
-        return ListSearch(head, settings, asked, head_tables(head, settings), seed)
+        given = strict if settings.window else False
+        return ListSearch(head, settings, given, head_tables(head, settings), seed)
 
     def affordable(self, budget: float) -> ListHead | None:
-        """The plan of the lowest price within the budget: of a grid, then between two of it."""
+        """The plan of the lowest price whose cost is within the budget: first on a grid of prices,
+        then between two of them."""
         curves = self._curves(PRICES, None)
         at = self._cheapest(curves, budget)
         if at is None:
@@ -179,7 +180,7 @@ class ListSearch:
         )  # fmt: skip
 
     def _curves(self, prices: tuple[float, ...], drawn_for: float | None) -> Curves:
-        """Curves of rows that are drawn for a price; None: for no price, and fewer."""
+        """Curves on rows sampled for a price; None: on a first, smaller sample."""
         head, count = self.head, FIRST_ROWS
         measures: tuple[Tensor, ...] = ()
         if drawn_for is not None:
@@ -202,11 +203,11 @@ def _measured(
     squared = prices.new_zeros(len(prices), len(sample.rows))
     size, opened = squared.new_zeros(len(sample.rows)), squared.new_zeros(len(prices))
     own = own_windows(head, settings.window) if settings.window else None
-    seen = (cell >= 0) & (made.visible[cell.clamp(min=0)] > 0)
+    listed = (cell >= 0) & (made.visible[cell.clamp(min=0)] > 0)
     if own is not None:
-        size[~seen] = own[0][sample.rows[~seen]].double().square().sum(1)
-    order = cell.argsort(stable=True)
-    for at in order[seen[order]].split(_rows_at_once(head)):
+        size[~listed] = own[0][sample.rows[~listed]].double().square().sum(1)
+    permutation = cell.argsort(stable=True)
+    for at in permutation[listed[permutation]].split(_rows_at_once(head)):
         part = _Part.of(head, made, cell[at], sample.rows[at], own)
         squared[:, at], size[at], count = part.at_prices(prices)
         opened += count.double() @ sample.weight[at]
@@ -218,7 +219,7 @@ def _rows_at_once(head: Head) -> int:
 
 
 def _cells_of_rows(n: int, made: Tables) -> Tensor:
-    """The cell whose list a row has, -1 for none."""
+    """The cell of each row [n], -1 for none."""
     count, tiles = made.tile_count[0], made.tiles[0]
     cell = torch.full((n + 1,), -1, device=tiles.device)
     member = torch.arange(len(count), device=tiles.device).repeat_interleave(count)
@@ -233,7 +234,7 @@ class _Part(NamedTuple):
     """Sums of some rows over the keys of each leaf: numerator and denominator, last."""
 
     start: Tensor  # float64 [rows, dv + 1]: own window, and all leaves as tilted keys
-    gain: Tensor  # [leaves, rows, dv + 1]: what it adds to open a leaf
+    gain: Tensor  # [leaves, rows, dv + 1]: change of the sums when the leaf opens
     matters: Tensor  # [leaves, rows]: importance of a leaf to the cell of a row
 
     @staticmethod

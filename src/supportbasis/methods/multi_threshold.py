@@ -23,12 +23,12 @@ from ..problem.problem import Head
 from .base import Method, check_degree, check_sketch_size, exact_plan
 
 MOST_PAIRS = 4096
-MOST_POLYNOMIALS = 64  # pairs that always get a polynomial, which takes 3 ms to find: that is
-POLYNOMIAL_WORK = 2**26  # the time of so many multiply-adds of exact attention
-SMALL_SHARE = 1 / 16  # of all pairs: a bucket pair below is exact where that is cheaper
-HIGH_POWER = 8  # sketches of higher powers say little: exact where that is affordable,
-AFFORDABLE = 4.0  # that is, at no more than this many times the work of the sketch,
-HIGHEST_POWER = 64  # and always beyond this power
+MOST_POLYNOMIALS = 64  # largest bucket pairs, which always get a polynomial
+POLYNOMIAL_WORK = 2**26  # multiply-adds in the 3 ms that it takes to find a polynomial
+SMALL_SHARE = 1 / 16  # of all pairs: a smaller bucket pair is exact where that costs less
+HIGH_POWER = 8  # sketches of higher powers are inaccurate: exact up to
+EXACT_OVER_SKETCH = 4.0  # times the work of the sketch
+HIGHEST_POWER = 64  # that is sketched
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class _Bucket(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """Two buckets before anything is decided."""
+    """Two buckets, the largest score between them and its power."""
 
     row: int
     key: int
@@ -170,12 +170,12 @@ def _balance(rows: _Bucket, keys: _Bucket) -> float:
 
 
 def _live_count(head: Head) -> int:
-    """Padded keys count for nothing: a padded call plans as if they were absent."""
+    """Number of keys that are not padded: a padded call plans as if the others were absent."""
     return head.m if head.live_keys is None else len(head.live_keys)
 
 
 def _is_power(head: Head, pair: _Pair, method: MultiThreshold) -> bool:
-    """Whether a power is the better way to sum a pair; exact sums are, otherwise."""
+    """Whether a power sums a pair at lower cost than exact sums."""
     rows, keys, power = pair.rows.size, pair.keys.size, pair.power
     if power >= LARGEST_POWER:
         return False
@@ -186,7 +186,7 @@ def _is_power(head: Head, pair: _Pair, method: MultiThreshold) -> bool:
     work = sketch_work(head, rows, keys, power, method.sketch_size, method.degree)
     ratio = pair_work(head, rows, keys).multiply_adds(head) / work.multiply_adds(head)
     small = rows * keys <= SMALL_SHARE * head.n * _live_count(head)
-    return not (small and ratio <= 1) and not (power > HIGH_POWER and ratio <= AFFORDABLE)
+    return not (small and ratio <= 1) and not (power > HIGH_POWER and ratio <= EXACT_OVER_SKETCH)
 
 
 def _worth_a_polynomial(head: Head, pairs: Sequence[_Pair]) -> set[tuple[int, int]]:

@@ -1,5 +1,5 @@
-"""From a problem and a method to a plan, one entry for each head whatever the batch; or the check
-that a given plan serves a call."""
+"""Plans of a call: one made by a method, with one entry for each head and any batch, or the
+caller's, checked against the call."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .exact import Exact
 from .polynomial import Polynomial
 from .power import PowerAttention
 
-LARGE_ERROR = 0.05  # measured, of a head's output: warned about where no error was asked for
+LARGE_ERROR = 0.05  # measured, of a head's output: warned about where no tolerance was given
 
 
 def plan_of(
     problem: Problem, method: Method | None, plan: Plan | None, implementation: str = "auto"
 ) -> Plan:
-    """The caller's plan once it is seen to fit, or a new one."""
+    """The caller's plan, checked against the call, or a new one."""
     if method is not None and not isinstance(method, Method):
         raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
     if plan is None:
@@ -51,7 +51,7 @@ def plan_of(
             call_checks.check_entries(problem)
             call_checks.check_scores(problem)
         return make_plan(problem, plan.method)
-    if is_tracing():  # the operator will look at entries
+    if is_tracing():  # the operator checks entries
         call_checks.check_plan(problem, plan)
         return plan
     return call_checks.checked(problem, plan, implementation)
@@ -78,7 +78,7 @@ def make_plan(problem: Problem, method: Method) -> Plan:
 
 
 def _warn_about_error(plan: Plan) -> None:
-    """Say how large the largest measured error is, where that is large: once for each plan."""
+    """Warn, once for each plan, if the largest measured error exceeds LARGE_ERROR."""
     errors = [(head.measured or 0.0, number) for number, head in enumerate(plan.heads)]
     count = sum(error > LARGE_ERROR for error, _ in errors)
     if not count:
@@ -102,7 +102,7 @@ def _check_gradients(problem: Problem) -> None:
 
 
 def _check_power(problem: Problem, method: Method) -> None:
-    """Polynomial attention is no softmax: what falls back to softmax elsewhere has no meaning."""
+    """Raise for dropout and for densities, which polynomial attention does not have."""
     if not isinstance(method, PowerAttention):
         return
     if problem.dropout_p > 0:
@@ -112,11 +112,11 @@ def _check_power(problem: Problem, method: Method) -> None:
 
 
 def plan_heads(method: Method, heads: Sequence[Head]) -> HeadPlan:
-    """What a method plans for one head of all batch elements, with the range of their scores.
+    """The plan of one head for all batch elements, with the range of their scores.
 
-    Each element is planned for itself. Of these plans the most careful is taken, if it serves the
-    other elements too: their scores are in its range, and where a tolerance was asked for its error
-    on them is within it. Otherwise the head is exact.
+    Each element is planned separately, and the most accurate of these plans (`_accuracy_rank`) is
+    taken, if the scores of the other elements are in its range and its error on them is within the
+    tolerance, if there is one. Otherwise the head is exact.
     """
     if not heads:
         return ExactHead(reason="the batch is empty", n=0, m=0)
@@ -130,7 +130,7 @@ def _joined(method: Method, plans: Sequence[HeadPlan], heads: Sequence[Head]) ->
     for plan in plans:
         if isinstance(plan, ExactHead):
             return plan
-    own = max(range(len(plans)), key=lambda number: _care(plans[number]))
+    own = max(range(len(plans)), key=lambda number: _accuracy_rank(plans[number]))
     plan = plans[own]
     for number, head in enumerate(heads):
         if number != own and not _serves(method, plan, heads[own], head, plans[number]):
@@ -144,8 +144,9 @@ def _joined(method: Method, plans: Sequence[HeadPlan], heads: Sequence[Head]) ->
     )
 
 
-def _care(plan: HeadPlan) -> tuple[float, float]:
-    """Lists of the lowest price, polynomials for the widest range, and what costs most."""
+def _accuracy_rank(plan: HeadPlan) -> tuple[float, float]:
+    """Sort key of plans by accuracy: lists by the lowest price, polynomials by the widest range,
+    then by the highest cost."""
     if isinstance(plan, ListHead):
         return -plan.lists.price, plan.cost
     if isinstance(plan, BucketHead):
@@ -154,7 +155,7 @@ def _care(plan: HeadPlan) -> tuple[float, float]:
 
 
 def _serves(method: Method, plan: HeadPlan, own: Head, head: Head, instead: HeadPlan) -> bool:
-    """Whether a plan that was made for its own batch element serves another one."""
+    """Whether the plan of one batch element is accurate enough for another one."""
     if isinstance(plan, ListHead) and isinstance(instead, ListHead):
         return replace(plan.lists, price=0.0) == replace(instead.lists, price=0.0)
     if leaves(with_range(plan, [own]), score_range(plan, head)) is not None:

@@ -159,8 +159,8 @@ def largest_threshold(head: Head, reach: float) -> float | None:
 def _sorted_side(maxima: Tensor, norms: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
     if live is not None:
         maxima, norms = maxima[live], norms[live]
-    ordered, order = maxima.double().sort()
-    return ordered, norms[order].cummax(0).values if len(norms) else norms
+    ordered, permutation = maxima.double().sort()
+    return ordered, norms[permutation].cummax(0).values if len(norms) else norms
 
 
 def _running(ordered: Tensor, norms: Tensor, thresholds: Tensor) -> Tensor:

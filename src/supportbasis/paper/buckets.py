@@ -2,8 +2,8 @@
 
 With b the smallest non-zero row maximum and B the largest, T_l = b * ratio^l, and a row belongs to
 bucket l >= 1 when T_(l-1) <= max_j |x_j| < T_l. The paper takes b over single entries, which is
-nearly zero and makes most of its buckets empty; empty buckets are dropped here. A zero row lives
-in the first bucket: its scores are zero whatever the bucket.
+nearly zero and makes most of its buckets empty; empty buckets are dropped here. A zero row is
+in the first bucket: its scores are zero in any.
 
 Rows decide, so the pieces Q^(l) K^(l')^T are disjoint rectangles. `decompose` and `support_basis`
 write the paper's matrices down, for tests and small examples; plans hold only the edges.
@@ -92,7 +92,7 @@ def edges(maxima: Tensor, smallest: float, largest: float, ratio: float) -> tupl
 def bucket_of(maxima: Tensor, upper: Sequence[float]) -> Tensor:
     """Position of each row among the buckets with these edges: the first whose edge lies above.
 
-    Rows beyond the last edge belong to the last bucket, so that any data has a place in any plan.
+    Rows beyond the last edge belong to the last bucket, so that a plan covers any data.
 
     >>> bucket_of(torch.tensor([0.0, 2.0, 9.0, 50.0]), (2.0, 9.0)).tolist()
     [0, 1, 1, 1]

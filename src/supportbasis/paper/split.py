@@ -1,7 +1,7 @@
 """Split and supports (Appendix B): which rows of Q and K are large, and what QKᵀ becomes.
 
 `row_maxima` and `large_rows` are what the fast methods use. Everything dense (`support_basis` and
-its entrywise twin) is quadratic, for small n: the slow, obvious reference that tests compare to.
+its entrywise variant) is quadratic, for small n: the slow, obvious reference that tests compare to.
 
 The paper prints the split entry by entry (Definition B.3) but its algorithm needs it row by row:
 entrywise, Q^(s)K^(s)ᵀ is not zero on supp(A^(L)), yet Algorithm 3 adds exp(A^(L)) - 1 there and so
@@ -26,7 +26,7 @@ def row_maxima(x: Tensor) -> Tensor:
     """Largest magnitude of each row, max_j |x_ij|: `[..., n, d]` -> `[..., n]`, same dtype.
 
     A row is large for the threshold T exactly when its maximum exceeds T. NaN and Inf pass
-    through to their row's maximum (this is the hot path: nothing waits for the device here).
+    through to their row's maximum (this is the hot path: it does not synchronise with the host).
 
     >>> row_maxima(torch.tensor([[1.0, -3.0], [0.5, 0.25]])).tolist()
     [3.0, 0.5]

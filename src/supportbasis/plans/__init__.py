@@ -1,12 +1,14 @@
-"""Plans: what each head will do.
+"""Plans: the settings of each head.
 
 ==============  ==========================================================================
-`heads`         the settings of a head: a class for each kind
+`heads`         a class of settings for each kind of head, and its components
 `supports`      which rows and keys a component covers
 `plan`          `Plan`: the heads of a call
-`files`         plans as JSON; `schema`: its fields, checked when it is read
+`files`         plans as JSON; `schema`: fields, checked when they are read
+`head_fields`   the fields of each kind of head
 `drawing`       a picture of the components of a head
-`cost`          multiply-adds of a plan, and its predicted time on this machine
+`cost`          multiply-adds of a plan, and its predicted time
+`calibration`   seconds of each kind of work, measured or from a table
 ==============  ==========================================================================
 """
 

@@ -1,4 +1,4 @@
-"""How fast this machine is: seconds of each kind of work, measured once a process, or from a table.
+"""Seconds of each kind of work on this machine, measured once a process, or from a table.
 
 ``Auto`` compares predicted times. With ``SUPPORTBASIS_DETERMINISTIC=1`` in the environment, or
 under ``torch.use_deterministic_algorithms(True)``, it takes them from the table below, so that its
@@ -23,12 +23,12 @@ from ..components.streaming import lane_count
 from ..polynomials.features import FeatureMap
 from ..problem.problem import Head
 
-ROUNDS, REPEATS = 4, 3  # of what is timed: in turns, and at a time
+ROUNDS, REPEATS = 4, 3  # of timings: rounds over all dims, calls in each
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds a unit of work."""
+    """Seconds of each unit of work."""
 
     pairs: tuple[tuple[float, float], ...]  # (dim, one exact pair at that dim), dims ascending
     feature: float  # forming one feature
@@ -52,13 +52,14 @@ TABLE = {  # two cores at 2.5 GHz, and an H200
 
 
 def is_deterministic() -> bool:
-    """Whether plans may not depend on the clock."""
+    """Whether plans must not depend on the clock."""
     asked = os.environ.get("SUPPORTBASIS_DETERMINISTIC", "") not in ("", "0")
     return asked or torch.are_deterministic_algorithms_enabled()
 
 
 def rates_of(head: Head) -> Rates:
-    """Of the head's device; PyTorch has faster exact kernels for 16 bits on a GPU."""
+    """Rates of the head's device; on a GPU of its dtype, since exact kernels for 16 bits are
+    faster."""
     query = head.query
     if is_deterministic():
         return TABLE.get(query.device.type, TABLE["cpu"])

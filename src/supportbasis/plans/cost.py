@@ -1,4 +1,4 @@
-"""What a plan costs: multiply-adds for `Plan.cost`, seconds on this machine for `Plan.speedup`."""
+"""The cost of a plan: multiply-adds for `Plan.cost`, predicted seconds for `Plan.speedup`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from ..components.streaming import CAUSAL_CHUNK
 from ..lists.sorting import AXES, SORTED
-from ..lists.tables import ASKED, ListSettings
-from ..polynomials.balancing import FRAME_TOKENS
+from ..lists.tables import SCORED_MEMBERS, ListSettings
+from ..polynomials.balancing import TRANSFORM_TOKENS
 from ..polynomials.certified import true_rank
 from ..polynomials.features import block_rows
 from ..polynomials.powers import PowerKernel
@@ -19,39 +19,43 @@ from ..problem.problem import Head
 from ..sketch import PolySketch
 from .calibration import Rates, rates_of
 
-BLOCK_SECONDS = 5e-6  # of one elementwise operation of a feature block
-MOVE_SECONDS = 1e-10  # of an entry that is moved, at most, on a GPU
-MOVED = 1 / 32  # of an entry that is moved on a CPU, in exact pairs of one thread at 64 dims
-UNSHARED = 0.5  # of that, which more threads do not make faster
-FITTED_SECONDS, FITTED_TOKEN, FITTED_FEATURE = 2e-3, 60, 3  # of a head; moved for each entry
-KERNEL_PRODUCT = 2.5  # of a feature in a GPU kernel, in multiply-adds of exact attention
-KERNEL_READS = 0.5  # of every entry there, in reads of a reduction
-CALL_SECONDS = {"cpu": 3e-4, "cuda": 1e-4}  # of a head, whatever its size
-FEATURE_COST = 32  # multiply-adds of exact attention on a GPU in the time of one of the features
-# of a fitted polynomial, which are float32 and go through memory
-MOVE_COST = 700  # and in that of one entry that is moved
-FIT_ENTRY = 7.0  # entries moved by a fit there, for each of a token and its value,
-FIT_FEATURE, FIT_PAIR = 3.5, 20.0  # in causal heads also for each feature and pair of a chunk
-FIT_CHUNK = 256  # tokens
-# entries moved by lists on a CPU: for an entry of a token and its value, a pair of a mean query and
-# a key, a pair of a row and a tilted key, an entry of a key in a list, an exact pair
+# ---- of any head
+CALL_SECONDS = {"cpu": 3e-4, "cuda": 1e-4}  # fixed time of a head
+BLOCK_SECONDS = 5e-6  # of one elementwise operation on a block of features
+MOVE_SECONDS = 1e-10  # of moving an entry on a GPU, at most
+MOVE_PAIRS = 1 / 32  # of moving an entry on a CPU, in exact pairs of one thread at 64 dims
+MOVE_SERIAL = 0.5  # share of that which more threads do not make faster
+CAUSAL_TOKENS = 3072  # of a causal head on a GPU from which on SDPA gains by the mask
+# ---- of polynomials by GPU kernels
+KERNEL_PRODUCT = 2.5  # of one multiply-add of a feature, in multiply-adds of exact attention
+KERNEL_READS = 0.5  # of reading an entry, in reads of a reduction
+# ---- of fitted polynomials on a CPU
+FITTED_SECONDS = 2e-3  # fixed time of a head
+FITTED_TOKEN, FITTED_FEATURE = 60, 3  # entries moved for each entry of a token, for each feature
+# ---- of fitted polynomials on a GPU, whose features are float32 and go through memory
+FEATURE_COST = 32  # multiply-adds of exact attention in the time of one multiply-add of a feature
+MOVE_COST = 700  # the same in the time of one moved entry
+FIT_ENTRY = 7.0  # entries moved for each entry of a token and its value
+FIT_FEATURE, FIT_PAIR = 3.5, 20.0  # the same for each feature and pair of a chunk of causal heads
+FIT_CHUNK = 256  # tokens of a chunk
+# ---- of lists on a CPU: entries moved for an entry of a token and its value, for a pair of a mean
+# query and a key, of a row and a tilted key, for an entry of a key in a list, for an exact pair
 LIST_TOKEN, LIST_TILT, LIST_COARSE, LIST_GATHERED, LIST_EXACT = 54.0, 20.0, 40.0, 14.0, 18.0
-LIST_SECONDS = 2e-3  # of a head, whatever its size
-# by kernels, in pairs of SDPA: a pair of a mean query and a key; a pair of a row and a tilted key,
-# to select, to attend; and seconds of an entry of a token and its value, sorted and gathered
+LIST_SECONDS = 2e-3  # fixed time of a head
+# ---- of lists by GPU kernels, in exact pairs: a pair of a mean query and a key, a pair of a row
+# and a tilted key in `select`, in `attend`; and seconds to sort and gather an entry of a token
 TILT_PAIR, SELECT_PAIR, LIST_PAIR, TOKEN_SECONDS = 6.5, 1.0, 1.8, 4e-12
-CAUSAL_TOKENS = 3072  # that SDPA's causal kernels there need before they gain anything
 
 
 def _has_kernels(head: Head) -> bool:
-    """Whether there are GPU kernels for such tokens (see `device`)."""
-    fits = head.query.dtype != torch.float64 and max(head.dim, head.value_dim) <= 256
-    return fits and head.query.is_cuda and find_spec("triton") is not None
+    """Whether GPU kernels take such tokens (see `engine.dispatch`)."""
+    small = head.query.dtype != torch.float64 and max(head.dim, head.value_dim) <= 256
+    return small and head.query.is_cuda and find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
 class Work:
-    """How much of each kind of work one head takes."""
+    """Amounts of each kind of work that one head takes."""
 
     exact_pairs: int = 0  # pairs summed exactly
     feature_rows: int = 0  # tokens (rows and keys) turned into features
@@ -60,12 +64,12 @@ class Work:
     scanned: int = 0  # entries read to split, to bound norms and to sample
     formed: int = 0  # features of sketches, and of what is sketched
     products: int = 0  # multiply-adds of sketches and of their features with the values
-    moved: int = 0  # entries gathered, sorted and copied: time, but no arithmetic
-    priced: int = 0  # multiply-adds of exact attention in the time of that: cost, but no time
+    moved: int = 0  # entries gathered, sorted and copied: adds to time only
+    equivalent: int = 0  # multiply-adds of exact attention in the same time: adds to cost only
     direct: float = 0.0  # seconds that are known as such: of lists by kernels, of fixed parts
 
     def __add__(self, other: Work) -> Work:
-        """Both kinds of work; of features, at most one side may have any."""
+        """The sum of two amounts; at most one of them may have features."""
         assert not (self.feature_rows and other.feature_rows)
         return Work(
             self.exact_pairs + other.exact_pairs,
@@ -76,7 +80,7 @@ class Work:
             self.formed + other.formed,
             self.products + other.products,
             self.moved + other.moved,
-            self.priced + other.priced,
+            self.equivalent + other.equivalent,
             self.direct + other.direct,
         )
 
@@ -90,7 +94,7 @@ class Work:
             + self.scanned
             + self.formed
             + self.products
-            + self.priced
+            + self.equivalent
         )
 
     def cost(self, head: Head) -> float:
@@ -133,13 +137,13 @@ def _move_seconds(head: Head, rates: Rates) -> float:
     if head.query.device.type != "cpu":
         return min(rates.scan, MOVE_SECONDS)
     threads = torch.get_num_threads()
-    return MOVED * rates.pairs[-1][1] * threads * (UNSHARED + 1 / threads)
+    return MOVE_PAIRS * rates.pairs[-1][1] * threads * (MOVE_SERIAL + 1 / threads)
 
 
 def exact_seconds(head: Head) -> float:
-    """Predicted time of SDPA on this head. On a CPU its causal kernel hands out equal parts of the
-    rows, and all wait for the thread that has the last of them, with the most pairs; on a GPU it
-    takes half of the time where heads are long."""
+    """Predicted time of SDPA on this head. On a CPU its causal kernel gives threads equal parts of
+    the rows, and the last part has the most pairs; on a GPU it takes half of the time where heads
+    are long."""
     pair, causal = rates_of(head).pair(head), 1.0
     if head.is_causal and head.query.device.type == "cpu":
         causal = 2 - 1 / torch.get_num_threads()
@@ -180,25 +184,25 @@ def sketch_work(head: Head, rows: int, keys: int, power: int, size: int, degree:
     )
 
 
-def _frame_work(head: Head) -> int:
-    """Multiply-adds of making a frame and of moving both sides into it."""
-    seen = min(head.n, FRAME_TOKENS) + min(head.m, FRAME_TOKENS)
-    return (head.n + head.m + seen) * head.dim**2
+def _transform_work(head: Head) -> int:
+    """Multiply-adds of a balancing transform: its covariances, and its products with all tokens."""
+    sampled = min(head.n, TRANSFORM_TOKENS) + min(head.m, TRANSFORM_TOKENS)
+    return (head.n + head.m + sampled) * head.dim**2
 
 
 def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
-    """Frame, ``count`` features and far tokens of a fitted polynomial; on a GPU features and what
-    is moved count as the multiply-adds that exact attention does meanwhile."""
+    """A fitted polynomial: transform, ``count`` features and far tokens. On a GPU, features and
+    moved entries count as the multiply-adds of exact attention in the same time."""
     tokens = head.n + head.m
     far = far_rows * head.m + (head.n - far_rows) * far_keys
     share = head.pairs / max(1, head.n * head.m)
     products = tokens * count * (head.value_dim + 1)
-    moved, priced, direct = 0, 0, 0.0
+    moved, equivalent, direct = 0, 0, 0.0
     if _has_kernels(head):
         moved = int(FIT_ENTRY * tokens * (head.dim + head.value_dim))
         if head.is_causal:
             moved += int(FIT_FEATURE * tokens * count + FIT_PAIR * head.n * FIT_CHUNK)
-        priced = (FEATURE_COST - 1) * products + MOVE_COST * moved
+        equivalent = (FEATURE_COST - 1) * products + MOVE_COST * moved
     elif head.query.device.type == "cpu":
         moved = tokens * (FITTED_TOKEN * head.dim + FITTED_FEATURE * count)
         direct = FITTED_SECONDS
@@ -206,10 +210,10 @@ def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
         exact_pairs=int(far * share),
         dense_pairs=head.n * CAUSAL_CHUNK // 2 if head.is_causal else 0,
         formed=tokens * count,
-        products=products + _frame_work(head),
+        products=products + _transform_work(head),
         moved=moved,
         direct=direct,
-        priced=priced,
+        equivalent=equivalent,
     )
 
 
@@ -218,23 +222,23 @@ def list_work(head: Head, settings: ListSettings, opened: float) -> Work:
     dim, width, leaf = head.dim, head.value_dim, settings.leaf
     keys = min(head.n, head.m) if settings.window else head.m
     leaves, own = float(math.ceil(keys / leaf)), 0.0
-    if settings.window:  # a row sees the leaves of earlier windows, half of them on average
+    if settings.window:  # a row attends to the leaves of earlier windows, on average half of them
         windows = math.ceil(head.n / settings.window)
         leaves = min(leaves, settings.window // leaf * (windows - 1) / 2)
         own = settings.window / 2
-    cells, asked = head.n / settings.block, min(1.0, ASKED / settings.block)
+    cells, scored = head.n / settings.block, min(1.0, SCORED_MEMBERS / settings.block)
     tilted = cells * leaves * leaf  # pairs of mean queries and keys
     coarse = head.n * leaves  # pairs of rows and tilted keys
     exact = head.n * (opened * leaf + own)
     splits = 2 * math.log2(max(2.0, min(keys, SORTED) / leaf))
     sorting = (head.n + keys) * (dim * (dim + 2 * AXES) + splits * AXES * (AXES + 2))
-    asked *= dim if settings.strict or _has_kernels(head) else 0  # scores made for that alone
-    made = sorting + tilted * (2 * dim + width) + coarse * (dim + width + asked)
+    scored *= dim if settings.strict or _has_kernels(head) else 0  # scores only for selection
+    made = sorting + tilted * (2 * dim + width) + coarse * (dim + width + scored)
     if _has_kernels(head):
         pairs = TILT_PAIR * tilted + SELECT_PAIR * coarse + LIST_PAIR * (coarse + exact)
         seconds = pairs * rates_of(head).pair(head)
         seconds += TOKEN_SECONDS * (head.n + keys) * (dim + width)
-        return Work(priced=int(made + exact * (dim + width)), direct=seconds)
+        return Work(equivalent=int(made + exact * (dim + width)), direct=seconds)
     return Work(
         exact_pairs=int(exact),
         products=int(made),

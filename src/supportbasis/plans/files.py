@@ -1,5 +1,4 @@
-"""Plans as JSON files: the only place that reads or writes them. A file holds what a plan cannot
-derive."""
+"""Reads and writes plans as JSON files. A file holds only what cannot be derived."""
 
 from __future__ import annotations
 
@@ -92,10 +91,11 @@ def load(path: str | Path) -> Plan:
         )
     try:
         method, dim = member(content, "method", METHOD), member(content, "dim", COUNT)
-        plan = _schema(method, dim).read({k: v for k, v in content.items() if k != "format"}, "")
+        plan: Plan = _schema(method, dim).read(
+            {k: v for k, v in content.items() if k != "format"}, ""
+        )
     except ValueError as error:
         raise InputError(f"path: {path} is a damaged plan: {error}") from None
-    assert isinstance(plan, Plan)
     return plan
 
 

@@ -18,7 +18,7 @@ from ..methods import Method
 from ..methods.block_support import LARGEST_BLOCK
 from ..methods.fitted import MOST as MOST_FEATURES
 from ..methods.multi_threshold import MOST_PAIRS
-from ..polynomials.balancing import FLOOR, Frame
+from ..polynomials.balancing import FLOOR, Transform
 from ..polynomials.certified import LARGEST_DEGREE, certified
 from ..polynomials.features import check_rank
 from ..polynomials.fitting import HIGHEST_DEGREE, LARGEST_COEFFICIENT, FittedKernel, count_features
@@ -47,7 +47,7 @@ SCORES = record(ScoreRange, dict.fromkeys(ScoreRange._fields, optional(number(0.
 
 
 def own_fields(method: Method, dim: int) -> dict[type[HeadPlan], dict[str, Field]]:
-    """What a head of each kind holds beside what all have."""
+    """JSON fields of each kind of head, beside the common ones."""
     polynomial = {"polynomial": _polynomial(dim)}
     return {
         ExactHead: {},
@@ -58,7 +58,7 @@ def own_fields(method: Method, dim: int) -> dict[type[HeadPlan], dict[str, Field
         ListHead: {"lists": LISTS, "keys": number(0.0)},
         FittedHead: {
             "fitted": _fitted(dim),
-            "frame": _frame(dim),
+            "transform": _transform(dim),
             "exact_rows": COUNT,
             "keys": number(0.0),
         },
@@ -66,7 +66,7 @@ def own_fields(method: Method, dim: int) -> dict[type[HeadPlan], dict[str, Field
 
 
 def head_field(kind: type[HeadPlan], own: Mapping[str, Field]) -> Field:
-    """A head with what all have and its own."""
+    """The JSON field of a kind of head: common fields and its own."""
     common = {
         "reason": text(),
         "n": COUNT,
@@ -79,7 +79,7 @@ def head_field(kind: type[HeadPlan], own: Mapping[str, Field]) -> Field:
 
     def build(**content: Any) -> HeadPlan:
         if "pairs" in content:
-            content["pairs"] = _placed_pairs(**content)
+            content["pairs"] = _numbered_pairs(**content)
         head = kind(**content)
         _check_range(head)
         return head
@@ -88,8 +88,9 @@ def head_field(kind: type[HeadPlan], own: Mapping[str, Field]) -> Field:
 
 
 def _check_range(head: HeadPlan) -> None:
-    """Whether a head knows the range that it was made for. The largest score is the bound of its
-    polynomial, or of one of its pairs, unless the caller of `Polynomial` gave a smaller bound."""
+    """Raise unless a head has the range of scores that its kind needs. The largest score is the
+    bound of its polynomial, or of one of its pairs, unless the caller of `Polynomial` gave a
+    smaller bound."""
     scores = head.scores
     if isinstance(head, (ExactHead, PowerHead)):
         if scores is not None:
@@ -100,9 +101,9 @@ def _check_range(head: HeadPlan) -> None:
         raise ValueError("scores is missing, or not of this kind of head")
     if (scores.mean is None) != (head.measured is None and not listed):
         raise ValueError("scores.mean is missing, or there is no measured error that needs it")
-    transformed = isinstance(head, FittedHead) and not head.frame.is_plain
-    if (scores.framed is None) == transformed:
-        raise ValueError("scores.framed is missing, or there is no frame that needs it")
+    transformed = isinstance(head, FittedHead) and not head.transform.is_identity
+    if (scores.balanced is None) == transformed:
+        raise ValueError("scores.balanced is missing, or there is no transform that needs it")
     reaches = [pair.reach for pair in head.pairs] if isinstance(head, BucketHead) else []
     if reaches and scores.largest is not None and not scores.largest <= 1.001 * max(reaches):
         raise ValueError(f"scores.largest is {scores.largest!r}, beyond the reach of every pair")
@@ -184,7 +185,7 @@ def _pair(rows: int, keys: int, reach: float, kernel: PowerKernel | None) -> Buc
     return BucketPair(-1, -1, rows, keys, reach, kernel)
 
 
-def _placed_pairs(
+def _numbered_pairs(
     row_edges: tuple[float, ...],
     key_edges: tuple[float, ...],
     pairs: tuple[BucketPair, ...],
@@ -201,7 +202,7 @@ def _placed_pairs(
     )
 
 
-# -------------------------------------------------------------------------- lists and fits
+# --------------------------------------------------------------- lists and fitted polynomials
 
 
 def _settings(**content: Any) -> ListSettings:
@@ -250,13 +251,13 @@ def _kernel(**content: Any) -> FittedKernel:
     return kernel
 
 
-def _frame(dim: int) -> Field:
+def _transform(dim: int) -> Field:
     """A balancing transform: centres [d], maps [d, d], eigenvalues [d]."""
     vector, matrix = (_tensor(shape) for shape in ((dim,), (dim, dim)))
     eigenvalues = _tensor((dim,), low=0.0)
     names = dict.fromkeys(("query_centre", "key_centre"), vector)
     names |= dict.fromkeys(("query_map", "key_map"), matrix)
-    return record(_checked_frame, {**names, "spectrum": eigenvalues})
+    return record(_checked_transform, {**names, "eigenvalues": eigenvalues})
 
 
 def _tensor(shape: tuple[int, ...], low: float | None = None) -> Field:
@@ -270,19 +271,19 @@ def _tensor(shape: tuple[int, ...], low: float | None = None) -> Field:
     return Field(read, lambda tensor: tensor.tolist())
 
 
-def _checked_frame(**content: Tensor) -> Frame:
-    """Scores stay as they are as long as A B^T = I (see `frame.balanced`). Each map solves a system
-    of condition at most FLOOR^-1/2, so rounding leaves about d / FLOOR unit roundoffs of A B^T."""
-    frame = Frame(**content)
-    if bool((frame.spectrum.diff() > 0).any()):
-        raise ValueError("spectrum does not descend")
-    dim = len(frame.spectrum)
+def _checked_transform(**content: Tensor) -> Transform:
+    """Scores stay as they are as long as A B^T = I (see `balancing`). Each map solves a
+    system of condition at most FLOOR^-1/2, so A B^T has an error of about d / FLOOR roundoffs."""
+    transform = Transform(**content)
+    if bool((transform.eigenvalues.diff() > 0).any()):
+        raise ValueError("eigenvalues do not descend")
+    dim = len(transform.eigenvalues)
     identity = torch.eye(dim, dtype=torch.float64)
-    away = frame.query_map @ frame.key_map.T - identity
+    away = transform.query_map @ transform.key_map.T - identity
     if not float(away.abs().max() if dim else 0.0) <= 64 * (dim + 1) / FLOOR * 2.0**-53:
         raise ValueError("query_map and key_map do not undo each other")
     for side in ("query", "key"):
-        moved = getattr(frame, f"{side}_centre") @ getattr(frame, f"{side}_map")
+        moved = getattr(transform, f"{side}_centre") @ getattr(transform, f"{side}_map")
         if not float(moved.norm()) <= LARGEST_MOVE:
             raise ValueError(f"{side}_centre is moved beyond {LARGEST_MOVE:g}")
-    return frame
+    return transform

@@ -1,4 +1,4 @@
-"""What one head will do: a class for each kind, with what that kind needs.
+"""Settings of a head: a class for each kind.
 
 ===================  ==========================================================
 exact                all rows x all keys, exact
@@ -14,7 +14,7 @@ fitted               far rows x all keys, exact; near rows x far keys, exact;
                      near rows x near keys, a polynomial fitted to their scores
 ===================  ==========================================================
 
-`HeadPlan.basis` is the only place where a plan becomes work. These are settings: which tokens are
+`HeadPlan.basis` turns settings into components. These are settings: which tokens are
 large, or in which bucket, is found again from the data at each call, so a plan serves any length,
 and every split is a disjoint cover of all pairs.
 """
@@ -40,7 +40,7 @@ from ..components import (
 )
 from ..lists.list_sum import ListSum
 from ..lists.tables import ListSettings
-from ..polynomials.balancing import Frame, framed
+from ..polynomials.balancing import Transform, transformed
 from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.fitting import FittedKernel
 from ..polynomials.powers import PowerKernel
@@ -51,16 +51,16 @@ PRINTED_PAIRS = 8
 
 
 class ScoreRange(NamedTuple):
-    """How large the scores could be that a head was planned for, by the norms of its tokens."""
+    """Scores that the norms of the tokens allow, for which a head was planned."""
 
     largest: float | None  # |scale| max|q| max|k|; None where the largest does not matter
     mean: float | None  # |scale| mean|q| mean|k|; None where every score up to that is certified
-    framed: float | None = None  # the same in a balancing transform; None where there is none
+    balanced: float | None = None  # the same in a balancing transform; None where there is none
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeadPlan(ABC):
-    """What one head will do, and why."""
+    """The settings of one head, with its predicted cost and the reason for the choice."""
 
     kind: ClassVar[str]  # of the table above
 
@@ -77,7 +77,7 @@ class HeadPlan(ABC):
         """Disjoint components that cover all pairs of a head."""
 
     def exact(self, head: Head) -> Component:
-        """What the components approximate, over all keys."""
+        """The exact component that the others approximate, over all keys."""
         return ExactSum(head.live_keys)
 
     def smooth(self, head: Head) -> tuple[Tensor | None, Tensor | None]:
@@ -95,11 +95,12 @@ class HeadPlan(ABC):
 
     @property
     def may_fail(self) -> bool:
-        """Whether a row's sum can come out far too small, so that the row is computed exactly."""
+        """Whether rows can fail: their sum can be far too small, and they are then computed
+        exactly."""
         return self.is_sketched
 
     def details(self) -> list[str]:
-        """What is particular to the head, in words."""
+        """Settings of this kind of head, as lines of text."""
         return []
 
     def __str__(self) -> str:
@@ -112,7 +113,7 @@ class HeadPlan(ABC):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExactHead(HeadPlan):
-    """Everything is computed."""
+    """All pairs are computed exactly."""
 
     kind = "exact"
 
@@ -184,7 +185,7 @@ class FittedHead(HeadPlan):
     kind = "fitted"
 
     fitted: FittedKernel
-    frame: Frame  # the balancing transform that it is fitted in
+    transform: Transform  # the balancing transform that it is fitted in
     exact_rows: int = 0  # rows that are exact at the start of a causal head
     keys: float = 0.0  # features and exact keys, a query
 
@@ -193,19 +194,19 @@ class FittedHead(HeadPlan):
         return True
 
     def split(self, head: Head) -> tuple[Side, Side]:
-        """Rows and live keys that are far, by the radius of the fit in its transform."""
-        inside = framed(head, self.frame)
-        rows = (inside.query.norm(dim=1) > self.fitted.query_radius).nonzero().squeeze(1)
+        """Far rows and live keys: beyond the radii of the fitted polynomial, transformed."""
+        balanced = transformed(head, self.transform)
+        rows = (balanced.query.norm(dim=1) > self.fitted.query_radius).nonzero().squeeze(1)
         first = torch.arange(min(head.n, self.exact_rows), device=rows.device)
         rows = torch.cat([first, rows]).unique()
-        far = inside.key.norm(dim=1) > self.fitted.key_radius
+        far = balanced.key.norm(dim=1) > self.fitted.key_radius
         if head.key_log_weight is not None:
             far &= head.key_log_weight > -torch.inf
         return sides(head, rows, far.nonzero().squeeze(1))
 
     def basis(self, head: Head) -> list[RowGroup]:
         split = self.split(head)
-        return _split_groups(head, *split, FittedSum(self.fitted, self.frame, split[1].small))
+        return _split_groups(head, *split, FittedSum(self.fitted, self.transform, split[1].small))
 
     def details(self) -> list[str]:
         return [str(self.fitted)]
@@ -229,7 +230,7 @@ class ListHead(HeadPlan):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PowerHead(HeadPlan):
-    """A power of the score in place of its exponential."""
+    """A power of the score instead of its exponential."""
 
     kind = "power"
 
@@ -321,7 +322,7 @@ def _split_groups(head: Head, rows: Side, keys: Side, smooth: Component) -> list
 
 
 def _power(kernel: PowerKernel, keys: Tensor | None) -> Component:
-    """A power kernel over some keys, sketched if it says so."""
+    """A power component over some keys, sketched if the kernel has a sketch size."""
     return PowerSum(keys, kernel=kernel) if kernel.sketch_size is None else SketchSum(kernel, keys)
 
 

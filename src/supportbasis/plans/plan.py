@@ -1,4 +1,4 @@
-"""Plans: what each head will do, printable, drawable, and reusable on new tokens."""
+"""`Plan`: the settings of all heads of a call, printable, drawable, and reusable on new tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Plan:
 
     @staticmethod
     def known(handle: str) -> Plan:
-        """The plan with this handle, as long as somebody holds it."""
+        """The plan with this handle, as long as it is referenced elsewhere."""
         plan = _plans.get(handle)
         if plan is None:
             raise SupportBasisError(f"{handle} is gone; keep a plan for as long as it is used")

@@ -1,8 +1,8 @@
-"""Fields of JSON files: what each may hold, said once for reading and for writing.
+"""Fields of JSON files: one definition for reading and for writing.
 
 A `Field` reads a JSON value into what the library holds and writes it back; what it cannot read is
-a `ValueError` of one line that names the place, what came and what was expected. Nothing that is
-read is evaluated, and nothing is accepted that is not asked for: no unknown, missing or repeated
+a `ValueError` of one line that names the field, what came and what was expected. Nothing that is
+read is evaluated, and nothing else is accepted: no unknown, missing or repeated
 names, no NaN, no booleans or strings for numbers.
 """
 
@@ -23,7 +23,7 @@ SHOWN = 40  # characters of a value in a message
 
 @dataclass(frozen=True)
 class Field:
-    """Reads a value at a place such as "heads[0].cost", and writes it."""
+    """Reads a value at a path such as "heads[0].cost", and writes it."""
 
     read: Callable[[Any, str], Any]
     write: Callable[[Any], Any]

@@ -1,11 +1,12 @@
-"""Polynomials in place of exp, and the features that make them linear.
+"""Polynomials that approximate exp, and the features that make them linear.
 
 ==============  ==========================================================================
-`certified`     Taylor, Chebyshev and minimax polynomials of exp with a proved error
+`certified`     polynomials of exp on an interval with a proved error
+`coefficients`  their coefficients: Taylor, Chebyshev, minimax; `proofs`: their error bounds
 `fitting`       polynomials fitted to the scores of a head
-`balancing`     the transform of queries and keys that a fit is made in
+`balancing`     the transform of queries and keys before a polynomial is fitted
 `features`      phi with <phi(q), phi(k)> = p(<q, k>), in blocks of rows
-`monomials`     which products of coordinates these are
+`monomials`     memory and gradients of these features
 `powers`        even powers of polynomials, for sketches
 ==============  ==========================================================================
 """

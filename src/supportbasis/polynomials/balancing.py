@@ -1,19 +1,19 @@
-"""Frames: coordinates in which scores are easier, without changing any of them.
+"""Balancing transforms: affine maps of queries and keys that keep softmax attention unchanged.
 
 With centres a of the queries and c of the keys and maps A, B with A B^T = I,
 
     scale <q, k> = <x, y> + scale <q, c> + scale <a, k - c>,
     x = sqrt(scale) (q - a) A,    y = sqrt(scale) (k - c) B:
 
-softmax does not see the second term, which is one number for each row, and the third is a
-log-weight of each key. So any frame is valid for any data. A good one makes <x, y> small and its
-coordinates independent: `balanced` centres both sides and gives them equal, diagonal covariances.
+softmax does not depend on the second term, which is constant in each row, and the third is a
+log-weight of each key. So any transform is valid for any data. `balancing_transform` makes <x, y>
+small and its coordinates independent: x and y are centred, with equal, diagonal covariances.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
@@ -23,124 +23,136 @@ from ..components.cotangent import Gradients
 from ..problem.caching import WeakCache
 from ..problem.problem import Head
 
-LARGEST_LEAN = 1.0  # standard deviation of the log-weights that centring queries gives the keys
-FRAME_TOKENS = 1024  # of each side, at most, that the covariances are taken from
+LARGEST_DEVIATION = 1.0  # of the log-weights that centring the queries gives the keys
+TRANSFORM_TOKENS = 1024  # of each side, at most, that the covariances are taken from
 FLOOR = 1e-3  # of the largest variance: directions below are not stretched any further
 
 
 @dataclass(frozen=True, eq=False)
-class Frame:
-    """Centres [d] and maps [d, d] in float64, and the variance that each coordinate had."""
+class BalancedHead(Head):
+    """A transformed head: its keys always have log-weights."""
+
+    key_log_weight: Tensor
+
+    @staticmethod
+    def of(head: Head, query: Tensor, key: Tensor, log_weight: Tensor) -> BalancedHead:
+        """The head with other tokens, and with scale 1."""
+        content = {field.name: getattr(head, field.name) for field in fields(Head)}
+        content |= {"query": query, "key": key, "key_log_weight": log_weight, "scale": 1.0}
+        return BalancedHead(**content)
+
+
+@dataclass(frozen=True, eq=False)
+class Transform:
+    """Centres a, c [d] and maps A, B [d, d] in float64, and the covariance of x and of y."""
 
     query_centre: Tensor
     key_centre: Tensor
     query_map: Tensor
     key_map: Tensor
-    spectrum: Tensor  # [d], descending: of x and of y
+    eigenvalues: Tensor  # [d], descending, of both covariances
 
     @cached_property
-    def is_plain(self) -> bool:
-        """Whether tokens stay as they are, up to the root of the scale."""
+    def is_identity(self) -> bool:
+        """Whether x = sqrt(scale) q and y = sqrt(scale) k."""
         centres = bool(self.query_centre.any()) or bool(self.key_centre.any())
-        identity = torch.eye(len(self.spectrum), dtype=torch.float64)
+        identity = torch.eye(len(self.eigenvalues), dtype=torch.float64)
         maps = (x.cpu() for x in (self.query_map, self.key_map))
         return not centres and all(torch.equal(x, identity) for x in maps)
 
     @cached_property
     def spread(self) -> float:
         """The standard deviation of <x, y>."""
-        return float(self.spectrum.square().sum().sqrt())
+        return float(self.eigenvalues.square().sum().sqrt())
 
-    def apply(self, head: Head) -> Head:
-        """The same head in this frame: scale 1, and key log-weights that hold the third term."""
+    def apply(self, head: Head) -> BalancedHead:
+        """The transformed head: queries x, keys y, scale 1, and the third term as log-weights."""
         root, like = math.sqrt(head.scale), head.query.new_empty((), dtype=head.dtype)
-        if self.is_plain:
+        if self.is_identity:
             weight = head.key_log_weight
-            return replace(
-                head,
-                query=head.query.to(like) * root,
-                key=head.key.to(like) * root,
-                key_log_weight=like.new_zeros(head.m) if weight is None else weight.to(like),
-                scale=1.0,
+            weight = like.new_zeros(head.m) if weight is None else weight.to(like)
+            return BalancedHead.of(
+                head, head.query.to(like) * root, head.key.to(like) * root, weight
             )
         query = (head.query.to(like) - self.query_centre.to(like)) @ self.query_map.to(like)
         key = head.key.to(like) - self.key_centre.to(like)
         shift = (key @ self.query_centre.to(like)) * head.scale
         if head.key_log_weight is not None:
             shift = shift + head.key_log_weight.to(like)
-        return replace(
-            head,
-            query=query.mul_(root),
-            key=(key @ self.key_map.to(like)).mul_(root),
-            key_log_weight=shift,
-            scale=1.0,
-        )
+        key = (key @ self.key_map.to(like)).mul_(root)
+        return BalancedHead.of(head, query.mul_(root), key, shift)
 
-    def pull_back(self, inside: Gradients, total: Gradients, scale: float) -> None:
-        """Add gradients of a head in this frame to those of the head itself, all but the values';
-        those of its rows' log-factors are those of `row_shift`."""
-        root, like = math.sqrt(scale), inside.query
-        assert inside.query_log_weight is not None and inside.key_log_weight is not None
+    def pull_back(
+        self, balanced: Gradients, weight: Tensor, shift: Tensor, total: Gradients, scale: float
+    ) -> None:
+        """Add to ``total`` the gradients of query, key and key log-weights, from those ``balanced``
+        of the transformed tokens, ``weight`` [m] of log-weights, ``shift`` [n] of `row_shift`."""
+        root, like = math.sqrt(scale), balanced.query
         if total.key_log_weight is not None:
-            total.key_log_weight += inside.key_log_weight
-        if self.is_plain:
-            total.query.add_(inside.query, alpha=root)
-            total.key.add_(inside.key, alpha=root)
+            total.key_log_weight += weight
+        if self.is_identity:
+            total.query.add_(balanced.query, alpha=root)
+            total.key.add_(balanced.key, alpha=root)
             return
-        total.query.addmm_(inside.query, self.query_map.to(like).T, alpha=root)
-        total.query.addr_(inside.query_log_weight, self.key_centre.to(like), alpha=scale)
-        total.key.addmm_(inside.key, self.key_map.to(like).T, alpha=root)
-        total.key.addr_(inside.key_log_weight, self.query_centre.to(like), alpha=scale)
+        total.query.addmm_(balanced.query, self.query_map.to(like).T, alpha=root)
+        total.query.addr_(shift, self.key_centre.to(like), alpha=scale)
+        total.key.addmm_(balanced.key, self.key_map.to(like).T, alpha=root)
+        total.key.addr_(weight, self.query_centre.to(like), alpha=scale)
 
     def row_shift(self, head: Head, rows: Tensor | None) -> Tensor:
-        """The second term: what the log-sums of the rows lack in this frame."""
+        """The second term, scale <q, c> [rows], which log-sums of the transformed head lack."""
         query = (head.query if rows is None else head.query[rows]).to(head.dtype)
         return (query @ self.key_centre.to(query)) * head.scale
 
 
-_inside: WeakCache[Head, Frame, Head] = WeakCache()
-_own: WeakCache[Head, str, Frame] = WeakCache()
+_transformed: WeakCache[Head, Transform, BalancedHead] = WeakCache()
+_own: WeakCache[Head, str, Transform] = WeakCache()
 
 
-def plain_frame(head: Head) -> Frame:
-    """The frame that leaves tokens as they are, made once."""
+def identity_transform(head: Head) -> Transform:
+    """The transform with A = B = I and a = c = 0, made once for each head."""
     zeros = torch.zeros(head.dim, dtype=torch.float64, device=head.query.device)
     identity = torch.eye(head.dim, dtype=torch.float64, device=head.query.device)
-    return _own.get(head, "plain", lambda: Frame(zeros, zeros, identity, identity, zeros))
+    return _own.get(head, "identity", lambda: Transform(zeros, zeros, identity, identity, zeros))
 
 
-def framed(head: Head, frame: Frame) -> Head:
-    """A head in a frame, computed once."""
-    return _inside.get(head, frame, lambda: frame.apply(head))
+def transformed(head: Head, transform: Transform) -> BalancedHead:
+    """The transformed head, computed once for each head and transform."""
+    return _transformed.get(head, transform, lambda: transform.apply(head))
 
 
 def release(head: Head) -> None:
-    """Drop what `framed` keeps for a head that lives on."""
-    _inside.drop(head)
+    """Drop the transformed heads that are cached for a head."""
+    _transformed.drop(head)
 
 
 def prefix_of(head: Head) -> int | None:
-    """Tokens at the start of a causal head whose rows are exact, and which alone make its frame:
-    so nothing depends on what comes later. None where every row sees every key."""
+    """Length of the prefix of a causal head that determines its transform and whose rows are exact,
+    so that no row depends on later tokens; None if the head is not causal."""
     return min(head.n, max(64, head.n // 32)) if head.is_causal else None
 
 
-def own_frame(head: Head) -> Frame:
-    """The balanced frame of a head, made once; of a causal head from its prefix. Tokens that only
-    numbers beyond the dtype of the sums could balance stay as they are."""
+def own_transform(head: Head) -> Transform:
+    """The balancing transform of a head, made once; of a causal head from its prefix. The identity
+    where entries of the transform would overflow in the dtype of the sums."""
 
-    def make() -> Frame:
-        frame, largest = balanced(head, prefix_of(head)), torch.finfo(head.dtype).max
-        parts = (frame.query_centre, frame.key_centre, frame.query_map, frame.key_map)
-        fits = all(bool((x.abs() < math.sqrt(largest)).all()) for x in parts)
-        return frame if fits else plain_frame(head)
+    def make() -> Transform:
+        transform, largest = balancing_transform(head, prefix_of(head)), torch.finfo(head.dtype).max
+        parts = (
+            transform.query_centre,
+            transform.key_centre,
+            transform.query_map,
+            transform.key_map,
+        )
+        finite = all(bool((x.abs() < math.sqrt(largest)).all()) for x in parts)
+        return transform if finite else identity_transform(head)
 
     return _own.get(head, "balanced", make)
 
 
-def balanced(head: Head, tokens: int | None = None) -> Frame:
-    """The frame of a head, from its first ``tokens`` tokens (None: all of them), or from as many
-    of these as are enough, evenly spaced.
+def balancing_transform(head: Head, tokens: int | None = None) -> Transform:
+    """The transform of a head, from at most TRANSFORM_TOKENS evenly spaced ones of its first
+    ``tokens`` tokens (None: all).
 
     With covariances Lq Lq^T and Lk Lk^T and the singular values U S V^T of Lq^T Lk, the maps
     A = Lq^-T U S^1/2 and B = Lk^-T V S^1/2 give both sides the covariance S, and A B^T = I.
@@ -148,18 +160,18 @@ def balanced(head: Head, tokens: int | None = None) -> Frame:
     query, key = head.query[:tokens], head.key[:tokens]
     if head.key_log_weight is not None:
         key = key[head.key_log_weight[:tokens] > -math.inf]
-    query, key = (x[:: math.ceil(len(x) / FRAME_TOKENS) or 1].double() for x in (query, key))
+    query, key = (x[:: math.ceil(len(x) / TRANSFORM_TOKENS) or 1].double() for x in (query, key))
     query_centre, query_root = _moments(query)
     key_centre, key_root = _moments(key)
-    lean = head.scale * float((query_centre @ key_root).norm())  # of the key weights it makes
-    query_centre = query_centre * min(1.0, LARGEST_LEAN / max(lean, LARGEST_LEAN))
-    left, spectrum, right = torch.linalg.svd(query_root.T @ key_root)
-    stretch = spectrum.sqrt()
+    deviation = head.scale * float((query_centre @ key_root).norm())  # of the keys' log-weights
+    query_centre = query_centre * min(1.0, LARGEST_DEVIATION / max(deviation, LARGEST_DEVIATION))
+    left, eigenvalues, right = torch.linalg.svd(query_root.T @ key_root)
+    stretch = eigenvalues.sqrt()
     query_map = torch.linalg.solve(query_root.T, left) * stretch
     key_map = torch.linalg.solve(key_root.T, right.T) * stretch
-    # in the order of a loaded plan: a product rounds otherwise in another one
+    # contiguous as in a loaded plan: products round differently for other strides
     maps = (query_map.contiguous(), key_map.contiguous())
-    return Frame(query_centre, key_centre, *maps, spectrum * head.scale)
+    return Transform(query_centre, key_centre, *maps, eigenvalues * head.scale)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,13 @@
-"""Polynomials that stand in for exp on [-B, B], each with a certified relative error.
+"""Polynomials that approximate exp on [-B, B], each with a certified relative error.
 
 A polynomial is kept in t = z / B and divided by e^B, so that nothing overflows:
 
     p(z) = e^B * s(t),    s(t) = sum_k c_k t^k,    t = z / B in [-1, 1].
 
 Everything we state is about the ratio r = p(z) e^{-z} = e^{B (1 - t)} s(t), which is 1 where p is
-exact. `certify` proves bounds on r for the float64 coefficients that are returned, whatever the
-way they were found; the builders (`taylor`, `chebyshev`, `minimax`) only have to be good, never
-trusted. This is Lemma A.3 of the paper ("Corollary 2.2 in AS23") with numbers instead of Theta(.).
+exact. `certify` proves bounds on r for the float64 coefficients that are returned, however they
+were found, so the builders (`taylor`, `chebyshev`, `minimax`) need not be trusted. This is Lemma
+A.3 of the paper ("Corollary 2.2 in AS23") with numbers instead of Theta(.).
 """
 
 import math
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 LARGEST_DEGREE = 256  # certification takes (degree + 1)^3 numbers, 185 MiB at twice this degree
-_WIDEST = 300.0  # `largest_bound` does not look further
+_WIDEST = 300.0  # `largest_bound` does not search further
 
 
 def horner(coefficients: Sequence[float], t: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Coefficients of polynomials that stand in for exp: Taylor, Chebyshev interpolation, Remez.
+"""Coefficients of polynomials that approximate exp: Taylor, Chebyshev interpolation, Remez.
 
-They only have to be good, never trusted: `proofs` says how good they are. Interpolation is done in
-decimal arithmetic with enough digits.
+Nothing depends on their accuracy: `proofs` bounds the error of any coefficients. Interpolation is
+done in decimal arithmetic with enough digits.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .proofs import CELLS, WIDTH, exp, grid_exponents
 
-_REMEZ_BOUND = 300.0  # beyond, e^{2B} leaves float64 and the exchange has nothing to look at
+_REMEZ_BOUND = 300.0  # beyond, e^{2B} leaves float64 and the exchange cannot evaluate the ratio
 
 
 def _taylor(degree: int, bound: float) -> tuple[float, ...]:
@@ -37,7 +37,7 @@ COEFFICIENTS: dict[str, Callable[[int, float], tuple[float, ...]]] = {
 
 
 def remez(degree: int, bound: float) -> tuple[float, ...] | None:
-    """Best iterate of the exchange, or None where float64 cannot look at the ratio."""
+    """Best iterate of the exchange, or None where the ratio overflows float64."""
     if bound > _REMEZ_BOUND:
         return None
     best, best_peak, last_level = None, math.inf, 0.0

@@ -7,6 +7,7 @@ degrees 0..g together have C(d+g, g) features (Lemma A.2 prints C(2(d+g), 2g)).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 import torch
@@ -43,7 +44,7 @@ def largest_degree(dim: int) -> int:
 def block_rows(rank: int, dtype: torch.dtype) -> int:
     """Tokens a lane and block: the features of one block fill the buffer and stay in cache.
 
-    A multiple of 8 for vector units, but not of 64: columns a power of two apart fall into the
+    A multiple of 8 for vector units, but not of 64: columns at power-of-two strides fall into the
     same cache sets, and products with the transposed features lose a third of their speed.
     """
     return odd_rows(max(16, min(MAX_BLOCK, BUFFER_BYTES // (max(1, rank) * dtype.itemsize))))
@@ -61,7 +62,7 @@ class FeatureMap:
     """Monomials of degree 0..``degree`` in ``dim`` variables, written feature-major.
 
     ``spans`` r_1 >= r_2 >= ... (r_1 = dim) leave of degree k only the monomials in the last r_k
-    variables. How they are ordered and formed is the affair of `monomials`.
+    variables. `monomials` orders and forms them.
 
     >>> phi = FeatureMap(dim=2, degree=2)
     >>> phi(torch.tensor([[2.0, 3.0]]))          # 1, x, y, x*x, y*y, x*y
@@ -78,9 +79,9 @@ class FeatureMap:
             check_rank(dim, degree)
         self._steps: list[Step] | None = None  # None: `Pairs`
         if whole and degree == 2:
-            self.multiplicity, self.order = pair_multiplicity(dim)
+            self.multiplicity, self.degrees = pair_multiplicity(dim)
         else:
-            self.multiplicity, self.order, self._steps = suffix_steps(dim, spans or full)
+            self.multiplicity, self.degrees, self._steps = suffix_steps(dim, spans or full)
         self.count = len(self.multiplicity)
 
     def buffer(self, lanes: int, rows: int, like: Tensor) -> Buffer:
@@ -107,10 +108,10 @@ class FeatureMap:
         return buffer.pull_back(fill, rows)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Features of all tokens at once, [rows, count], by operations that autograd knows."""
+        """Features of all tokens at once, [rows, count], by differentiable operations."""
         tokens = x.T
         levels = [torch.ones_like(tokens[:1]), tokens[: self.dim * self.degree]]
-        levels += self._pairs(tokens) if self._steps is None else self._suffixes(tokens)
+        levels += self._pairs(tokens) if self._steps is None else _suffixes(tokens, self._steps)
         return torch.cat(levels).T
 
     def _pairs(self, tokens: Tensor) -> list[Tensor]:
@@ -119,12 +120,13 @@ class FeatureMap:
         products = (windows.transpose(1, 2) * tokens).flatten(0, 1)
         return [products] if self.dim % 2 else [products, tokens[:half] * tokens[half:]]
 
-    def _suffixes(self, tokens: Tensor) -> list[Tensor]:
-        assert self._steps is not None
-        levels, base = [tokens], 0
-        for stop, steps in groupby(self._steps, key=lambda step: step.stop):
-            below = levels[-1]
-            blocks = [tokens[t : t + 1] * below[start - base :] for t, start, _, _ in steps]
-            levels.append(torch.cat(blocks))
-            base = stop
-        return levels[1:]
+
+def _suffixes(tokens: Tensor, steps: Sequence[Step]) -> list[Tensor]:
+    """Monomials [count, rows] of each degree above 1, of tokens [dim, rows]."""
+    levels, base = [tokens], 0
+    for stop, some in groupby(steps, key=lambda step: step.stop):
+        below = levels[-1]
+        blocks = [tokens[t : t + 1] * below[start - base :] for t, start, _, _ in some]
+        levels.append(torch.cat(blocks))
+        base = stop
+    return levels[1:]

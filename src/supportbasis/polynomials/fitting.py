@@ -1,16 +1,17 @@
 """Polynomials fitted to the scores of a head: low degrees in all directions, high ones in few.
 
-In a balanced frame (`frame.py`) both sides have variance s_i in coordinate i, s descending, and a
-monomial of degree k in certain coordinates contributes the product of their s_i to the scores'
-exponential. So the kernel of degree k is taken in the leading r_k coordinates only,
+After a balancing transform (`balancing`) both sides have variance s_i in coordinate i, s
+descending, and a monomial of degree k in certain coordinates contributes the product of their s_i
+to the exponential of the scores. So the kernel of degree k is taken in the leading r_k coordinates
+only,
 
     p(x, y) = sum_k a_k <x, y>_k ^ k,    <x, y>_k the inner product in the leading r_k coordinates,
 
 with r_1 >= r_2 >= ... chosen by what each direction and degree adds for the features it takes, and
-the a_k by least squares over sampled pairs, weighted as the output weighs them. That beats a
-polynomial that is good on a whole interval by far, but nothing is proved: p is used for tokens
-within the radius of those it was fitted to, queries and keys beyond are exact, and so are rows
-whose sum still comes out too small.
+the a_k by least squares over sampled pairs, weighted as the output weighs them. The error is far
+below that of a polynomial for a whole interval, but no bound is proved: p is used for tokens within
+the radius of those it was fitted to; queries and keys beyond are exact, and so are failed rows,
+whose sums are too small.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from ..problem.problem import Head
 
 HIGHEST_DEGREE = 8
 ROWS, KEYS = 512, 256  # pairs that are fitted to
-LONGEST = 4  # one in so many of them is there because of its length
-USUAL, BEYOND = 0.99, 1.5  # the radius: that quantile of the norms, and so much more
+LONGEST = 4  # one in so many of them is chosen for its length
+RADIUS_QUANTILE, RADIUS_FACTOR = 0.99, 1.5  # radius = factor x that quantile of the norms
 RIDGE = 1e-12  # of the largest entry of the normal equations
 LARGEST_COEFFICIENT = torch.finfo(torch.float32).max  # sums may be in float32
 
@@ -40,7 +41,7 @@ class FittedKernel:
 
     coefficients: tuple[float, ...]
     spans: tuple[int, ...]
-    query_radius: float = math.inf  # largest norm, in the frame, of a query that it is used for
+    query_radius: float = math.inf  # largest norm of a transformed query that it is used for
     key_radius: float = math.inf
 
     @property
@@ -52,8 +53,8 @@ class FittedKernel:
         return count_features(self.spans)
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """The kernel of all pairs of tokens x [..., n, d] and y [..., m, d], whose coordinates are
-        ordered as those of a frame."""
+        """The kernel of all pairs of tokens x [..., n, d] and y [..., m, d], both
+        transformed: coordinates come by descending eigenvalue."""
         result = x.new_full((*x.shape[:-1], y.shape[-2]), self.coefficients[0])
         for k, power in enumerate(_powers(x, y, self.spans), 1):
             result += power * self.coefficients[k]
@@ -83,21 +84,21 @@ def count_features(spans: Sequence[int]) -> int:
     return 1 + sum(math.comb(r + k - 1, k) for k, r in enumerate(spans, 1))
 
 
-def choose_spans(spectrum: Tensor, features: int) -> tuple[int, ...]:
+def choose_spans(eigenvalues: Tensor, features: int) -> tuple[int, ...]:
     """Directions of each degree, at most ``features`` monomials in all.
 
     Degree k in one more direction r adds s_r^2 h_(k-1)(s_1^2, ..., s_r^2) to the squared kernel,
     h the complete symmetric polynomial, for C(r + k - 2, k - 1) monomials. The best ratio is taken
-    as long as it fits.
+    while the budget allows it.
 
     >>> choose_spans(torch.tensor([0.1, 0.1, 0.0], dtype=torch.float64), 6)
     (2, 2)
     """
-    squared = [min(float(s), 1.0) ** 2 for s in spectrum]
+    squared = [min(float(s), 1.0) ** 2 for s in eigenvalues]
     symmetric = _complete_symmetric(squared)
     spans = [0] * (HIGHEST_DEGREE + 1)
     left = features - 1
-    waiting: list[tuple[float, int]] = []
+    candidates: list[tuple[float, int]] = []
 
     def offer(k: int) -> None:
         r = spans[k] + 1
@@ -105,11 +106,11 @@ def choose_spans(spectrum: Tensor, features: int) -> tuple[int, ...]:
             return
         gain = squared[r - 1] * symmetric[k - 1][r] / math.comb(r + k - 2, k - 1)
         if gain > 0:
-            heapq.heappush(waiting, (-gain, k))
+            heapq.heappush(candidates, (-gain, k))
 
     offer(1)
-    while waiting:
-        _, k = heapq.heappop(waiting)
+    while candidates:
+        _, k = heapq.heappop(candidates)
         count = math.comb(spans[k] + k - 1, k - 1)
         if count > left:
             continue
@@ -144,25 +145,25 @@ def _powers(x: Tensor, y: Tensor, spans: Sequence[int]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class PairSample:
-    """Sampled queries and keys of a head in its frame: the longest, where a polynomial that was
-    fitted without them goes wrong, and some that stand for all others."""
+    """Sampled queries and keys of a transformed head: the longest, which a polynomial fitted
+    without them would miss, and a weighted random sample of the others."""
 
     query: Tensor  # [rows, d], float64
     key: Tensor  # [keys, d]
-    log_weight: Tensor  # [keys], of all that a key stands for
-    row_count: Tensor  # [rows]: how many each stands for
+    log_weight: Tensor  # [keys], of all that a key represents
+    row_count: Tensor  # [rows]: how many each represents
     key_count: Tensor  # [keys]
     query_radius: float
     key_radius: float
 
     @staticmethod
     def draw(head: Head, seed: int) -> PairSample:
-        """From the tokens within the radius; the head has both queries and live keys."""
+        """Sample the tokens within the radius of a head with queries and live keys."""
         query_radius, key_radius = _radius(head.query), _radius(head.key)
-        seen = min(head.n, head.m) if head.is_causal else head.m  # by the last row
-        log_weights = None if head.key_log_weight is None else head.key_log_weight[:seen]
+        visible = min(head.n, head.m) if head.is_causal else head.m  # keys of the last row
+        log_weights = None if head.key_log_weight is None else head.key_log_weight[:visible]
         row, row_count = _pick(head.query, query_radius, None, ROWS, seed)
-        key, key_count = _pick(head.key[:seen], key_radius, log_weights, KEYS, seed + 1)
+        key, key_count = _pick(head.key[:visible], key_radius, log_weights, KEYS, seed + 1)
         log_weight = key_count.log()
         if log_weights is not None:
             log_weight = log_weight + log_weights[key].double()
@@ -177,8 +178,8 @@ class PairSample:
         )
 
     def fit(self, spans: tuple[int, ...]) -> FittedKernel | None:
-        """Least squares for the weights of every row relative to their length, as random values
-        would weigh them; None where the scores leave nothing to solve."""
+        """Least squares for the weights of every row relative to their norm, as random values would
+        weigh them; None where the normal equations are singular or overflow."""
         if not len(self.query) or not len(self.key) or not spans:
             return None
         size = (self.exact * self._share).norm(dim=1, keepdim=True)
@@ -207,7 +208,7 @@ class PairSample:
 
     @cached_property
     def _share(self) -> Tensor:
-        """What the error of a key that stands for several independent ones is multiplied with."""
+        """Factor for the error of a sampled key that represents several independent ones."""
         return self.key_count.rsqrt()
 
     @cached_property
@@ -221,15 +222,15 @@ class PairSample:
 
     @cached_property
     def unit(self) -> Tensor:
-        """What the exponential of a score is multiplied with to give that."""
+        """The ratio of `exact` to exp(score)."""
         return (self.log_weight - self._log_sums).exp()
 
 
 def _pick(
     tokens: Tensor, radius: float, log_weight: Tensor | None, count: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """The longest live tokens within the radius and a sample of the others, and how many of them
-    each stands for."""
+    """Indices of the longest live tokens within the radius and of a random sample of the others,
+    and how many tokens each represents."""
     norms = tokens.norm(dim=1)
     near = norms <= radius
     if log_weight is not None:
@@ -237,8 +238,8 @@ def _pick(
     index = near.nonzero().squeeze(1)
     if len(index) <= count:
         return index, torch.ones_like(index, dtype=torch.float64)
-    order = index[norms[index].argsort(descending=True)]
-    longest, others = order[: count // LONGEST], order[count // LONGEST :]
+    index = index[norms[index].argsort(descending=True)]
+    longest, others = index[: count // LONGEST], index[count // LONGEST :]
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(others), generator=generator)[: count - len(longest)]
     each = torch.ones(count, dtype=torch.float64, device=tokens.device)
@@ -247,7 +248,7 @@ def _pick(
 
 
 def _radius(tokens: Tensor) -> float:
-    """A norm that tokens which belong to the rest stay within."""
+    """The norm beyond which a token is far: 1.5 times the 0.99 quantile."""
     norms = tokens.norm(dim=1)
-    rank = max(1, math.ceil(USUAL * len(norms)))
-    return BEYOND * float(norms.kthvalue(rank).values)
+    rank = max(1, math.ceil(RADIUS_QUANTILE * len(norms)))
+    return RADIUS_FACTOR * float(norms.kthvalue(rank).values)

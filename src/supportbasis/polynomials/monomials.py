@@ -1,4 +1,4 @@
-"""Memory in which the monomials of a block of tokens are formed, and the way back through them.
+"""Memory in which the monomials of a block of tokens are formed, and their gradients.
 
 Memory is feature-major, [lanes, features, tokens]: a product of variables is an elementwise product
 of rows. Monomials of degrees 1 and 2 are formed all at once (`Pairs`), those of other degrees one
@@ -22,17 +22,17 @@ Fill = Callable[[int, int, Tensor], object]  # writes the gradients of features 
 
 
 class Buffer(ABC):
-    """Features of one block of tokens, and the way back."""
+    """Features of one block of tokens, and their gradients."""
 
     spare = 0  # rows of memory before the features
 
     def __init__(self, lanes: int, count: int, rows: int, like: Tensor):
         self.memory = like.new_empty(lanes, self.spare + count, rows)
         self._views: dict[int, Any] = {}
-        self._back: dict[int, Any] = {}
+        self._gradient_views: dict[int, Any] = {}
 
     def features(self, rows: int) -> Tensor:
-        """Those of the first tokens of each lane, [lanes, count, rows]."""
+        """Features of the first tokens of each lane, [lanes, count, rows]."""
         return self.memory[:, self.spare :, :rows]
 
     @abstractmethod
@@ -41,8 +41,8 @@ class Buffer(ABC):
 
     @abstractmethod
     def pull_back(self, fill: Fill, rows: int) -> Tensor:
-        """Gradient of the tokens, [lanes, dim, rows], from that of their features, for which
-        ``fill`` is asked."""
+        """Gradient of the tokens, [lanes, dim, rows], from that of their features, which ``fill``
+        writes."""
 
 
 class PairViews(NamedTuple):
@@ -61,7 +61,7 @@ class PairViews(NamedTuple):
 
 
 class PairGradients(NamedTuple):
-    """Views of what `Pairs` needs on the way back."""
+    """Views of the memory of `Pairs` for the backward pass."""
 
     spare: Tensor
     tokens: Tensor
@@ -77,7 +77,7 @@ class Pairs(Buffer):
     """x_a, and x_a x_b of all pairs: the token times itself rotated by 0, 1, 2, ... variables.
 
     A rotation by s and one by d - s give the same pairs, so those by s < d/2 do, and for even d
-    half of those by d/2. The last variables stand once more before the first, so that every
+    half of those by d/2. The last variables are repeated before the first, so that every
     rotation is a window on the same rows, and one product forms them all.
     """
 
@@ -118,11 +118,11 @@ class Pairs(Buffer):
         return tokens, part
 
     def gradients(self, rows: int) -> PairGradients:
-        if rows not in self._back:
+        if rows not in self._gradient_views:
             memory, chunk = (x[:, :, :rows] for x in self._gradients)
             tokens = memory[:, self.spare :]
             whole = chunk[:, : min(CHUNK, self.rotations) * self.dim]
-            self._back[rows] = PairGradients(
+            self._gradient_views[rows] = PairGradients(
                 memory[:, : self.spare],
                 tokens,
                 tokens[:, self.dim - self.spare :],
@@ -132,7 +132,7 @@ class Pairs(Buffer):
                 chunk,
                 whole.unflatten(1, (-1, self.dim)).unbind(1),
             )
-        made: PairGradients = self._back[rows]
+        made: PairGradients = self._gradient_views[rows]
         return made
 
     def write(self, x: Tensor) -> Tensor:
@@ -144,33 +144,33 @@ class Pairs(Buffer):
         return own.features
 
     def pull_back(self, fill: Fill, rows: int) -> Tensor:
-        """Every product hands its gradient to both of its factors."""
-        own, back, dim = self.views(rows), self.gradients(rows), self.dim
-        fill(0, dim, back.tokens)
-        back.spare.zero_()
+        """Each product adds its gradient to both of its factors."""
+        own, grads, dim = self.views(rows), self.gradients(rows), self.dim
+        fill(0, dim, grads.tokens)
+        grads.spare.zero_()
         for first in range(0, self.rotations, CHUNK):
             last = min(self.rotations, first + CHUNK)
-            fill((1 + first) * dim, (1 + last) * dim, back.chunk[:, : (last - first) * dim])
-            for part, at in zip(back.parts, range(first, last), strict=False):
-                back.windows[at].addcmul_(part, own.tokens)
-                back.tokens.addcmul_(part, own.windows[at])
-        opposite, end = back.chunk[:, : self.half], (1 + self.rotations) * dim
+            fill((1 + first) * dim, (1 + last) * dim, grads.chunk[:, : (last - first) * dim])
+            for part, at in zip(grads.parts, range(first, last), strict=False):
+                grads.windows[at].addcmul_(part, own.tokens)
+                grads.tokens.addcmul_(part, own.windows[at])
+        opposite, end = grads.chunk[:, : self.half], (1 + self.rotations) * dim
         fill(end, end + self.half, opposite)
-        back.low.addcmul_(opposite, own.high)
-        back.high.addcmul_(opposite, own.low)
-        back.last.add_(back.spare)
-        return back.tokens
+        grads.low.addcmul_(opposite, own.high)
+        grads.high.addcmul_(opposite, own.low)
+        grads.last.add_(grads.spare)
+        return grads.tokens
 
 
 def pair_multiplicity(dim: int) -> tuple[Tensor, Tensor]:
     """How often each feature of `Pairs`, after a constant, occurs in a power; and its degree."""
     pairs = dim * (dim + 1) // 2
-    order = torch.tensor([0] + [1] * dim + [2] * pairs)
+    degrees = torch.tensor([0] + [1] * dim + [2] * pairs)
     multiplicity = torch.ones(1 + dim + pairs, dtype=torch.float64)
     squares = dim * ((dim + 1) // 2)  # end here: those rotated by 0 are the last rotation
     multiplicity[1 + dim :] = 2.0
     multiplicity[1 + squares : 1 + dim + squares] = 1.0
-    return multiplicity, order
+    return multiplicity, degrees
 
 
 class Step(NamedTuple):
@@ -226,16 +226,16 @@ class Suffixes(Buffer):
         return self.features(rows)
 
     def pull_back(self, fill: Fill, rows: int) -> Tensor:
-        """Every product hands its gradient to both of its factors, the last product first."""
+        """Each product, the last one first, adds its gradient to both of its factors."""
         grad = self._gradients[:, :, :rows]
         fill(0, grad.shape[1], grad)
-        if rows not in self._back:
-            self._back[rows] = self._cut(grad)
-        steps = zip(reversed(self.views(rows)), reversed(self._back[rows]), strict=True)
-        for own, back in steps:
-            back.suffix.addcmul_(back.products, own.variable)
-            back.products.mul_(own.suffix)
-            back.variable.add_(back.products.sum(1, keepdim=True))
+        if rows not in self._gradient_views:
+            self._gradient_views[rows] = self._cut(grad)
+        steps = zip(reversed(self.views(rows)), reversed(self._gradient_views[rows]), strict=True)
+        for own, grads in steps:
+            grads.suffix.addcmul_(grads.products, own.variable)
+            grads.products.mul_(own.suffix)
+            grads.variable.add_(grads.products.sum(1, keepdim=True))
         return grad[:, : self.dim]
 
 
@@ -273,5 +273,5 @@ def suffix_steps(dim: int, spans: tuple[int, ...]) -> tuple[Tensor, Tensor, list
             end += count.numel()
         levels.append(torch.cat(blocks))
         repeats, starts, base = torch.cat(counts), next_starts, last
-    order = torch.cat([torch.full_like(level, k) for k, level in enumerate(levels)])
-    return torch.cat(levels), order.long(), steps
+    degrees = torch.cat([torch.full_like(level, k) for k, level in enumerate(levels)])
+    return torch.cat(levels), degrees.long(), steps

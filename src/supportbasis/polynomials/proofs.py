@@ -1,6 +1,6 @@
 """Proofs: bounds of r = e^{B (1 - t)} s(t) for given float64 coefficients of s, on a grid of cells.
 
-Whatever way the coefficients were found, what is stated about them is proved here.
+The bounds hold however the coefficients were found.
 """
 
 import math

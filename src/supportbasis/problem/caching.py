@@ -12,18 +12,18 @@ Value = TypeVar("Value")
 
 
 class WeakCache(Generic[Owner, Key, Value]):
-    """What is derived once from an owner (a head, a plan), and dropped with it."""
+    """Values derived once from an owner (a head, a plan), and dropped with it."""
 
     def __init__(self) -> None:
         self._kept: WeakKeyDictionary[Owner, dict[Key, Value]] = WeakKeyDictionary()
 
     def get(self, owner: Owner, key: Key, make: Callable[[], Value]) -> Value:
-        """What is kept under ``key``, made where it is not."""
+        """The value cached under ``key``, or ``make()``, which is then cached."""
         kept = self._kept.setdefault(owner, {})
         if key not in kept:
             kept[key] = make()
         return kept[key]
 
     def drop(self, owner: Owner) -> None:
-        """Drop what is kept for an owner that lives on."""
+        """Drop the cached values of an owner."""
         self._kept.pop(owner, None)

@@ -1,4 +1,4 @@
-"""Checks that look at the entries of tensors, and when nobody can."""
+"""Checks of the entries of tensors, and whether a call is traced and cannot be checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be computed: a validated call, and the two-dimensional problem of each head."""
+"""`Problem`: a validated call; `Head`: the two-dimensional problem of one of its heads."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def in_rows(x: Tensor) -> Tensor:
     """The same tokens [..., tokens, dim], the entries of each next to each other in memory.
 
     Kernels, PyTorch's own for CPUs among them, read ``dim`` consecutive numbers for a token,
-    whatever the last stride says. `Problem` is the one place where layout is settled.
+    whatever the last stride says. Layout is settled in `Problem`.
     """
-    apart = x.stride(-1) == 1 and (x.shape[-2] < 2 or x.stride(-2) >= x.shape[-1])
-    return (x if apart else x.contiguous()).resolve_neg()
+    separate = x.stride(-1) == 1 and (x.shape[-2] < 2 or x.stride(-2) >= x.shape[-1])
+    return (x if separate else x.contiguous()).resolve_neg()
 
 
 def _norms(x: Tensor, maxima: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Head:
     scale: float
     is_causal: bool
     normalise: bool  # attention divides by the row sum, a kernel sum does not
-    mask: Tensor | None = None  # [n, m] bool or bias; only exact sums know what to do with it
+    mask: Tensor | None = None  # [n, m] bool or bias; only exact sums take it
     precision: torch.dtype | None = None  # of all sums; None: chosen from the input
     is_reused: bool = False  # whether its plan will serve many calls, and may take some time
 
@@ -93,7 +93,7 @@ class Head:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether somebody will ask for gradients."""
+        """Whether gradients are needed."""
         return any(x.requires_grad for x in (self.query, self.key, self.value))
 
     @property
@@ -211,7 +211,7 @@ class Problem:
         return {}
 
     def head(self, batch: int, head: int) -> Head:
-        """One head; kept, so that norms found while planning serve the execution too."""
+        """One head; cached, so that norms found while planning serve the execution too."""
         if (batch, head) not in self._heads:
             self._heads[batch, head] = self._slice(batch, head)
         return self._heads[batch, head]

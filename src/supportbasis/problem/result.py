@@ -1,4 +1,4 @@
-"""What running a plan gives, and the result of a call with ``return_result=True``."""
+"""`Outcome` of running a plan, and `Result` of a call with ``return_result=True``."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ if TYPE_CHECKING:
     from ..plans import Plan
 
 
-FAILED_SHARE = 0.01  # of a head's rows: a sketch or fitted polynomial that loses more has failed
+FAILED_SHARE = 0.01  # of a head's rows: a plan on which more rows fail is reported
 
 
 @dataclass
 class Outcome:
-    """What running a plan gives, [batch, heads, ...]."""
+    """Result of running a plan, [batch, heads, ...]."""
 
     output: Tensor  # [batch, heads, n, dv], input dtype
     lse: Tensor  # [batch, heads, n]
     log_scale: Tensor  # [batch, heads]: units of the output of a kernel sum, 0 for attention
     invalid_rows: Tensor  # [batch, heads]: rows without a usable denominator
-    fallback_rows: Tensor  # [batch, heads]: of those, how many were computed exactly instead
+    fallback_rows: Tensor  # [batch, heads]: of those, how many were computed exactly
     rounding: Tensor  # [batch, heads]: largest relative rounding error of a row's sums
-    fallback: Tensor  # [batch, heads, n]: which rows were computed exactly instead
+    fallback: Tensor  # [batch, heads, n]: failed rows that were computed exactly
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """Output, and everything that is known about it.
+    """Output, lse, plan and certificate of a call.
 
     ``output`` is what the plain call returns, ``lse`` the natural log of each row's sum of
     weights. A kernel sum is ``output * exp(log_scale)``: a number for each (batch, head) in the

@@ -1,5 +1,5 @@
-"""What `torch.func`, forward-mode differentiation and second backward passes ask of a call: which
-of it can be answered, and one error for each thing that cannot."""
+"""Tracing: calls under `torch.compile`, `torch.func` and forward-mode differentiation, and errors
+for derivatives that do not exist."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def _in_dual_level() -> bool:
 
 
 def check_visible(name: str, tensor: Tensor) -> None:
-    """Raise if a tensor's entries cannot be looked at, or not without losing its tangent."""
+    """Raise if a tensor's entries cannot be read, or not without dropping its tangent."""
     if not is_tracing() or torch.compiler.is_compiling():
         return
     functorch, inner = torch._C._functorch, tensor
     while functorch.is_functorch_wrapped_tensor(inner):
         if functorch.is_batchedtensor(inner):
             raise InputError(
-                f"{name} is batched by torch.func.vmap, but this call looks at its entries, as "
+                f"{name} is batched by torch.func.vmap, but this call reads its entries, as "
                 "calls without a plan and masks of pairs do; make a plan outside of vmap and pass "
                 "it as plan=, or pass the batch as leading dims"
             )
@@ -54,7 +54,7 @@ def recording() -> Iterator[None]:
 
 
 def refuse_second(ctx: Any, *grads: Tensor | None) -> NoReturn:
-    """The backward pass of a backward pass."""
+    """Raise: the backward pass cannot be differentiated."""
     raise SupportBasisError(
         "attention has no second derivatives so far: do not differentiate its gradients "
         "(create_graph=True), or use F.scaled_dot_product_attention with the math backend"
@@ -62,7 +62,7 @@ def refuse_second(ctx: Any, *grads: Tensor | None) -> NoReturn:
 
 
 def refuse_forward(ctx: Any, *tangents: Tensor | None) -> NoReturn:
-    """Forward-mode differentiation, which `torch.func.hessian` uses."""
+    """Raise: there is no forward-mode derivative (`torch.func.hessian` needs it)."""
     raise SupportBasisError(
         "attention has no forward-mode derivatives (torch.func.jvp, jacfwd, hessian) so far: use "
         "torch.func.vjp or jacrev for first derivatives; there are no second ones"
@@ -70,8 +70,8 @@ def refuse_forward(ctx: Any, *tangents: Tensor | None) -> NoReturn:
 
 
 def first_order(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors for a kernel of PyTorch, whose gradients then refuse to be differentiated in our
-    words; in compiled graphs the compiler has its own."""
+    """Tensors for a kernel of PyTorch whose second derivative raises our error; unchanged in
+    compiled graphs."""
     if torch.compiler.is_compiling() or not all(isinstance(x, Tensor) for x in tensors):
         return tensors
     if is_tracing():

@@ -45,7 +45,7 @@ def attention_problem(
         check_finite(**dict(zip(names, given, strict=True)))
     scale = _check_scale(scale, dim)
     is_flipped = scale < 0
-    if scale <= 0:  # kernels disagree about such scales; the sign belongs to the query just as well
+    if scale <= 0:  # kernels disagree about such scales: the sign moves to the query
         query, scale = (-query, -scale) if scale < 0 else (_zeros(query), 1.0)
     if scale < torch.finfo(compute_dtype(query.dtype)).smallest_normal:
         # a kernel would take it for zero, and zero times a masked score is no number

@@ -31,16 +31,16 @@ class Source(NamedTuple):
 
     def normal(self, *shape: int, scale: float) -> Tensor:
         draw = torch.empty(shape, dtype=torch.float64, device="cpu")
-        return self._place(draw.normal_(std=scale, generator=self.generator))
+        return self._to_device(draw.normal_(std=scale, generator=self.generator))
 
     def signs(self, *shape: int, scale: float) -> Tensor:
         bits = torch.randint(2, shape, generator=self.generator, device="cpu")
-        return self._place(scale * (2.0 * bits.double() - 1.0))
+        return self._to_device(scale * (2.0 * bits.double() - 1.0))
 
     def below(self, limit: int, *shape: int) -> Tensor:
         return torch.randint(limit, shape, generator=self.generator, device="cpu").to(self.device)
 
-    def _place(self, draw: Tensor) -> Tensor:
+    def _to_device(self, draw: Tensor) -> Tensor:
         return draw.to(self.dtype).to(self.device)
 
 

@@ -71,7 +71,7 @@ class PolySketch:
     The error is relative to |x|^power |y|^power and not to <x, y>^power; its variance is about
     proportional to power/size. Results depend on the fields alone and agree over dtypes and
     devices up to rounding; torch's global generator is not touched. Float16 and bfloat16 vectors
-    are computed, and returned, in float32. NaN and Inf are not looked for, and |x|^power must fit
+    are computed, and returned, in float32. NaN and Inf are not checked for, and |x|^power must fit
     the dtype.
 
     >>> x = torch.tensor([[0.6, 0.8], [1.0, 0.0]])
@@ -124,10 +124,10 @@ class PolySketch:
         ``base="gaussian"``.
         """
         if self.base != "gaussian":
-            raise InputError(f"base is {self.base!r}; only gaussian sketches are pulled back")
+            raise InputError(f"base is {self.base!r}; only gaussian sketches have a pull-back")
         tree = _draw_tree(self, x.shape[-1], x.dtype, x.device)
-        _, back = tree.traced(tree.leaves(x), iter(tree.inner))
-        return _adjoint(tree.leaves, back(grad))
+        _, pull = tree.traced(tree.leaves(x), iter(tree.inner))
+        return tree.leaves.adjoint(pull(grad))
 
     @property
     def half(self) -> PolySketch:
@@ -198,6 +198,10 @@ class _Maps(ABC):
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """The images of ``x`` [..., dim]: ``count`` tensors [..., size]."""
 
+    def adjoint(self, grads: Sequence[Tensor]) -> Tensor:
+        """Gradient of ``x`` from those of its images; Gaussian maps only."""
+        raise NotImplementedError(f"{type(self).__name__} has no gradient")
+
     @staticmethod
     def scale(power: int, size: int) -> float:
         """What each map is multiplied by, so that `join` need not: 1/√size over two maps."""
@@ -233,32 +237,32 @@ class _Tree(NamedTuple):
         left, right = (self._image(part, inner) for part in (images[:middle], images[middle:]))
         return self.leaves.join(left, right)
 
-    def traced(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> tuple[Tensor, Back]:
-        """`root` of Gaussian maps, and the way back from its gradient to those of the images."""
+    def traced(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> tuple[Tensor, Pullback]:
+        """`root` of Gaussian maps, and the function from its gradient to those of the images."""
         if len(images) == 1:
             return images[0], lambda grad: [grad]
         middle = (len(images) + 1) // 2
-        (a, back_a), (b, back_b) = (
+        (a, pull_a), (b, pull_b) = (
             self._traced_image(part, inner) for part in (images[:middle], images[middle:])
         )
-        return a * b, lambda grad: back_a(grad * b) + back_b(grad * a)
+        return a * b, lambda grad: pull_a(grad * b) + pull_b(grad * a)
 
     def _traced_image(
         self, images: Sequence[Tensor], inner: Iterator[_Maps]
-    ) -> tuple[Tensor, Back]:
-        node, back = self.traced(images, inner)
+    ) -> tuple[Tensor, Pullback]:
+        node, pull = self.traced(images, inner)
         if len(images) == 1:
-            return node, back
+            return node, pull
         maps = next(inner)
-        return maps(node)[0], lambda grad: back(_adjoint(maps, [grad]))
+        return maps(node)[0], lambda grad: pull(maps.adjoint([grad]))
 
     def _image(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> Tensor:
-        """What a child hands up: a leaf's image as it is, a node after a map of its own."""
+        """The image of a child: a leaf's as it is, a node's after a map of its own."""
         node = self.root(images, inner)
         return node if len(images) == 1 else next(inner)(node)[0]
 
 
-Back = Callable[[Tensor], list[Tensor]]  # from the gradient of a node to those of its leaves
+Pullback = Callable[[Tensor], list[Tensor]]  # from the gradient of a node to those of its leaves
 
 
 @lru_cache(maxsize=16)  # one entry may hold power · d · size numbers
@@ -287,15 +291,12 @@ class _Gaussian(_Maps):
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         return (x @ self.matrix).chunk(self.count, -1)
 
+    def adjoint(self, grads: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(grads), -1) @ self.matrix.T
+
     @staticmethod
     def map_work(dim: int, size: int) -> int:
         return dim * size
-
-
-def _adjoint(maps: _Maps, grads: Sequence[Tensor]) -> Tensor:
-    """Gradient of what Gaussian maps are applied to, from those of their images."""
-    assert isinstance(maps, _Gaussian)
-    return torch.cat(list(grads), -1) @ maps.matrix.T
 
 
 class _Srht(_Maps):
@@ -363,7 +364,7 @@ def _hadamard(x: Tensor) -> Tensor:
     """H x for ``x`` [2^k, ...]: the Walsh-Hadamard transform with entries ±1, in k passes.
 
     A pass pairs the entries half the length apart and writes sum and difference side by side, so
-    that after k passes each entry is back in its place. The transform runs over the first
+    that after k passes each entry has its own index again. The transform runs over the first
     dimension, as sums of long rows are the fast ones.
 
     >>> _hadamard(torch.tensor([1.0, 2.0, 3.0, 4.0]))

@@ -9,12 +9,12 @@ it and has the squared error
 S is a stack of q CountSketches of ℓ/q rows: every row of A goes, with a random sign, into one
 bucket of each. As U_kᵀ B = 0, E|U_kᵀ SᵀS B|² ≤ (k/ℓ) Δ_k², so ℓ ~ k/ε will do once S keeps the
 lengths of the k vectors U_k. One CountSketch needs ℓ ~ k² for that, because two heavy rows must not
-meet; q of them forgive a meeting, and cost q additions for each non-zero.
+share a bucket; q of them tolerate that, and cost q additions for each non-zero.
 
 With U [m, ℓ] an orthonormal basis of those rows, the best approximation of A in their span is that
-of the tall A U. It costs ℓ for each non-zero. Where the matrix is so full that this is dear, A U is
-found from a second sketch A R instead, by least squares over UᵀR: q for each non-zero, and then
-what depends on the shape alone.
+of the tall A U. It costs ℓ for each non-zero. For dense matrices, where that is expensive, A U is
+found from a second sketch A R, by least squares over UᵀR: q for each non-zero, and then what
+depends on the shape alone.
 """
 
 from __future__ import annotations
@@ -136,30 +136,31 @@ class _Matrix:
         return _Matrix(values, self.columns, self.rows, self.shape[::-1])
 
     def times(self, other: Tensor) -> Tensor:
-        return (self.values if self.rows is None else self._sparse()) @ other
+        return self._tensor() @ other
 
     def dense(self) -> Tensor:
-        return self.values if self.rows is None else self._sparse().to_dense()
+        return self._tensor().to_dense()
 
-    def _sparse(self) -> Tensor:
-        assert self.rows is not None and self.columns is not None
+    def _tensor(self) -> Tensor:
+        if self.rows is None or self.columns is None:
+            return self.values
         index = torch.stack([self.rows, self.columns])
         return torch.sparse_coo_tensor(index, self.values, self.shape, check_invariants=False)
 
 
 @dataclass(frozen=True, eq=False)
 class _Buckets:
-    """Where each coordinate goes in each CountSketch of a stack, and with which sign."""
+    """Bucket and sign of each coordinate in each CountSketch of a stack."""
 
-    place: Tensor  # [STACKED, n]
+    index: Tensor  # [STACKED, n]: rows of the sketch
     signs: Tensor  # [STACKED, n]
 
     @staticmethod
     def draw(coordinates: int, size: int, source: Source) -> _Buckets:
         width = size // STACKED
         first = width * torch.arange(STACKED, device=source.device).unsqueeze(1)
-        place = first + source.below(width, STACKED, coordinates)
-        return _Buckets(place, source.signs(STACKED, coordinates, scale=STACKED**-0.5))
+        index = first + source.below(width, STACKED, coordinates)
+        return _Buckets(index, source.signs(STACKED, coordinates, scale=STACKED**-0.5))
 
 
 def _sketch(matrix: _Matrix, size: int, source: Source, buckets: _Buckets | None = None) -> Tensor:
@@ -168,14 +169,14 @@ def _sketch(matrix: _Matrix, size: int, source: Source, buckets: _Buckets | None
     buckets = buckets or _Buckets.draw(n, size, source)
     image = matrix.values.new_zeros(size, m)
     if matrix.rows is None or matrix.columns is None:
-        for place, signs in zip(buckets.place, buckets.signs, strict=True):
-            image.index_add_(0, place, matrix.values * signs.unsqueeze(1))
+        for bucket, signs in zip(buckets.index, buckets.signs, strict=True):
+            image.index_add_(0, bucket, matrix.values * signs.unsqueeze(1))
         return image
     for start in range(0, matrix.count, ENTRIES):
         part = slice(start, start + ENTRIES)
         rows, columns, values = matrix.rows[part], matrix.columns[part], matrix.values[part]
-        for place, signs in zip(buckets.place, buckets.signs, strict=True):
-            image.view(-1).index_add_(0, place[rows] * m + columns, values * signs[rows])
+        for bucket, signs in zip(buckets.index, buckets.signs, strict=True):
+            image.view(-1).index_add_(0, bucket[rows] * m + columns, values * signs[rows])
     return image
 
 

@@ -56,7 +56,7 @@ def whole(problem: Problem) -> Rectangle:
 
 
 def precision() -> str:
-    """Of float32 products: what PyTorch's own would have."""
+    """Precision of float32 products, by PyTorch's global setting."""
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
@@ -67,7 +67,7 @@ def empty_results(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def empty_totals(problem: Problem) -> Totals:
-    """Zeros, for each head of the queries."""
+    """Zero gradients for each head of the queries, in float32."""
     shape = (problem.batch, problem.heads)
 
     def zeros(x: Tensor) -> Tensor:
@@ -78,6 +78,6 @@ def empty_totals(problem: Problem) -> Totals:
 
 
 def finished(total: Totals, problem: Problem, for_weights: bool) -> Gradients:
-    """The gradients that were added up for each head of the queries."""
+    """Gradients of the call from those added up for each head of the queries."""
     key, value = (by_key_head(x, problem) for x in (total.key, total.value))
     return Gradients(total.query, key, value, total.weight if for_weights else None)

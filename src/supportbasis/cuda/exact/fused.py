@@ -1,9 +1,9 @@
-"""PyTorch's fused attention kernels for CUDA, with the log-sum-exp that SDPA keeps back.
+"""PyTorch's fused attention kernels for CUDA, with the log-sum-exp that SDPA does not return.
 
-cuDNN's and flash attention's operators return the lse of every row and take it, whoever computed
-it, for the backward pass. Both round weights to the input dtype and sum in float32, which
-`sdpa.sdpa_noise` bounds. Gradients of queries may be added up in another sequence at every call,
-as in SDPA itself, unless PyTorch is asked for deterministic algorithms.
+cuDNN's and flash attention's operators return the lse of every row and take any lse for the
+backward pass. Both round weights to the input dtype and sum in float32, which `sdpa.sdpa_noise`
+bounds. Gradients of queries may be added up in another sequence at every call, as in SDPA itself,
+unless PyTorch is set to deterministic algorithms.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _refused: set[Hashable] = set()  # calls that a kernel raised an error for, in s
 
 
 def _tried(what: Hashable, problem: Problem, call: Callable[[], Made]) -> Made | None:
-    """What a kernel makes, or None where it refuses calls of this kind."""
+    """The result of a kernel, or None if it raises for calls of this kind."""
     query, key = problem.query, problem.key
     kind = (what, query.device, query.dtype, query.shape, key.shape, problem.is_causal)
     if kind in _refused:

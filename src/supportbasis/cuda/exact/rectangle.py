@@ -3,7 +3,7 @@
 Rows and keys are sets of tokens, one for each head, or all tokens. Sums may begin with those of
 other components; the one division then covers both. Few rows are spread over the device by cutting
 the keys into splits, which are joined in a fixed order: results are the same in every run. No call
-waits for the device.
+synchronises with the host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..polynomial.sums import check_inputs, rows_of
+from ..polynomial.setting import check_inputs
+from ..polynomial.sums import rows_of
 from ..runtime.language import cdiv, interpreted, power_of_two
 from . import rectangle_kernels as kernels
 
@@ -39,7 +40,7 @@ class Tokens:
 
 @dataclass(frozen=True, eq=False)
 class Rectangle:
-    """Rows, keys, and how their scores become weights."""
+    """Rows, keys, and how their scores become weights: scale, causal mask, log-weights."""
 
     rows: Tokens
     keys: Tokens
@@ -74,7 +75,7 @@ class Tile:
 
 
 def forward_tile(width: int, full_precision: bool) -> Tile:
-    """For keys and values of at most ``width`` entries."""
+    """Tile for keys and values of at most ``width`` entries."""
     if full_precision:
         return Tile(64, 32, 4, 1) if width > 128 else Tile(64, 32, 4, 2)
     if width <= 64:
@@ -91,7 +92,7 @@ def backward_tile(width: int, full_precision: bool) -> Tile:
 
 
 def splits_of(blocks: int, length: int, tile: int) -> tuple[int, int]:
-    """How many splits of how many tokens keep the device busy."""
+    """Number of splits, and tokens of each, that occupy the device."""
     wanted = min(cdiv(PROGRAMS, max(1, blocks)), cdiv(length, LEAST_SPLIT))
     span = cdiv(cdiv(length, max(1, wanted)), tile) * tile
     return max(1, cdiv(length, span)), span
@@ -138,7 +139,8 @@ def exact_rows(
 
 
 def slopes(grad: Tensor, grad_lse: Tensor | None, output: Tensor) -> Tensor:
-    """What every score of a row adds to its gradient, [batch, heads, n]."""
+    """grad_lse - <grad, output> of every row, [batch, heads, n]: the part of its score gradients
+    that does not depend on the key."""
     batch, heads, n, dv = output.shape
     grad, slope = rows_of(grad), output.new_empty((batch, heads, n), dtype=torch.float32)
     kernels.row_slopes[(cdiv(n, 64), batch * heads)](
@@ -168,7 +170,7 @@ def add_gradients(
     value: Tensor,
     rectangle: Rectangle,
 ) -> None:
-    """Add what flows back through a rectangle; ``lse`` belongs to the whole row."""
+    """Add the gradients of a rectangle; ``lse`` is that of the whole row."""
     check_inputs(query, key, value)
     shape = _Shape.of(query, key, value, rectangle)
     rows, keys, heads = rectangle.rows, rectangle.keys, shape.heads

@@ -11,7 +11,7 @@ from ..runtime.language import jit, tl
 
 @jit
 def tokens_at(index, count, bh, at, most, total, LISTED: tl.constexpr):
-    """Tokens at some places of a set, and which of these places exist."""
+    """Tokens in some slots of a set, and which of these slots are filled."""
     if LISTED:
         here = at < tl.load(count + bh)
         token = tl.load(index + bh * most + at, mask=here, other=0).to(tl.int64)
@@ -53,15 +53,15 @@ def attend(
     """A block of rows over a split of the keys.
 
     STARTED: the sums begin with ``num`` and ``den``, in units of exp(unit). SPLIT: numerators, tops
-    and masses of this split are written, one place a row; else output and lse, at the rows' own
-    places unless they are ``excluded``.
+    and masses of this split are written, one slot a row; else output and lse, at the rows' own
+    positions unless they are ``excluded``.
     """
     split, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, h = bh // heads, bh % heads
     kh = h // (heads // key_heads)
     dims, cols = tl.arange(0, D), tl.arange(0, E)
-    place = tl.program_id(0) * BM + tl.arange(0, BM)
-    row, live = tokens_at(rows, row_count, bh, place, most_rows, n, LISTED_ROWS)
+    slot = tl.program_id(0) * BM + tl.arange(0, BM)
+    row, live = tokens_at(rows, row_count, bh, slot, most_rows, n, LISTED_ROWS)
     query = tile_of(q + b * q_b + h * q_h, row, live, dims, q_n, d)
     k += b * k_b + kh * k_h
     v += b * v_b + kh * v_h
@@ -103,7 +103,7 @@ def attend(
         total = tl.dot(weight.to(value.dtype), value, total, input_precision=PRECISION)
         top = new_top
     if SPLIT:
-        target = (split.to(tl.int64) * tl.num_programs(2) + bh) * most_rows + place
+        target = (split.to(tl.int64) * tl.num_programs(2) + bh) * most_rows + slot
         tl.store(out + target[:, None] * dv + cols[None, :], total, mask=inside)
         tl.store(lse + target, top, mask=live)
         tl.store(mass_out + target, mass, mask=live)
@@ -114,14 +114,14 @@ def attend(
 
 
 @jit
-def _store_rows(out, lse, total, top, mass, place, live, cols, dv):
+def _store_rows(out, lse, total, top, mass, at, live, cols, dv):
     """The one division, and the logarithm of the denominator."""
-    seen = mass > 0.0
-    total = tl.where(seen[:, None], total / mass[:, None], 0.0)
-    size = tl.where(seen, (top + tl.log2(mass)) * 0.6931471805599453, float("-inf"))
-    target = out + place[:, None] * dv + cols[None, :]
+    real = mass > 0.0
+    total = tl.where(real[:, None], total / mass[:, None], 0.0)
+    size = tl.where(real, (top + tl.log2(mass)) * 0.6931471805599453, float("-inf"))
+    target = out + at[:, None] * dv + cols[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=live[:, None] & (cols < dv)[None, :])
-    tl.store(lse + place, size, mask=live)
+    tl.store(lse + at, size, mask=live)
 
 
 @jit
@@ -130,16 +130,16 @@ def join_splits(
     n, dv, most_rows, splits,
     E: tl.constexpr, BM: tl.constexpr, LISTED_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The splits of every row together, at the row's own place."""
+    """Join the splits of every row, at the row's own position."""
     bh, cols = tl.program_id(1).to(tl.int64), tl.arange(0, E)
-    place = tl.program_id(0) * BM + tl.arange(0, BM)
-    row, live = tokens_at(rows, row_count, bh, place, most_rows, n, LISTED_ROWS)
+    slot = tl.program_id(0) * BM + tl.arange(0, BM)
+    row, live = tokens_at(rows, row_count, bh, slot, most_rows, n, LISTED_ROWS)
     inside = live[:, None] & (cols < dv)[None, :]
     top = tl.full((BM,), float("-inf"), dtype=tl.float32)
     mass = tl.zeros((BM,), dtype=tl.float32)
     total = tl.zeros((BM, E), dtype=tl.float32)
     for split in range(splits):
-        at = (tl.cast(split, tl.int64) * tl.num_programs(1) + bh) * most_rows + place
+        at = (tl.cast(split, tl.int64) * tl.num_programs(1) + bh) * most_rows + slot
         more = tl.load(tops + at, mask=live, other=float("-inf"))
         new_top = tl.maximum(top, more)
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -190,13 +190,13 @@ def query_gradient(
     LISTED_ROWS: tl.constexpr, LISTED_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
     WEIGHTED: tl.constexpr, EXCLUDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The same walk as `attend`; a split of the keys adds a part at the places of the rows."""
+    """The same walk as `attend`; a split of the keys writes its part to the slots of the rows."""
     split, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, h = bh // heads, bh % heads
     kh = h // (heads // key_heads)
     dims, cols = tl.arange(0, D), tl.arange(0, E)
-    place = tl.program_id(0) * BM + tl.arange(0, BM)
-    row, live = tokens_at(rows, row_count, bh, place, most_rows, n, LISTED_ROWS)
+    slot = tl.program_id(0) * BM + tl.arange(0, BM)
+    row, live = tokens_at(rows, row_count, bh, slot, most_rows, n, LISTED_ROWS)
     query = tile_of(q + b * q_b + h * q_h, row, live, dims, q_n, d)
     direction = tile_of(grad + b * g_b + h * g_h, row, live, cols, g_n, dv)
     size, change = _row_side(lse, slope, excluded, bh, n, row, live, EXCLUDED)
@@ -226,7 +226,7 @@ def query_gradient(
         step = tl.dot(direction, tl.trans(value), input_precision=PRECISION) + change[:, None]
         step = step * tl.exp2(score)
         total = tl.dot(step.to(key_tile.dtype), key_tile, total, input_precision=PRECISION)
-    target = (split.to(tl.int64) * tl.num_programs(2) + bh) * most_rows + place
+    target = (split.to(tl.int64) * tl.num_programs(2) + bh) * most_rows + slot
     inside = live[:, None] & (dims < d)[None, :]
     tl.store(out + target[:, None] * d + dims[None, :], total * scale, mask=inside)
 
@@ -246,8 +246,8 @@ def key_gradient(
     b, h = bh // heads, bh % heads
     kh = h // (heads // key_heads)
     dims, cols = tl.arange(0, D), tl.arange(0, E)
-    place = tl.program_id(0) * BN + tl.arange(0, BN)
-    key, here = tokens_at(keys, key_count, bh, place, most_keys, m, LISTED_KEYS)
+    slot = tl.program_id(0) * BN + tl.arange(0, BN)
+    key, here = tokens_at(keys, key_count, bh, slot, most_keys, m, LISTED_KEYS)
     key_tile = tile_of(k + b * k_b + kh * k_h, key, here, dims, k_n, d)
     value = tile_of(v + b * v_b + kh * v_h, key, here, cols, v_n, dv)
     bias = bias_of(log_weight + b * w_b + h * w_h, key, here, WEIGHTED)
@@ -284,7 +284,7 @@ def key_gradient(
         step = step * weight
         to_weight += tl.sum(step, 1)
         to_key = tl.dot(step.to(query.dtype), query, to_key, input_precision=PRECISION)
-    target = (split.to(tl.int64) * tl.num_programs(2) + bh) * most_keys + place
+    target = (split.to(tl.int64) * tl.num_programs(2) + bh) * most_keys + slot
     tl.store(
         key_out + target[:, None] * d + dims[None, :], to_key * scale,
         mask=here[:, None] & (dims < d)[None, :],
@@ -302,14 +302,14 @@ def add_parts(
     n, width, most, splits,
     W: tl.constexpr, BM: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Add the splits of every listed token to the token's own place."""
+    """Add the splits of every listed token at the token's own position."""
     bh, cols = tl.program_id(1).to(tl.int64), tl.arange(0, W)
-    place = tl.program_id(0) * BM + tl.arange(0, BM)
-    token, here = tokens_at(index, count, bh, place, most, n, LISTED)
+    slot = tl.program_id(0) * BM + tl.arange(0, BM)
+    token, here = tokens_at(index, count, bh, slot, most, n, LISTED)
     inside = here[:, None] & (cols < width)[None, :]
     target = total + (bh * n + token)[:, None] * width + cols[None, :]
     value = tl.load(target, mask=inside, other=0.0)
     for split in range(splits):
-        at = (tl.cast(split, tl.int64) * tl.num_programs(1) + bh) * most + place
+        at = (tl.cast(split, tl.int64) * tl.num_programs(1) + bh) * most + slot
         value += tl.load(parts + at[:, None] * width + cols[None, :], mask=inside, other=0.0)
     tl.store(target, value, mask=inside)

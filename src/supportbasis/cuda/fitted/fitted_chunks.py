@@ -1,10 +1,10 @@
-"""Sums of the features of a fitted polynomial for one causal head on the device, and the way back.
+"""Feature sums of a fitted polynomial for one causal head on the device, and their gradients.
 
-Tokens lie in chunks. A row reads the features of all keys in earlier chunks, and meets the keys of
-its own chunk pair by pair. On the way back a key reads those of all rows in later chunks. The sums
-over chunks before or after each are one small product of matrices, in which every chunk has a unit
-of its own: weights of keys that grow or shrink along the sequence by hundreds of orders lose
-nothing. Chunks come in groups that fit into memory, and a group hands its sum on to the next.
+Tokens are cut into chunks. A row reads the features of all keys in earlier chunks, and is paired
+with each key of its own chunk. In the backward pass a key reads the features of all rows in later
+chunks. The sums over the chunks before or after each are one small product of matrices, in which
+every chunk has a unit of its own: log-weights may vary by hundreds along the sequence without
+underflow. Chunks come in groups that fit into memory; each group carries its sum over to the next.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...plans.cost import FIT_CHUNK
 from ...polynomials.fitting import FittedKernel
 from ..runtime.language import cdiv
 from . import fitted_sums
-from .fitted_sums import Back, Features, Near, Rows, finite, with_ones
+from .fitted_sums import Features, Near, Rows, TokenGradients, finite, with_ones
 
 CHUNK = FIT_CHUNK
 GROUP = 256  # chunks at most: each is summed with all before it, which costs as much as a product
@@ -43,17 +43,17 @@ def sums(kernel: FittedKernel, near: Near) -> tuple[Tensor, Tensor]:
     return torch.cat(found).flatten(0, 1)[:n], top.flatten()[:n]
 
 
-def gradients(kernel: FittedKernel, near: Near, rows: Rows) -> Back:
-    """What flows back from the sums of the rows."""
+def gradients(kernel: FittedKernel, near: Near, rows: Rows) -> TokenGradients:
+    """Gradients of the tokens from those of the rows' sums."""
     features = Features.of(kernel, near.query.device)
     cut = _Cut.of(features, near)
     grad, log_factor = _cut(rows.grad, cut.number), _cut(rows.log_factor, cut.number, -math.inf)
-    inside, early = [], []
+    own_pairs, early = [], []
     for part, prefix in cut.prefixes(features):
         factor = log_factor[part] + cut.before[:-1][part].unsqueeze(1)
         made = features.written(cut.query_tokens[part])
         early.append(made.pull_back(prefix, grad[part] * factor.exp().unsqueeze(2)))
-        inside.append(_meet(kernel, cut, part, grad[part], log_factor[part]))
+        own_pairs.append(_pair_gradients(kernel, cut, part, grad[part], log_factor[part]))
     read, late = [], []
     for part, after, suffix in cut.suffixes(features, grad, log_factor):
         weight = (cut.log_weight[part] + after.unsqueeze(1)).exp().unsqueeze(2)
@@ -62,17 +62,19 @@ def gradients(kernel: FittedKernel, near: Near, rows: Rows) -> Back:
         read.append(made.read(suffix) * weight)
     read, late = read[::-1], late[::-1]  # they come from the end
     parts = [torch.cat(x).flatten(0, 1) for x in (early, late, read)]
-    n, seen = len(near.query), min(len(near.key), len(near.query))
-    parts = [x[:end] for x, end in zip(parts, (n, seen, seen), strict=True)]
-    unseen = len(near.key) - seen
-    far = features.back(near, parts[0], *(F.pad(x, (0, 0, 0, unseen)) for x in parts[1:]))
-    for whole, more in zip(far, zip(*inside, strict=True), strict=True):
+    n, visible = len(near.query), min(len(near.key), len(near.query))
+    parts = [x[:end] for x, end in zip(parts, (n, visible, visible), strict=True)]
+    rest = len(near.key) - visible  # keys that no row attends to
+    total = features.token_gradients(
+        near, parts[0], *(F.pad(x, (0, 0, 0, rest)) for x in parts[1:])
+    )
+    for whole, more in zip(total, zip(*own_pairs, strict=True), strict=True):
         own = torch.cat(more).flatten(0, 1)[: len(whole)]
         whole[: len(own)] += own
-    return far
+    return total
 
 
-def _meet(
+def _pair_gradients(
     kernel: FittedKernel, cut: _Cut, part: slice, grad: Tensor, log_factor: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the tokens of some chunks through the pairs within each of them."""
@@ -91,8 +93,7 @@ def _shown(log_weight: Tensor) -> Tensor:
 
 
 def _cut(x: Tensor, chunks: int, fill: float = 0.0) -> Tensor:
-    """Tokens [tokens, ...] as [chunks, CHUNK, ...]: those beyond are left out, and what is missing
-    is filled up."""
+    """Tokens [tokens, ...] as [chunks, CHUNK, ...], truncated or padded with ``fill``."""
     x = x[: chunks * CHUNK]
     missing = chunks * CHUNK - len(x)
     if missing:
@@ -101,7 +102,7 @@ def _cut(x: Tensor, chunks: int, fill: float = 0.0) -> Tensor:
 
 
 class _Cut(NamedTuple):
-    """A head in chunks."""
+    """The tokens of a head cut into chunks."""
 
     number: int
     query: Tensor  # [chunks, CHUNK, d]
@@ -153,8 +154,7 @@ class _Cut(NamedTuple):
             yield part, edges[1:], made[1:] * features.weights
 
     def _groups(self, features: Features) -> Iterator[slice]:
-        """Chunks whose features, with their gradients, and pairs take half of the memory: the more
-        there are, the more their sums cost."""
+        """Groups of chunks whose features, gradients and pairs take half of the memory."""
         chunk = CHUNK * max(2 * features.map.count, 8 * CHUNK)
         step = min(GROUP, max(1, fitted_sums.ENTRIES // (2 * chunk)))
         return (slice(at, min(self.number, at + step)) for at in range(0, self.number, step))
@@ -163,9 +163,9 @@ class _Cut(NamedTuple):
 def _running(
     states: Tensor, carry: Tensor, which: Tensor, top: Tensor, edges: Tensor, unit: Tensor
 ) -> Tensor:
-    """Sums of the states of chunks at every edge between them, [edges, count, width], in units of
-    exp(edges): of those ``which`` [edges, chunks], in units of exp(top), and of what is handed on
-    in units of exp(unit)."""
+    """Prefix (or suffix) sums of the states of chunks at every edge between them, [edges, count,
+    width], in units of exp(edges): of the chunks in ``which`` [edges, chunks], in units of
+    exp(top), plus ``carry`` in units of exp(unit)."""
     size = finite(edges).unsqueeze(1)
     share = torch.where(which > 0, (top - size).exp(), 0.0)
     total = share @ states.flatten(1)

@@ -1,8 +1,8 @@
-"""Sums of the features of a fitted polynomial, for one head on the device, and the way back.
+"""Feature sums of a fitted polynomial for one head on the device, and their gradients.
 
-What `components.streaming` does block by block for the sake of a cache is done here for as many
-tokens as fit into memory, without looking at any number on the way. Units are the radii of the plan
-instead of the largest norms. Every row sees every key; causal heads are in `fitted_chunks`.
+`components.streaming` works in blocks that fit a cache; here a block is as many tokens as fit in
+memory, and no number is read on the host. Units are the radii of the plan, not the largest norms.
+Every row attends to every key; causal heads are in `fitted_chunks`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PRODUCTS = 128  # at most, that one sum over tokens is made of
 
 
 class Near(NamedTuple):
-    """What a head sums by its polynomial, in its frame: tokens that are exact instead are zero,
-    and such keys have no weight."""
+    """Transformed tokens that a head sums by its polynomial: tokens that are exact instead are
+    zero, and such keys have log-weight -inf."""
 
     query: Tensor  # [n, d]
     key: Tensor  # [m, d]
@@ -34,14 +34,14 @@ class Near(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What flows back into the sums of the rows: gradients, in units of exp(log_factor)."""
+    """Gradients of the rows' sums, in units of exp(log_factor)."""
 
     grad: Tensor  # [n, dv + 1]: of numerators and denominator
-    log_factor: Tensor  # [n]; -inf: nothing
+    log_factor: Tensor  # [n]; -inf: zero
 
 
-class Back(NamedTuple):
-    """Gradients of all tokens of a head in its frame."""
+class TokenGradients(NamedTuple):
+    """Gradients of all transformed tokens of a head."""
 
     query: Tensor
     key: Tensor
@@ -60,25 +60,27 @@ def sums(kernel: FittedKernel, near: Near) -> tuple[Tensor, Tensor]:
     return torch.cat(read), top.expand(len(query))
 
 
-def gradients(kernel: FittedKernel, near: Near, rows: Rows) -> Back:
-    """What flows back from the sums of the rows."""
+def gradients(kernel: FittedKernel, near: Near, rows: Rows) -> TokenGradients:
+    """Gradients of the tokens from those of the rows' sums."""
     features = Features.of(kernel, near.query.device)
     query, key = features.tokens(near.query, near.key)
     top, value = finite(near.log_weight.max()), with_ones(near.value)
     state = features.state(key, value * (near.log_weight - top).exp().unsqueeze(1))
     unit, to_query, to_key, read = finite(rows.log_factor.max()), [], [], []
     of_rows = torch.zeros_like(state)
-    for part in features.parts(len(query), going_back=True):
+    for part in features.parts(len(query), with_gradients=True):
         made, log_factor = features.written(query[part]), rows.log_factor[part].unsqueeze(1)
         to_query.append(made.pull_back(state, rows.grad[part] * (log_factor + top).exp()))
         of_rows += made.summed(rows.grad[part] * (log_factor - unit).exp())
     of_rows *= features.weights
     weight = (near.log_weight + unit).exp().unsqueeze(1)
-    for part in features.parts(len(key), going_back=True):
+    for part in features.parts(len(key), with_gradients=True):
         made = features.written(key[part])
         to_key.append(made.pull_back(of_rows, value[part] * weight[part]))
         read.append(made.read(of_rows))
-    return features.back(near, torch.cat(to_query), torch.cat(to_key), torch.cat(read) * weight)
+    return features.token_gradients(
+        near, torch.cat(to_query), torch.cat(to_key), torch.cat(read) * weight
+    )
 
 
 def with_ones(value: Tensor) -> Tensor:
@@ -92,7 +94,7 @@ def finite(top: Tensor) -> Tensor:
 
 
 class Features(NamedTuple):
-    """The features of a kernel: the map, what each counts, and the units of queries and keys."""
+    """The features of a kernel: their map, their weights, and the units of queries and keys."""
 
     map: FeatureMap
     weights: Tensor  # [count, 1]
@@ -107,7 +109,7 @@ class Features(NamedTuple):
         )
         made = FeatureMap(kernel.spans[0], kernel.degree, kernel.spans)
         scaled = [a * (query_unit * key_unit) ** k for k, a in enumerate(kernel.coefficients)]
-        weights = made.multiplicity * torch.tensor(scaled, dtype=torch.float64)[made.order]
+        weights = made.multiplicity * torch.tensor(scaled, dtype=torch.float64)[made.degrees]
         return Features(made, weights.float().to(device).unsqueeze(1), (query_unit, key_unit))
 
     def tokens(self, *sides: Tensor) -> tuple[Tensor, ...]:
@@ -116,9 +118,9 @@ class Features(NamedTuple):
         pairs = zip(sides, self.units, strict=True)
         return tuple((x[..., : self.map.dim] / unit).flip(-1) for x, unit in pairs)
 
-    def parts(self, tokens: int, *, going_back: bool = False) -> Iterator[slice]:
-        """As many tokens as fit into memory, on the way back with gradients of their features."""
-        entries = ENTRIES // 2 if going_back else ENTRIES
+    def parts(self, tokens: int, *, with_gradients: bool = False) -> Iterator[slice]:
+        """Slices of tokens whose features (and their gradients) fit in memory."""
+        entries = ENTRIES // 2 if with_gradients else ENTRIES
         step = max(PRODUCTS, entries // self.map.count // PRODUCTS * PRODUCTS)
         return (slice(start, start + step) for start in range(0, tokens, step))
 
@@ -129,13 +131,15 @@ class Features(NamedTuple):
         return Written(self.map, buffer, self.map.write(lanes, buffer), x.dim() == 3)
 
     def state(self, x: Tensor, columns: Tensor) -> Tensor:
-        """Sums over tokens [tokens, dim] with columns [tokens, width], weighted: what is read."""
+        """Sums over tokens of weight x feature x column [tokens, width]: [count, width]."""
         total = columns.new_zeros(self.map.count, columns.shape[1])
         for part in self.parts(len(x)):
             total += self.written(x[part]).summed(columns[part])
         return total.mul_(self.weights)
 
-    def back(self, near: Near, query: Tensor, key: Tensor, read: Tensor) -> Back:
+    def token_gradients(
+        self, near: Near, query: Tensor, key: Tensor, read: Tensor
+    ) -> TokenGradients:
         """Gradients of tokens from those in their units, and of values and log-weights from what
         the keys read, [m, dv + 1]."""
         whole = []
@@ -144,7 +148,9 @@ class Features(NamedTuple):
             grad = torch.zeros_like(tokens)
             grad[:, : self.map.dim] = part.flip(1) / unit
             whole.append(grad)
-        return Back(whole[0], whole[1], read[:, :-1], (read * with_ones(near.value)).sum(1))
+        return TokenGradients(
+            whole[0], whole[1], read[:, :-1], (read * with_ones(near.value)).sum(1)
+        )
 
 
 class Written(NamedTuple):
@@ -167,17 +173,19 @@ class Written(NamedTuple):
         return torch.cat([columns.sum(0, keepdim=True), rest])
 
     def read(self, state: Tensor) -> Tensor:
-        """What tokens read of a state: [tokens, width], or [lanes, tokens, width]."""
+        """Features times a state [count, width]: [tokens, width], or [lanes, tokens, width]."""
         features = self.features if self.in_lanes else self.features[0]
         return features.mT @ state[..., 1:, :] + state[..., :1, :]
 
     def pull_back(self, state: Tensor, columns: Tensor) -> Tensor:
-        """Gradients of the tokens, whose reading of the state has the gradients ``columns``."""
+        """Gradients of the tokens, given those of `read`, ``columns`` [tokens, width]."""
         columns = columns.mT if self.in_lanes else columns.T.unsqueeze(0)
 
         def fill(start: int, stop: int, out: Tensor) -> None:
             torch.matmul(state[..., 1 + start : 1 + stop, :], columns, out=out)
 
         grad = self.map.pull_back(self.buffer, fill, columns.shape[-1]).mT
-        grad = grad.clone(memory_format=torch.contiguous_format)  # those of all features may go
+        grad = grad.clone(
+            memory_format=torch.contiguous_format
+        )  # frees the gradients of all features
         return grad if self.in_lanes else grad[0]

@@ -1,16 +1,17 @@
 """Attention over lists of leaves: tilt, select, attend, for all heads at once.
 
-Keys lie sorted in leaves of L; queries that are alike form cells of B. For a cell of mean query m
-a leaf of keys k_j, values v_j and log-weights b_j becomes one key:
+Keys are sorted into leaves of L similar keys; similar queries form cells of B. For a cell of mean
+query m a leaf of keys k_j, values v_j and log-weights b_j becomes one key:
 
     t_j = scale <m, k_j> + b_j    w = softmax t    kt = sum_j w_j k_j    vt = sum_j w_j v_j
     lt = logsumexp t - scale <m, kt>
 
 Some rows q_i of the cell give it the score z_il = scale <q_i, kt_l> + lt_l, and the share p_il of
 their softmax over all leaves. Leaves whose importance mean_i p_il^2 scale^2 variance spread_l
-exceeds a price are open: their keys are attended exactly. Here variance = mean_i |q_i - m|^2 / d
-and spread_l is the mean of |k_j - mean|^2 over the leaf's real keys. Output is one softmax over the
-own window (causal attention), the tilted keys of closed leaves and the keys of open ones.
+exceeds the price (`lists.tables.ListSettings`) are open: their keys are attended exactly. Here
+variance = mean_i |q_i - m|^2 / d and spread_l is the mean of |k_j - mean|^2 over the leaf's real
+keys. Output is one softmax over the own window (causal attention), the tilted keys of closed leaves
+and the keys of open ones.
 
 Tilts belong to a range of cells, in causal attention of whole windows, so that a caller can bound
 their memory. No function synchronises with the host; shapes depend on shapes alone.
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ...lists.tables import ASKED
+from ...lists.tables import SCORED_MEMBERS
 from ..exact.rectangle import Tile
 from ..runtime.language import cdiv, interpreted, power_of_two
 from . import list_kernels as kernels
@@ -62,7 +63,7 @@ class Tables:
     vs: Tensor  # [Hk, M, dv]
     bs: Tensor | None  # [Hq, M] float32 log-weights, -inf at padding
     members: Tensor  # [Hq, cells, B] int32, -1: none
-    visible: Tensor  # [cells] int32: leaves that a cell sees, ascending
+    visible: Tensor  # [cells] int32: leaves that a cell attends to, ascending
     mean: Tensor  # [Hq, cells, d] float32, of the members
     variance: Tensor  # [Hq, cells] float32: mean |q - m|^2 / d
     spread: Tensor  # [Hk, leaves] float32: mean |k - mean|^2 over the real keys of a leaf
@@ -118,7 +119,7 @@ class Tables:
 class Tilts:
     """Tilted keys of cells [first, first + cells) over the first ``leaves`` leaves.
 
-    Where a cell does not see a leaf lt is -inf; kt and vt may hold anything there.
+    Where a cell does not attend to a leaf lt is -inf; kt and vt may hold anything there.
     """
 
     first: int
@@ -184,7 +185,8 @@ def gather_leaves(key: Tensor, value: Tensor, slots: Tensor, leaf: int) -> tuple
 
 
 def tilt(tables: Tables, first: int, last: int, leaves: int, scale: float) -> Tilts:
-    """Tilted keys of the first ``leaves`` leaves for the cells [first, last), which see no more."""
+    """Tilted keys of the first ``leaves`` leaves for the cells [first, last), which attend to no
+    others."""
     d, dv, wide, value_wide = tables.widths
     heads, cells = tables.heads, last - first
     if not (0 <= first < last <= tables.cells and 0 < leaves * tables.leaf <= tables.ks.shape[1]):
@@ -212,8 +214,7 @@ def tilt(tables: Tables, first: int, last: int, leaves: int, scale: float) -> Ti
 
 
 def select(tables: Tables, tilts: Tilts, price: Tensor, scale: float) -> Lists:
-    """Leaves more important than the price of their head, [Hq] float32: the mean squared share of
-    a leaf among some members of the cell, times scale^2 variance spread.
+    """Open leaves: those whose importance exceeds the price of their head, [Hq] float32.
 
     Open leaves are attended by their keys: their lt becomes -inf, in place.
     """
@@ -225,7 +226,7 @@ def select(tables: Tables, tilts: Tilts, price: Tensor, scale: float) -> Lists:
     )
     d, _, wide, _ = tables.widths
     block, tile = tables.block, tables.tile("select")
-    stride = max(1, block // ASKED)
+    stride = max(1, block // SCORED_MEMBERS)
     kernels.select[(tilts.cells, tables.heads)](
         tables.query, tables.members, tilts.kt, tilts.lt, tables.spread, tables.variance,
         tables.visible, price, lists.index, lists.count,

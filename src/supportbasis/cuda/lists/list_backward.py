@@ -55,7 +55,7 @@ CHUNK = 32  # tiles and leaves that are transposed at a time
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What the loss says about rows, and their softmax over everything they attend to."""
+    """Cotangents of rows, and their lse over all keys that they attend to."""
 
     grad: Tensor  # [Hq, n, dv], of the output
     slope: Tensor  # [Hq, n] float32: <grad, output> - gradient of lse
@@ -98,7 +98,7 @@ class Gathered:
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """Gradients of tilted keys and values, and the cells' means as the tilt had them."""
+    """Gradients of tilted keys and values, the cells' means, and statistics of the tilts."""
 
     mean: Tensor  # [Hq, cells, d]
     kt: Tensor  # [Hq, cells, leaves, d]
@@ -170,7 +170,7 @@ def query_gradients(
 
 
 def tilt_gradients(tables: Tables, tilts: Tilts, gathered: Gathered, scale: float) -> Changes:
-    """Gradients of tilted keys and values, in the place of the tilts' kt and vt."""
+    """Gradients of tilted keys and values, written over kt and vt of the tilts."""
     d, dv, wide, value_wide = tables.widths
     first, last, routes = tilts.first, tilts.first + tilts.cells, tables.routes
     changes = Changes(

@@ -34,19 +34,19 @@ def gather_rows(
     """Rows of a tile, their lse to base 2 (inf: no weight); the tile's cell, -1: it has no row."""
     tile, bh, near = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, T)
     row, live, cell = tile_rows(rows, cell_of, bh, tiles, first_tile + tile, near, first, T, ROUTED)
-    one, place = tl.full((T,), 1, tl.int1), bh * tl.num_programs(0) + tile
-    tl.store(to_cell + place, cell)
-    place *= T
+    one, offset = tl.full((T,), 1, tl.int1), bh * tl.num_programs(0) + tile
+    tl.store(to_cell + offset, cell)
+    offset *= T
     store_rows(
-        to_query + place * d, load_rows(query + bh * n * d, row, live, d, D), near, one, d, D
+        to_query + offset * d, load_rows(query + bh * n * d, row, live, d, D), near, one, d, D
     )
     store_rows(
-        to_grad + place * dv, load_rows(grad + bh * n * dv, row, live, dv, E), near, one, dv, E
+        to_grad + offset * dv, load_rows(grad + bh * n * dv, row, live, dv, E), near, one, dv, E
     )
-    tl.store(to_slope + place + near, tl.load(slope + bh * n + row, mask=live, other=0.0))
+    tl.store(to_slope + offset + near, tl.load(slope + bh * n + row, mask=live, other=0.0))
     size = tl.load(lse + bh * n + row, mask=live, other=float("-inf"))
     size = tl.where(size == float("-inf"), float("inf"), size * 1.4426950408889634)
-    tl.store(to_lse + place + near, size)
+    tl.store(to_lse + offset + near, size)
 
 
 @jit
@@ -75,17 +75,17 @@ def query_gradients(
     block = blocks - 1 - tl.program_id(0)  # cells that see the most come first
     tile = block // (T // BM)
     near, one = tl.arange(0, BM), tl.full((BM,), 1, tl.int1)
-    place = (bh * blocks + block) * BM
-    token = load_rows(query + place * d, near, one, d, D)
-    change = load_rows(grad + place * dv, near, one, dv, E)
-    size, level = load_slopes(lse + place, slope + place, near, one)
+    offset = (bh * blocks + block) * BM
+    token = load_rows(query + offset * d, near, one, d, D)
+    change = load_rows(grad + offset * dv, near, one, dv, E)
+    size, level = load_slopes(lse + offset, slope + offset, near, one)
     cell = tl.load(tile_cell + bh * (blocks // (T // BM)) + tile)
     end = tl.load(visible + first + cell, mask=cell >= 0, other=0)
-    place = bh * cells + cell
-    many = tl.load(count + place, mask=cell >= 0, other=0)
-    kt += place * leaves * d
-    vt += place * leaves * dv
-    lt += place * leaves
+    offset = bh * cells + cell
+    many = tl.load(count + offset, mask=cell >= 0, other=0)
+    kt += offset * leaves * d
+    vt += offset * leaves * dv
+    lt += offset * leaves
     sums = tl.zeros((BM, D), dtype=tl.float32)
     for start in range(0, end, BN):
         at = start + tl.arange(0, BN)
@@ -97,7 +97,7 @@ def query_gradients(
     ks += bh // group * keys * d
     vs += bh // group * keys * dv
     bs += bh * keys
-    index += place * leaves
+    index += offset * leaves
     for start in range(0, many * L, BN):
         slot, key, here = listed_keys(index, start, many, L, BN)
         sums = _add_keys(
@@ -140,10 +140,10 @@ def tilt_gradients(
     end = tl.load(visible + first + cell)
     at = tl.program_id(0) * BN + tl.arange(0, BN)
     here = at < end
-    place = (bh * cells + cell) * leaves
-    key = load_rows(kt + place * d, at, here, d, D)
-    value = load_rows(vt + place * dv, at, here, dv, E)
-    bias = leaf_bias(lt + place, at, here)
+    offset = (bh * cells + cell) * leaves
+    key = load_rows(kt + offset * d, at, here, d, D)
+    value = load_rows(vt + offset * dv, at, here, dv, E)
+    bias = leaf_bias(lt + offset, at, here)
     begin, many = cell * T, T
     if ROUTED:
         whole = bh * all_cells + first + cell
@@ -174,22 +174,22 @@ def tilt_gradients(
     top = bias + tl.sum(key * middle[None, :], 1) * (scale * 1.4426950408889634)
     top = tl.where(bias == float("-inf"), float("inf"), top)
     tl.debug_barrier()  # dkt and dvt are kt and vt: no thread is to write before all have read
-    store_rows(dkt + place * d, to_key, at, here, d, D)
-    store_rows(dvt + place * dv, to_value, at, here, dv, E)
-    tl.store(lam + place + at, top, mask=here)
-    tl.store(level + place + at, mixed, mask=here)
-    tl.store(shift + place + at, to_bias - mixed, mask=here)
+    store_rows(dkt + offset * d, to_key, at, here, d, D)
+    store_rows(dvt + offset * dv, to_value, at, here, dv, E)
+    tl.store(lam + offset + at, top, mask=here)
+    tl.store(level + offset + at, mixed, mask=here)
+    tl.store(shift + offset + at, to_bias - mixed, mask=here)
 
 
 @jit
 def mark(index, count, mask, cells, leaves, BN: tl.constexpr):
     """The list of a cell as a mask."""
-    place = tl.program_id(1).to(tl.int64) * cells + tl.program_id(0)
-    many = tl.load(count + place)
+    offset = tl.program_id(1).to(tl.int64) * cells + tl.program_id(0)
+    many = tl.load(count + offset)
     for start in range(0, many, BN):
         at = start + tl.arange(0, BN)
-        leaf = tl.load(index + place * leaves + at, mask=at < many, other=0)
-        tl.store(mask + place * leaves + leaf, tl.full((BN,), 1, tl.int1), mask=at < many)
+        leaf = tl.load(index + offset * leaves + at, mask=at < many, other=0)
+        tl.store(mask + offset * leaves + leaf, tl.full((BN,), 1, tl.int1), mask=at < many)
 
 
 @jit
@@ -228,10 +228,10 @@ def exact_gradients(
     many = tl.load(count + bh * leaves + leaf)
     index += (bh * leaves + leaf) * tiles
     near, one = tl.arange(0, BL), tl.full((BL,), 1, tl.int1)
-    slot, place = bh // group * keys + part * BL, bh * keys + part * BL
+    slot, offset = bh // group * keys + part * BL, bh * keys + part * BL
     key = load_rows(ks + slot * d, near, one, d, D)
     value = load_rows(vs + slot * dv, near, one, dv, E)
-    bias = key_bias(bs + place, near, one, WEIGHTED)
+    bias = key_bias(bs + offset, near, one, WEIGHTED)
     query += bh * slots * d
     grad += bh * slots * dv
     slope += bh * slots
@@ -248,11 +248,11 @@ def exact_gradients(
             size, level, key, value, bias, to_key, to_value, to_bias, scale, PRECISION,
         )  # fmt: skip
     one = one & (many > 0)
-    add_rows(total_key + place * d, to_key * scale, near, one, d, D)
-    add_rows(total_value + place * dv, to_value, near, one, dv, E)
+    add_rows(total_key + offset * d, to_key * scale, near, one, d, D)
+    add_rows(total_value + offset * dv, to_value, near, one, dv, E)
     if COUNTED:
-        old = tl.load(total_weight + place + near, mask=one, other=0.0)
-        tl.store(total_weight + place + near, old + to_bias, mask=one)
+        old = tl.load(total_weight + offset + near, mask=one, other=0.0)
+        tl.store(total_weight + offset + near, old + to_bias, mask=one)
 
 
 @jit
@@ -268,10 +268,10 @@ def leaf_gradients(
     part, bh = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     leaf = part // (L // BL)
     near, one = tl.arange(0, BL), tl.full((BL,), 1, tl.int1)
-    slot, place = bh // group * keys + part * BL, bh * keys + part * BL
+    slot, offset = bh // group * keys + part * BL, bh * keys + part * BL
     key = load_rows(ks + slot * d, near, one, d, D)
     value = load_rows(vs + slot * dv, near, one, dv, E)
-    bias = key_bias(bs + place, near, one, WEIGHTED)
+    bias = key_bias(bs + offset, near, one, WEIGHTED)
     to_key = tl.zeros((BL, D), dtype=tl.float32)
     to_value = tl.zeros((BL, E), dtype=tl.float32)
     to_bias = tl.zeros((BL,), dtype=tl.float32)
@@ -296,11 +296,11 @@ def leaf_gradients(
         change = (change * scale).to(key.dtype)
         to_key = tl.dot(change, middle, to_key, input_precision=PRECISION)
     one = one & (begin < cells)
-    add_rows(total_key + place * d, to_key, near, one, d, D)
-    add_rows(total_value + place * dv, to_value, near, one, dv, E)
+    add_rows(total_key + offset * d, to_key, near, one, d, D)
+    add_rows(total_value + offset * dv, to_value, near, one, dv, E)
     if COUNTED:
-        old = tl.load(total_weight + place + near, mask=one, other=0.0)
-        tl.store(total_weight + place + near, old + to_bias, mask=one)
+        old = tl.load(total_weight + offset + near, mask=one, other=0.0)
+        tl.store(total_weight + offset + near, old + to_bias, mask=one)
 
 
 @jit
@@ -317,7 +317,7 @@ def mean_gradients(
     split, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
     cell, near, one = tl.arange(0, BC), tl.arange(0, BL), tl.full((BL,), 1, tl.int1)
     here, at = start + cell < cells, bh * cells + start
-    seen = tl.load(visible + first + start + cell, mask=here, other=0)
+    shown = tl.load(visible + first + start + cell, mask=here, other=0)
     middle = load_rows(mean + at * d, cell, here, d, D)
     ks += bh // group * keys * d
     vs += bh // group * keys * dv
@@ -327,11 +327,11 @@ def mean_gradients(
     lam += at * leaves
     level += at * leaves
     total = tl.zeros((BC, D), dtype=tl.float32)
-    reach = tl.max(seen, 0)
+    reach = tl.max(shown, 0)
     per = tl.cdiv(reach, tl.num_programs(1))
     for part in range(split * per * (L // BL), tl.minimum((split + 1) * per, reach) * (L // BL)):
         slot, leaf = tl.cast(part, tl.int64) * BL, part // (L // BL)
-        see, at_leaf = leaf < seen, cell * leaves + leaf
+        see, at_leaf = leaf < shown, cell * leaves + leaf
         key = load_rows(ks + slot * d, near, one, d, D)
         value = load_rows(vs + slot * dv, near, one, dv, E)
         size, mixed = load_slopes(lam, level, at_leaf, see)
@@ -345,8 +345,8 @@ def mean_gradients(
         change = tl.dot(grad_value, tl.trans(value), change, input_precision=PRECISION)
         change = (weight * (change - mixed[:, None])).to(key.dtype)
         total = tl.dot(change, key, total, input_precision=PRECISION)
-    place = split.to(tl.int64) * tl.num_programs(2) * cells + at
-    store_rows(parts + place * d, total * scale, cell, here, d, D)
+    offset = split.to(tl.int64) * tl.num_programs(2) * cells + at
+    store_rows(parts + offset * d, total * scale, cell, here, d, D)
 
 
 @jit

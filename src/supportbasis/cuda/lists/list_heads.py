@@ -3,7 +3,7 @@
 
 Tilts are made for some windows at a time, within a workspace of fixed size, so that memory grows
 with the tokens alone. No call synchronises with the host. Calls so short that their launches take
-longer than their work are recorded as CUDA graphs and replayed.
+longer than their work are captured as CUDA graphs and replayed.
 """
 
 from __future__ import annotations
@@ -50,13 +50,12 @@ def family(head: HeadPlan) -> object:
 
 
 def settings_family(settings: ListSettings) -> ListSettings:
-    """What a call is shaped by: all but the price, which each head has for itself."""
+    """The settings that heads of one call must share: all but the price."""
     return replace(settings, price=0.0)
 
 
 def _settings_of(head: HeadPlan) -> ListSettings:
-    assert isinstance(head, ListHead)
-    return head.lists
+    return cast(ListHead, head).lists  # the only kind that `engine.dispatch` sends here
 
 
 def forward(problem: Problem, plan: Plan) -> Forward:
@@ -100,7 +99,7 @@ def _forward(
 
 
 def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
-    """Tables, tilts and lists are made again, the same bits as before."""
+    """Gradients of the call; tables, tilts and lists are made again, bit by bit the same."""
     settings, group = _settings_of(plan.heads[0]), problem.group
     call, total = _Call.of(problem, settings), exact.empty_totals(problem)
     slope = -slopes(saved.grad, saved.grad_lse, saved.output)
@@ -198,8 +197,8 @@ class _Call:
 
 
 def ranges(problem: Problem, settings: ListSettings) -> list[tuple[int, int, int]]:
-    """Cells [first, last) whose tilts fit the workspace, and how many leaves they see; or an error
-    where those of one window do not fit, before anything is computed."""
+    """Cells [first, last) whose tilts fit the workspace, and how many leaves they attend to.
+    Raises if those of one window do not fit, before anything is computed."""
     leaf, window, each = settings.leaf, settings.window, settings.cells
     if window:
         cells = -(-problem.n // window) * each
@@ -208,37 +207,37 @@ def ranges(problem: Problem, settings: ListSettings) -> list[tuple[int, int, int
         cells = padded_slots(problem.n, settings.block) // settings.block
         leaves = padded_slots(problem.m, leaf) // leaf
 
-    def seen(cell: int) -> int:
+    def visible(cell: int) -> int:
         return min(leaves, cell // each * (window // leaf)) if window else leaves
 
     width = problem.query.shape[-1] + problem.value.shape[-1]
     pair = (width * problem.query.element_size() + 12) * problem.batch * problem.heads
     found = []
-    first = each if window else 0  # the first window sees no leaf
+    first = each if window else 0  # the first window attends to no leaf
     while first < cells:
         last = first + each
-        while last < cells and (last + each - first) * seen(last) * pair <= WORKSPACE:
+        while last < cells and (last + each - first) * visible(last) * pair <= WORKSPACE:
             last += each
-        needed = (last - first) * seen(last - each) * pair
+        needed = (last - first) * visible(last - each) * pair
         if needed > 4 * WORKSPACE:
             raise InputError(
-                f"query: lists of {seen(last - each)} leaves for {problem.batch * problem.heads} "
-                f"heads need a workspace of {needed} bytes, more than {4 * WORKSPACE}; use fewer "
-                "heads in a call, or a larger block_size"
+                f"query: lists of {visible(last - each)} leaves for "
+                f"{problem.batch * problem.heads} heads need a workspace of {needed} bytes, more "
+                f"than {4 * WORKSPACE}; use fewer heads in a call, or a larger block_size"
             )
-        found.append((first, last, seen(last - each)))
+        found.append((first, last, visible(last - each)))
         first = last
     return found
 
 
 def padded_slots(tokens: int, leaf: int) -> int:
-    """Slots that `sorting.head_order` sorts tokens into."""
+    """Slots that `sorting.head_permutation` sorts tokens into."""
     window = window_length(tokens, max(leaf, LEAST))
     return -(-tokens // window) * window
 
 
 def _keys(problem: Problem, settings: ListSettings) -> int:
-    """Keys that any row sees."""
+    """Keys that some row attends to."""
     return min(problem.n, problem.m) if settings.window else problem.m
 
 
@@ -249,13 +248,13 @@ def _sorted(
     n = query.shape[1]
     if settings.window:
         keys = min(n, key.shape[1])
-        slots = sorting.window_order(key, settings.window, settings.leaf, keys)
-        return slots, sorting.window_order(query, settings.window, settings.block, n)
+        slots = sorting.window_permutation(key, settings.window, settings.leaf, keys)
+        return slots, sorting.window_permutation(query, settings.window, settings.block, n)
     hidden = None
     if weight is not None:  # by all heads that share a key
         hidden = (weight == -torch.inf).unflatten(0, (len(key), -1)).all(1)
-    slots = sorting.head_order(key, settings.leaf, key.shape[1], hidden)
-    return slots, sorting.head_order(query, settings.block, n)
+    slots = sorting.head_permutation(key, settings.leaf, key.shape[1], hidden)
+    return slots, sorting.head_permutation(query, settings.block, n)
 
 
 def _leaf_weights(weight: Tensor | None, slots: Tensor, problem: Problem) -> Tensor:
@@ -286,7 +285,7 @@ _EXACT = cast(Plan, None)  # of exact heads, which need none
 
 
 def _windows(problem: Problem, width: int) -> Problem:
-    """Attention within windows."""
+    """A problem whose batch elements are windows attending to themselves."""
     keys = min(problem.n, problem.m)
     weight = problem.key_log_weight
     if weight is None and keys < problem.n:
@@ -313,7 +312,7 @@ def _cut(x: Tensor, problem: Problem, width: int, tokens: int, fill: float = 0.0
 
 
 def _by_head(x: Tensor, problem: Problem, heads: int) -> Tensor:
-    """What windows give, as [batch * heads, tokens, ...]."""
+    """Tensors of windows as [batch * heads, tokens, ...]."""
     if problem.group > 1:
         x = x.unflatten(0, (problem.batch, -1)).transpose(1, 2)
     return x.reshape(problem.batch * heads, -1, x.shape[-1])

@@ -72,9 +72,9 @@ def cell_means(
     count = tl.maximum(tl.sum(live.to(tl.float32), 0), 1.0)
     middle = tl.sum(token, 0) / count
     dims = tl.arange(0, D)
-    apart = tl.where(live[:, None], token - middle[None, :], 0.0)
+    centred = tl.where(live[:, None], token - middle[None, :], 0.0)
     tl.store(mean + cell * d + dims, middle, mask=dims < d)
-    tl.store(variance + cell, tl.sum(tl.sum(apart * apart, 1), 0) / (count * d))
+    tl.store(variance + cell, tl.sum(tl.sum(centred * centred, 1), 0) / (count * d))
 
 
 @jit
@@ -85,31 +85,31 @@ def tilt(
     BC: tl.constexpr, PER: tl.constexpr, L: tl.constexpr,
     WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """PER leaves as BC cells see them: one key, value and log-weight for each pair."""
+    """Tilted keys of PER leaves for BC cells: one key, value and log-weight for each pair."""
     start, bh = tl.program_id(0) * BC, tl.program_id(2).to(tl.int64)
     near, key_at = tl.arange(0, BC), tl.arange(0, L)
     here, one = start + near < cells, tl.full((L,), 1, tl.int1)
-    seen = tl.load(visible + first + start + near, mask=here, other=0)
+    shown = tl.load(visible + first + start + near, mask=here, other=0)
     middle = load_rows(mean + (bh * all_cells + first + start) * d, near, here, d, D)
     middle = middle.to(ks.dtype.element_ty)
     ks += bh // group * keys * d
     vs += bh // group * keys * dv
     bs += bh * keys
-    place = (bh * cells + start) * leaves  # of the program; in it 32 bits are enough
-    kt += place * d
-    vt += place * dv
-    lt += place
+    offset = (bh * cells + start) * leaves  # of the program; in it 32 bits are enough
+    kt += offset * d
+    vt += offset * dv
+    lt += offset
     near = near * leaves
     low = tl.program_id(1) * PER
     high = tl.minimum(low + PER, leaves)
-    reach = tl.max(seen, 0)
+    reach = tl.max(shown, 0)
     for leaf in range(low, tl.minimum(high, reach)):
         slot = tl.cast(leaf, tl.int64) * L
         key = load_rows(ks + slot * d, key_at, one, d, D)
         score = tl.dot(middle, tl.trans(key), input_precision=PRECISION)
         bias = key_bias(bs + slot, key_at, one, WEIGHTED)
         score = score * (scale * 1.4426950408889634) + bias[None, :]
-        score = tl.where((leaf < seen)[:, None], score, float("-inf"))
+        score = tl.where((leaf < shown)[:, None], score, float("-inf"))
         top = tl.max(score, 1)
         base = tl.where(top == float("-inf"), 0.0, top)
         weight = tl.exp2(score - base[:, None])
@@ -149,8 +149,8 @@ def gather_leaves(
     store_rows(vs + leaf * L * dv, part, near, near < L, dv, E)
     wide = found.to(tl.float32)
     count = tl.maximum(tl.sum(live.to(tl.float32), 0), 1.0)
-    apart = tl.where(live[:, None], wide - (tl.sum(wide, 0) / count)[None, :], 0.0)
-    tl.store(spread + leaf, tl.sum(tl.sum(apart * apart, 1), 0) / count)
+    centred = tl.where(live[:, None], wide - (tl.sum(wide, 0) / count)[None, :], 0.0)
+    tl.store(spread + leaf, tl.sum(tl.sum(centred * centred, 1), 0) / count)
 
 
 @jit
@@ -171,16 +171,16 @@ def select(
     BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Leaves of a cell whose importance exceeds the price, ascending; their tilted keys get no
-    weight. Every STRIDE-th member is asked, BM at most; first for its log-sum-exp."""
+    weight. Every STRIDE-th member is scored, BM at most; first for its log-sum-exp."""
     bh = tl.program_id(1).to(tl.int64)
     cell = tl.num_programs(0) - 1 - tl.program_id(0)  # cells that see the most come first
-    place, whole = bh * cells + cell, bh * all_cells + first + cell
+    offset, whole = bh * cells + cell, bh * all_cells + first + cell
     near = tl.arange(0, BM)
-    asked = near < B // STRIDE
-    row = tl.load(members + whole * B + near * STRIDE, mask=asked, other=-1).to(tl.int64)
+    scored = near < B // STRIDE
+    row = tl.load(members + whole * B + near * STRIDE, mask=scored, other=-1).to(tl.int64)
     token = load_rows(query + bh * n * d, row, row >= 0, d, D)
-    kt += place * leaves * d
-    lt += place * leaves
+    kt += offset * leaves * d
+    lt += offset * leaves
     end = tl.load(visible + first + cell)
     top = tl.full((BM,), float("-inf"), dtype=tl.float32)
     mass = tl.zeros((BM,), dtype=tl.float32)
@@ -196,18 +196,18 @@ def select(
     factor = factor / tl.maximum(tl.sum(live.to(tl.float32), 0), 1.0)
     limit = tl.load(price + bh)
     spread += bh // group * all_leaves
-    index += place * leaves
+    index += offset * leaves
     total = tl.zeros((), dtype=tl.int32)
     for start in range(0, end, BN):
         at = start + tl.arange(0, BN)
         share = tl.exp2(_scores(token, kt, lt, at, end, scale, d, D, PRECISION) - size[:, None])
-        apart = tl.load(spread + at, mask=at < end, other=0.0)
-        above = (tl.sum(share * share, 0) * apart * factor > limit) & (at < end)
+        width = tl.load(spread + at, mask=at < end, other=0.0)
+        above = (tl.sum(share * share, 0) * width * factor > limit) & (at < end)
         slot = total + tl.cumsum(above.to(tl.int32), 0) - 1
         tl.store(index + slot, at, mask=above)
         tl.store(lt + at, tl.full((BN,), float("-inf"), tl.float32), mask=above)
         total += tl.sum(above.to(tl.int32), 0)
-    tl.store(count + place, total)
+    tl.store(count + offset, total)
 
 
 @jit
@@ -262,11 +262,11 @@ def attend(
         total = load_rows(own_out + bh * n * dv, row, live, dv, E).to(tl.float32)
         total = tl.where((mass > 0.0)[:, None], total, 0.0)
     end = tl.load(visible + first + cell, mask=cell >= 0, other=0)
-    place = bh * cells + cell
-    many = tl.load(count + place, mask=cell >= 0, other=0)
-    kt += place * leaves * d
-    vt += place * leaves * dv
-    lt += place * leaves
+    offset = bh * cells + cell
+    many = tl.load(count + offset, mask=cell >= 0, other=0)
+    kt += offset * leaves * d
+    vt += offset * leaves * dv
+    lt += offset * leaves
     for start in range(0, end, BN):
         at = start + tl.arange(0, BN)
         here = at < end
@@ -277,7 +277,7 @@ def attend(
     ks += bh // group * keys * d
     vs += bh // group * keys * dv
     bs += bh * keys
-    index += place * leaves
+    index += offset * leaves
     for start in range(0, many * L, BN):
         slot, key, here = listed_keys(index, start, many, L, BN)
         top, mass, total = _add_keys(

@@ -2,7 +2,7 @@
 
 A window of W tokens is split at the median of its principal axis, its halves at the medians of
 theirs, down to leaves of a given size. One kernel reduces each window to 8 principal coordinates,
-another makes all its splits. No call waits for the device, and shapes depend on shapes alone.
+another makes all its splits. No call synchronises with the host, and shapes depend on shapes alone.
 
 Leaves are those of a sort by projection at every split. Inside a leaf, and between equal
 projections, tokens keep the sequence in which they came.
@@ -31,7 +31,7 @@ HELD = 8  # tokens of a window that one thread holds; 16 registers for each
 IN_REGISTERS = 128  # entries of a token, for a covariance that one program can hold
 
 
-def window_order(
+def window_permutation(
     x: Tensor, window: int, leaf: int, count: int, sequence: Tensor | None = None
 ) -> Tensor:
     """Tokens ``x`` [heads, tokens, d] sorted inside windows of consecutive slots.
@@ -46,17 +46,17 @@ def window_order(
         return torch.empty(heads, 0, dtype=torch.int32, device=x.device)
     cut = _Cut.of(x, window, count, sequence)
     points = _wide_points(cut) if x.shape[2] > IN_REGISTERS else _points(cut)
-    order = torch.empty(heads, windows * window, dtype=torch.int32, device=x.device)
-    keys = torch.empty_like(order, dtype=torch.uint32)
+    permutation = torch.empty(heads, windows * window, dtype=torch.int32, device=x.device)
+    keys = torch.empty_like(permutation, dtype=torch.uint32)
     kernels.split[(windows, heads)](
-        points, cut.sequence, keys, order, cut.slots, count, window,
+        points, cut.sequence, keys, permutation, cut.slots, count, window,
         (window // leaf).bit_length() - 1, NODE_STEPS + 1, cut.listed,
         num_warps=max(1, window // (32 * HELD)), maxnreg=16 * HELD,
     )  # fmt: skip
-    return order
+    return permutation
 
 
-def head_order(x: Tensor, leaf: int, count: int, hidden: Tensor | None = None) -> Tensor:
+def head_permutation(x: Tensor, leaf: int, count: int, hidden: Tensor | None = None) -> Tensor:
     """All tokens ``x`` [heads, tokens, d] of a head sorted, [heads, slots] int32, -1 for padding.
 
     Up to SPAN tokens are one window, the smallest leaf * 2^k that holds them. More are gathered
@@ -72,8 +72,10 @@ def head_order(x: Tensor, leaf: int, count: int, hidden: Tensor | None = None) -
     hidden = None if hidden is None else hidden[:, :count].contiguous()
     if count <= SPAN:
         window = max(NARROWEST, leaf * power_of_two(cdiv(count, leaf), 1))
-        return window_order(x, window, leaf, count, None if hidden is None else _visible(hidden))
-    return window_order(x, SPAN, leaf, count, _by_centre(x, count, hidden))
+        return window_permutation(
+            x, window, leaf, count, None if hidden is None else _visible(hidden)
+        )
+    return window_permutation(x, SPAN, leaf, count, _by_centre(x, count, hidden))
 
 
 def _check(x: Tensor, window: int, leaf: int, count: int, sequence: Tensor | None) -> None:
@@ -170,14 +172,14 @@ def _wide_points(cut: _Cut) -> Tensor:
 
 
 def _visible(hidden: Tensor) -> Tensor:
-    """Tokens that are not hidden, first; -1 for the others."""
+    """Indices of the tokens that are not hidden, then -1."""
     flags, token = hidden.to(torch.uint8).sort(dim=1, stable=True)
     return token.int().masked_fill_(flags != 0, -1)
 
 
 def _by_centre(x: Tensor, count: int, hidden: Tensor | None) -> Tensor:
-    """The tokens of each head gathered around centres, [heads, count] int32; -1 at the end, one for
-    each hidden token."""
+    """A permutation of the tokens of each head by nearest centre, [heads, count] int32; hidden
+    tokens are -1, at the end."""
     heads = len(x)
     x = x if x.stride(2) == 1 else x.contiguous()
     centres, offset = _centres(x, count, hidden)
@@ -212,11 +214,11 @@ def _centres(x: Tensor, count: int, hidden: Tensor | None) -> tuple[Tensor, Tens
     if hidden is None:
         token = stride * count // SPAN
     else:
-        seen = (~hidden).sum(1, keepdim=True)
-        token = _visible(hidden).long().gather(1, stride * seen // SPAN).clamp(min=0)
+        shown = (~hidden).sum(1, keepdim=True)
+        token = _visible(hidden).long().gather(1, stride * shown // SPAN).clamp(min=0)
     sample = x.gather(1, token.unsqueeze(2).expand(-1, -1, d))
-    order = window_order(sample, SPAN, SPAN // many, SPAN).long()
-    mean = sample.gather(1, order.unsqueeze(2).expand(-1, -1, d)).float()
+    permutation = window_permutation(sample, SPAN, SPAN // many, SPAN).long()
+    mean = sample.gather(1, permutation.unsqueeze(2).expand(-1, -1, d)).float()
     mean = mean.view(heads, many, -1, d).mean(2)
     shift = mean.mean(1, keepdim=True)
     centre = (mean - shift).to(x.dtype)

@@ -8,7 +8,7 @@ from ..runtime.language import jit, tl
 
 @jit
 def tokens_of(sequence, slot, slots, count, LISTED: tl.constexpr):
-    """The token that stands in each slot of a head, -1 where there is none."""
+    """The token in each slot of a head, -1 for none."""
     if LISTED:
         token = tl.load(sequence + slot, mask=slot < slots, other=-1)
     else:
@@ -153,16 +153,16 @@ def halves(key, N: tl.constexpr, S: tl.constexpr):
 
 
 @jit
-def slot_of(order, slot, N: tl.constexpr):
-    """The slot, before the first split, of what stands in a slot of the N nodes."""
+def slot_of(permutation, slot, N: tl.constexpr):
+    """The slot, before the first split, of the token in a slot of the N nodes."""
     if N > 1:
-        slot = tl.load(order + slot)
+        slot = tl.load(permutation + slot)
     return slot
 
 
 @jit
 def split_nodes(
-    points, sequence, keys, order, first, slots, count,
+    points, sequence, keys, permutation, first, slots, count,
     N: tl.constexpr, S: tl.constexpr, STEPS: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """One split of the N nodes of S tokens of the window that begins at slot ``first``.
@@ -171,42 +171,41 @@ def split_nodes(
     permutation whatever the points are.
     """
     slot = tl.arange(0, N)[:, None] * S + tl.arange(0, S)[None, :]
-    local = slot_of(order, slot, N)
+    local = slot_of(permutation, slot, N)
     real = tokens_of(sequence, first + local, slots, count, LISTED) >= 0
     p = tl.load(points + local[:, :, None] * 8 + tl.arange(0, 8)[None, None, :])
     tl.store(keys + slot, sortable(along_principal_axis(p, real, STEPS), real))
     tl.debug_barrier()
-    place = halves(tl.load(keys + slot), N, S)
+    target = halves(tl.load(keys + slot), N, S)
     tl.debug_barrier()
-    tl.store(order + place, local)
+    tl.store(permutation + target, local)
     tl.debug_barrier()
 
 
 @jit
 def split(
-    points, sequence, keys, order, slots, count,
+    points, sequence, keys, permutation, slots, count,
     W: tl.constexpr, LEVELS: tl.constexpr, STEPS: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """All splits of a window; ``order`` [W] holds its permutation in between, and tokens at the
-    end."""
+    """All splits of a window; ``permutation`` [W] holds slots in between, and tokens at the end."""
     window, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     base = (head * tl.num_programs(0) + window) * W
     points += base * 8
     keys += base
-    order += base
+    permutation += base
     sequence += head * slots
     first = (window * W).to(tl.int32)
     for level in tl.static_range(LEVELS):
         split_nodes(
-            points, sequence, keys, order, first, slots, count,
+            points, sequence, keys, permutation, first, slots, count,
             1 << level, W >> level, STEPS, LISTED,
         )  # fmt: skip
     local = tl.arange(0, W)
     if LEVELS > 0:
-        local = tl.load(order + local)
+        local = tl.load(permutation + local)
     token = tokens_of(sequence, first + local, slots, count, LISTED)
     tl.debug_barrier()
-    tl.store(order + tl.arange(0, W), token)
+    tl.store(permutation + tl.arange(0, W), token)
 
 
 @jit
@@ -231,7 +230,7 @@ def nearest(
         which = tl.where(top > best, start + tl.argmax(score, 1), which)
         best = tl.maximum(top, best)
     if HIDDEN:
-        unseen = tl.load(hidden + head * count + token, mask=here, other=0)
-        which = tl.where(unseen != 0, classes - 1, which)
+        is_hidden = tl.load(hidden + head * count + token, mask=here, other=0)
+        which = tl.where(is_hidden != 0, classes - 1, which)
     key = head * classes + which
     tl.store(out + head * count + token, key.to(out.dtype.element_ty), mask=here)

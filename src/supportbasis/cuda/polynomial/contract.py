@@ -9,7 +9,7 @@ that are gathered from the folded state (its diagonal is zero; squares have thei
 from __future__ import annotations
 
 from ..runtime.language import jit, tl
-from .folded import entry, head_coefficients, own_chunk, seen_pairs
+from .folded import entry, head_coefficients, own_chunk, visible_pairs
 
 
 @jit
@@ -72,7 +72,7 @@ def contract(
     other_heads, m, members,
     x_b, x_h, x_n, u_b, u_h, u_n, y_b, y_h, y_n, v_b, v_h, v_n,
     D: tl.constexpr, DB: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    DEGREE: tl.constexpr, ORDER: tl.constexpr, QUERIES: tl.constexpr,
+    DEGREE: tl.constexpr, SCAN: tl.constexpr, QUERIES: tl.constexpr,
     WEIGHTED: tl.constexpr, ROW_WEIGHTED: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -99,11 +99,11 @@ def contract(
         u + near[:, None] * u_n + cols[None, :],
         mask=live[:, None] & (cols < dv)[None, :], other=0.0,
     ).to(OPERAND)  # fmt: skip
-    own = start // chunk if ORDER != 0 else start * 0
-    place = own * (tl.num_programs(2) // ratio) + bh // ratio
-    state += place * (blocks * D * E)
-    vectors += place * (dv + d + 1)
-    matrix += place * (2 * D * D)
+    own = start // chunk if SCAN != 0 else start * 0
+    offset = own * (tl.num_programs(2) // ratio) + bh // ratio
+    state += offset * (blocks * D * E)
+    vectors += offset * (dv + d + 1)
+    matrix += offset * (2 * D * D)
     _, c1, c2 = head_coefficients(coefficients, bh, QUERIES)
     if QUERIES:
         slope = tl.load(h + bh * n + start + near, mask=live, other=0.0)
@@ -135,8 +135,8 @@ def contract(
     part = tl.dot(direction, linear, input_precision=PRECISION)
     total += c1 * (part + slope[:, None] * first[None, :])
 
-    if ORDER != 0:
-        low, steps = own_chunk(start, own, chunk, m, BM, BN, ORDER)
+    if SCAN != 0:
+        low, steps = own_chunk(start, own, chunk, m, BM, BN, SCAN)
         for step in range(steps * members):
             other = (bh // ratio) * members + step // steps
             ys = y + (other // other_heads) * y_b + (other % other_heads) * y_h
@@ -164,7 +164,7 @@ def contract(
                 change = change * (a1 + 2.0 * a2 * z)
             if WEIGHTED:
                 change = change * weight[None, :]
-            change = tl.where(seen_pairs(start + near, index, here, ORDER), change, 0.0)
+            change = tl.where(visible_pairs(start + near, index, here, SCAN), change, 0.0)
             side = tl.load(
                 ys + index[:, None] * y_n + to[None, :],
                 mask=here[:, None] & (to < d)[None, :], other=0.0,

@@ -101,8 +101,8 @@ def square_state(
             sum2 = tl.dot(f, value, sum2, input_precision=PRECISION)
             f = _row_features(xt, x, y, mask3, p3, token, padded, d, PACKED)
             sum3 = tl.dot(f, value, sum3, input_precision=PRECISION)
-    place = (split.to(tl.int64) * tl.num_programs(2) + bh) * blocks + p
-    target = part + place * d * dv + rows[:, None] * dv + cols[None, :]
+    offset = (split.to(tl.int64) * tl.num_programs(2) + bh) * blocks + p
+    target = part + offset * d * dv + rows[:, None] * dv + cols[None, :]
     inside = known & (cols < dv)[None, :]
     tl.store(target, sum0, mask=inside & (p < pairs))
     if R > 1:
@@ -116,12 +116,12 @@ def square_state(
 def finish_state(
     part, state, coefficients,
     splits, states, group, pairs, blocks, d, dv,
-    D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, ORDER: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, SCAN: tl.constexpr,
     QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Sums of the splits, pairs counted twice, rounded to operands, padded with zeros to [D, E].
 
-    ORDER 0: one sum of all splits. ORDER 1: for each split the sum of those before it; -1: of
+    SCAN 0: one sum of all splits. SCAN 1: for each split the sum of those before it; -1: of
     those after it. ``group`` heads of the tokens are added up for one head of the state, each
     with its own coefficients if the tokens are QUERIES.
     """
@@ -137,23 +137,23 @@ def finish_state(
     source = part + tl.cast(block, tl.int64) * d * dv + rows[:, None] * dv + cols[None, :]
     target = state + block * D * E + rows[:, None] * E + cols[None, :]
     total = tl.zeros((ROWS, E), dtype=tl.float32)
-    steps = tl.maximum(splits, states) if ORDER != 0 else splits
+    steps = tl.maximum(splits, states) if SCAN != 0 else splits
     for step in range(steps):
-        split = tl.cast(steps - 1 - step if ORDER < 0 else step, tl.int64)
-        if ORDER != 0:  # noqa: SIM102 - known when compiled
+        split = tl.cast(steps - 1 - step if SCAN < 0 else step, tl.int64)
+        if SCAN != 0:  # noqa: SIM102 - known when compiled
             if split < states:
-                place = (split * total_heads + bh) * (blocks * D * E)
-                tl.store(target + place, (total * factor).to(state.dtype.element_ty))
+                offset = (split * total_heads + bh) * (blocks * D * E)
+                tl.store(target + offset, (total * factor).to(state.dtype.element_ty))
         if split < splits:
             for member in range(group):
-                place = ((split * total_heads + bh) * group + member) * blocks
-                more = tl.load(source + place * d * dv, mask=inside, other=0.0)
+                offset = ((split * total_heads + bh) * group + member) * blocks
+                more = tl.load(source + offset * d * dv, mask=inside, other=0.0)
                 if QUERIES:
                     more *= tl.load(coefficients + (bh * group + member) * 3 + power)
                 total += more
-    if ORDER == 0:
-        place = bh * (blocks * D * E)
-        tl.store(target + place, (total * factor).to(state.dtype.element_ty))
+    if SCAN == 0:
+        offset = bh * (blocks * D * E)
+        tl.store(target + offset, (total * factor).to(state.dtype.element_ty))
 
 
 @jit
@@ -168,9 +168,10 @@ def head_coefficients(coefficients, head, KNOWN: tl.constexpr):
 
 
 @jit
-def own_chunk(start, own, chunk, m, BM: tl.constexpr, BN: tl.constexpr, ORDER: tl.constexpr):
-    """First token of the other side in the chunk of a block of rows that they see, and steps."""
-    if ORDER > 0:
+def own_chunk(start, own, chunk, m, BM: tl.constexpr, BN: tl.constexpr, SCAN: tl.constexpr):
+    """First token of the other side in the chunk of a block of rows that they attend to, and
+    steps."""
+    if SCAN > 0:
         low, high = own * chunk, tl.minimum(start + BM, m)
     else:
         low, high = start, tl.minimum((own + 1) * chunk, m)
@@ -178,13 +179,13 @@ def own_chunk(start, own, chunk, m, BM: tl.constexpr, BN: tl.constexpr, ORDER: t
 
 
 @jit
-def seen_pairs(row, index, here, ORDER: tl.constexpr):
-    """Which tokens each row sees: those not after it, or not before it if ORDER is negative."""
-    if ORDER > 0:
-        order = index[None, :] <= row[:, None]
+def visible_pairs(row, index, here, SCAN: tl.constexpr):
+    """Which tokens each row attends to: those not after it, or not before it if SCAN < 0."""
+    if SCAN > 0:
+        visible = index[None, :] <= row[:, None]
     else:
-        order = index[None, :] >= row[:, None]
-    return here[None, :] & order
+        visible = index[None, :] >= row[:, None]
+    return here[None, :] & visible
 
 
 @jit
@@ -200,9 +201,9 @@ def normaliser(
     if DEGREE == 2:
         for start in tl.static_range(0, D, CB):
             cols = start + tl.arange(0, CB)
-            place = matrix + dims[:, None] * D + cols[None, :]
-            mapped = tl.dot(tokens, tl.load(place), input_precision=PRECISION)
-            mapped = tl.dot(tokens, tl.load(place + D * D), mapped, input_precision=PRECISION)
+            offset = matrix + dims[:, None] * D + cols[None, :]
+            mapped = tl.dot(tokens, tl.load(offset), input_precision=PRECISION)
+            mapped = tl.dot(tokens, tl.load(offset + D * D), mapped, input_precision=PRECISION)
             again = tl.load(
                 x + rows[:, None] * x_n + cols[None, :],
                 mask=(rows < n)[:, None] & (cols < d)[None, :], other=0.0,
@@ -218,12 +219,12 @@ def read_out(
     other_heads, m, members,
     x_b, x_h, x_n, y_b, y_h, y_n, u_b, u_h, u_n,
     D: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CB: tl.constexpr, U: tl.constexpr, DEGREE: tl.constexpr, ORDER: tl.constexpr,
+    CB: tl.constexpr, U: tl.constexpr, DEGREE: tl.constexpr, SCAN: tl.constexpr,
     QUERIES: tl.constexpr, NORMALISER: tl.constexpr, DIVIDE: tl.constexpr,
     WEIGHTED: tl.constexpr, ROW_WEIGHTED: tl.constexpr,
     PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums of every row of ``x``: features times state, and with ORDER != 0 the row's own chunk of
+    """Sums of every row of ``x``: features times state, and with SCAN != 0 the row's own chunk of
     (y, u) by the polynomial itself. One epilogue divides (DIVIDE; ``den`` gets its logarithm plus
     the head's ``unit``) or writes the sums.
 
@@ -243,12 +244,12 @@ def read_out(
     words += bh * d * padded + start
     known = live[:, None] & (dims < d)[None, :]
     tokens = tl.load(x + near[:, None] * x_n + dims[None, :], mask=known, other=0.0).to(OPERAND)
-    own = start // chunk if ORDER != 0 else start * 0
+    own = start // chunk if SCAN != 0 else start * 0
     state_heads = tl.num_programs(2) // ratio
-    place = own * state_heads + bh // ratio
-    state += place * (blocks * D * E)
-    vectors += place * (dv + d + 1)
-    matrix += place * (2 * D * D)
+    offset = own * state_heads + bh // ratio
+    state += offset * (blocks * D * E)
+    vectors += offset * (dv + d + 1)
+    matrix += offset * (2 * D * D)
     tile = dims[:, None] * E + cols[None, :]
     c0, c1, c2 = head_coefficients(coefficients, bh, QUERIES)
 
@@ -283,8 +284,8 @@ def read_out(
             D, CB, DEGREE, PRECISION,
         )  # fmt: skip
 
-    if ORDER != 0:
-        low, steps = own_chunk(start, own, chunk, m, BM, BN, ORDER)
+    if SCAN != 0:
+        low, steps = own_chunk(start, own, chunk, m, BM, BN, SCAN)
         for step in range(steps * members):
             other = (bh // ratio) * members + step // steps
             ys = y + (other // other_heads) * y_b + (other % other_heads) * y_h
@@ -306,7 +307,7 @@ def read_out(
                 z = a0 + z * (a1 + a2 * z)
             if WEIGHTED:
                 z = z * weight[None, :]
-            z = tl.where(seen_pairs(start + near, index, here, ORDER), z, 0.0)
+            z = tl.where(visible_pairs(start + near, index, here, SCAN), z, 0.0)
             tu = tl.load(
                 us + index[:, None] * u_n + cols[None, :],
                 mask=here[:, None] & (cols < dv)[None, :], other=0.0,

@@ -20,7 +20,8 @@ def prepare(
     D: tl.constexpr, E: tl.constexpr, BN: tl.constexpr,
     TRANSPOSE: tl.constexpr, WORDS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """What other kernels read of tokens and values, zero from n to ``padded`` and where w = 0.
+    """Transposed tokens and weighted values for other kernels; zero from n to ``padded`` and where
+    w = 0.
 
     ``xt`` are the tokens transposed; ``words`` the same as bfloat16 in words of 32 bits (a column
     of words is copied to shared memory ahead of time, a column of halves is not); ``vw`` the
@@ -169,9 +170,9 @@ def weight_moments(
 def finish_moments(
     flat, vectors, matrix, coefficients,
     splits, states, group, d, dv, flat_size, flat_at,
-    D: tl.constexpr, LENGTH: tl.constexpr, ORDER: tl.constexpr, QUERIES: tl.constexpr,
+    D: tl.constexpr, LENGTH: tl.constexpr, SCAN: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the splits: all of them (ORDER 0), those before (1) or those after (-1) each split,
+    """Sums of the splits: all of them (SCAN 0), those before (1) or those after (-1) each split,
     with the coefficients of their heads if they are QUERIES. ``matrix`` is written as rounded
     and rest."""
     row, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -185,11 +186,11 @@ def finish_moments(
         inside = at < dv + d + 1
         source = flat + flat_at + at
         power = tl.where((at >= dv) & (at < dv + d), 1, 0)
-    steps = tl.maximum(splits, states) if ORDER != 0 else splits
+    steps = tl.maximum(splits, states) if SCAN != 0 else splits
     total = tl.zeros((LENGTH,), dtype=tl.float32)
     for step in range(steps):
-        split = tl.cast(steps - 1 - step if ORDER < 0 else step, tl.int64)
-        if ORDER != 0:  # noqa: SIM102 - known when compiled
+        split = tl.cast(steps - 1 - step if SCAN < 0 else step, tl.int64)
+        if SCAN != 0:  # noqa: SIM102 - known when compiled
             if split < states:
                 _store_moments(vectors, matrix, split * total_heads + bh, row, total, at, d, dv, D)
         if split < splits:
@@ -200,18 +201,18 @@ def finish_moments(
                 if QUERIES:
                     more *= tl.load(coefficients + head * 3 + power)
                 total += more
-    if ORDER == 0:
+    if SCAN == 0:
         _store_moments(vectors, matrix, bh, row, total, at, d, dv, D)
 
 
 @jit
-def _store_moments(vectors, matrix, place, row, value, at, d, dv, D: tl.constexpr):
+def _store_moments(vectors, matrix, offset, row, value, at, d, dv, D: tl.constexpr):
     if row < D:
         rounded = value.to(matrix.dtype.element_ty)
         rest = (value - rounded.to(tl.float32)).to(matrix.dtype.element_ty)
-        target = matrix + place * (2 * D * D) + row * D + at
+        target = matrix + offset * (2 * D * D) + row * D + at
         tl.store(target, rounded, mask=at < D)
         tl.store(target + D * D, rest, mask=at < D)
     else:
         length = dv + d + 1
-        tl.store(vectors + place * length + at, value, mask=at < length)
+        tl.store(vectors + offset * length + at, value, mask=at < length)

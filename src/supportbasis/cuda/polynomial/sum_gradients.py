@@ -9,20 +9,8 @@ from torch import Tensor
 
 from ..runtime.language import cdiv
 from . import contract as gradient
-from .sums import (
-    Polynomials,
-    Setting,
-    Side,
-    State,
-    check_inputs,
-    key_sums,
-    operands,
-    prepared,
-    read,
-    rows_of,
-    setting_of,
-    sums_over,
-)
+from .setting import Polynomials, Setting, check_inputs, operands, setting_of
+from .sums import Side, State, key_sums, prepared, read, rows_of, sums_over
 
 
 def token_gradient(
@@ -32,7 +20,7 @@ def token_gradient(
     other: Side,
     setting: Setting,
     *,
-    order: int = 0,
+    scan: int = 0,
     queries: bool,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -52,7 +40,7 @@ def token_gradient(
         other.heads, y.shape[2], members,
         *x.stride()[:3], *u.stride()[:3], *y.stride()[:3], *v.stride()[:3],
         setting.width, shape.columns, setting.value_width, shape.rows, shape.tokens,
-        setting.degree, order, queries, other.weight is not None, rows.weight is not None,
+        setting.degree, scan, queries, other.weight is not None, rows.weight is not None,
         setting.packed, **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return out
@@ -94,21 +82,21 @@ def polynomial_gradients(
         heads, n, setting.value_dim, *grad.stride()[:3],
         setting.value_width, 64, grad_lse is not None, excluded is not None,
     )  # fmt: skip
-    order, group, weight = int(causal), heads // key.shape[1], polynomials.weight
+    scan, group, weight = int(causal), heads // key.shape[1], polynomials.weight
     keys, state = key_sums(query, key, value, weight, setting, read=True)
     queries = prepared(query, g, h, setting, summed=True, read=True)
-    states = cdiv(key.shape[2], setting.chunk) if order else 1
-    back = sums_over(queries, setting, order=-order, states=states, group=group, queries=True)
+    states = cdiv(key.shape[2], setting.chunk) if scan else 1
+    of_queries = sums_over(queries, setting, scan=-scan, states=states, group=group, queries=True)
     queries = replace(queries, weight=None)
     grad_query = token_gradient(
-        queries, h, state, keys, setting, order=order, queries=True, dtype=dtype
+        queries, h, state, keys, setting, scan=scan, queries=True, dtype=dtype
     )
     grad_key = token_gradient(
-        keys, h, back, queries, setting, order=-order, queries=False, dtype=dtype
+        keys, h, of_queries, queries, setting, scan=-scan, queries=False, dtype=dtype
     )
     grad_value, slope = read(
-        keys, back, queries, setting,
-        order=-order, queries=False, slope=h if for_weights else None,
+        keys, of_queries, queries, setting,
+        scan=-scan, queries=False, slope=h if for_weights else None,
         dtype=torch.float32 if for_weights else dtype,
     )  # fmt: skip
     made = (grad_query[..., :dim], grad_key[..., :dim], grad_value[..., :columns].to(dtype))

@@ -10,7 +10,7 @@ keys and values read.
 
 Products of bfloat16 and float16 inputs have bfloat16 operands and are added in float32; those of
 float32 inputs are three TF32 products in place of one ("tf32x3"), one ("tf32"), or float32
-("ieee"). No call waits for the device.
+("ieee"). No call synchronises with the host.
 """
 
 from __future__ import annotations
@@ -18,74 +18,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import InputError
-from ..runtime.language import cdiv, interpreted, power_of_two, require, tl
+from ..runtime.language import cdiv, power_of_two
 from . import folded, moments
-from .tiles import Tiles, choose_tiles
+from .setting import Polynomials, Setting, check_inputs, operands, setting_of
 
-CHUNK = 1024  # tokens of a causal chunk
 PAD = 128  # transposed tokens are padded to a multiple of this
 PROGRAMS = 2048  # of the state kernel, at least, by cutting the keys into splits
-
-
-@dataclass(frozen=True, eq=False)
-class Polynomials:
-    """The polynomial of every head of the queries, the weight of every key, and how to sum."""
-
-    coefficients: Tensor  # [batch * heads, 3] in <q, k>, divided by exp(unit)
-    unit: Tensor  # [batch * heads]
-    degree: int
-    weight: Tensor | None = None  # [batch, key heads, m]; 0: the key is not there
-    causal: bool = False
-    chunk: int = CHUNK
-    precision: str = "tf32x3"  # of float32 products
-    tiles: Tiles | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Setting:
-    """What the kernels of one call share."""
-
-    coefficients: Tensor
-    degree: int
-    dim: int
-    value_dim: int
-    dtype: torch.dtype  # of operands
-    precision: str | None  # of float32 products
-    tiles: Tiles
-    causal: bool
-    chunk: int
-
-    @property
-    def pairs(self) -> int:
-        return (self.dim + 1) // 2 if self.degree == 2 else 0
-
-    @property
-    def blocks(self) -> int:
-        return self.pairs + 2 if self.degree == 2 else 1
-
-    @property
-    def width(self) -> int:
-        return power_of_two(self.dim)
-
-    @property
-    def value_width(self) -> int:
-        return power_of_two(self.value_dim)
-
-    @property
-    def switches(self) -> dict[str, Any]:
-        operand = tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32
-        return {"OPERAND": operand, "PRECISION": self.precision}
-
-    @property
-    def packed(self) -> bool:
-        return self.dtype == torch.bfloat16 and not interpreted()
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,49 +41,6 @@ class State:
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.features, self.vectors, self.matrix
-
-
-def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Shapes, dtype and device of a call to a kernel; nothing that would wait for the device."""
-    require()
-    if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise InputError(f"query: got {query.dtype}, expected bfloat16, float16 or float32")
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() != 4 or not all(x.shape):
-            raise InputError(
-                f"{name}: got shape {tuple(x.shape)}, expected [batch, heads, n, width], not empty"
-            )
-        if x.dtype != query.dtype or x.device != query.device:
-            raise InputError(
-                f"{name}: got {x.dtype} on {x.device}, expected {query.dtype} on {query.device}"
-            )
-        if x.shape[-1] > 256:
-            raise InputError(f"{name}: got a width of {x.shape[-1]}, expected at most 256")
-    if key.shape != (query.shape[0], key.shape[1], key.shape[2], query.shape[3]):
-        raise InputError(f"key: got {tuple(key.shape)} with query {tuple(query.shape)}")
-    if value.shape[:3] != key.shape[:3]:
-        raise InputError(f"value: got {tuple(value.shape)} with key {tuple(key.shape)}")
-    if query.shape[1] % key.shape[1]:
-        raise InputError(f"key: got {key.shape[1]} heads, expected a divisor of {query.shape[1]}")
-
-
-def setting_of(query: Tensor, value: Tensor, polynomials: Polynomials) -> Setting:
-    """The shared setting of a call."""
-    degree, chunk, causal = polynomials.degree, polynomials.chunk, polynomials.causal
-    if degree not in (1, 2):
-        raise InputError(f"degree: got {degree}, expected 1 or 2")
-    full = query.dtype == torch.float32 or interpreted()
-    dim, value_dim = query.shape[-1], value.shape[-1]
-    tiles = polynomials.tiles or choose_tiles(dim, value_dim, full, causal)
-    if chunk % max(tiles.read.rows, tiles.contract.rows, tiles.state.tokens, 64):
-        raise InputError(f"chunk: got {chunk}, expected a multiple of the kernels' rows")
-    return Setting(
-        polynomials.coefficients,
-        degree, dim, value_dim,
-        torch.float32 if full else torch.bfloat16,
-        polynomials.precision if full else None,
-        tiles, causal, chunk,
-    )  # fmt: skip
 
 
 @lru_cache(maxsize=32)
@@ -186,7 +85,7 @@ def prepared(
     read: bool = False,
     apply: bool = False,
 ) -> Side:
-    """A side with what the kernels read of it.
+    """One side with the copies that the kernels read: transposed tokens, words, weighted values.
 
     ``summed``: it is to be summed over; ``read``: its rows read sums of the other side; ``apply``
     its weights to the values.
@@ -222,7 +121,7 @@ def sums_over(
     side: Side,
     setting: Setting,
     *,
-    order: int = 0,
+    scan: int = 0,
     states: int = 1,
     group: int = 1,
     queries: bool = False,
@@ -240,7 +139,7 @@ def sums_over(
     shape = tiles.state
     row_tiles, col_tiles = cdiv(width, shape.rows), cdiv(setting.value_width, shape.columns)
     groups = cdiv(setting.pairs, shape.pairs)
-    if order:
+    if scan:
         span, splits = setting.chunk, cdiv(n, setting.chunk)
     else:
         programs = max(groups, 4) * row_tiles * col_tiles * all_heads
@@ -278,12 +177,12 @@ def sums_over(
             width, shape.rows, shape.columns, shape.tokens, shape.pairs, setting.packed,
             **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
-    return finish(part, flat, splits, states, group, flat_size, flat_at, order, queries, setting)
+    return finish(part, flat, splits, states, group, flat_size, flat_at, scan, queries, setting)
 
 
 def finish(
     part: Tensor, flat: Tensor, splits: int, states: int, group: int,
-    flat_size: int, flat_at: int, order: int, queries: bool, setting: Setting,
+    flat_size: int, flat_at: int, scan: int, queries: bool, setting: Setting,
 ) -> State:  # fmt: skip
     """Add up the splits, those of queries with their coefficients."""
     d, dv, width, value_width = setting.dim, setting.value_dim, setting.width, setting.value_width
@@ -297,12 +196,12 @@ def finish(
     folded.finish_state[(setting.blocks * width // rows, heads)](
         part, features, setting.coefficients,
         splits, states, group, setting.pairs, setting.blocks, d, dv,
-        width, value_width, rows, order, queries,
+        width, value_width, rows, scan, queries,
     )  # fmt: skip
     moments.finish_moments[(size + 1, heads)](
         flat, vectors, matrix if size else vectors, setting.coefficients,
         splits, states, group, d, dv, flat_size, flat_at,
-        size, power_of_two(max(dv + d + 1, width)), order, queries,
+        size, power_of_two(max(dv + d + 1, width)), scan, queries,
     )  # fmt: skip
     return State(features, vectors, matrix if size else vectors)
 
@@ -313,7 +212,7 @@ def read(
     other: Side,
     setting: Setting,
     *,
-    order: int = 0,
+    scan: int = 0,
     queries: bool = True,
     slope: Tensor | None = None,
     unit: Tensor | None = None,
@@ -340,7 +239,7 @@ def read(
         *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
         setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
         min(setting.width, 64), shape.unroll if setting.pairs % shape.unroll == 0 else 1,
-        setting.degree, order, queries, queries or slope is not None, unit is not None,
+        setting.degree, scan, queries, queries or slope is not None, unit is not None,
         other.weight is not None, rows.weight is not None, setting.packed,
         **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
@@ -353,22 +252,6 @@ def key_weights(log_weight: Tensor) -> tuple[Tensor, Tensor]:
     shift = log_weight.amax(-1)
     shift = torch.where(shift > -math.inf, shift, 0.0)
     return (log_weight - shift.unsqueeze(-1)).exp().contiguous(), shift
-
-
-def operands(x: Tensor, causal: bool) -> Tensor:
-    """Rows of 16-bit tokens as the kernels take them: in bfloat16, since that is what products
-    have, and for causal sums filled up with zeros to a power of two.
-
-    Compiled by Triton 3.6 for Hopper, the loop over a chunk was wrong where neither keys nor values
-    have a multiple of 16 entries, and where float16 tokens of 24 were to be rounded inside it
-    (docs/gpu-notes.md, "Traps").
-    """
-    width = power_of_two(x.shape[-1])
-    if x.dtype == torch.float16 and not interpreted():
-        x = x.bfloat16()
-    if not causal or x.dtype == torch.float32 or width == x.shape[-1]:
-        return x
-    return F.pad(x, (0, width - x.shape[-1]))
 
 
 def polynomial_sums(
@@ -400,7 +283,7 @@ def _forward(
     setting = setting_of(query, value, polynomials)
     keys, state = key_sums(query, key, value, polynomials.weight, setting)
     queries = prepared(query, value, None, setting, read=True)
-    out, den = read(queries, state, keys, setting, order=int(causal), unit=unit, dtype=dtype)
+    out, den = read(queries, state, keys, setting, scan=int(causal), unit=unit, dtype=dtype)
     return out[..., :columns], den
 
 
@@ -410,6 +293,6 @@ def key_sums(
 ) -> tuple[Side, State]:  # fmt: skip
     """The side of the keys, and its sums."""
     keys = prepared(key, value, weight, setting, summed=True, read=read, apply=weight is not None)
-    order = int(setting.causal)
-    states = cdiv(query.shape[2], setting.chunk) if order else 1
-    return keys, sums_over(keys, setting, order=order, states=states)
+    scan = int(setting.causal)
+    states = cdiv(query.shape[2], setting.chunk) if scan else 1
+    return keys, sums_over(keys, setting, scan=scan, states=states)

@@ -3,11 +3,11 @@
 Large keys have weight zero in the feature sums, so no small token is gathered. Rows then go on from
 these sums with the large keys, exactly (`kernels.rectangle`), and there is one division; rows that
 are large are written once more, exactly, over all keys. Which tokens are large is found at every
-call, with preallocated capacity for them (`room`), without synchronising with the host.
+call, with preallocated capacity for them (`runtime.capacity`), without synchronising with the host.
 
 A polynomial runs here only if it is certified to be positive on its range: then no row can lose its
 denominator as long as scores stay within it. Beyond (a plan reused on other data), a row whose
-denominator is not positive gets zeros and lse -inf. Nothing is fallback here.
+denominator is not positive gets zeros and lse -inf; it does not fall back to exact sums.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,15 +28,15 @@ from ...problem.caching import WeakCache
 from ...problem.problem import Problem
 from ..exact.exact_heads import empty_results, finished, precision
 from ..exact.rectangle import Rectangle, Start, Tokens, Totals, add_gradients, exact_rows, slopes
+from ..runtime.capacity import Capacity, Sizes, all_unless, enough
 from ..runtime.lengths import large, listed, rounded_down
-from ..runtime.room import Room, Sizes, all_unless, enough
+from .setting import Polynomials
 from .sum_gradients import polynomial_gradients
-from .sums import Polynomials, key_weights, polynomial_attention, polynomial_sums
+from .sums import key_weights, polynomial_attention, polynomial_sums
 
 
 def _polynomial(head: HeadPlan) -> CertifiedPolynomial:
-    assert isinstance(head, PolynomialHead)
-    return head.polynomial
+    return cast(PolynomialHead, head).polynomial  # kinds that `engine.dispatch` sends here
 
 
 def refusal(head: HeadPlan) -> str | None:
@@ -53,7 +54,7 @@ def family(head: HeadPlan) -> object:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """What a plan says, on the device."""
+    """Polynomials and large tokens of a call, on the device."""
 
     coefficients: Tensor  # [batch * heads, 3] in <q, k>
     unit: Tensor  # [batch * heads]
@@ -68,14 +69,14 @@ def forward(problem: Problem, plan: Plan) -> Forward:
     if not _splits(plan):
         return (*_attended(problem, plan, _whole(problem, plan)), None)
 
-    def work(sizes: Sizes, sure: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    def work(sizes: Sizes, guarded: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
         split, needed = _new_split(problem, plan, sizes)
         output, lse = _attended(problem, plan, split)
-        if sure:
+        if guarded:
             exact_rows(*_tokens(problem), _all_rows(problem, enough(needed, sizes)), output, lse)
         return (output, lse), needed
 
-    return (*Room.of(plan, problem, (0, 0)).run(work), None)
+    return (*Capacity.of(plan, problem, (0, 0)).run(work), None)
 
 
 def _attended(problem: Problem, plan: Plan, split: Split) -> tuple[Tensor, Tensor]:
@@ -99,17 +100,18 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
     if not _splits(plan):
         return pulled(_whole(problem, plan), None)
 
-    def work(sizes: Sizes, sure: bool) -> tuple[Gradients, Tensor]:
+    def work(sizes: Sizes, guarded: bool) -> tuple[Gradients, Tensor]:
         split, needed = _new_split(problem, plan, sizes)
-        return pulled(split, _all_rows(problem, enough(needed, sizes)) if sure else None), needed
+        return pulled(split, _all_rows(problem, enough(needed, sizes)) if guarded else None), needed
 
-    return Room.of(plan, problem, (0, 0)).again(work)
+    return Capacity.of(plan, problem, (0, 0)).run_backward(work)
 
 
 def _pulled_back(
     problem: Problem, plan: Plan, saved: SavedForward, split: Split, instead: Rectangle | None
 ) -> Gradients:
-    """Gradients through sums and rectangles; ``instead`` is what ran where a split did not fit."""
+    """Gradients through sums and rectangles; ``instead`` replaces them where the capacity was
+    exceeded."""
     mixed = bool(split.keys.most or split.rows.most or instead is not None)
     sums = _Sums.of(problem, plan, split, shared=split.shared and not saved.for_weights)
     made = sums.gradients(saved, split, wide=mixed)
@@ -118,11 +120,11 @@ def _pulled_back(
     # rectangles add to sums of their own for each head of the queries, where heads share keys
     query, key, value, weight = made.query, made.key, made.value, made.key_log_weight
     shape, new = (problem.batch, problem.heads), saved.lse.new_zeros
-    apart = problem.group > 1
+    shares_keys = problem.group > 1
     total = Totals(
         query.contiguous(),
-        new(*shape, *key.shape[2:]) if apart else key.contiguous(),
-        new(*shape, *value.shape[2:]) if apart else value.contiguous(),
+        new(*shape, *key.shape[2:]) if shares_keys else key.contiguous(),
+        new(*shape, *value.shape[2:]) if shares_keys else value.contiguous(),
         new(*shape, problem.m) if weight is None else weight.contiguous(),
     )
     slope = slopes(saved.grad, saved.grad_lse, saved.output)
@@ -130,7 +132,7 @@ def _pulled_back(
     for rectangle in rectangles + ([] if instead is None else [instead]):
         add_gradients(total, saved.grad, slope, saved.lse, *_tokens(problem), rectangle)
     found = finished(total, problem, saved.for_weights)
-    if apart:
+    if shares_keys:
         found.key, found.value = found.key + key, found.value + value
     return found
 
@@ -156,7 +158,7 @@ def _large_rows(problem: Problem, split: Split) -> Rectangle:
 
 
 def _all_rows(problem: Problem, fits: Tensor) -> Rectangle:
-    """All rows and keys where a split does not fit, else nothing."""
+    """All rows and keys if the capacity was exceeded, else no row."""
     weight, causal = problem.key_log_weight, problem.is_causal
     return all_unless(fits, problem.query, problem.key, problem.scale, weight, precision(), causal)
 
@@ -164,7 +166,7 @@ def _all_rows(problem: Problem, fits: Tensor) -> Rectangle:
 @dataclass(frozen=True, eq=False)
 class _Sums:
     """The feature sums of a call. Heads that share keys share their sums too if the weights of
-    these keys are the same; else they become batches, and the keys are seen several times."""
+    these keys are the same; else they become batches, and the keys are read several times."""
 
     query: Tensor
     key: Tensor
@@ -186,12 +188,11 @@ class _Sums:
                 factor, shift = key_weights(bias[:, ::step])
                 weight = factor if weight is None else factor * weight
                 unit = unit + shift.repeat_interleave(step, 1).flatten()
-        if weighted and group > 1 and not shared:
+        if weight is not None and group > 1 and not shared:
             query = query.reshape(-1, group, *query.shape[2:])
             key, value = (
                 x.reshape(-1, 1, *x.shape[2:]).expand(-1, group, -1, -1) for x in (key, value)
             )
-            assert weight is not None
             weight = weight.reshape(-1, group, problem.m)
         if weight is not None:
             weight = weight.contiguous()
@@ -211,14 +212,14 @@ class _Sums:
         """Of the call's tokens; ``wide``: in float32."""
         problem, shape = self.problem, self.query.shape[:2]
 
-        def alike(x: Tensor) -> Tensor:
+        def reshaped(x: Tensor) -> Tensor:
             return x.reshape(*shape, *x.shape[2:])
 
         made = polynomial_gradients(
-            alike(saved.grad), None if saved.grad_lse is None else alike(saved.grad_lse),
+            reshaped(saved.grad), None if saved.grad_lse is None else reshaped(saved.grad_lse),
             self.query, self.key, self.value, self.polynomials,
-            alike(saved.output), alike(saved.lse),
-            excluded=None if split.large_row is None else alike(split.large_row),
+            reshaped(saved.output), reshaped(saved.lse),
+            excluded=None if split.large_row is None else reshaped(split.large_row),
             for_weights=saved.for_weights, dtype=torch.float32 if wide else None,
         )  # fmt: skip
         query, key, value, weight = made
@@ -240,8 +241,8 @@ def _splits(plan: Plan) -> bool:
 
 
 def _new_split(problem: Problem, plan: Plan, sizes: Sizes) -> tuple[Split, Tensor]:
-    """By the thresholds of a plan, for so many large rows and keys of a head; and how many
-    there are. Where that does not fit, all rows are left out. Nothing here waits."""
+    """The split at the thresholds of a plan, with a capacity ``sizes`` for large rows and keys of a
+    head; and how many there are, [2]. Where these exceed ``sizes``, all rows are excluded."""
     table, unit, limit = _table(problem, plan)
     query, key, group = problem.query.detach(), problem.key.detach(), problem.group
     weight = None if problem.key_log_weight is None else problem.key_log_weight.detach().float()
@@ -290,7 +291,7 @@ def _limit(head: HeadPlan) -> float:
 
 
 def _whole(problem: Problem, plan: Plan) -> Split:
-    """Nothing is large."""
+    """The split of a plan without thresholds: no token is large."""
     table, unit, _ = _table(problem, plan)
     return Split(table, unit, Tokens(0), Tokens(0), None, None, True)
 
@@ -307,7 +308,7 @@ def _polynomials(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def _coefficients(head: HeadPlan, scale: float) -> tuple[float, float, float]:
-    """In <q, k> from those in z / B."""
+    """Coefficients of the polynomial in <q, k>, from those in z / B."""
     polynomial = _polynomial(head)
     unit = scale / polynomial.bound if polynomial.bound > 0 else 0.0
     c = [factor * unit**power for power, factor in enumerate(polynomial.coefficients)]

@@ -2,7 +2,7 @@
 """Triton, where it is installed.
 
 Kernels are decorated with `jit` from here, so that their modules can be imported without Triton;
-`require` says in words what is missing when one is to run.
+`require` raises an error that names what is missing when one is to run.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ LISTED = 2048  # tokens of a head at a time
 
 
 def lengths(query: Tensor, key: Tensor, limit: Tensor, log_weight: Tensor | None) -> Tensor:
-    """Lengths of queries [batch, heads, n, d] and keys [batch, key heads, m, d], in parts of the
-    tokens of each head: the largest squared, their sum and their number, [2, batch * heads, parts,
-    3]. A token counts if its entries are within ``limit`` [batch * heads], and a key if its
-    log-weight [batch, heads, m] is finite."""
+    """Norms of queries [batch, heads, n, d] and keys [batch, key heads, m, d], in parts of the
+    tokens of each head: the largest squared norm, the sum of norms and their number, [2, batch *
+    heads, parts, 3]. A token counts if its entries are within ``limit`` [batch * heads], and a key
+    if its log-weight [batch, heads, m] is finite."""
     (batch, heads, n, d), m = query.shape, key.shape[2]
     longest = max(n, m)
     span = cdiv(cdiv(longest, PARTS), ROWS) * ROWS
@@ -56,8 +56,8 @@ def listed(flags: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 
 def rounded_down(limits: Sequence[float]) -> Tensor:
-    """The largest float32 numbers that are not above these: entries of no more than 32 bits are
-    beyond one if they are beyond the other."""
+    """The largest float32 numbers not above these limits: an entry of at most 32 bits exceeds one
+    exactly if it exceeds the other."""
     exact = torch.tensor(limits, dtype=torch.float64)
     near = exact.float()
     below = torch.nextafter(near, torch.tensor(-torch.inf))

@@ -1,6 +1,6 @@
-"""What a certificate needs to know of an outcome that came from kernels: lost rows and rounding.
+"""Failed rows and rounding errors of an outcome of kernels, for its certificate.
 
-A call does not look for them, since that would wait for the device; a certificate does.
+A call does not compute them, since that would synchronise with the host; a certificate does.
 
 In a feature sum every term passes through few roundings to 16 bits: two of features, one of the
 state, one of a weighted value, and one of each entry where the input is not bfloat16. Terms are at
@@ -30,12 +30,12 @@ SUMMED = 1024  # terms added up at a time
 
 
 def with_noise(problem: Problem, found: Sequence[Group], outcome: Outcome) -> Outcome:
-    """The outcome with its lost rows counted and its rounding bounded."""
+    """The outcome with its failed rows counted and its rounding bounded."""
     with torch.no_grad():
-        lost = (outcome.lse == -math.inf) & ~_dead(problem)
+        failed = (outcome.lse == -math.inf) & ~_dead(problem)
         exact = sdpa.sdpa_noise(problem)
         rounding = outcome.rounding.clone()
-        invalid = lost.sum(-1).to(outcome.invalid_rows.dtype) + outcome.fallback_rows
+        invalid = failed.sum(-1).to(outcome.invalid_rows.dtype) + outcome.fallback_rows
         for group in found:
             for number, plan in zip(group.heads, group.plan.heads, strict=True):
                 if group.kind is None:
@@ -48,7 +48,7 @@ def with_noise(problem: Problem, found: Sequence[Group], outcome: Outcome) -> Ou
 
 
 def _dead(problem: Problem) -> Tensor:
-    """Rows that may attend to nothing."""
+    """Rows without a key of positive weight."""
     if problem.key_log_weight is None:
         return torch.zeros((), dtype=torch.bool, device=problem.query.device)
     dead = problem.key_log_weight == -math.inf

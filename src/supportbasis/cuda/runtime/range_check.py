@@ -1,9 +1,9 @@
 """Ranges of scores on a device, without synchronising with the host.
 
-A call with a plan has the lengths of its tokens reduced on the device and copied to the host, which
-compares them when the next call with that plan comes: heads that left the range of their plan are
-reported then, in a warning, and are exact from that call on. Of calls that follow each other within
-20 ms only one is asked about: that keeps what the host does for it below a few percent.
+A call with a plan reduces the norms of its tokens on the device and copies them to the host, which
+compares them at the next call with that plan: heads that left the range of their plan are reported
+then, in a warning, and are exact from that call on. Of calls within 20 ms only one is checked,
+which keeps the overhead on the host below a few percent.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ...problem.problem import Problem
 from .lengths import lengths, rounded_down
 from .report import Report, capturing
 
-SECONDS = 0.02  # between two calls that are asked about
+SECONDS = 0.02  # between two calls that are checked
 
 
 class RangeCheck:
-    """What is known about the calls of one plan on one device."""
+    """The range check of the calls of one plan on one device."""
 
     def __init__(self, plan: Plan, device: torch.device, batch: int) -> None:
         limits = [
@@ -37,12 +37,12 @@ class RangeCheck:
 
     @staticmethod
     def of(plan: Plan, device: torch.device, batch: int) -> RangeCheck:
-        """The one that is kept for calls of a plan."""
+        """The check that calls of a plan share."""
         return _kept.get(plan, (device, batch), lambda: RangeCheck(plan, device, batch))
 
-    def ask(self, problem: Problem) -> None:
-        """Have the device reduce the lengths of a call, unless the answer to an earlier call is
-        still on its way; inside a CUDA graph nobody would read it."""
+    def start(self, problem: Problem) -> None:
+        """Start the reduction of a call on the device, unless one of an earlier call is pending, or
+        a CUDA graph is captured."""
         now = time.monotonic()
         if self.report.pending or now - self.last < SECONDS or capturing():
             return
@@ -55,7 +55,7 @@ class RangeCheck:
         self.scale, self.last = abs(problem.scale), now
 
     def reported(self, plan: Plan) -> Plan:
-        """The plan to use as far as the host knows; a warning says what is new."""
+        """The plan to use, given the last report; warns if a head left its range."""
         found = self.report.read()
         left = {} if found is None else _left(plan, found, self.scale)
         if left:
@@ -69,7 +69,7 @@ _kept: WeakCache[Plan, tuple[torch.device, int], RangeCheck] = WeakCache()
 
 
 def _left(plan: Plan, parts: Tensor, scale: float) -> dict[int, str]:
-    """The heads that have left their range, and how."""
+    """The numbers of heads that left their range, and the reasons."""
     (query, key), left = zip(parts.amax(2).tolist(), parts.sum(2).tolist(), strict=True), {}
     for number in range(len(query[0])):
         head = plan.heads[number % plan.num_heads]

@@ -1,9 +1,8 @@
-"""Work of fixed shapes, recorded once and replayed: hundreds of launches at the price of one.
+"""CUDA graph capture and replay of work of fixed shapes: hundreds of launches become one.
 
-A function that neither waits for the device nor decides by entries is recorded as a CUDA graph and
-replayed whenever it is called with tensors of the same shapes.
-What a replay returns is a copy. The recordings of a stream share memory for what they are given
-and for what they need in between.
+A function that neither synchronises with the host nor branches on entries is captured as a CUDA
+graph and replayed whenever it is called with tensors of the same shapes. A replay returns copies.
+The graphs of a stream share one memory pool and the tensors that hold their arguments.
 """
 
 from __future__ import annotations
@@ -17,31 +16,31 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-KEPT = 16  # recordings; one that had to make room is not made again
+MOST_GRAPHS = 16  # a graph that was evicted is not captured again
 
 Function = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, eq=False)
-class Recording:
-    """A graph, the tensors that it reads and what it leaves."""
+class CapturedGraph:
+    """A CUDA graph, the tensors that it reads and those that it writes."""
 
     graph: torch.cuda.CUDAGraph
-    place: Hashable  # device and stream
+    stream: Hashable  # device and stream
     given: tuple[Tensor, ...]
     result: tuple[Tensor, ...]
 
     @staticmethod
-    def of(function: Function, given: tuple[Tensor, ...], place: Hashable) -> Recording:
-        given = tuple(_held(place, number, x) for number, x in enumerate(given))
-        function(*given)  # whatever is compiled for these tensors is compiled before
+    def of(function: Function, given: tuple[Tensor, ...], stream: Hashable) -> CapturedGraph:
+        given = tuple(_held(stream, number, x) for number, x in enumerate(given))
+        function(*given)  # kernels are compiled before the capture
         torch.cuda.synchronize(given[0].device)
-        others = (other.graph for other in _recordings.values() if other.place == place)
+        others = (other.graph for other in _graphs.values() if other.stream == stream)
         pool = next((graph.pool() for graph in others), None)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = function(*given)
-        return Recording(graph, place, given, result)
+        return CapturedGraph(graph, stream, given, result)
 
     def replay(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         for mine, theirs in zip(self.given, given, strict=True):
@@ -50,15 +49,15 @@ class Recording:
         return tuple(x.clone() for x in self.result)
 
 
-_recordings: OrderedDict[Hashable, Recording] = OrderedDict()
-_plain: set[Hashable] = set()  # calls that run as they are: there was no room for them
-_inputs: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()  # by place and shape
+_graphs: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
+_uncaptured: set[Hashable] = set()  # calls that run without a graph: memory or _graphs was full
+_inputs: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()  # by stream and shape
 _lock = Lock()
 
 
-def _held(place: Hashable, number: int, x: Tensor) -> Tensor:
+def _held(stream: Hashable, number: int, x: Tensor) -> Tensor:
     """The tensor that is filled with an argument before each replay."""
-    key = (place, number, x.shape, x.dtype)
+    key = (stream, number, x.shape, x.dtype)
     held = _inputs.get(key)
     if held is None:
         held = _inputs[key] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -67,27 +66,29 @@ def _held(place: Hashable, number: int, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def replayed(key: Hashable, function: Function, *given: Tensor) -> tuple[Tensor, ...]:
-    """``function(*given)``; calls with the same key and shapes must do the same work."""
+    """``function(*given)`` by a graph; calls with the same key and shapes must do the same work."""
     if not given[0].is_cuda or torch.cuda.is_current_stream_capturing():
         return function(*given)
-    stream = torch.cuda.current_stream(given[0].device)
-    place = (stream.device, stream.cuda_stream)
-    key = (key, place, tuple((x.shape, x.dtype) for x in given))
+    current = torch.cuda.current_stream(given[0].device)
+    stream = (current.device, current.cuda_stream)
+    key = (key, stream, tuple((x.shape, x.dtype) for x in given))
     with _lock:
-        if key not in _recordings and key not in _plain:
-            _record(key, function, given, place)
-        if key in _recordings:
-            _recordings.move_to_end(key)
-            return _recordings[key].replay(given)
+        if key not in _graphs and key not in _uncaptured:
+            _capture(key, function, given, stream)
+        if key in _graphs:
+            _graphs.move_to_end(key)
+            return _graphs[key].replay(given)
     return function(*given)
 
 
-def _record(key: Hashable, function: Function, given: tuple[Tensor, ...], place: Hashable) -> None:
-    """Record a call and make room for it, unless the device has no memory for that."""
+def _capture(
+    key: Hashable, function: Function, given: tuple[Tensor, ...], stream: Hashable
+) -> None:
+    """Capture a call, unless the device is out of memory, and evict the oldest graph if needed."""
     try:
-        _recordings[key] = Recording.of(function, given, place)
+        _graphs[key] = CapturedGraph.of(function, given, stream)
     except torch.OutOfMemoryError:
-        _plain.add(key)
-    if len(_recordings) > KEPT:
-        oldest, _ = _recordings.popitem(last=False)
-        _plain.add(oldest)
+        _uncaptured.add(key)
+    if len(_graphs) > MOST_GRAPHS:
+        oldest, _ = _graphs.popitem(last=False)
+        _uncaptured.add(oldest)

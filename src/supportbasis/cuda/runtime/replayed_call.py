@@ -1,4 +1,4 @@
-"""A call of an evaluator that waits for nothing: what it is given, recorded, in the room it has."""
+"""A call captured as a CUDA graph: its tensors, its key, and its preallocated capacity."""
 
 from __future__ import annotations
 
@@ -6,66 +6,60 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...plans import Plan
 from ...problem.problem import Problem
 from ..exact.exact_heads import precision
-from ..fitted.framed import Stack, frames_of
+from ..fitted.transformed import Transforms, transforms_of
+from .capacity import Capacity, Sizes
 from .replay import replayed
-from .room import Room, Sizes
+
+Work = Callable[..., tuple[Tensor, ...]]
 
 
-class Run(NamedTuple):
-    """What a call is made with, there and back."""
+class ReplayedCall(NamedTuple):
+    """One call of an evaluator, forward and backward."""
 
-    given: tuple[Tensor, ...]  # tokens, what is told, frames, log-weights of the keys if any
-    call: Hashable  # what a recording depends on beside the shapes of these
-    room: Room
+    given: tuple[Tensor, ...]  # tokens, transforms, log-weights of the keys if any
+    key: Hashable  # what a captured graph depends on beside the shapes of these
+    capacity: Capacity
 
     @staticmethod
-    def of(
-        problem: Problem,
-        plan: Plan,
-        kind: Hashable,
-        usual: Sizes,
-        told: Callable[[Plan, torch.device], Tensor] | None = None,
-    ) -> Run:
-        """``kind`` is all that the work depends on beside tensors, ``usual`` the room that the
-        first call begins with, and ``told`` what else a plan says."""
-        room = Room.of(plan, problem, usual)  # nothing is copied to the device before
-        said = () if told is None else (told(plan, problem.query.device),)
+    def of(problem: Problem, plan: Plan, constants: Hashable, initial: Sizes) -> ReplayedCall:
+        """``constants`` is all that the work depends on beside tensors; ``initial`` the capacity
+        with which the first call begins."""
+        capacity = Capacity.of(plan, problem, initial)  # may raise: before anything is copied
         weight = () if problem.key_log_weight is None else (problem.key_log_weight.float(),)
         tokens = (problem.query, problem.key, problem.value)
-        given = (*tokens, *said, *frames_of(problem, plan), *weight)
-        return Run(given, (kind, problem.group, problem.scale, precision()), room)
+        given = (*tokens, *transforms_of(problem, plan), *weight)
+        key = (constants, problem.group, problem.scale, precision())
+        return ReplayedCall(given, key, capacity)
 
-    def there(self, name: str, function: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What ``function(sizes, sure, *given)`` returns before the sizes that it needed."""
-        return self.room.run(partial(self._work, name, function, ()))
+    def forward(self, name: str, function: Work) -> tuple[Tensor, ...]:
+        """The results of ``function(sizes, guarded, *given)``, which returns them and then the
+        counts that it needed (`Capacity.run`)."""
+        return self.capacity.run(partial(self._work, name, function, ()))
 
-    def back(
-        self, name: str, function: Callable[..., tuple[Tensor, ...]], *first: Tensor
-    ) -> tuple[Tensor, ...]:
-        """The same for the way back, which is given some tensors more, before all others."""
-        return self.room.again(partial(self._work, name, function, first))
+    def backward(self, name: str, function: Work, *saved: Tensor) -> tuple[Tensor, ...]:
+        """The results of ``function(sizes, guarded, *saved, *given)`` in the backward pass."""
+        return self.capacity.run_backward(partial(self._work, name, function, saved))
 
     def _work(
         self,
         name: str,
-        function: Callable[..., tuple[Tensor, ...]],
-        first: tuple[Tensor, ...],
+        function: Work,
+        saved: tuple[Tensor, ...],
         sizes: Sizes,
-        sure: bool,
+        guarded: bool,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        made, given = partial(function, sizes, sure), (*first, *self.given)
-        key = (name, self.call, sizes, len(first))
-        *parts, needed = replayed(key, made, *given) if sure else made(*given)
-        return tuple(parts), needed
+        work, given = partial(function, sizes, guarded), (*saved, *self.given)
+        key = (name, self.key, sizes, len(saved))
+        *results, needed = replayed(key, work, *given) if guarded else work(*given)
+        return tuple(results), needed
 
 
-def parted(frames: tuple[Tensor, ...]) -> tuple[Stack, Tensor | None]:
-    """The last tensors that are given: frames, and log-weights if there are any."""
-    count = len(Stack._fields)
-    return Stack(*frames[:count]), frames[count] if len(frames) > count else None
+def split_given(given: tuple[Tensor, ...]) -> tuple[Transforms, Tensor | None]:
+    """What follows the tokens in ``given``: transforms, and log-weights or None."""
+    count = len(Transforms._fields)
+    return Transforms(*given[:count]), given[count] if len(given) > count else None

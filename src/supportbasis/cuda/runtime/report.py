@@ -1,4 +1,4 @@
-"""A few numbers on their way from a device to the host, which never waits for them."""
+"""Asynchronous copies of a few numbers from a device to the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Report:
         self.pending = False
 
     def send(self, x: Tensor) -> None:
-        """Copy a tensor to the host; there must be none on its way."""
+        """Start a copy to the host; no other may be pending."""
         if not x.is_cuda:
             self._copy, self.pending = x, True
             return
@@ -32,8 +32,8 @@ class Report:
         self.pending = True
 
     def read(self) -> Tensor | None:
-        """The tensor, once it has arrived; None where nothing new has, and while a CUDA graph is
-        captured, when no event can be asked."""
+        """The tensor, once its copy is complete; else, and while a CUDA graph is captured (when
+        events cannot be queried), None."""
         if not self.pending or capturing() or not (self._event is None or self._event.query()):
             return None
         self.pending = False

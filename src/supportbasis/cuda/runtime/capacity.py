@@ -1,8 +1,9 @@
-"""Room for what only entries decide: how long lists are, how many rows are computed alone.
+"""Preallocated capacity for counts that depend on the entries: list lengths, exact rows.
 
-A call with a plan never waits for such a count. It has room for what was needed before and some
-more, the device computes everything exactly where that is not enough, and the host hears of it
-when the next call comes. Only the first call of a plan waits, until it knows.
+A call does not synchronise with the host to learn such a count. It allocates what earlier calls of
+the plan needed and a quarter more. Where that is not enough, the device computes every row exactly;
+the counts are reported to the host, and the capacity grows, at the next call. Only the first call
+of a plan synchronises, until its capacity suffices.
 """
 
 from __future__ import annotations
@@ -25,31 +26,31 @@ Result = TypeVar("Result")
 Sizes = tuple[int, ...]
 
 
-class Room:
-    """Sizes that the calls of one plan have had so far."""
+class Capacity:
+    """Sizes that the calls of one plan preallocate."""
 
-    def __init__(self, usual: Sizes) -> None:
-        self.sizes, self.known = usual, False
-        self.told: list[int] = []  # what the last call that was heard of says beside its sizes
+    def __init__(self, initial: Sizes) -> None:
+        self.sizes, self.known = initial, False
+        self.reported: list[int] = []  # further counts of the last call that was reported
         self._report = Report()
 
     @staticmethod
-    def of(plan: Plan, problem: Problem, usual: Sizes) -> Room:
-        """The one that is kept with a plan for such calls."""
+    def of(plan: Plan, problem: Problem, initial: Sizes) -> Capacity:
+        """The capacity that calls of a plan with tensors of this shape share."""
         query = problem.query
         key = (query.device, query.shape, problem.m, problem.key_log_weight is None)
-        room = _kept.get(plan, key, lambda: Room(usual))
-        if not room.known and capturing():
+        capacity = _capacities.get(plan, key, lambda: Capacity(initial))
+        if not capacity.known and capturing():
             raise InputError(
-                "plan: it has not run on such tensors yet, and what it needs is not known; call "
-                "once before a CUDA graph is recorded"
+                "plan: it has not run on such tensors yet, and the capacity it needs is not known; "
+                "call once before a CUDA graph is captured"
             )
-        return room
+        return capacity
 
     def run(self, work: Callable[[Sizes, bool], tuple[Result, Tensor]]) -> Result:
-        """What ``work(sizes, sure)`` returns beside the sizes that it needed and what else it
-        tells; it has to be ``sure`` of its result for whatever sizes, unless the host looks at
-        them at once."""
+        """The result of ``work(sizes, guarded)``, which returns it with the counts it needed: one
+        for each size, then any others. ``guarded`` work computes every row exactly on the device
+        where a count exceeds its size; otherwise the host checks the counts before it returns."""
         if capturing():
             return work(self.sizes, True)[0]
         if self.known:
@@ -66,15 +67,15 @@ class Room:
                 self.known = True
                 return result
 
-    def again(self, work: Callable[[Sizes, bool], tuple[Result, Tensor]]) -> Result:
-        """`run` on the way back: with the room that the way there had, so that what did not fit
-        there does not fit here. (If the plan was called again in between, there may be more.)"""
+    def run_backward(self, work: Callable[[Sizes, bool], tuple[Result, Tensor]]) -> Result:
+        """`run` in the backward pass, with the sizes of the forward pass: what overflowed there
+        overflows here. (If the plan was called again in between, the sizes may be larger.)"""
         return work(self.sizes, True)[0] if self.known else self.run(work)
 
     def _grow(self, needed: list[int]) -> bool:
-        """Whether there has to be more room than there was."""
+        """Raise each size to what was needed; True if any size changed."""
         before = self.sizes
-        needed, self.told = needed[: len(before)], needed[len(before) :]
+        needed, self.reported = needed[: len(before)], needed[len(before) :]
         self.sizes = tuple(
             size if need <= size else with_spare(need)
             for size, need in zip(before, needed, strict=True)
@@ -82,28 +83,28 @@ class Room:
         return self.sizes != before
 
 
-_kept: WeakCache[Plan, tuple[torch.device, torch.Size, int, bool], Room] = WeakCache()
+_capacities: WeakCache[Plan, tuple[torch.device, torch.Size, int, bool], Capacity] = WeakCache()
 
 
 def with_spare(need: int) -> int:
-    """A quarter more, in steps so coarse that calls which need about as much have the same."""
+    """``need`` and a quarter more, rounded up to coarse steps: similar needs get the same size."""
     step = max(16, power_of_two(need) // 8)
     return cdiv(need + need // 4, step) * step
 
 
 def enough(needed: Tensor, sizes: Sizes) -> Tensor:
-    """Whether everything fits, on the device."""
+    """Whether needed [sizes] <= sizes in every entry: a bool tensor on the device."""
     pairs = zip(needed.unbind(), sizes, strict=True)
     return torch.stack([need <= size for need, size in pairs]).all()
 
 
 def marked(flags: Tensor, most: int) -> Tokens:
-    """The first tokens that are flagged in each head [heads, tokens]."""
+    """The first ``most`` flagged tokens of each head; flags are [heads, tokens]."""
     heads, tokens = flags.shape
-    at = flags.cumsum(1) - 1
-    at = torch.where(flags & (at < most), at, most)
-    place = torch.arange(tokens, dtype=torch.int32, device=flags.device).expand(heads, -1)
-    index = place.new_zeros(heads, most + 1).scatter_(1, at, place)[:, :most].contiguous()
+    slot = flags.cumsum(1) - 1
+    slot = torch.where(flags & (slot < most), slot, most)
+    token = torch.arange(tokens, dtype=torch.int32, device=flags.device).expand(heads, -1)
+    index = token.new_zeros(heads, most + 1).scatter_(1, slot, token)[:, :most].contiguous()
     return Tokens(most, index, flags.sum(1).clamp(max=most).int())
 
 
@@ -116,7 +117,7 @@ def all_unless(
     precision: str,
     causal: bool = False,
 ) -> Rectangle:
-    """All rows and keys where something did not fit, else no row."""
+    """All rows and keys if the capacity was exceeded (not ``fits``), else no row."""
     batch, heads, n = query.shape[:3]
     everyone = torch.arange(n, dtype=torch.int32, device=query.device)
     count = ((~fits).int() * n).expand(batch * heads).contiguous()
@@ -137,6 +138,6 @@ def exact_unless(
     lse: Tensor,
     causal: bool = False,
 ) -> None:
-    """Write all rows exactly where something did not fit; else that is one launch that ends."""
+    """Write all rows exactly if the capacity was exceeded (not ``fits``); else do nothing."""
     rectangle = all_unless(fits, query, key, scale, log_weight, precision, causal)
     exact_rows(query, key, value, rectangle, output, lse)

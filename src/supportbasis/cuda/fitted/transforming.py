@@ -1,4 +1,4 @@
-"""Tokens of several heads in the frames of their heads, in one launch a side."""
+"""Affine maps of the tokens of several heads, in one launch a side."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from ..runtime.language import cdiv, interpreted, power_of_two
-from . import framing_kernels as kernels
+from . import transforming_kernels as kernels
 
 ROWS, COLUMNS = 128, 64  # of the result, that one program makes
 
 
-def framed(
+def transformed(
     tokens: Tensor,
     heads: int,
     matrix: Tensor,
@@ -29,7 +29,7 @@ def framed(
     out, extra = new(heads, count, d), new(heads, count)
     rows = 32 if tokens.dtype == torch.float32 else ROWS
     width = min(COLUMNS, power_of_two(d))
-    kernels.frame[(cdiv(count, rows), heads, cdiv(d, width))](
+    kernels.transform[(cdiv(count, rows), heads, cdiv(d, width))](
         tokens.contiguous(), matrix, offset, line, level, out, extra,
         count, d, heads // len(tokens), rows, width,
         _precision(tokens.dtype),

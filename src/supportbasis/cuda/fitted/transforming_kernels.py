@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The kernel of `framing`."""
+"""The kernel of `transforming`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ..runtime.language import jit, tl
 
 
 @jit
-def frame(
+def transform(
     tokens, matrix, offset, line, level, out, extra, count, d, group,
     BT: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -40,7 +40,7 @@ def frame(
         along += tl.sum(x.to(tl.float32) * b[None, :], 1)
     total += tl.load(offset + head * d + column, mask=column < d, other=0.0)[None, :]
     slot = head * count + row
-    inside = here[:, None] & (column < d)[None, :]
-    tl.store(out + slot[:, None] * d + column[None, :], total, mask=inside)
+    in_bounds = here[:, None] & (column < d)[None, :]
+    tl.store(out + slot[:, None] * d + column[None, :], total, mask=in_bounds)
     if part == 0:
         tl.store(extra + slot, along + tl.load(level + head), mask=here)
