@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from cases import centred_head, key_weights
 from device_cases import DEVICE, marks, needs_triton  # before kernels are imported
 
 import supportbasis as sb  # isort: skip
@@ -17,7 +18,6 @@ from supportbasis.lists.list_sum import groups, head_tables, list_attention
 from supportbasis.lists.tables import ListSettings
 from supportbasis.plans.plan import HeadPlan, Plan
 from supportbasis.problem.validation import attention_problem
-from test_lists import clustered, weights
 
 pytestmark = [*marks, needs_triton]
 MODES = ["whole", "causal", "strict"]
@@ -34,7 +34,7 @@ def plan_of(q, settings, causal):
 
 
 def tokens(n=150, m=None, heads=2, key_heads=2, d=8, dv=8):
-    made = [clustered(n, m, d, dv, seed=seed, dtype=torch.float32) for seed in range(heads)]
+    made = [centred_head(n, m, d, dv, seed=seed, dtype=torch.float32) for seed in range(heads)]
     q, k, v = (torch.stack(x).unsqueeze(0).to(DEVICE) for x in zip(*made, strict=True))
     return q, k[:, :key_heads].contiguous(), v[:, :key_heads].contiguous()
 
@@ -43,7 +43,7 @@ def case_of(shape, kind, mode):
     """A call and its plan."""
     n, m, heads, key_heads, dv = shape
     q, k, v = tokens(n, m, heads, key_heads, dv=dv)
-    bias, causal = weights(kind, m), mode != "whole"
+    bias, causal = key_weights(kind, m), mode != "whole"
     mask = None if bias is None else bias.float().to(DEVICE).view(1, 1, 1, m)
     problem = attention_problem(q, k, v, mask, 0.0, causal, None, key_heads != heads)
     return problem, plan_of(q, settings_of(mode), causal)

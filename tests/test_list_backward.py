@@ -8,27 +8,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from supportbasis.errors import InputError
-from test_list_kernels import (
+from device_cases import DEVICE, UNIT, relative
+from list_kernel_cases import (
     CASES,
-    DEVICE,
     HALF,
     INF,
-    UNIT,
     Case,
     case,
     dense_attend,
     dense_tilts,
     gap_price,
+    marks,
     opened_by,
-    poisoned,  # noqa: F401
-    pytestmark,  # noqa: F401
-    relative,
 )
+from supportbasis.errors import InputError
 
 from supportbasis.cuda.lists import list_attention as fast  # isort: skip
 from supportbasis.cuda.lists import list_backward as back  # isort: skip
 
+pytestmark = marks
 NAMES = ("query", "key", "value", "weight")
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import supportbasis as sb
-from cases import dense_attention, qkv
+from cases import dense_attention, qkv, relative
 from supportbasis.accuracy import reference
 from supportbasis.components import ExactSum, PowerSum, SketchSum, evaluate
 from supportbasis.engine import basis, execute
@@ -38,10 +38,6 @@ def log_normal_rows(n, d, seed):
         x = torch.randn(1, 1, n, d, generator=generator) * math.sqrt(0.3)
         sides.append(x * torch.exp(0.5 * torch.randn(1, 1, n, 1, generator=generator)))
     return (*sides, torch.randn(1, 1, n, d, generator=generator))
-
-
-def relative(given, exact):
-    return float((given.double() - exact).norm() / exact.norm())
 
 
 # ---- accuracy ---------------------------------------------------------------------------------
