@@ -13,7 +13,6 @@ import torch.nn.functional as F
 import supportbasis as sb
 from supportbasis.components import ExactSum, evaluate
 from supportbasis.components.streaming import lane_count
-from supportbasis.engine.basis import support_basis
 from supportbasis.polynomials.features import FeatureMap, block_rows
 from supportbasis.problem.validation import attention_problem
 
@@ -44,7 +43,7 @@ def main(n: int) -> None:
     product = best(lambda: state.baddbmm_(written, value))
     flops = 2 * lanes * rows * (phi.count - 1) * 64
     exact = 0.0
-    for group in support_basis(plan.heads[0], head):
+    for group in plan.heads[0].basis(head):
         for part in (c for c in group.components if isinstance(c, ExactSum)):
             exact += best(lambda part=part, group=group: evaluate([part], head, group.rows))
     parts = {

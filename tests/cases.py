@@ -12,7 +12,7 @@ from torch import Tensor
 import supportbasis as sb
 from supportbasis.accuracy import reference
 from supportbasis.lists.tables import ListSettings
-from supportbasis.plans.plan import HeadPlan
+from supportbasis.plans import ListHead
 from supportbasis.problem.validation import attention_problem
 
 quiet = pytest.mark.filterwarnings("ignore:supportbasis. .* has a measured error")
@@ -122,10 +122,9 @@ def key_weights(kind: str, m: int, seed: int = 1) -> Tensor | None:
 
 def list_plan(q: Tensor, settings: ListSettings) -> sb.Plan:
     """Lists of these settings for all heads, whatever they cost."""
-    batch, heads = math.prod(q.shape[:-3]), q.shape[-3]
-    head = HeadPlan("lists", "", q.shape[-2], q.shape[-2], 0.5, 1.0, lists=settings)
+    head = ListHead(n=q.shape[-2], m=q.shape[-2], cost=0.5, speedup=1.0, lists=settings)
     return sb.Plan(
-        sb.BlockSupport(), batch, heads, q.shape[-1], (head,) * (batch * heads),
+        sb.BlockSupport(), q.shape[-1], (head,) * q.shape[-3],
         is_causal=settings.window > 0,
     )  # fmt: skip
 
@@ -207,4 +206,4 @@ def relative(given: Tensor, exact: Tensor) -> float:
 def beyond(plan: sb.Plan) -> sb.Plan:
     """The same plan for scores of any range: what it does beyond its own is tested too."""
     heads = tuple(replace(head, scores=None) for head in plan.heads)
-    return plan.of_heads(heads, (plan.batch, plan.num_heads))
+    return plan.with_heads(heads)

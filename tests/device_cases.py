@@ -21,7 +21,7 @@ if not CUDA:  # read when a kernel is decorated
     os.environ["TRITON_INTERPRET"] = "1"
 DEVICE = "cuda" if CUDA else "cpu"
 
-from supportbasis.cuda.runtime.room import Room  # noqa: E402
+from supportbasis.cuda.runtime import room as room_module  # noqa: E402
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 on_device = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device"), needs_triton]
@@ -78,7 +78,7 @@ def directions(*results, seed=2):
 
 
 def rooms_of(plan):
-    return [kept for kept in plan.memory.values() if isinstance(kept, Room)]
+    return list(room_module._kept._kept.get(plan, {}).values())
 
 
 def followed(call, tokens):

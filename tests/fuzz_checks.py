@@ -22,8 +22,7 @@ import supportbasis as sb
 from fuzz_cases import REFUSED_MASKS, TURNS, Case, Inputs, build
 from supportbasis.accuracy import certificate, reference
 from supportbasis.methods import auto
-from supportbasis.plans import cost
-from supportbasis.plans.plan import HeadPlan
+from supportbasis.plans import HeadPlan, cost
 from supportbasis.problem.validation import attention_problem
 
 Array = np.ndarray
@@ -318,7 +317,7 @@ def _check_rows(case: Case, truth: Truth, result: sb.Result, lse: Array, bound: 
     """lse is -inf where nothing may be attended to, and in rows that are counted as invalid."""
     dead, given = truth.lse == -np.inf, lse == -np.inf
     counts = result.certificate
-    lost = (counts.invalid_rows - counts.rescued_rows).reshape(-1).numpy()
+    lost = (counts.invalid_rows - counts.fallback_rows).reshape(-1).numpy()
     if "Power" in case.method:  # weights of zero are no mask
         dead = dead & given
     if case.run == "kernel_sum":  # a sum that is not positive is one, but has no logarithm

@@ -13,8 +13,7 @@ from torch import Tensor
 
 import supportbasis as sb
 from supportbasis.accuracy import reference
-from supportbasis.engine import basis
-from supportbasis.plans.plan import BucketPair, HeadPlan
+from supportbasis.plans import BucketPair, HeadPlan
 from supportbasis.polynomials import certified as polynomials
 from supportbasis.polynomials.powers import PowerKernel
 from supportbasis.problem.problem import Head
@@ -124,7 +123,7 @@ def matrix_errors(
     plan = method.plan_head(head)
     if kind is not None:
         plan = replace(plan, pairs=tuple(with_polynomial(pair, kind) for pair in plan.pairs))
-    row_sets, key_sets = basis.buckets_of(plan, head)
+    row_sets, key_sets = plan.buckets(head)
     pieces = []
     for pair in plan.pairs:
         inside = torch.zeros(head.n, head.m, dtype=torch.bool)

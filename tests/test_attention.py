@@ -34,7 +34,7 @@ def make(shape: dict, **more):
 
 def assert_twin(result, output, lse, tolerance=1e-9):
     """Equal to the twin except in rows that the certificate declares lost."""
-    lost = int(result.certificate.invalid_rows.sum() - result.certificate.rescued_rows.sum())
+    lost = int(result.certificate.invalid_rows.sum() - result.certificate.fallback_rows.sum())
     if lost:
         good = result.lse > -math.inf
         assert int((~good).sum()) >= lost

@@ -262,7 +262,7 @@ def test_the_call_says_whether_it_is_strict():
 
 def replaced(plan, strict):
     heads = tuple(replace(h, lists=replace(h.lists, strict=strict)) for h in plan.heads)
-    return plan.of_heads(heads, (plan.batch, plan.num_heads))
+    return plan.with_heads(heads)
 
 
 def test_a_method_is_resolved_as_a_plan_is():

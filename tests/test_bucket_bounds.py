@@ -16,14 +16,14 @@ from cases import dense_attention, max_error, qkv
 from paper_cases import DTYPES, EPS, dense_power, head_of, log_weights, matrix_errors, norm
 from supportbasis.accuracy.bounds import distortion
 from supportbasis.engine import basis, jensen
-from supportbasis.plans.plan import HeadPlan
+from supportbasis.plans import ExactHead, HeadPlan
 from supportbasis.polynomials.powers import PowerKernel
 from supportbasis.problem.problem import Head
 from supportbasis.problem.validation import kernel_problem
 
 
 def exact_head_plan(head: Head) -> HeadPlan:
-    return HeadPlan("exact", "", head.n, head.m, 1.0, 1.0)
+    return ExactHead(n=head.n, m=head.m, cost=1.0, speedup=1.0)
 
 
 # --- Definition I.1, Lemmas I.2 and I.4, Theorem I.5, without a sketch ------------------------

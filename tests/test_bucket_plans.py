@@ -14,10 +14,9 @@ from cases import beyond, dense_attention, max_error, qkv
 from paper_cases import DTYPES, dyadic_pair, few, head_of, properties
 from supportbasis.accuracy import reference
 from supportbasis.components import ExactSum
-from supportbasis.engine import basis
 from supportbasis.errors import InputError
 from supportbasis.methods import multi_threshold
-from supportbasis.plans.plan import HeadPlan, Plan
+from supportbasis.plans import HeadPlan, Plan
 from supportbasis.polynomials.powers import (
     INNER_REACH,
     LARGEST_POWER,
@@ -58,7 +57,7 @@ def test_every_pair_of_a_plan_has_that_power(case, scale):
     head = head_of(query, key, scale=scale)
     plan = sb.MultiThreshold(ratio).plan_head(head)
     n = max(head.n, head.m)
-    row_sets, key_sets = basis.buckets_of(plan, head)
+    row_sets, key_sets = plan.buckets(head)
     for pair in plan.pairs:
         edges = plan.row_edges[pair.row], plan.key_edges[pair.key]
         constant = normalising_constant(*edges, scale, head.dim, n)
@@ -91,7 +90,7 @@ METHODS = [
 
 def times_covered(plan: HeadPlan, head: Head) -> Tensor:
     count = torch.zeros(head.n, head.m, dtype=torch.long)
-    for group in basis.support_basis(plan, head):
+    for group in plan.basis(head):
         rows = torch.arange(head.n) if group.rows is None else group.rows
         for component in group.components:
             keys = torch.arange(head.m) if component.keys is None else component.keys
@@ -168,7 +167,7 @@ def test_small_high_powers_are_exact_beside_sketches():
     assert len(plan.key_edges) > 1
     head = head_of(q, k, v)
     assert times_covered(plan, head).eq(1).all()
-    for group in basis.support_basis(plan, head):
+    for group in plan.basis(head):
         assert sum(type(component) is ExactSum for component in group.components) <= 1
 
 

@@ -26,7 +26,6 @@ from paper_cases import (
     properties,
     smallest_by_hand,
 )
-from supportbasis.engine import basis
 from supportbasis.errors import InputError
 from supportbasis.paper import buckets
 from supportbasis.paper.split import are_disjoint, is_support_basis, row_maxima
@@ -222,7 +221,7 @@ def test_plans_hold_the_buckets_that_are_not_empty(case):
     smallest = smallest_by_hand(query, key)
     largest = max(float(query.abs().max()), float(key.abs().max()))
     m = buckets.bucket_count(smallest, largest, ratio)
-    members = basis.buckets_of(plan, head)
+    members = plan.buckets(head)
     for x, edges, sets in zip((query, key), (plan.row_edges, plan.key_edges), members, strict=True):
         numbers = buckets_by_hand(x, smallest, ratio)
         kept = sorted(set(numbers))

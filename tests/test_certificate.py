@@ -13,7 +13,7 @@ from supportbasis.accuracy import reference
 from supportbasis.accuracy.certificate import CONFIDENCE, SAMPLED_ROWS
 from supportbasis.accuracy.sampling import RowSample
 from supportbasis.components import ExactSum, evaluate
-from supportbasis.plans.plan import HeadPlan
+from supportbasis.plans import ExactHead
 from supportbasis.problem.validation import attention_problem
 
 pytestmark = pytest.mark.filterwarnings("ignore:supportbasis. rows had no usable")
@@ -62,7 +62,7 @@ def test_bound_is_never_below_the_true_error(
     assert max_error(result.output, exact, v) <= float(result.certificate.bound)
     given_bound = getattr(method, "bound", None)
     for head in result.plan.heads:
-        if head.polynomial is not None and head.polynomial.error < 1 and given_bound is None:
+        if all(p.error < 1 for p in head.polynomials) and given_bound is None:
             assert result.certificate.bound.isfinite().all()
 
 
@@ -116,7 +116,7 @@ def test_single_threshold_rescues_rows_that_its_polynomial_loses():
     far_q, far_k = q - 30, k.abs() + 1
     result = sb.attention(far_q, far_k, v, plan=plan, return_result=True)
     assert int(result.certificate.invalid_rows.sum()) == 40
-    assert int(result.certificate.rescued_rows.sum()) == 40
+    assert int(result.certificate.fallback_rows.sum()) == 40
     exact, lse = dense_attention(far_q, far_k, v)
     torch.testing.assert_close(result.output, exact)
     torch.testing.assert_close(result.lse, lse)
@@ -218,8 +218,8 @@ def test_weights_and_denominators_are_within_epsilon(degree, threshold, shift, s
     result = sb.attention(q, k, v, method=sb.SingleThreshold(threshold, degree), return_result=True)
     head = attention_problem(q, k, v, None, 0.0, False, None, False).head(0, 0)
     plan = result.plan.heads[0]
-    epsilon = 0.0 if plan.polynomial is None else plan.polynomial.error
-    exact = HeadPlan("exact", "", 25, 30, 1.0, 1.0)
+    epsilon = max((polynomial.error for polynomial in plan.polynomials), default=0.0)
+    exact = ExactHead(n=25, m=30, cost=1.0, speedup=1.0)
     used, true = reference.weights(head, plan)[0], reference.weights(head, exact)[0]
     assert ((used - true).abs() <= epsilon * true * (1 + 1e-9) + 1e-15).all()
     if epsilon < 1:

@@ -134,7 +134,7 @@ def mixed_plan(q, k, v, call) -> sb.Plan:
     """Exact, degree 2, a sketch-free power, degree 1: three kinds of kernels and one without."""
     methods = [sb.Exact(), sb.Polynomial(2, 1.0), sb.MultiThreshold(), sb.SingleThreshold(1.2, 1)]
     heads = [sb.plan(q, k, v, **call, method=m).heads[i] for i, m in enumerate(methods)]
-    return sb.Plan(sb.Auto(), 1, 4, q.shape[-1], tuple(heads))
+    return sb.Plan(sb.Auto(), q.shape[-1], tuple(heads))
 
 
 @needs_triton

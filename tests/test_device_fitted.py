@@ -25,25 +25,25 @@ from device_cases import (  # before kernels are imported
     smooth,
     without_waiting,
 )
+from supportbasis.components.cotangent import SavedForward
 from supportbasis.cuda.fitted import fitted_chunks, fitted_sums
 from supportbasis.cuda.fitted import fitted_heads as fitted
-from supportbasis.cuda.runtime import replay
-from supportbasis.cuda.runtime.room import Room, with_spare
+from supportbasis.cuda.runtime import replay, with_spare
 from supportbasis.engine import dispatch
-from supportbasis.engine.basis import split_of
 from supportbasis.methods.fitted import FittedSearch
-from supportbasis.plans.plan import Plan
+from supportbasis.plans import Plan
 from supportbasis.problem.validation import attention_problem
 
 pytestmark = [*marks, pytest.mark.filterwarnings("ignore:supportbasis. the last call")]
 METHOD = sb.FittedPolynomial()
+FITTED = dispatch.EVALUATORS["fitted"]
 
 
 def fit_of(tokens, bias, call, features=40):
     """A plan of fits, whatever they cost: short causal heads gain nothing."""
     problem = attention_problem(*tokens, bias, 0.0, call["is_causal"], None, True)
     heads = tuple(FittedSearch.of(head, 0).plan(features) for _, _, head in problem.each_head())
-    return Plan(METHOD, problem.batch, problem.heads, problem.query.shape[-1], heads)
+    return Plan(METHOD, problem.query.shape[-1], heads)
 
 
 def case(causal, n=136, m=None, biased=True, scale=0.6):
@@ -62,7 +62,7 @@ def case(causal, n=136, m=None, biased=True, scale=0.6):
     plan = fit_of((q, k, v), bias, call)
     assert all(bool(head.exact_rows) == causal for head in plan.heads)
     problem = attention_problem(q, k, v, bias, 0.0, causal, None, True)
-    rows, keys = split_of(plan.heads[0], problem.head(0, 0))
+    rows, keys = plan.heads[0].split(problem.head(0, 0))
     assert 100 in rows.large and keys.large.tolist() == [40]
     wide = [None if x is None else x.to(DEVICE) for x in (q, k, v, bias)]
     return wide, short(wide), call, plan
@@ -75,12 +75,12 @@ def short(tokens):
 def outcome_of(tokens, call, plan, kind):
     """What the device or the component engine (None) gives, and a function for gradients."""
     problem = attention_problem(*tokens, 0.0, call["is_causal"], None, True)
-    batches = [dispatch.Batch(kind, tuple(range(len(plan.heads))), plan)]
+    batches = [dispatch.Group(kind, tuple(range(len(plan.heads))), plan)]
     made = dispatch.run(problem, batches)
 
     def back(grad, grad_lse):
-        given = (made.output, made.lse, made.rescued, grad.to(made.output), grad_lse.to(made.lse))
-        total = dispatch.gradients(problem, batches, *given, for_weights=True)
+        given = (made.output, made.lse, made.fallback, grad.to(made.output), grad_lse.to(made.lse))
+        total = dispatch.gradients(problem, batches, SavedForward(*given, for_weights=True))
         return total.query, total.key, total.value, total.key_log_weight
 
     return made, back
@@ -89,8 +89,8 @@ def outcome_of(tokens, call, plan, kind):
 def compare(wide, tokens, call, plan, limit=1e-5):
     """Output, lse and all gradients of the device with those of the component engine."""
     theirs, their_back = outcome_of(wide, call, plan, None)
-    mine, my_back = outcome_of(tokens, call, plan, "fitted")
-    assert torch.equal(mine.rescued, theirs.rescued)
+    mine, my_back = outcome_of(tokens, call, plan, FITTED)
+    assert torch.equal(mine.fallback, theirs.fallback)
     assert relative(mine.output, theirs.output) < limit
     real = theirs.lse > -math.inf
     assert torch.equal(mine.lse > -math.inf, real)
@@ -128,7 +128,7 @@ def test_rows_that_are_lost_go_back_exactly(small, causal):
     plan = replace(plan, heads=tuple(heads))
     wide[0] = 6 * wide[0]
     made = compare(wide, short(wide), call, plan, 1e-3)  # rows whose sums nearly cancel are left
-    assert 0 < int(made.rescued_rows.sum()) < 100
+    assert 0 < int(made.fallback_rows.sum()) < 100
 
 
 @needs_triton
@@ -145,7 +145,7 @@ def test_weights_that_grow_along_the_sequence_lose_nothing(small):
         wide[3] = slope * torch.arange(136.0, device=DEVICE, dtype=torch.float64)
         plan = fit_of([x.cpu() for x in wide[:3]], wide[3].cpu(), call)
         made = compare(wide, short(wide), call, plan, 3 * 136 * 2.0**-23)  # rounding of these
-        assert int(made.rescued_rows.sum()) < 5
+        assert int(made.fallback_rows.sum()) < 5
 
 
 @needs_triton
@@ -154,8 +154,8 @@ def test_rows_without_keys_are_zero(small, causal):
     _, tokens, call, plan = case(causal)
     tokens[3] = torch.full_like(tokens[3], -math.inf)
     tokens[1] = 1e9 * tokens[1]  # hidden keys may hold anything
-    made, back = outcome_of(tokens, call, plan, "fitted")
-    assert not made.output.any() and (made.lse == -math.inf).all() and not made.rescued.any()
+    made, back = outcome_of(tokens, call, plan, FITTED)
+    assert not made.output.any() and (made.lse == -math.inf).all() and not made.fallback.any()
     for part in back(*directions(made.output, torch.zeros_like(made.lse))):
         assert not part.any()
 
@@ -168,7 +168,7 @@ def test_what_did_not_fit_goes_back_exactly(small, causal):
     problem = attention_problem(*tokens, 0.0, causal, None, True)
     room = fitted.run_of(problem, plan).room
     room.sizes, room.known = (1, 1) if causal else (0, 1), True
-    made, back = outcome_of(tokens, call, plan, "fitted")
+    made, back = outcome_of(tokens, call, plan, FITTED)
     leaves = [x.requires_grad_() for x in wide]
     results = dense_attention(*leaves, causal)
     assert relative(made.output, results[0].detach()) < 2e-6
@@ -229,17 +229,17 @@ def test_rows_that_a_fit_loses_are_exact_and_counted():
     plan = replace(plan, heads=(replace(plan.heads[0], fitted=kernel),))
     q = 30 * q
     problem = attention_problem(q, k, v, None, 0.0, False, None, False)
-    mine = dispatch.run(problem, [dispatch.Batch("fitted", (0,), plan)])
-    theirs = dispatch.run(problem, [dispatch.Batch(None, (0,), plan)])
-    assert 0 < int(theirs.rescued_rows) < 600
-    for name in ("rescued", "rescued_rows", "invalid_rows"):
+    mine = dispatch.run(problem, [dispatch.Group(FITTED, (0,), plan)])
+    theirs = dispatch.run(problem, [dispatch.Group(None, (0,), plan)])
+    assert 0 < int(theirs.fallback_rows) < 600
+    for name in ("fallback", "fallback_rows", "invalid_rows"):
         assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
     assert relative(mine.output, theirs.output) < 1e-3
     grad, none = torch.ones_like(mine.output), None
-    given = (theirs.output, theirs.lse, theirs.rescued, grad, none, False)
+    given = (theirs.output, theirs.lse, theirs.fallback, grad, none, False)
     made = [
-        dispatch.gradients(problem, [dispatch.Batch(kind, (0,), plan)], *given)
-        for kind in ("fitted", None)
+        dispatch.gradients(problem, [dispatch.Group(kind, (0,), plan)], SavedForward(*given))
+        for kind in (FITTED, None)
     ]
     for name in ("query", "key", "value"):
         assert relative(getattr(made[0], name), getattr(made[1], name)) < 1e-3, name

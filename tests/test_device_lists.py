@@ -16,7 +16,7 @@ from supportbasis.cuda.lists import list_heads as device_lists
 from supportbasis.engine.backward import backward
 from supportbasis.lists.list_sum import groups, head_tables, list_attention
 from supportbasis.lists.tables import ListSettings
-from supportbasis.plans.plan import HeadPlan, Plan
+from supportbasis.plans import ListHead, Plan
 from supportbasis.problem.validation import attention_problem
 
 pytestmark = [*marks, needs_triton]
@@ -28,9 +28,8 @@ def settings_of(mode, price=1e-3, block=32, leaf=16, window=64):
 
 
 def plan_of(q, settings, causal):
-    head = HeadPlan("lists", "", q.shape[2], q.shape[2], 0.5, 1.0, lists=settings)
-    count = q.shape[0] * q.shape[1]
-    return Plan(sb.BlockSupport(), *q.shape[:2], q.shape[3], (head,) * count, None, causal)
+    head = ListHead(n=q.shape[2], m=q.shape[2], cost=0.5, speedup=1.0, lists=settings)
+    return Plan(sb.BlockSupport(), q.shape[3], (head,) * q.shape[1], None, causal)
 
 
 def tokens(n=150, m=None, heads=2, key_heads=2, d=8, dv=8):

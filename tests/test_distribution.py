@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("matplotlib")
 
+
 from supportbasis import analysis
 from supportbasis.cli import app as app_module
 from supportbasis.cli.app import app

@@ -54,7 +54,7 @@ from supportbasis.cli.downstream.emulation import emulated, emulated_weights, se
 from supportbasis.cli.downstream.hook import attending, exact
 from supportbasis.cli.downstream.reuse import Reuse
 from supportbasis.errors import InputError
-from supportbasis.plans.plan import Plan
+from supportbasis.plans import Plan
 
 CPU = torch.device("cpu")
 

@@ -98,7 +98,7 @@ def test_the_component_is_its_twin(n, m, causal, weights):
     assert not isinstance(search, str)
     plan = search.plan(60)
     assert plan is not None
-    whole = sb.Plan(sb.FittedPolynomial(), 1, 1, problem.query.shape[-1], (plan,))
+    whole = sb.Plan(sb.FittedPolynomial(), problem.query.shape[-1], (plan,))
     outcome = execute(problem, whole)
     output, lse = reference.execute(problem, whole)
     torch.testing.assert_close(outcome.output.double(), output, rtol=1e-9, atol=1e-9)
@@ -354,7 +354,7 @@ def test_rows_that_a_fit_loses_are_exact_and_counted():
     plan = beyond(replace(plan, heads=(head,)))
     query = 40 * query
     result = sb.attention(query, key, value, plan=plan, return_result=True)
-    lost = int(result.certificate.rescued_rows)
+    lost = int(result.certificate.fallback_rows)
     assert 0 < lost == int(result.certificate.invalid_rows)
     least = math.log(1500) + (query @ key.mean(2, keepdim=True).mT).squeeze(-1) / math.sqrt(32)
     assert bool((result.lse >= least + math.log(WRONG) - 1e-3).all())

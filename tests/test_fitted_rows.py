@@ -17,7 +17,7 @@ from supportbasis.engine import jensen
 from supportbasis.engine.execute import execute
 from supportbasis.engine.jensen import grouped_lse, least_lse, lower_lse
 from supportbasis.methods.fitted import FittedSearch
-from supportbasis.plans.plan import HeadPlan, Plan
+from supportbasis.plans import ExactHead, FittedHead, Plan
 from supportbasis.polynomials import fitting as fitted
 from supportbasis.polynomials.balancing import balanced, framed, own_frame
 from supportbasis.polynomials.fitting import FittedKernel, PairSample, choose_spans
@@ -86,8 +86,8 @@ def skewed(n=8192, wrong=16, reach=1.5, causal=False, far=0):
     frame = own_frame(head)
     radius = float(framed(head, frame).key[far:].norm(dim=1).max()) if far else math.inf
     kernel = FittedKernel((1.0, 1.0, 1 / 2, 1 / 6), (4, 4, 4), key_radius=radius)
-    plan = HeadPlan("fitted", "", n, n, 0.1, 1.0, fitted=kernel, frame=frame)
-    return problem, head, Plan(sb.FittedPolynomial(), 1, 1, 4, (plan,))
+    plan = FittedHead(n=n, m=n, cost=0.1, speedup=1.0, fitted=kernel, frame=frame)
+    return problem, head, Plan(sb.FittedPolynomial(), 4, (plan,))
 
 
 def error_of(problem, plan):
@@ -158,7 +158,7 @@ def test_the_bound_of_a_fit_holds_where_its_weights_are_negative():
 def test_sums_below_half_of_the_bound_are_exact(causal):
     problem, head, plan = skewed(n=1024, wrong=8, reach=2.05, causal=causal)
     outcome = execute(problem, plan)
-    lost = outcome.rescued[0, 0]
+    lost = outcome.fallback[0, 0]
     if not causal:
         assert int(lost.sum()) == 8
         assert bool((head.query[lost, 0] == 2.05).all())
@@ -225,7 +225,7 @@ def test_bounds_of_rows_that_lie_apart_are_those_of_all(monkeypatch, hidden):
     bias[..., 3::7] = -math.inf if hidden else -1.0
     problem = fitted_problem(600, m=500, causal=True, bias=bias)
     head = problem.head(0, 0)
-    plan = HeadPlan("fitted", "", 600, 500, 0.1, 1.0, fitted=FittedKernel((1.0,), ()))
+    plan = ExactHead(n=600, m=500)
     whole = lower_lse(plan, head, None)
     score = head.query @ head.key.T * head.scale + head.key_log_weight
     score = score.masked_fill(torch.ones(600, 500).triu(1).bool(), -math.inf)

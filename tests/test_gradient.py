@@ -270,7 +270,7 @@ def test_rows_that_a_polynomial_loses_are_counted_and_have_no_weights():
     weights, _ = plan_weights(data, 2.0, result.plan)
     lost = (result.output == 0).all(1)
     assert 0 < result.invalid_rows == int(lost.sum()) < 111
-    assert result.rescued_rows == 0 and "without a usable sum" in str(result)
+    assert result.fallback_rows == 0 and "without a usable sum" in str(result)
     weights[lost] = 0.0
     expected = closed_form(**data, scale=2.0, attention=weights)
     for name in NAMES:  # polynomials that nearly vanish amplify rounding
@@ -286,7 +286,7 @@ def test_rows_that_a_threshold_loses_are_computed_exactly(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = run(data, 2.0, sb.SingleThreshold(100.0, 3))
-    assert result.invalid_rows == result.rescued_rows > 0
+    assert result.invalid_rows == result.fallback_rows > 0
     exact = run(data, 2.0, sb.Exact())
-    rescued = (result.output - exact.output).norm(dim=1) <= CLOSE * exact.output.norm(dim=1)
-    assert int(rescued.sum()) == result.rescued_rows
+    fallback = (result.output - exact.output).norm(dim=1) <= CLOSE * exact.output.norm(dim=1)
+    assert int(fallback.sum()) == result.fallback_rows

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from gradient_cases import Case, assert_close, gradients
 from hypothesis import given
 from hypothesis import strategies as st
 
 import supportbasis as sb
 from cases import METHODS, dense_attention, list_plan, qkv
+from gradient_cases import Case, assert_close, gradients
 from supportbasis.components import exact_sum as exact
 from supportbasis.components import streaming
 from supportbasis.lists.tables import ListSettings
@@ -99,7 +99,7 @@ def test_slopes_of_measured_methods(kind, mask):
     case = Case(sb.Auto(0.1) if kind == "auto" else sb.Exact(), mask, ODD)
     if kind == "fitted":
         heads = fitted_heads(case.problem(*case.tensors, case.bias))
-        case.plan = sb.Plan(sb.FittedPolynomial(), 1, 2, 5, heads)
+        case.plan = sb.Plan(sb.FittedPolynomial(), 5, heads)
     elif kind in ("lists", "strict"):
         case.plan = list_plan(case.tensors[0], lists_of(case, kind == "strict"))
         kind = "lists"
@@ -154,7 +154,7 @@ def test_gradients_of_a_fitted_polynomial(mask):
     q += 0.4
     q[..., 70, :] *= 9
     k[..., 40, :] *= 9
-    case.plan = sb.Plan(sb.Auto(), 1, 2, 3, fitted_heads(case.problem(q, k, v, case.bias)))
+    case.plan = sb.Plan(sb.Auto(), 3, fitted_heads(case.problem(q, k, v, case.bias)))
     assert_close(gradients(case.run, case.inputs), gradients(case.twin, case.inputs))
 
 

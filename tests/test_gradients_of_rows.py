@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from gradient_cases import Case, assert_close, gradients
 
 import supportbasis as sb
 from cases import beyond, dense_attention, qkv
+from gradient_cases import Case, assert_close, gradients
 from supportbasis.components.polynomial_sum import rescaled
 from supportbasis.components.sketch_sum import Sketched
 from supportbasis.engine import autograd
@@ -28,7 +28,7 @@ def test_rows_that_a_polynomial_lost_are_exact():
     inputs = [x.requires_grad_() for x in (far, k.abs() + 1, v)]
     problem = attention_problem(*inputs, None, 0.0, False, None, False)
     outcome = autograd.run(problem, plan)
-    assert outcome.rescued[0, 0].tolist() == [True, False] * 20
+    assert outcome.fallback[0, 0].tolist() == [True, False] * 20
     weight = torch.zeros(40, 1).double()
     weight[::2] = 1.0
     given, expected = (
@@ -41,7 +41,7 @@ def test_rows_that_a_polynomial_lost_are_exact():
 def test_rows_that_a_sketch_lost_are_exact():
     case = Case(sb.PowerAttention(6, sketch_size=1), "none", {"leading": (1, 1), "n": 40, "d": 8})
     outcome = autograd.run(case.problem(*case.tensors), case.plan)
-    assert 0 < int(outcome.rescued.sum()) < 40
+    assert 0 < int(outcome.fallback.sum()) < 40
     assert_close(gradients(case.run, case.inputs), gradients(case.twin, case.inputs))
 
 

@@ -11,7 +11,7 @@ import supportbasis as sb
 from cases import qkv
 from supportbasis.accuracy.density import GRID, _error_within, density_error
 from supportbasis.api import _density_problem
-from supportbasis.plans.plan import HeadPlan
+from supportbasis.plans import PolynomialHead
 from supportbasis.polynomials.certified import taylor
 
 METHODS = [
@@ -189,7 +189,7 @@ def test_the_bound_over_norm_bins_is_attained():
     points, data = torch.tensor([[1.0]]), torch.tensor([[1.0], [-1.0]])
     head = _density_problem(points.double(), data.double(), 1.0, None)[0].head(0, 0)
     poly = taylor(3, 1.0)
-    plan = HeadPlan("polynomial", "", 1, 2, 1.0, 1.0, poly)
+    plan = PolynomialHead(n=1, m=2, cost=1.0, speedup=1.0, polynomial=poly)
     z = torch.tensor([1.0, -1.0], dtype=torch.float64)
     true = abs(float((poly(z) * math.e - z.exp()).sum())) * math.exp(-1.0)  # times both weights
     bound = density_error(head, plan, 0.0)

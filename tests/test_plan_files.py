@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from dataclasses import fields
 from itertools import islice
 
 import pytest
@@ -47,9 +48,9 @@ def test_a_loaded_plan_is_the_plan_that_was_saved(made, tmp_path):
         assert torch.equal(first.lse, second.lse), case.name
         assert torch.equal(first.certificate.bound, second.certificate.bound), case.name
         for mine, theirs in zip(case.plan.heads, loaded.heads, strict=True):
-            assert theirs.polynomial == mine.polynomial and theirs.pairs == mine.pairs
-            assert theirs.lists == mine.lists and theirs.fitted == mine.fitted
-            assert theirs.exact_rows == mine.exact_rows and theirs.kernels == mine.kernels
+            for field in fields(mine):
+                if field.name != "frame":  # whose tensors are compared by what they do
+                    assert getattr(theirs, field.name) == getattr(mine, field.name), field.name
 
 
 @pytest.mark.parametrize("method", [sb.Polynomial(2), sb.MultiThreshold(2.0, 2)], ids=str)
@@ -80,7 +81,7 @@ def test_claims_are_not_in_the_file(made):
 
 PLACES = {
     "cost": (("heads", 0, "cost"), '"x"', "heads[0].cost is 'x'; expected a number >= 0"),
-    "batch": (("batch",), "1e999", "batch is inf; expected an integer from 0 to 281474976710656"),
+    "dim": (("dim",), "1e999", "dim is inf; expected an integer from 0 to 281474976710656"),
     "flag": (("dim",), "true", "dim is true; expected an integer"),
     "flag for a number": (("heads", 0, "cost"), "true", "heads[0].cost is true; expected a number"),
     "digits": (("dim",), "9" * 5000, "is not JSON"),
@@ -90,7 +91,6 @@ PLACES = {
     "method": (("method", "name"), '"eval"', "method.name is 'eval'; expected 'Exact' or"),
     "argument": (("method", "degree"), "-1", "method: degree must be an integer >= 0, got -1"),
     "name": (("heads", 0, "error"), "0.0", "heads[0].error is not a name of a plan"),
-    "heads": (("heads",), "[]", "0 heads for 1 x 2"),
     "coefficient": (
         ("heads", 0, "polynomial", "coefficients", 1),
         "null",

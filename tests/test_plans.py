@@ -9,11 +9,9 @@ import torch
 import supportbasis as sb
 from cases import dense_attention, qkv
 from supportbasis.components import ExactSum, PolynomialSum
-from supportbasis.engine.basis import support_basis
 from supportbasis.lists.tables import ListSettings
-from supportbasis.plans import cost
+from supportbasis.plans import ListHead, cost
 from supportbasis.plans.drawing import LIST_PARTS, draw_supports
-from supportbasis.plans.plan import HeadPlan
 from supportbasis.problem.validation import attention_problem
 
 METHODS = [
@@ -32,7 +30,7 @@ METHODS = [
 def test_a_plan_gives_the_same_as_its_method(method):
     q, k, v = qkv(2, 3, n=40, scale=0.5)
     plan = sb.plan(q, k, v, method=method)
-    assert len(plan.heads) == 6
+    assert len(plan.heads) == 3
     expected = sb.attention(q, k, v, method=method)
     torch.testing.assert_close(sb.attention(q, k, v, plan=plan), expected)
     torch.testing.assert_close(sb.attention(q, k, v, plan=plan, method=method), expected)
@@ -71,8 +69,8 @@ def test_infinite_errors_survive_saving(tmp_path):
 def test_a_plan_that_does_not_fit_is_refused():
     q, k, v = qkv(2, 3, n=40)
     plan = sb.plan(q, k, v, method=sb.SingleThreshold(1.2))
-    with pytest.raises(sb.InputError, match="batch, heads, dim"):
-        sb.attention(q[:1], k[:1], v[:1], plan=plan)
+    with pytest.raises(sb.InputError, match="heads, dim"):
+        sb.attention(q[:, :1], k[:, :1], v[:, :1], plan=plan)
     with pytest.raises(sb.InputError, match="the plan was made with"):
         sb.attention(q, k, v, plan=plan, method=sb.Exact())
 
@@ -91,7 +89,7 @@ def cover(plan, head):
     """How often each pair is summed, and how often exactly."""
     counts = torch.zeros(head.n, head.m, dtype=torch.int64)
     exact = torch.zeros_like(counts)
-    for group in support_basis(plan, head):
+    for group in plan.basis(head):
         rows = torch.arange(head.n) if group.rows is None else group.rows
         for component in group.components:
             keys = torch.arange(head.m) if component.keys is None else component.keys
@@ -163,7 +161,6 @@ def test_a_threshold_that_leaves_one_side_nothing_small_costs_what_exact_attenti
     plan = sb.plan(q * rows, k * keys, v, method=sb.SingleThreshold(1e-6, 2))
     head = plan.heads[0]
     assert head.kind == "exact" and "every row" in head.reason
-    assert head.large == (50 * rows, 50 * keys)
     assert plan.cost == plan.speedup == head.cost == head.speedup == 1.0
 
 
@@ -202,7 +199,7 @@ def test_a_plan_prints_and_draws(tmp_path):
 def test_the_picture_of_lists_has_the_pairs_of_the_plan(n, m, window):
     to_hex = pytest.importorskip("matplotlib.colors").to_hex
     settings = ListSettings(1e-3, 32, 16, window)
-    head = HeadPlan("lists", "", n, m, 0.5, 1.0, lists=settings, keys=20.0)
+    head = ListHead(n=n, m=m, cost=0.5, speedup=1.0, lists=settings, keys=20.0)
     figure = draw_supports(head)
     area = dict.fromkeys((colour for _, colour in LIST_PARTS), 0.0)
     for patch in figure.axes[0].patches:

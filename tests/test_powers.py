@@ -118,7 +118,7 @@ def test_sketched_components_equal_their_dense_twin(causal):
     head = head_of(q, k, v, causal=causal)
     plan = nothing_exact(sb.plan(q, k, v, method=sb.MultiThreshold(1.5, 2)), 13).heads[0]
     weight, top = reference.weights(head, plan)
-    for group in basis.support_basis(plan, head):
+    for group in plan.basis(head):
         total = evaluate(group.components, head, group.rows)
         rows = slice(None) if group.rows is None else group.rows
         unit = (total.log_scale - top[rows]).exp()
@@ -211,10 +211,10 @@ def test_lost_rows_are_computed_exactly_and_fail_the_certificate():
     with pytest.warns(UserWarning, match="a sketch or fit lost more than 1 %"):
         result = sb.attention(q, k, v, plan=plan, return_result=True)
     exact, lse = dense_attention(q, k, v)
-    rescued = int(result.certificate.rescued_rows)
-    assert 6 < rescued == int(result.certificate.invalid_rows) < 500
+    fallback = int(result.certificate.fallback_rows)
+    assert 6 < fallback == int(result.certificate.invalid_rows) < 500
     right = (result.output - exact).abs().amax(-1) < 1e-9
-    assert int(right.sum()) == rescued
+    assert int(right.sum()) == fallback
     assert not result.certificate.holds(1e9)
     assert float(result.certificate.measured) > 0.1
     least = execute.least_lse(plan.heads[0], head_of(q, k, v), None)
@@ -226,7 +226,7 @@ def test_few_lost_rows_do_not_fail_the_certificate(monkeypatch):
     q, k, v = qkv(1, 1, n=600, d=4, scale=0.4)
     method = sb.MultiThreshold(math.inf, 1, 64)
     calm = sb.attention(q, k, v, method=method, return_result=True)
-    assert int(calm.certificate.rescued_rows) == 0
+    assert int(calm.certificate.fallback_rows) == 0
     assert calm.certificate.holds(float(calm.certificate.limit))
     lower = execute.least_lse
 
@@ -238,7 +238,7 @@ def test_few_lost_rows_do_not_fail_the_certificate(monkeypatch):
     monkeypatch.setattr(execute, "least_lse", with_three_lost)
     result = sb.attention(q, k, v, method=method, return_result=True)
     exact, _ = dense_attention(q, k, v)
-    assert int(result.certificate.rescued_rows) == 3
+    assert int(result.certificate.fallback_rows) == 3
     assert math.isfinite(float(result.certificate.limit))
     torch.testing.assert_close(result.output[0, 0, [5, 80, 300]], exact[0, 0, [5, 80, 300]])
     others = torch.ones(600, dtype=torch.bool)
@@ -286,7 +286,7 @@ def test_a_row_without_any_weight_is_zero_and_counted(size):
         result = sb.attention(q, k, v, method=sb.PowerAttention(4, size), return_result=True)
     assert (result.output[0, 0, 7] == 0).all()
     assert result.lse[0, 0, 7] == -math.inf
-    assert int(result.certificate.invalid_rows) - int(result.certificate.rescued_rows) == 1
+    assert int(result.certificate.invalid_rows) - int(result.certificate.fallback_rows) == 1
     assert result.output.isfinite().all()
     assert (result.lse[0, 0, [6, 8]] > -math.inf).all()
 

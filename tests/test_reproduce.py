@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import supportbasis as sb
 from supportbasis.accuracy import reference
-from supportbasis.plans.plan import HeadPlan, Plan
+from supportbasis.plans import HeadPlan, Plan
 from supportbasis.problem.validation import attention_problem
 from supportbasis.sketch import PolySketch
 

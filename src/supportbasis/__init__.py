@@ -23,7 +23,7 @@ try:
         PowerAttention,
         SingleThreshold,
     )
-    from .plans.plan import Plan
+    from .plans import Plan
     from .problem.result import Result
 except KeyboardInterrupt:  # torch takes seconds to import; half of this package is imported again
     raise KeyboardInterrupt("supportbasis was interrupted while it was imported") from None

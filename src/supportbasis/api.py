@@ -14,11 +14,12 @@ from torch import Tensor
 from .accuracy.certificate import certify
 from .cuda.runtime.noise import with_noise
 from .engine import autograd, ranges, sdpa
-from .engine.dispatch import batches, check_implementation, said
+from .engine.dispatch import check_implementation, groups, label
 from .engine.execute import execute
 from .errors import InputError
 from .methods import Auto, Exact, Method, Polynomial, PowerAttention
-from .plans.plan import Plan
+from .methods.batches import plan_heads
+from .plans import Plan
 from .problem.checks import is_tracing
 from .problem.problem import Problem
 from .problem.result import Outcome, Result
@@ -310,16 +311,15 @@ def _make_plan(problem: Problem, method: Method) -> Plan:
         warnings.warn(
             f"supportbasis: {method} runs exactly because {reason}", UserWarning, stacklevel=4
         )
-    everyone = [head for _, _, head in problem.each_head()]
     with torch.no_grad(), torch.autocast(problem.query.device.type, enabled=False):
         heads = tuple(
-            method.plan_exactly(head, reason) if reason else method.plan_head(head)
-            for head in everyone
+            method.plan_exactly(problem.head(0, number), reason)
+            if reason and problem.batch
+            else plan_heads(method, [problem.head(b, number) for b in range(problem.batch)])
+            for number in range(problem.heads)
         )
-        heads = tuple(map(ranges.with_range, heads, everyone))
-    shape = (problem.batch, problem.heads, problem.query.shape[-1])
     scale = -problem.scale if problem.is_flipped else problem.scale
-    plan = Plan(method, *shape, heads, scale, problem.is_causal)
+    plan = Plan(method, problem.query.shape[-1], heads, scale, problem.is_causal)
     if not method.promises_error:
         _warn_about_error(plan)
     return plan
@@ -335,7 +335,7 @@ def _warn_about_error(plan: Plan) -> None:
     others = f" (and more than {LARGE_ERROR:.0%} on {count - 1} others)" if count > 1 else ""
     warnings.warn(
         f"supportbasis: {plan.method} has a measured error of {error:.2g} on head "
-        f"{list(divmod(number, plan.num_heads))}{others}; give a tolerance to limit it",
+        f"{number}{others}; give a tolerance to limit it",
         UserWarning,
         stacklevel=5,
     )
@@ -382,7 +382,7 @@ def _is_sdpa(problem: Problem, plan: Plan, need_lse: bool, implementation: str) 
     if not need_lse and problem.key_log_weight is None:
         return True
     # PyTorch's CUDA kernels give no lse, and `sdpa` has to look at the entries of a bias
-    return batches(problem, plan, implementation)[0].kind is None
+    return groups(problem, plan, implementation)[0].kind is None
 
 
 def _run_sdpa(problem: Problem, need_lse: bool) -> Outcome:
@@ -405,8 +405,8 @@ def _result(problem: Problem, plan: Plan, outcome: Outcome, implementation: str 
     if _is_sdpa(problem, plan, True, implementation):
         ran = "sdpa"
     else:
-        found = batches(problem, plan, implementation)
-        ran = said(found)
+        found = groups(problem, plan, implementation)
+        ran = label(found)
         if ran != "eager":
             outcome = with_noise(problem, found, outcome)
             autograd.warn_about(problem, plan, outcome)

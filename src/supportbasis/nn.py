@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .api import attention
 from .errors import InputError
 from .methods import Auto, Method
-from .plans.plan import Plan
+from .plans import Plan
 
 __all__ = ["SupportBasisAttention", "SupportBasisEncoder"]
 

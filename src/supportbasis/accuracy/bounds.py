@@ -7,9 +7,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..engine.basis import buckets_of, score_reach, split_of
 from ..lists.list_sum import list_reach
-from ..plans.plan import BucketPair, HeadPlan
+from ..plans import (
+    BucketHead,
+    BucketPair,
+    ExactHead,
+    HeadPlan,
+    ListHead,
+    PolynomialHead,
+    PowerHead,
+    ThresholdHead,
+)
+from ..plans.supports import score_reach
 from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.powers import PowerKernel
 from ..problem.problem import Head
@@ -29,27 +38,26 @@ class Distortion(NamedTuple):
 
 
 def distortion(head: Head, plan: HeadPlan) -> Distortion:
-    if plan.kind == "exact":
+    if isinstance(plan, ExactHead):
         return Distortion(0.0, 0.0, True)
-    if plan.kind == "power":
+    if isinstance(plan, PowerHead):
         error = math.inf if plan.is_sketched else 0.0  # a weight may be zero: nothing is relative
         return Distortion(error, error, True)
-    if plan.kind == "multi-threshold":
+    if isinstance(plan, BucketHead):
         return _of_buckets(head, plan)
-    if plan.kind == "fitted":
-        return Distortion(math.inf, math.inf, False)  # measured, not bounded
-    if plan.kind == "lists":
+    if isinstance(plan, ListHead):
         return _of_lists(head, plan)
-    poly, mixed = recertified(head, plan)
-    return Distortion(poly.weight_log_spread(with_exact=mixed), poly.error, poly.positive)
+    if isinstance(plan, PolynomialHead):
+        poly, mixed = recertified(head, plan)
+        return Distortion(poly.weight_log_spread(with_exact=mixed), poly.error, poly.positive)
+    return Distortion(math.inf, math.inf, False)  # fitted: measured, not bounded
 
 
-def _of_lists(head: Head, plan: HeadPlan) -> Distortion:
+def _of_lists(head: Head, plan: ListHead) -> Distortion:
     """Tilted keys. Let r be the range of scale <q - m, k> over the keys k of a closed leaf, for a
     row q with the list of a cell of mean m. The weights within the leaf are those of m instead of
     q, whose logarithms differ by a range of r; so its mean value errs by 2 tanh(r / 4) max|V| at
     most. Its mass is at most the true one (Jensen) and at least exp(-r^2 / 8) of it (Hoeffding)."""
-    assert plan.lists is not None
     if not head.n or not head.m:
         return Distortion(0.0, 0.0, True)
     widest = abs(head.scale) * list_reach(head, plan.lists)
@@ -58,27 +66,22 @@ def _of_lists(head: Head, plan: HeadPlan) -> Distortion:
     return Distortion(spread, math.inf, True)
 
 
-def _on_data(head: Head, plan: HeadPlan) -> tuple[float, bool]:
-    """The range of the scores that the polynomial meets, and whether exact keys are mixed in."""
-    if plan.kind == "polynomial":
-        return score_reach(head, None, head.live_keys), False
-    rows, keys = split_of(plan, head)
-    if rows.small is not None and not len(rows.small):
-        return 0.0, False
-    return score_reach(head, rows.small, keys.small), keys.large is not None
-
-
-def recertified(head: Head, plan: HeadPlan) -> tuple[CertifiedPolynomial, bool]:
-    """The plan's polynomial on the range of this data, which may be wider than the plan's."""
-    reach, mixed = _on_data(head, plan)
-    poly = plan.polynomial
-    assert poly is not None
+def recertified(head: Head, plan: PolynomialHead) -> tuple[CertifiedPolynomial, bool]:
+    """The plan's polynomial on the range of this data, which may be wider than the plan's; and
+    whether exact keys are mixed in."""
+    rows, keys, mixed = None, head.live_keys, False
+    if isinstance(plan, ThresholdHead):
+        split = plan.split(head)
+        rows, keys, mixed = split[0].small, split[1].small, split[1].large is not None
+    if _empty(rows):
+        return plan.polynomial, False
+    reach, poly = score_reach(head, rows, keys), plan.polynomial
     return (poly if reach <= poly.bound else poly.on(reach)), mixed
 
 
-def _of_buckets(head: Head, plan: HeadPlan) -> Distortion:
+def _of_buckets(head: Head, plan: BucketHead) -> Distortion:
     """The worst row bucket: the spread of the pairs that its rows see."""
-    row_sets, key_sets = buckets_of(plan, head)
+    row_sets, key_sets = plan.buckets(head)
     spread = error = 0.0
     for row, rows in enumerate(row_sets):
         ranges = [
@@ -94,7 +97,7 @@ def _of_buckets(head: Head, plan: HeadPlan) -> Distortion:
 
 
 def _log_ratio(
-    head: Head, plan: HeadPlan, pair: BucketPair, rows: Tensor | None, keys: Tensor | None
+    head: Head, plan: BucketHead, pair: BucketPair, rows: Tensor | None, keys: Tensor | None
 ) -> tuple[float, float]:
     """Range of log(given / exact) in one pair of buckets."""
     if pair.kernel is None:

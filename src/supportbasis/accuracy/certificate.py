@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from ..lists.list_sum import row_risks
-from ..plans.plan import HeadPlan, Plan
+from ..plans import (
+    ExactHead,
+    FittedHead,
+    HeadPlan,
+    ListHead,
+    Plan,
+    PolynomialHead,
+    PowerHead,
+)
 from ..problem.problem import Head, Problem
 from ..problem.result import FAILED_SHARE, Outcome
 from ..problem.rounding import unit_roundoff
@@ -40,7 +48,7 @@ class Certificate:
         ones that no sketch tells from the rest can escape. The limit is infinite where a sketch
         lost more than 1 % of the rows. `PowerAttention` is compared with the power itself.
     ``invalid_rows``
-        Rows whose denominator was unusable; ``rescued_rows`` of them were computed exactly.
+        Rows whose denominator was unusable; ``fallback_rows`` of them were computed exactly.
     """
 
     bound: Tensor  # [batch, heads]
@@ -49,7 +57,7 @@ class Certificate:
     rows: int
     confidence: float
     invalid_rows: Tensor  # [batch, heads]
-    rescued_rows: Tensor  # [batch, heads]
+    fallback_rows: Tensor  # [batch, heads]
 
     def holds(self, tolerance: float) -> bool:
         """Whether the measured error of every head, at its upper limit, is within tolerance."""
@@ -69,10 +77,10 @@ class Certificate:
             f"{float(self.measured.max()):.3g} (below {float(self.limit.max()):.3g} with "
             f"confidence {self.confidence:g}, {self.rows} rows)"
         )
-        invalid, rescued = int(self.invalid_rows.sum()), int(self.rescued_rows.sum())
+        invalid, fallback = int(self.invalid_rows.sum()), int(self.fallback_rows.sum())
         if invalid:
             text += f", {invalid} rows without a usable denominator"
-        return text + (f" ({rescued} of them computed exactly)" if rescued else "")
+        return text + (f" ({fallback} of them computed exactly)" if fallback else "")
 
     __repr__ = __str__
 
@@ -92,13 +100,13 @@ def certify(problem: Problem, plan: Plan, outcome: Outcome, *, seed: int = 0) ->
     else:
         for b, h, head in problem.each_head():
             at = (b, h)
-            bound[at] = error_bound(head, plan.head(b, h), outcome, at)
+            bound[at] = error_bound(head, plan.heads[h], outcome, at)
             if head.n:
-                sample = _sample(head, plan.head(b, h), outcome, at, seed)
-                measured[at], limit[at] = sampled_error(head, plan.head(b, h), outcome, at, sample)
+                sample = _sample(head, plan.heads[h], outcome, at, seed)
+                measured[at], limit[at] = sampled_error(head, plan.heads[h], outcome, at, sample)
     used = 0 if problem.dropout_p > 0 else min(problem.n, SAMPLED_ROWS)
     confidence = 1.0 if used == problem.n else CONFIDENCE
-    counts = (outcome.invalid_rows.long().cpu(), outcome.rescued_rows.long().cpu())
+    counts = (outcome.invalid_rows.long().cpu(), outcome.fallback_rows.long().cpu())
     return Certificate(bound, measured, limit, used, confidence, *counts)
 
 
@@ -110,7 +118,7 @@ def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int
     largest = float(head.value.abs().max()) if head.value.numel() else 0.0
     vanishing = torch.finfo(head.query.dtype).smallest_normal / largest if largest else 0.0
     narrow = 2 * unit_roundoff(head.query.dtype)
-    invalid = int(outcome.invalid_rows[at]) > int(outcome.rescued_rows[at])  # zeros
+    invalid = int(outcome.invalid_rows[at]) > int(outcome.fallback_rows[at])  # zeros
     spread, error, nonnegative = distortion(head, plan)
     if not head.normalise:
         lost = min(1.0, vanishing * _smallest_row(outcome, at))
@@ -120,7 +128,7 @@ def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int
     output = float(outcome.output[at].abs().max()) if outcome.output[at].numel() else 0.0
     trivial = 1 + output / largest if largest > 0 else 0.0
     if spread == math.inf and not nonnegative:
-        return trivial if plan.frame is not None else math.inf
+        return trivial if isinstance(plan, FittedHead) else math.inf
     polynomial = 2 * math.tanh(spread / 4)
     rounding = 2 * eta / (1 - eta) if eta < 1 else math.inf
     total = polynomial + rounding + narrow + vanishing
@@ -134,10 +142,10 @@ def _sample(
     sum is not what a few keys suggest, and that lean on tilted keys."""
     output = outcome.output[at].to(head.dtype)
     measures = [(output - output.mean(0)).square().sum(1).double()]
-    if plan.kernel is None and head.normalise and head.n > SAMPLED_ROWS:
+    if not isinstance(plan, PowerHead) and head.normalise and head.n > SAMPLED_ROWS:
         away = (Sketch.of(head, seed).lse - outcome.lse[at].double()).abs()
         measures.append(away.nan_to_num(0.0, FURTHEST).clamp(max=FURTHEST).expm1().square())
-    if plan.lists is not None and head.n > SAMPLED_ROWS and head.m:
+    if isinstance(plan, ListHead) and head.n > SAMPLED_ROWS and head.m:
         measures.append(row_risks(head, plan.lists))
     return RowSample.draw(head, SAMPLED_ROWS, seed, tuple(measures))
 
@@ -156,9 +164,10 @@ def sampled_error(
 ) -> tuple[float, float]:
     """Measured error of the sampled rows, and its upper limit for all rows."""
     log_scale = float(outcome.log_scale[at])
-    exact = exact_rows(head, sample.rows, log_scale, plan.kernel)
+    kernel = plan.kernel if isinstance(plan, PowerHead) else None
+    exact = exact_rows(head, sample.rows, log_scale, kernel)
     error = outcome.output[at][sample.rows].double() - exact
-    failed = plan.is_sketched and int(outcome.rescued_rows[at]) > FAILED_SHARE * head.n
+    failed = plan.is_sketched and int(outcome.fallback_rows[at]) > FAILED_SHARE * head.n
     if not head.is_density:
         unit = max([1e-300, *(float(x.abs().max()) for x in (error, exact) if x.numel())])
         error, exact = error / unit, exact / unit  # so that squares neither vanish nor overflow
@@ -169,7 +178,7 @@ def sampled_error(
     if len(sample.rows) == head.n:
         return measured, math.inf if failed else measured
     # the weights' error is bounded for all rows; twice the measured one is left for rounding
-    if plan.polynomial is not None or plan.kind == "exact":
+    if isinstance(plan, (PolynomialHead, ExactHead)):
         return measured, 2 * measured + density_error(head, plan, math.log(peak) + log_scale)
     relative = distortion(head, plan).error
     largest = float(outcome.output[at].double().abs().max()) / peak

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..components import ExactSum, evaluate
-from ..engine.basis import split_of
-from ..plans.plan import HeadPlan
+from ..plans import HeadPlan, PolynomialHead
 from ..polynomials.certified import CertifiedPolynomial
 from ..problem.problem import Head
 from .sampling import RowSample
@@ -34,7 +33,7 @@ def density_scale(head: Head, seed: int, rows: int = 64) -> float:
 
 def density_error(head: Head, plan: HeadPlan, log_peak: float) -> float:
     """Upper bound on the polynomial's largest error in units of ``exp(log_peak)``."""
-    if plan.polynomial is None:
+    if not isinstance(plan, PolynomialHead):
         return 0.0
     return NormBins(head, plan).error(plan.polynomial, log_peak)
 
@@ -43,9 +42,7 @@ class NormBins:
     """The small rows and keys of a plan, binned by norm: serves every polynomial for that split."""
 
     def __init__(self, head: Head, plan: HeadPlan):
-        rows, keys = None, head.live_keys
-        if plan.kind == "single-threshold":
-            rows, keys = (side.small for side in split_of(plan, head))
+        rows, keys = plan.smooth(head)
         row_norm, self.row_weight = _row_bins(head, rows)
         key_norm, self.key_weight, self.top = _key_bins(head, keys)
         self.reach = abs(head.scale) * row_norm.unsqueeze(1) * key_norm

@@ -7,9 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..engine.basis import split_of
 from ..engine.jensen import least_lse
-from ..plans.plan import HeadPlan
+from ..plans import FittedHead, PolynomialHead, ThresholdHead
 from ..polynomials.balancing import framed
 from ..problem.problem import Head
 from ..problem.result import FAILED_SHARE
@@ -55,12 +54,12 @@ class RowCheck:
             output / weight.sum(1, keepdim=True) if self.head.normalise else output
         ).nan_to_num()
 
-    def error(self, plan: HeadPlan) -> tuple[float, float]:
+    def error(self, plan: PolynomialHead | FittedHead) -> tuple[float, float]:
         """Measured error of the plan on the sampled rows, and its upper limit."""
-        weight = self._fitted(plan) if plan.fitted is not None else self._polynomial(plan)
-        if plan.kind != "polynomial":
+        weight = self._fitted(plan) if isinstance(plan, FittedHead) else self._polynomial(plan)
+        if isinstance(plan, (ThresholdHead, FittedHead)):
             self._restore_exact(plan, weight)
-        if plan.fitted is not None:
+        if isinstance(plan, FittedHead):
             log_sum = weight.sum(1).log().double() + self.top.squeeze(1)
             lost = ~(log_sum >= least_lse(plan, self.head, self.rows))
             if self.sample.total(lost.double()) > FAILED_SHARE * self.sample.n:
@@ -70,15 +69,13 @@ class RowCheck:
         size = self.exact.double().square().sum(-1)
         return self.sample.frobenius_limit(squared, size)
 
-    def _polynomial(self, plan: HeadPlan) -> Tensor:
+    def _polynomial(self, plan: PolynomialHead) -> Tensor:
         poly = plan.polynomial
-        assert poly is not None
         unit = poly.bound - self.top
         unit = unit if self.log_weight is None else unit + self.log_weight
         return poly(self.scores).mul_(unit.exp())
 
-    def _fitted(self, plan: HeadPlan) -> Tensor:
-        assert plan.fitted is not None and plan.frame is not None
+    def _fitted(self, plan: FittedHead) -> Tensor:
         inside = framed(self.head, plan.frame)
         assert inside.key_log_weight is not None
         query, key = inside.query[self.rows].to(self.scores), inside.key.to(self.scores)
@@ -88,8 +85,8 @@ class RowCheck:
             log_weight = log_weight.masked_fill(self.log_weight == -math.inf, -math.inf)
         return plan.fitted(query, key).mul_(log_weight.exp())
 
-    def _restore_exact(self, plan: HeadPlan, weight: Tensor) -> None:
-        rows, keys = split_of(plan, self.head)
+    def _restore_exact(self, plan: ThresholdHead | FittedHead, weight: Tensor) -> None:
+        rows, keys = plan.split(self.head)
         if keys.large is not None:
             weight[:, keys.large] = self.weight[:, keys.large]
         if rows.large is not None:

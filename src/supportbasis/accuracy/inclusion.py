@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..problem.caching import WeakCache
 from ..problem.problem import Head
 
 SAMPLED_KEYS, ODD_KEYS, FOUND_KEYS = 64, 24, 48
@@ -44,11 +45,10 @@ class Sketch:
     @staticmethod
     def of(head: Head, seed: int) -> Sketch:
         """Made once for a head and a seed."""
-        found = head.memory.get(("sketch", seed))
-        if not isinstance(found, Sketch):
-            found = _sketch(head, seed)
-            head.memory["sketch", seed] = found
-        return found
+        return _sketches.get(head, seed, lambda: _sketch(head, seed))
+
+
+_sketches: WeakCache[Head, int, Sketch] = WeakCache()
 
 
 def probabilities(even: Tensor, measures: tuple[Tensor, ...], count: int) -> Tensor:

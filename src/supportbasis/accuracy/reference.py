@@ -1,6 +1,6 @@
-"""Slow, obvious float64 twins: the whole weight matrix, written down. For small inputs.
+"""Slow, obvious float64 references: the whole weight matrix, written down. For small inputs.
 
-Autograd runs through them, which makes them the twins of the backward pass too.
+Autograd runs through them, which makes them references of the backward pass too.
 """
 
 from __future__ import annotations
@@ -12,11 +12,20 @@ import torch
 from torch import Tensor
 
 from ..components.sketch_sum import Sketched
-from ..engine.basis import buckets_of
 from ..engine.jensen import least_lse
 from ..lists.list_sum import head_tables
 from ..lists.tables import ASKED, ListSettings, Tables
-from ..plans.plan import HeadPlan, Plan
+from ..plans import (
+    BucketHead,
+    ExactHead,
+    FittedHead,
+    HeadPlan,
+    ListHead,
+    Plan,
+    PolynomialHead,
+    PowerHead,
+    ThresholdHead,
+)
 from ..polynomials.powers import PowerKernel
 from ..problem.problem import Head, Problem
 
@@ -27,8 +36,8 @@ def execute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
     For a kernel sum the output is the sum itself, in linear units.
     """
     outputs, sums = [], []
-    for b, h, head in problem.each_head():
-        output, lse = run_head(head, plan.head(b, h))
+    for _, h, head in problem.each_head():
+        output, lse = run_head(head, plan.heads[h])
         outputs.append(output)
         sums.append(lse)
     shape = (problem.batch, problem.heads)
@@ -40,13 +49,14 @@ def execute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
 
 def run_head(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
     """One head, quadratic time and memory. Rows that a sketch lost are exact, as in `execute`."""
-    if plan.lists is not None and head.n and head.m:
+    if isinstance(plan, ListHead) and head.n and head.m:
         return list_attention(head, plan.lists, head_tables(head, plan.lists))
     weight, top = weights(head, plan)
     den = weight.sum(1)
-    if plan.may_lose_rows:
-        kernel = None if plan.kernel is None else replace(plan.kernel, sketch_size=None)
-        exact_plan = replace(plan, pairs=(), kernel=kernel, fitted=None)
+    if plan.may_fail:
+        exact_plan: HeadPlan = ExactHead(n=head.n, m=head.m)
+        if isinstance(plan, PowerHead):
+            exact_plan = replace(plan, kernel=replace(plan.kernel, sketch_size=None))
         exact, exact_top = weights(head, exact_plan)
         lost = ~(den.log() + top >= least_lse(plan, head, None)) | (den == 0)
         weight = torch.where(lost.unsqueeze(1), exact, weight)
@@ -65,26 +75,26 @@ def weights(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
     """The matrix of weights in units of exp(top) for each row: exp, or what the plan puts there."""
     score = head.query.double() @ head.key.double().T * head.scale
     log_weight = _log_weight(head, score)
-    if plan.kernels:
+    if isinstance(plan, PowerHead):
+        score = _log_kernel(head, plan.kernel, score)
+    elif isinstance(plan, BucketHead):
         score = _log_kernels(head, plan, score)
     top = (score + log_weight).amax(1) if head.m else score.new_zeros(head.n)
     top = torch.where(top > -math.inf, top, 0.0).detach()  # a unit, which cancels
     exact = (score + log_weight - top.unsqueeze(1)).exp()
-    if plan.fitted is not None:
+    if isinstance(plan, FittedHead):
         row, key, log_fitted_unit = _framed(head, plan)
         unit = (log_weight + log_fitted_unit - top.unsqueeze(1)).exp()
         return torch.where(_is_near(plan, row, key), plan.fitted(row, key) * unit, exact), top
-    if plan.polynomial is None:
+    if not isinstance(plan, PolynomialHead):
         return exact, top
     unit = (log_weight + plan.polynomial.bound - top.unsqueeze(1)).exp()
     return torch.where(_is_small(head, plan), plan.polynomial(score) * unit, exact), top
 
 
-def _log_kernels(head: Head, plan: HeadPlan, score: Tensor) -> Tensor:
+def _log_kernels(head: Head, plan: BucketHead, score: Tensor) -> Tensor:
     """Log-weights of all pairs where powers stand in for exp: the score itself where none does."""
-    if plan.kernel is not None:
-        return _log_kernel(head, plan.kernel, score)
-    row_sets, key_sets = buckets_of(plan, head)
+    row_sets, key_sets = plan.buckets(head)
     score = score.clone()
     for pair in plan.pairs:
         rows, keys = row_sets[pair.row], key_sets[pair.key]
@@ -119,10 +129,9 @@ def _log_weight(head: Head, score: Tensor) -> Tensor:
     return weight
 
 
-def _framed(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor, Tensor]:
+def _framed(head: Head, plan: FittedHead) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys in the plan's frame, and what the scores have more than their products."""
     frame = plan.frame
-    assert frame is not None
     query, key = head.query.double(), head.key.double()
     away = key - frame.key_centre
     shift = (query @ frame.key_centre).unsqueeze(1) + away @ frame.query_centre
@@ -131,19 +140,17 @@ def _framed(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor, Tensor]:
     return row, away @ frame.key_map * root, shift * head.scale
 
 
-def _is_near(plan: HeadPlan, row: Tensor, key: Tensor) -> Tensor:
+def _is_near(plan: FittedHead, row: Tensor, key: Tensor) -> Tensor:
     """Pairs within the radius of a fitted polynomial."""
-    assert plan.fitted is not None
     near = row.norm(dim=1) <= plan.fitted.query_radius
     near[: plan.exact_rows] = False
     return near.unsqueeze(1) & (key.norm(dim=1) <= plan.fitted.key_radius)
 
 
-def _is_small(head: Head, plan: HeadPlan) -> Tensor:
+def _is_small(head: Head, plan: PolynomialHead) -> Tensor:
     """Pairs of a small row and a small key (all pairs where nothing is split)."""
-    if plan.kind == "polynomial":
+    if not isinstance(plan, ThresholdHead):
         return _all(head.n, head).unsqueeze(1) & _all(head.m, head)
-    assert plan.threshold is not None
     row = head.query.double().abs().amax(1) <= plan.threshold
     key = head.key.double().abs().amax(1) <= plan.threshold
     return row.unsqueeze(1) & key

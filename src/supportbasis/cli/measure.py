@@ -21,7 +21,7 @@ from torch import Tensor
 from ..api import attention
 from ..errors import SupportBasisError
 from ..methods import Method
-from ..plans.plan import HeadPlan, Plan
+from ..plans import HeadPlan, Plan
 from ..problem.result import Result
 from .settings import Setting
 

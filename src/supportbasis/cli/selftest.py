@@ -23,7 +23,7 @@ from ..accuracy import reference
 from ..api import attention, plan
 from ..errors import InputError
 from ..methods import BlockSupport, Exact, Method, Polynomial, SingleThreshold
-from ..plans.plan import Plan
+from ..plans import Plan
 from ..problem.validation import attention_problem
 
 UNITS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-9}

@@ -15,6 +15,30 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class SavedForward:
+    """What the backward pass of a call is given, [batch, heads, ...]."""
+
+    output: Tensor  # [batch, heads, n, dv]
+    lse: Tensor  # [batch, heads, n]
+    fallback: Tensor  # [batch, heads, n]: rows that were computed exactly instead
+    grad: Tensor  # of the output
+    grad_lse: Tensor | None
+    for_weights: bool  # whether the gradient of the key log-weights is asked for
+
+    def of_heads(self, index: Tensor) -> SavedForward:
+        """Some heads."""
+        parts = (self.output, self.lse, self.fallback, self.grad)
+        output, lse, fallback, grad = (x.index_select(1, index) for x in parts)
+        grad_lse = None if self.grad_lse is None else self.grad_lse.index_select(1, index)
+        return SavedForward(output, lse, fallback, grad, grad_lse, self.for_weights)
+
+    def cotangent(self, at: tuple[int, int]) -> Cotangent:
+        """Gradients of the sums of one head."""
+        grad_lse = None if self.grad_lse is None else self.grad_lse[at]
+        return Cotangent.of(self.output[at], self.lse[at], self.grad[at], grad_lse)
+
+
 @dataclass
 class Cotangent:
     """Gradients of the sums of some rows, in units of ``exp(log_scale)``; -inf: of no weight."""

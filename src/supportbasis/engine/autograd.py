@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..components.cotangent import SavedForward
 from ..errors import InputError
-from ..plans.plan import Plan
+from ..plans import Plan
 from ..problem.checks import check_bias, check_finite, is_tracing
 from ..problem.problem import Kept, Problem, in_rows
 from ..problem.result import FAILED_SHARE, Outcome
@@ -41,11 +42,10 @@ def is_recorded(problem: Problem) -> bool:
 
 def check_plan(problem: Problem, plan: Plan) -> None:
     """Raise if a plan does not fit the inputs' shapes."""
-    shape = (problem.batch, problem.heads, problem.query.shape[-1])
-    made_for = (plan.batch, plan.num_heads, plan.dim)
+    shape, made_for = (problem.heads, problem.query.shape[-1]), (plan.num_heads, plan.dim)
     if shape != made_for:
         raise InputError(
-            f"plan was made for (batch, heads, dim) = {made_for}, but the inputs have {shape}"
+            f"plan was made for (heads, dim) = {made_for}, but the inputs have {shape}"
         )
     ranges.check_call(problem, plan)
 
@@ -59,7 +59,7 @@ def checked(problem: Problem, plan: Plan, implementation: str) -> Plan:
     if _reports_later(problem, plan, implementation):
         from ..cuda.runtime.range_check import RangeCheck
 
-        return RangeCheck.of(plan, problem.query.device).reported(plan)
+        return RangeCheck.of(plan, problem.query.device, problem.batch).reported(plan)
     plan = ranges.in_range(problem, plan)
     check_scores(problem, plan)
     return plan
@@ -98,10 +98,10 @@ def run(problem: Problem, plan: Plan, implementation: str = "auto") -> Outcome:
     if not torch.compiler.is_compiling():
         operator = _Attention.apply
         inputs = (*inputs, None if is_tracing() else Kept())
-    output, lse, rescued, counts = operator(*inputs)
-    invalid_rows, rescued_rows, rounding = counts.unbind(0)
+    output, lse, fallback, counts = operator(*inputs)
+    invalid_rows, fallback_rows, rounding = counts.unbind(0)
     zero = torch.zeros_like(rounding)
-    return Outcome(output, lse, zero, invalid_rows, rescued_rows, rounding, rescued)
+    return Outcome(output, lse, zero, invalid_rows, fallback_rows, rounding, fallback)
 
 
 def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
@@ -119,10 +119,10 @@ def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
     if _reports_later(problem, plan, implementation):
         from ..cuda.runtime.range_check import RangeCheck
 
-        RangeCheck.of(plan, problem.query.device).ask(problem)
-    batches = dispatch.batches(problem, plan, implementation)
-    outcome = dispatch.run(problem, batches)
-    if any(batch.kind is None for batch in batches):
+        RangeCheck.of(plan, problem.query.device, problem.batch).ask(problem)
+    groups = dispatch.groups(problem, plan, implementation)
+    outcome = dispatch.run(problem, groups)
+    if any(group.kind is None for group in groups):
         warn_about(problem, plan, outcome)
     return outcome
 
@@ -139,15 +139,15 @@ def exact_outcome(problem: Problem) -> Outcome | None:
 
 def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
     """Say what went wrong with some rows, and refuse an output that is not finite."""
-    if int(outcome.invalid_rows.sum() - outcome.rescued_rows.sum()):
+    if int(outcome.invalid_rows.sum() - outcome.fallback_rows.sum()):
         warnings.warn(
             "supportbasis: rows had no usable denominator (their weights cancel or vanish) and "
             "return zeros; return_result=True counts them by head",
             UserWarning,
             stacklevel=4,
         )
-    lossy = any(head.may_lose_rows for head in plan.heads)
-    if lossy and float(outcome.rescued_rows.max()) > FAILED_SHARE * problem.n:
+    lossy = any(head.may_fail for head in plan.heads)
+    if lossy and float(outcome.fallback_rows.max()) > FAILED_SHARE * problem.n:
         advice = "a larger sketch_size" if plan.heads[0].is_sketched else "a new plan"
         warnings.warn(
             "supportbasis: a sketch or fit lost more than 1 % of a head's rows, which were "
@@ -216,15 +216,15 @@ def _run_forward(
     is_causal: bool,
     kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output and lse, which rows were rescued, and counts [3, batch, heads]."""
+    """Output and lse, which rows were fallback, and counts [3, batch, heads]."""
     problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal, kept)
     the_plan = _plan_of(problem, plan, implementation)
     with torch.autocast(query.device.type, enabled=False):
         outcome = compute(problem, the_plan, implementation)
-    counts = torch.stack([outcome.invalid_rows, outcome.rescued_rows, outcome.rounding])
-    made = (outcome.output, outcome.lse, outcome.rescued, counts)
-    output, lse, rescued, counts = (x.contiguous() for x in made)
-    return output, lse, rescued, counts
+    counts = torch.stack([outcome.invalid_rows, outcome.fallback_rows, outcome.rounding])
+    made = (outcome.output, outcome.lse, outcome.fallback, counts)
+    output, lse, fallback, counts = (x.contiguous() for x in made)
+    return output, lse, fallback, counts
 
 
 def _plan_of(problem: Problem, handle: str, implementation: str) -> Plan:
@@ -279,7 +279,7 @@ def _run_backward(
     mask: Tensor | None,
     output: Tensor,
     lse: Tensor,
-    rescued: Tensor,
+    fallback: Tensor,
     plan: str,
     implementation: str,
     scale: float,
@@ -292,10 +292,9 @@ def _run_backward(
     grad, output = in_rows(grad), in_rows(output)
     with torch.autocast(query.device.type, enabled=False):
         the_plan = _plan_of(problem, plan, implementation)
-        batches = dispatch.batches(problem, the_plan, implementation)
-        total = dispatch.gradients(
-            problem, batches, output, lse, rescued, grad, grad_lse, for_weights
-        )
+        groups = dispatch.groups(problem, the_plan, implementation)
+        saved = SavedForward(output, lse, fallback, grad, grad_lse, for_weights)
+        total = dispatch.gradients(problem, groups, saved)
     weight = total.key_log_weight
     grads = (total.query.to(query.dtype), total.key.to(key.dtype), total.value.to(value.dtype))
     made = (*grads, lse.new_empty(0) if weight is None else weight)
@@ -307,8 +306,8 @@ _backward = torch.library.custom_op(
     "supportbasis::attention_backward",
     _run_backward,
     mutates_args=(),
-    schema=f"(Tensor grad, Tensor? grad_lse, {TENSORS}, Tensor output, Tensor lse, Tensor rescued, "
-    f"{SETTINGS}, bool for_weights) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad, Tensor? grad_lse, {TENSORS}, Tensor output, Tensor lse, "
+    f"Tensor fallback, {SETTINGS}, bool for_weights) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -323,7 +322,7 @@ def _(
     mask: Tensor | None,
     output: Tensor,
     lse: Tensor,
-    rescued: Tensor,
+    fallback: Tensor,
     plan: str,
     implementation: str,
     scale: float,
@@ -363,11 +362,11 @@ def _gradients(operator: Any, ctx: Any, *grads: Tensor | None) -> tuple[Tensor |
     grad, grad_lse = grads[:2]
     if grad is None and grad_lse is None:
         return (None,) * len(ctx.needs_input_grad)
-    *tensors, output, lse, rescued = ctx.saved_tensors
+    *tensors, output, lse, fallback = ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(output)
     *parts, weight = operator(
-        grad, grad_lse, *tensors, output, lse, rescued, *ctx.settings, ctx.for_weights, *ctx.kept
+        grad, grad_lse, *tensors, output, lse, fallback, *ctx.settings, ctx.for_weights, *ctx.kept
     )
     rest = (None,) * (len(ctx.needs_input_grad) - 4)
     return (*parts, weight if ctx.for_weights else None, *rest)

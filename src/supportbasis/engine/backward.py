@@ -1,9 +1,9 @@
-"""The way back through `execute`: gradients of output and lse to those of query, key and value.
+"""The backward pass of `execute`: gradients of output and lse to those of query, key and value.
 
 The function that is differentiated is the one that ran: supports, thresholds, polynomials and
-sketches are constants, and rows that were rescued are exact here too. Of the forward pass its
-output, its lse and which rows were rescued are kept, and, outside of graphs, the components with
-the sums of features over keys; weights and features are formed again in blocks.
+sketches are constants, and rows that fell back to exact sums are exact here too. Of the forward
+pass its output, its lse and which rows these are is saved, and, outside of graphs, the components
+with the sums of features over keys; weights and features are formed again in blocks.
 """
 
 from __future__ import annotations
@@ -12,44 +12,32 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..components.cotangent import Cotangent, Gradients
-from ..plans.plan import HeadPlan, Plan
+from ..components.cotangent import Cotangent, Gradients, SavedForward
+from ..plans import HeadPlan, Plan
+from ..plans.supports import RowGroup
 from ..problem.problem import Head, Problem
-from .basis import RowGroup, exact_component, support_basis
 
 
-def backward(
-    problem: Problem,
-    plan: Plan,
-    output: Tensor,
-    lse: Tensor,
-    rescued: Tensor,
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    *,
-    for_weights: bool = False,
-) -> Gradients:
+def backward(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
     """Gradients [batch, heads or key heads, ...] in the dtype of the sums; those of the key
-    log-weights, [batch, heads, m], if ``for_weights``."""
+    log-weights, [batch, heads, m], if they are asked for."""
     query, key, value = (
         x.new_zeros(x.shape, dtype=problem.dtype)
         for x in (problem.query, problem.key, problem.value)
     )
     weights = (problem.batch, problem.heads, problem.m)
-    weight = query.new_zeros(weights) if for_weights else None
+    weight = query.new_zeros(weights) if saved.for_weights else None
     total = Gradients(query, key, value, weight)
     for b, h, head in problem.each_head():
         at, key_at = (b, h), (b, h // problem.group)
         part = Gradients(
             query[at], key[key_at], value[key_at], None if weight is None else weight[at]
         )
-        from_lse = None if grad_lse is None else grad_lse[at]
-        cotangent = Cotangent.of(output[at], lse[at], grad[at], from_lse)
         if problem.kept:
             head, basis = problem.kept[at]
         else:
-            basis = support_basis(plan.head(b, h), head)
-        backward_head(head, plan.head(b, h), basis, cotangent, rescued[at], part)
+            basis = plan.heads[h].basis(head)
+        backward_head(head, plan.heads[h], basis, saved.cotangent(at), saved.fallback[at], part)
     return total
 
 
@@ -58,18 +46,18 @@ def backward_head(
     plan: HeadPlan,
     basis: Sequence[RowGroup],
     cotangent: Cotangent,
-    rescued: Tensor,
+    fallback: Tensor,
     total: Gradients,
 ) -> None:
     """One head: every component adds its part to ``total``."""
     for group in basis:
-        rows, part, lost = group.rows, cotangent, rescued
+        rows, part, lost = group.rows, cotangent, fallback
         if rows is not None:
-            part, lost = cotangent[rows], rescued[rows]
+            part, lost = cotangent[rows], fallback[rows]
         if bool(lost.any()):
             where = lost.nonzero().squeeze(1)
             exact = where if rows is None else rows[where]
-            exact_component(plan, head).add_gradients(total, part[where], head, exact)
+            plan.exact(head).add_gradients(total, part[where], head, exact)
             part = part.without(lost)
         for component in group.components:
             component.add_gradients(total, part, head, rows)

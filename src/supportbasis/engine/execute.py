@@ -11,11 +11,12 @@ from torch import Tensor
 from ..components import evaluate
 from ..components.partial import Partial
 from ..errors import InputError
-from ..plans.plan import HeadPlan, Plan
+from ..plans import HeadPlan, Plan, PolynomialHead, ThresholdHead
+from ..plans.supports import RowGroup
+from ..polynomials.balancing import release
 from ..problem.problem import Head, Problem
 from ..problem.result import Outcome
 from ..problem.rounding import unit_roundoff
-from .basis import RowGroup, exact_component, support_basis
 from .jensen import least_lse
 
 
@@ -23,22 +24,22 @@ def execute(problem: Problem, plan: Plan) -> Outcome:
     """Run every head of the plan through the component engine."""
     batch, heads, n = problem.batch, problem.heads, problem.n
     new = problem.query.new_zeros
-    log_scale, invalid, rescued, rounding = new(4, batch, heads, dtype=problem.dtype).unbind(0)
+    log_scale, invalid, fallback, rounding = new(4, batch, heads, dtype=problem.dtype).unbind(0)
     outcome = Outcome(
         problem.query.new_empty(batch, heads, n, problem.value.shape[-1]),
         problem.query.new_empty(batch, heads, n, dtype=problem.dtype),
         log_scale,
         invalid,
-        rescued,
+        fallback,
         rounding,
         new(batch, heads, n, dtype=torch.bool),
     )
     for b, h, head in problem.each_head():
-        basis = support_basis(plan.head(b, h), head)
-        run_head(head, plan.head(b, h), basis, outcome, (b, h))
+        basis = plan.heads[h].basis(head)
+        run_head(head, plan.heads[h], basis, outcome, (b, h))
         if problem.kept is not None:
             problem.kept[b, h] = (head, basis)
-            head.memory.clear()  # what is kept for the backward pass: tokens alone
+            release(head)  # only tokens are saved for the backward pass
     return outcome
 
 
@@ -57,13 +58,13 @@ def run_head(
         lost = total.seen & ~valid
         if bool(lost.any()):
             outcome.invalid_rows[at] += lost.sum()
-            if plan.kind == "single-threshold" or plan.may_lose_rows:
-                _rescue(plan, head, group.rows, lost, total)
+            if isinstance(plan, ThresholdHead) or plan.may_fail:
+                _fall_back(plan, head, group.rows, lost, total)
                 valid = total.seen & (total.usable if head.normalise else total.finite)
-                rescued = lost & valid
-                outcome.rescued_rows[at] += rescued.sum()
-                outcome.rescued[at][slice(None) if group.rows is None else group.rows] = rescued
-        if plan.kind != "polynomial" and bool((total.seen & ~total.finite).any()):
+                fallback = lost & valid
+                outcome.fallback_rows[at] += fallback.sum()
+                outcome.fallback[at][slice(None) if group.rows is None else group.rows] = fallback
+        if type(plan) is not PolynomialHead and bool((total.seen & ~total.finite).any()):
             _check_values(head)
         if bool(valid.any()):
             relative = (total.noise / total.den.abs())[valid].max()
@@ -88,20 +89,22 @@ def _usable(plan: HeadPlan, head: Head, rows: Tensor | None, total: Partial) -> 
     """Rows whose sums can be trusted: finite, clear of rounding, and not lost by a sketch or a
     fitted polynomial."""
     usable = total.usable if head.normalise else total.finite
-    if plan.may_lose_rows:
+    if plan.may_fail:
         log_sum = total.den.double().log() + total.log_scale
         usable &= log_sum >= least_lse(plan, head, rows)
-    if plan.polynomial is not None and head.normalise and head.value_dim:
+    if isinstance(plan, PolynomialHead) and head.normalise and head.value_dim:
         # over a sum that nearly vanishes values may leave the dtype of the output
         largest = torch.finfo(head.query.dtype).max
         usable &= total.num.abs().amax(-1) <= largest * total.den
     return usable
 
 
-def _rescue(plan: HeadPlan, head: Head, rows: Tensor | None, lost: Tensor, total: Partial) -> None:
+def _fall_back(
+    plan: HeadPlan, head: Head, rows: Tensor | None, lost: Tensor, total: Partial
+) -> None:
     """Compute the rows that a polynomial or a sketch lost exactly, in place."""
     where = lost.nonzero().squeeze(1)
-    exact = evaluate([exact_component(plan, head)], head, where if rows is None else rows[where])
+    exact = evaluate([plan.exact(head)], head, where if rows is None else rows[where])
     total.put_(where, exact)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..components.exact_sum import take, take_index
-from ..plans.plan import HeadPlan
+from ..plans import FittedHead, HeadPlan, PowerHead
 from ..polynomials.balancing import framed
 from ..problem.problem import Head
 
@@ -31,16 +31,15 @@ PRODUCTS = 128  # at most, that one sum over keys is made of
 
 def least_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:
     """Log of what the sums of the given rows (None: all) must at least be, or they are lost."""
-    if plan.fitted is None:
+    if not isinstance(plan, FittedHead):
         return lower_lse(plan, head, rows) + math.log(LOST)
     by_groups = not head.is_causal and head.m > 0
     bound = _grouped_lse(plan, head, rows) if by_groups else lower_lse(plan, head, rows)
     return bound + math.log(WRONG)
 
 
-def _grouped_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:
+def _grouped_lse(plan: FittedHead, head: Head, rows: Tensor | None) -> Tensor:
     """The bound by groups of keys, in the frame of the plan."""
-    assert plan.frame is not None
     inside = framed(head, plan.frame)
     assert inside.key_log_weight is not None
     query = inside.query if rows is None else inside.query[rows]
@@ -84,7 +83,9 @@ def lower_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:
         query = take(head.query, rows, start, stop).double()
         log_mass, mean = means.at(take_index(rows, start, stop, query))
         score = (query * mean).sum(-1) * head.scale
-        least[start:stop] = log_mass + (score if plan.kernel is None else plan.kernel.log(score))
+        if isinstance(plan, PowerHead):
+            score = plan.kernel.log(score)
+        least[start:stop] = log_mass + score
     return least
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NoReturn
@@ -16,11 +17,10 @@ import torch
 
 from ..components.polynomial_sum import LARGEST_REACH
 from ..errors import InputError
-from ..plans.plan import HeadPlan, Plan, ScoreRange
+from ..plans import ExactHead, FittedHead, HeadPlan, ListHead, Plan, PowerHead, ScoreRange
 from ..polynomials.balancing import framed
 from ..polynomials.certified import CertifiedPolynomial
 from ..problem.problem import Head, Problem
-from .basis import split_of
 
 # new tokens of the same kind are somewhat longer by chance
 GROWTH = 10.0  # times its certified error may a polynomial err beyond its range
@@ -39,14 +39,13 @@ def score_range(plan: HeadPlan, head: Head) -> ScoreRange | None:
     usual counts as well. Lists and fitted polynomials compute exactly what lies apart, so that only
     what is usual counts for them.
     """
-    if plan.kind in ("exact", "power"):
+    if isinstance(plan, (ExactHead, PowerHead)):
         return None
-    rows, keys = None, head.live_keys
-    if plan.kind == "single-threshold":
-        rows, keys = (side.small for side in split_of(plan, head))
+    rows, keys = plan.smooth(head)
     query = head.query_norms if rows is None else head.query_norms[rows]
     key = head.key_norms if keys is None else head.key_norms[keys]
-    certified, some = plan.kind not in ("lists", "fitted"), query.numel() and key.numel()
+    certified = not isinstance(plan, (ListHead, FittedHead))
+    some = query.numel() and key.numel()
     largest, mean = (
         min(LARGEST_REACH, abs(head.scale) * float(of(query)) * float(of(key))) if some else 0.0
         for of in (torch.max, torch.mean)
@@ -60,7 +59,7 @@ def score_range(plan: HeadPlan, head: Head) -> ScoreRange | None:
 def _framed(plan: HeadPlan, head: Head) -> float | None:
     """The mean of what norms allow in the balancing transform of a head, if it has one: tokens of
     the same length in other directions are longer there."""
-    if plan.frame is None or plan.frame.is_plain:
+    if not isinstance(plan, FittedHead) or plan.frame.is_plain:
         return None
     with torch.no_grad():
         inside, live = framed(head, plan.frame), head.live_keys
@@ -69,9 +68,16 @@ def _framed(plan: HeadPlan, head: Head) -> float | None:
     return means[0] * means[1]
 
 
-def with_range(plan: HeadPlan, head: Head) -> HeadPlan:
-    """The plan of a head, with the range of the scores it was made for."""
-    return replace(plan, scores=score_range(plan, head))
+def with_range(plan: HeadPlan, heads: Sequence[Head]) -> HeadPlan:
+    """The plan of a head, with the range of the scores of all batch elements it was made for."""
+    found = [score_range(plan, head) for head in heads]
+    ranges = [each for each in found if each is not None]
+    if not ranges:
+        return plan
+    largest, mean, inside = (
+        None if None in values else max(values) for values in zip(*ranges, strict=True)
+    )
+    return replace(plan, scores=ScoreRange(largest, mean, inside))
 
 
 def check_call(problem: Problem, plan: Plan) -> None:
@@ -103,13 +109,13 @@ def _refuse_scale(plan: Plan, scale: float) -> NoReturn:
 
 
 def in_range(problem: Problem, plan: Plan) -> Plan:
-    """The plan with those heads exact whose scores leave the range they were planned for."""
+    """The plan with those heads exact whose scores, in some batch element, leave the range they
+    were planned for."""
     left: dict[int, str] = {}
-    for number, head in enumerate(plan.heads):
-        if head.scores is not None:
-            found = score_range(head, problem.head(*divmod(number, problem.heads)))
-            reason = leaves(head, found)
-            left |= {} if reason is None else {number: reason}
+    for _, h, head in problem.each_head():
+        if h not in left and plan.heads[h].scores is not None:
+            reason = leaves(plan.heads[h], score_range(plan.heads[h], head))
+            left |= {} if reason is None else {h: reason}
     return exact_where(plan, left) if left else plan
 
 
@@ -145,17 +151,16 @@ def _is_good(polynomial: CertifiedPolynomial, ratio: float) -> bool:
 
 def exact_where(plan: Plan, reasons: dict[int, str]) -> Plan:
     """The plan with some heads exact, by their number; a warning says so."""
-    places = ", ".join(str(list(divmod(number, plan.num_heads))) for number in list(reasons)[:4])
+    names = ", ".join(str(number) for number in sorted(reasons)[:4])
     more = f" and {len(reasons) - 4} more" if len(reasons) > 4 else ""
-    first = next(iter(reasons.values()))
+    first = reasons[min(reasons)]
     warnings.warn(
-        f"supportbasis: heads {places}{more} leave the range of their plan ({first}) and run "
+        f"supportbasis: heads {names}{more} leave the range of their plan ({first}) and run "
         "exactly; make a new plan",
         UserWarning,
         stacklevel=6,
     )
-    heads = tuple(
-        HeadPlan("exact", reasons[number], head.n, head.m, 1.0, 1.0) if number in reasons else head
+    return plan.with_heads(
+        ExactHead(reason=reasons[number], n=head.n, m=head.m) if number in reasons else head
         for number, head in enumerate(plan.heads)
     )
-    return plan.of_heads(heads, (plan.batch, plan.num_heads))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..components import flash
 from ..components.exact_sum import SUM_BLOCK
-from ..plans.plan import Plan
+from ..plans import Plan
 from ..problem.checks import is_tracing
 from ..problem.problem import Problem
 from ..problem.rounding import gamma, product_roundoff, sum_depth, unit_roundoff
@@ -189,7 +189,7 @@ def plainly(
             return None
         if not (key.dtype is value.dtype is dtype and type(is_causal) is type(enable_gqa) is bool):
             return None
-        if shape[0] != plan.batch or shape[1] != plan.num_heads or shape[3] != plan.dim:
+        if shape[1] != plan.num_heads or shape[3] != plan.dim:
             return None
         if scale is not None and not (type(scale) is float and 1 / ORDINARY < scale < ORDINARY):
             return None

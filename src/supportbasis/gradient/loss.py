@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..methods import Method
-from ..plans.plan import HeadPlan, Plan
+from ..plans import HeadPlan, Plan
 from ..problem.problem import Head
 from ..problem.validation import attention_problem
 from ..sketch import approximate_svd
@@ -62,14 +62,14 @@ def attention_loss_gradient(
     check_settings(len(x), method, low_rank, input_gradient)
     with torch.no_grad():
         head, scale = _head(call, scale)
-        plan = Plan(method, 1, 1, head.dim, (method.plan_head(head),))
+        plan = Plan(method, head.dim, (method.plan_head(head),))
         groups, lost = row_groups(head, plan.heads[0])
         _check_work(plan.heads[0], groups, call.x.shape[1], low_rank, input_gradient)
         layer = Layer.of(call.x, call.weight_v, call.target, centred=low_rank is None)
         sums, part = _sum_up(layer, head, groups, low_rank, input_gradient)
         weight, (weight_q, weight_k), inputs = _gradients(call, sums, scale)
-    rescued = len(lost) if plan.heads[0].kind == "single-threshold" else 0
-    if len(lost) > rescued:
+    fallback = len(lost) if plan.heads[0].kind == "single-threshold" else 0
+    if len(lost) > fallback:
         warnings.warn(
             "supportbasis: some rows have no usable sum of polynomial weights; their output is 0 "
             "and they add nothing to the gradient (see invalid_rows); use sb.SingleThreshold",
@@ -85,7 +85,7 @@ def attention_loss_gradient(
         output=sums.output,
         plan=plan,
         invalid_rows=len(lost),
-        rescued_rows=rescued,
+        fallback_rows=fallback,
         low_rank=part,
         _layer=layer,
         _head=head,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..accuracy.certificate import CONFIDENCE, SAMPLED_ROWS
 from ..accuracy.sampling import RowSample
-from ..plans.plan import Plan
+from ..plans import Plan
 from ..problem.problem import Head
 from .closed_form import Layer, row_gradients
 
@@ -66,7 +66,7 @@ class AttentionLossGradient:
     output: Tensor  # ÂXY [n, dv]
     plan: Plan
     invalid_rows: int  # rows whose polynomial weights do not add up to a usable sum,
-    rescued_rows: int  # of which so many were computed exactly; the others have output 0
+    fallback_rows: int  # of which so many were computed exactly; the others have output 0
     low_rank: LowRankPart | None
     _layer: Layer = field(repr=False)
     _head: Head = field(repr=False)
@@ -93,8 +93,8 @@ class AttentionLossGradient:
         if self.low_rank is not None:
             lines.append(str(self.low_rank))
         if self.invalid_rows:
-            rescued = f"{self.rescued_rows} of them computed exactly"
-            lines.append(f"{self.invalid_rows} rows without a usable sum, {rescued}")
+            fallback = f"{self.fallback_rows} of them computed exactly"
+            lines.append(f"{self.invalid_rows} rows without a usable sum, {fallback}")
         return "\n".join(lines)
 
     __repr__ = __str__

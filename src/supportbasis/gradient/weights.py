@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..engine.basis import split_of
-from ..plans.plan import HeadPlan
+from ..plans import ExactHead, HeadPlan, PolynomialHead, ThresholdHead
 from ..polynomials.features import odd_rows
 from ..problem.problem import Head
 from .factors import Factors, PolynomialFactors
@@ -52,14 +51,14 @@ def row_groups(head: Head, plan: HeadPlan) -> tuple[list[RowGroup], Tensor]:
     A single-threshold basis computes such rows exactly; a polynomial alone has nothing for them.
     """
     rows = keys = torch.arange(head.n, device=head.query.device)
-    if plan.kind == "exact":
+    if isinstance(plan, ExactHead):
         return [RowGroup(rows, None, keys)], rows[:0]
-    assert plan.polynomial is not None
-    if plan.kind == "polynomial":
+    assert isinstance(plan, PolynomialHead)
+    if not isinstance(plan, ThresholdHead):
         factors = PolynomialFactors(head, None, None, plan.polynomial)
         lost = factors.lost(rows)
         return [RowGroup(_without(rows, lost), factors, None), RowGroup(lost, None, None)], lost
-    split_rows, split_keys = split_of(plan, head)
+    split_rows, split_keys = plan.split(head)
     small = rows if split_rows.small is None else split_rows.small
     large = rows[:0] if split_rows.large is None else split_rows.large
     factors = PolynomialFactors(head, split_rows.small, split_keys.small, plan.polynomial)

@@ -12,10 +12,9 @@ import torch
 from ..accuracy.density import NormBins, density_scale
 from ..accuracy.fitted_rows import RowCheck
 from ..accuracy.scores import ScoreSample
-from ..engine.basis import split_of
 from ..errors import InputError
+from ..plans import ExactHead, HeadPlan, ListHead, PolynomialHead, ThresholdHead
 from ..plans.cost import exact_seconds, polynomial_work
-from ..plans.plan import HeadPlan
 from ..polynomials.features import largest_degree
 from ..problem.checks import check_seed
 from ..problem.problem import Head
@@ -63,7 +62,7 @@ class Auto(Method):
         if limit < least + cheapest:
             return exact_plan(head, "below the length where an approximation pays")
         search = _Search(head, self.tolerance, self.seed)
-        found = []
+        found: list[HeadPlan] = []
         for plan in search.candidates():
             measured = search.verify(plan)
             if measured is not None:
@@ -84,7 +83,7 @@ class Auto(Method):
             return None
         return search.within(self.tolerance, first.check, speedup)
 
-    def _lists(self, first: _Search, speedup: float) -> HeadPlan | None:
+    def _lists(self, first: _Search, speedup: float) -> ListHead | None:
         """Lists of exact and tilted keys within the tolerance, where they can be faster. Where few
         leaves have to be open, wider blocks are tried: they cost less."""
         head, best = first.head, None
@@ -127,10 +126,10 @@ class _Search:
             degree += 1
         return degree
 
-    def candidates(self) -> Iterator[HeadPlan]:
+    def candidates(self) -> Iterator[PolynomialHead]:
         """Plans whose estimated error is within the margin, fastest first; each is followed by
         the same threshold one degree higher, in case the estimate was too hopeful."""
-        plans: list[HeadPlan] = []
+        plans: list[PolynomialHead] = []
         features = polynomial_work(self.head, self.head.n, self.head.m, 0).seconds(self.head)
         fastest = self.limit
         for share in SHARES:
@@ -142,12 +141,12 @@ class _Search:
                 fastest = min(fastest, self.limit / plan.speedup)
         for plan in sorted(plans, key=lambda p: -p.speedup):
             yield plan
-            higher = self.plan(self._threshold(plan), (plan.degree or 0) + 1)
+            higher = self.plan(self._threshold(plan), plan.degree + 1)
             if higher is not None and higher.speedup > 1:
                 yield higher
 
-    def _threshold(self, plan: HeadPlan) -> float:
-        return self.threshold(0.0) if plan.threshold is None else plan.threshold
+    def _threshold(self, plan: PolynomialHead) -> float:
+        return plan.threshold if isinstance(plan, ThresholdHead) else self.threshold(0.0)
 
     def threshold(self, share: float) -> float:
         """T that makes about this share of the tokens large."""
@@ -155,7 +154,7 @@ class _Search:
         value = self.maxima.kthvalue(position + 1).values if share else self.maxima.max()
         return max(float(value), torch.finfo(torch.float64).tiny)
 
-    def smallest_degree(self, share: float) -> HeadPlan | None:
+    def smallest_degree(self, share: float) -> PolynomialHead | None:
         """The plan of least degree whose estimated error is within the margin."""
         threshold = self.threshold(share)
         low, high, found = 0, self.top_degree, None
@@ -170,20 +169,21 @@ class _Search:
                 low = degree + 1
         return found
 
-    def plan(self, threshold: float, degree: int) -> HeadPlan | None:
+    def plan(self, threshold: float, degree: int) -> PolynomialHead | None:
         """The plan at a threshold and degree; a plain polynomial where nothing is large."""
         if degree > self.top_degree:
             return None
         plan = threshold_plan(self.head, threshold, degree, sample=self.samples.get(threshold))
-        if plan.polynomial is None:
+        if isinstance(plan, ExactHead):
             return None
         if plan.large != (0, 0):
             return plan
-        return replace(plan, kind="polynomial", threshold=None, large=None)
+        return PolynomialHead(
+            n=plan.n, m=plan.m, cost=plan.cost, speedup=plan.speedup, polynomial=plan.polynomial
+        )
 
-    def estimate(self, plan: HeadPlan) -> float:
+    def estimate(self, plan: PolynomialHead) -> float:
         """Expected error from a sample of scores; for a density, an upper bound."""
-        assert plan.polynomial is not None
         if not self.head.is_density:
             return self._sample(plan).expected_error(plan.polynomial)
         threshold = self._threshold(plan)
@@ -191,17 +191,14 @@ class _Search:
             self.bins[threshold] = NormBins(self.head, plan)
         return self.bins[threshold].error(plan.polynomial, self.peak)
 
-    def _sample(self, plan: HeadPlan) -> ScoreSample:
+    def _sample(self, plan: PolynomialHead) -> ScoreSample:
         """Scores of what is small in this plan, drawn once for each threshold."""
         threshold = self._threshold(plan)
         if threshold not in self.samples:
-            rows, keys = None, self.head.live_keys
-            if plan.kind == "single-threshold":
-                rows, keys = (side.small for side in split_of(plan, self.head))
-            self.samples[threshold] = ScoreSample.draw(self.head, rows, keys)
+            self.samples[threshold] = ScoreSample.draw(self.head, *plan.smooth(self.head))
         return self.samples[threshold]
 
-    def verify(self, plan: HeadPlan) -> float | None:
+    def verify(self, plan: PolynomialHead) -> float | None:
         """The error on sampled rows against all keys, if its limit is within the tolerance."""
         if self.head.is_density:
             measured = limit = self.estimate(plan)

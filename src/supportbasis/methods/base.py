@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TypeGuard
 
 from ..errors import InputError
-from ..plans.plan import HeadPlan
+from ..plans import ExactHead, HeadPlan
 from ..polynomials.features import RANK_LIMIT
 from ..problem.problem import Head
 
@@ -29,14 +30,18 @@ class Method(ABC):
     def plan_head(self, head: Head) -> HeadPlan:
         """What this head will do."""
 
+    def plan_batch(self, heads: Sequence[Head]) -> list[HeadPlan]:
+        """What one head of each batch element would do; one of these plans will serve them all."""
+        return [self.plan_head(head) for head in heads]
+
     def plan_exactly(self, head: Head, reason: str) -> HeadPlan:
         """What this head will do when no approximation applies to the call."""
         return exact_plan(head, reason)
 
 
-def exact_plan(head: Head, reason: str) -> HeadPlan:
+def exact_plan(head: Head, reason: str) -> ExactHead:
     """The plan that computes everything, and why it was chosen."""
-    return HeadPlan("exact", reason, head.n, head.m, cost=1.0, speedup=1.0)
+    return ExactHead(reason=reason, n=head.n, m=head.m)
 
 
 def check_degree(degree: object) -> int:

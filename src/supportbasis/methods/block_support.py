@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import InputError
-from ..plans.plan import HeadPlan
+from ..plans import HeadPlan, ListHead
 from ..problem.checks import check_seed
 from ..problem.problem import Head
 from .base import Method, exact_plan, is_positive
@@ -67,10 +68,23 @@ class BlockSupport(Method):
     def promises_error(self) -> bool:
         return self.tolerance is not None
 
+    def plan_batch(self, heads: Sequence[Head]) -> list[HeadPlan]:
+        """By budget with the highest price of all batch elements, so that none costs more."""
+        plans = super().plan_batch(heads)
+        lists = [plan for plan in plans if isinstance(plan, ListHead)]
+        if self.budget is None or len(plans) == 1 or len(lists) < len(plans):
+            return plans
+        dearest = max(lists, key=lambda plan: (plan.lists.block, plan.lists.price)).lists
+        searches = [self._search(head, dearest.block) for head in heads]
+        return [search.at(dearest.price) for search in searches if isinstance(search, ListSearch)]
+
+    def _search(self, head: Head, block: int | None) -> ListSearch | str:
+        return ListSearch.of(head, block, self.strict, self.seed, self.tolerance or 1.0)
+
     def plan_head(self, head: Head) -> HeadPlan:
         if self.budget is not None and self.budget >= 1:
             return exact_plan(head, f"a budget of {self.budget:g} buys all keys")
-        search = ListSearch.of(head, self.block_size, self.strict, self.seed, self.tolerance or 1.0)
+        search = self._search(head, self.block_size)
         if isinstance(search, str):
             return exact_plan(head, search)
         if self.tolerance is not None:
@@ -83,7 +97,7 @@ class BlockSupport(Method):
             block = 2 * search.settings.block
             if plan is not None or self.block_size is not None or block > WIDE_BLOCK:
                 break
-            wider = ListSearch.of(head, block, self.strict, self.seed, 1.0)  # and cheaper
+            wider = self._search(head, block)  # and cheaper
             if isinstance(wider, str):
                 break
             search = wider

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..plans.plan import HeadPlan
+from ..plans import HeadPlan
 from ..problem.problem import Head
 from .base import Method, exact_plan
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 
 from ..accuracy.fitted_rows import RowCheck
-from ..engine.basis import split_of
 from ..errors import InputError
+from ..plans import FittedHead, HeadPlan
 from ..plans.cost import Work, fitted_work
-from ..plans.plan import HeadPlan
 from ..polynomials.balancing import Frame, framed, own_frame, prefix_of
 from ..polynomials.fitting import FittedKernel, PairSample, choose_spans, count_features
 from ..problem.checks import check_seed
@@ -88,7 +87,7 @@ class FittedPolynomial(Method):
         if plan is None:
             return exact_plan(head, "scores are too large, or all alike, to fit a polynomial to")
         plan = search.measured(plan)
-        assert plan.fitted is not None and plan.measured is not None
+        assert plan.measured is not None
         if plan.measured < USELESS:
             return plan
         fault = "leaves more than 1 % of the rows without a usable sum"
@@ -128,11 +127,11 @@ class FittedSearch:
         if not len(sample.query) or not len(sample.key):
             return "there is too little to fit a polynomial to"
         kernel = FittedKernel((1.0,), (), sample.query_radius, sample.key_radius)
-        rows, keys = split_of(_plan(head, frame, kernel), head)
+        rows, keys = _plan(head, frame, kernel).split(head)
         far = rows.count(head.n)[0], keys.count(head.m)[0]
         return FittedSearch(head, frame, sample, *far, seed)
 
-    def plan(self, features: int) -> HeadPlan | None:
+    def plan(self, features: int) -> FittedHead | None:
         """The plan with at most that many features, with its cost."""
         spans = choose_spans(self.frame.spectrum, features)
         kernel = self.sample.fit(spans)
@@ -165,7 +164,7 @@ class FittedSearch:
             low, high = (middle, high) if pays(middle) else (low, middle)
         return low if low >= FEWEST else 0
 
-    def affordable(self, features: int = MOST) -> HeadPlan | None:
+    def affordable(self, features: int = MOST) -> FittedHead | None:
         """Of the largest plans cheaper than exact attention, the one that is expected to err least:
         a degree that is barely begun may err more than one that is complete."""
         most = self.most(limit=features)
@@ -173,7 +172,7 @@ class FittedSearch:
         plans = [plan for plan in tried if plan is not None and plan.cost < 1]
         return min(plans, key=self._expected, default=None)
 
-    def within(self, tolerance: float, check: RowCheck, speedup: float) -> HeadPlan | None:
+    def within(self, tolerance: float, check: RowCheck, speedup: float) -> FittedHead | None:
         """The plan of fewest features found whose measured error, at its upper limit, is within
         tolerance; None where there is none that is cheaper than exact attention and predicted to
         be faster than ``speedup``."""
@@ -197,25 +196,22 @@ class FittedSearch:
         return found
 
     def _measured(
-        self, plan: HeadPlan | None, tolerance: float, check: RowCheck
-    ) -> HeadPlan | None:
+        self, plan: FittedHead | None, tolerance: float, check: RowCheck
+    ) -> FittedHead | None:
         """The plan with its measured error, if there is one and that is within tolerance."""
         if plan is None or self._expected(plan) > HOPEFUL * tolerance:
             return None
         measured, limit = check.error(plan)
         return replace(plan, measured=measured) if limit <= tolerance else None
 
-    def measured(self, plan: HeadPlan) -> HeadPlan:
+    def measured(self, plan: FittedHead) -> FittedHead:
         """The plan with its measured error."""
         return replace(plan, measured=RowCheck(self.head, 1.0, self.seed).error(plan)[0])
 
-    def _expected(self, plan: HeadPlan) -> float:
-        assert plan.fitted is not None
+    def _expected(self, plan: FittedHead) -> float:
         return self.sample.expected_error(plan.fitted)
 
 
-def _plan(head: Head, frame: Frame, kernel: FittedKernel) -> HeadPlan:
+def _plan(head: Head, frame: Frame, kernel: FittedKernel) -> FittedHead:
     exact_rows = prefix_of(head) or 0
-    return HeadPlan(
-        "fitted", "", head.n, head.m, 1.0, 1.0, fitted=kernel, frame=frame, exact_rows=exact_rows
-    )
+    return FittedHead(n=head.n, m=head.m, fitted=kernel, frame=frame, exact_rows=exact_rows)

@@ -17,8 +17,8 @@ from torch import Tensor
 from ..accuracy.sampling import RowSample
 from ..lists.list_sum import Coarse, entries, head_tables, own_windows, row_risks, rows_of
 from ..lists.tables import ListSettings, Tables, Tilts, importance, score_variances, tilt
+from ..plans import ListHead
 from ..plans.cost import list_work
-from ..plans.plan import HeadPlan
 from ..problem.problem import Head
 
 # From so many tokens on: queries of a block, keys of a leaf. Tilts and their attention take
@@ -124,7 +124,7 @@ class ListSearch:
         asked = strict if settings.window else False
         return ListSearch(head, settings, asked, head_tables(head, settings), seed)
 
-    def affordable(self, budget: float) -> HeadPlan | None:
+    def affordable(self, budget: float) -> ListHead | None:
         """The plan of the lowest price within the budget: of a grid, then between two of it."""
         curves = self._curves(PRICES, None)
         at = self._cheapest(curves, budget)
@@ -137,6 +137,10 @@ class ListSearch:
             at = self._cheapest(curves, budget)
         return None if at is None else self._plan(at, curves)
 
+    def at(self, price: float) -> ListHead:
+        """The plan of a given price."""
+        return self._plan(0, self._curves((price,), price))
+
     def _cheapest(self, curves: Curves, budget: float) -> int | None:
         """The lowest price within the budget; None: the highest is not."""
         low, high = 0, len(curves.prices) - 1
@@ -148,7 +152,7 @@ class ListSearch:
             low, high = (low, middle) if good else (middle + 1, high)
         return low
 
-    def within(self, tolerance: float, speedup: float = 0.0) -> HeadPlan | None:
+    def within(self, tolerance: float, speedup: float = 0.0) -> ListHead | None:
         """The plan of the highest price whose error, at its upper limit, is within tolerance; None
         where it is not cheaper than exact attention or not predicted to be faster than that."""
         curves = self._curves(PRICES, None)
@@ -163,13 +167,13 @@ class ListSearch:
                 return self._plan(at, curves)
         return None
 
-    def _plan(self, at: int, curves: Curves) -> HeadPlan:
+    def _plan(self, at: int, curves: Curves) -> ListHead:
         """The plan at one of the prices."""
         settings = replace(self.settings, price=curves.prices[at])
         opened, head = float(curves.opened[at]), self.head
         work = list_work(head, settings, opened)
-        return HeadPlan(
-            "lists", "", head.n, head.m, work.cost(head), work.speedup(head),
+        return ListHead(
+            n=head.n, m=head.m, cost=work.cost(head), speedup=work.speedup(head),
             measured=curves.error(at)[0], lists=replace(settings, strict=self.strict),
             keys=opened * settings.leaf,
         )  # fmt: skip

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from ..accuracy.scores import ScoreSample, best_polynomial
 from ..components.polynomial_sum import LARGEST_REACH
-from ..engine.basis import buckets_of
 from ..errors import InputError
 from ..paper.buckets import check_ratio, edges, smallest_maximum
+from ..plans import BucketHead, BucketPair, HeadPlan
 from ..plans.cost import Work, kernel_work, pair_work, sketch_work
-from ..plans.plan import BucketPair, HeadPlan
 from ..polynomials.features import check_rank
 from ..polynomials.powers import LARGEST_POWER, PowerKernel, normalising_constant, smallest_power
 from ..problem.checks import check_seed
@@ -71,26 +70,22 @@ class MultiThreshold(Method):
             return exact_plan(head, "there are no pairs")
         smallest = smallest_maximum(head.query_maxima, keys)
         largest = max(float(head.query_maxima.max()), float(keys.max()))
-        plan = HeadPlan(
-            "multi-threshold",
-            "",
-            head.n,
-            head.m,
-            cost=1.0,
-            speedup=1.0,
+        plan = BucketHead(
+            n=head.n,
+            m=head.m,
             row_edges=edges(head.query_maxima, smallest, largest, self.ratio),
             key_edges=edges(keys, smallest, largest, self.ratio),
         )
         return self._with_pairs(plan, head)
 
-    def _with_pairs(self, plan: HeadPlan, head: Head) -> HeadPlan:
+    def _with_pairs(self, plan: BucketHead, head: Head) -> HeadPlan:
         count = len(plan.row_edges) * len(plan.key_edges)
         if count > MOST_PAIRS:
             raise InputError(
                 f"ratio={self.ratio:g} makes {len(plan.row_edges)} x {len(plan.key_edges)} bucket "
                 f"pairs, more than {MOST_PAIRS}; use a larger ratio"
             )
-        row_sets, key_sets = buckets_of(plan, head)
+        row_sets, key_sets = plan.buckets(head)
         rows = _buckets(plan.row_edges, row_sets, head.query_norms)
         keys = _buckets(plan.key_edges, key_sets, head.key_norms)
         found = [

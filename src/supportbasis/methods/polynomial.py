@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..engine.basis import score_reach
 from ..errors import InputError
+from ..plans import HeadPlan, PolynomialHead
 from ..plans.cost import polynomial_work
-from ..plans.plan import HeadPlan
+from ..plans.supports import score_reach
 from ..polynomials.certified import chebyshev
 from ..polynomials.features import check_rank
 from ..problem.problem import Head
@@ -40,12 +40,10 @@ class Polynomial(Method):
         reach = score_reach(head, None, live) if self.bound is None else float(self.bound)
         keys = head.m if live is None else len(live)
         work = polynomial_work(head, head.n, keys, self.degree)
-        return HeadPlan(
-            "polynomial",
-            "",
-            head.n,
-            head.m,
-            work.cost(head),
-            work.speedup(head),
+        return PolynomialHead(
+            n=head.n,
+            m=head.m,
+            cost=work.cost(head),
+            speedup=work.speedup(head),
             polynomial=chebyshev(self.degree, reach),
         )

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from numbers import Integral
 
 from ..errors import InputError
+from ..plans import HeadPlan, PowerHead
 from ..plans.cost import Work, kernel_work
-from ..plans.plan import HeadPlan
 from ..polynomials.powers import LARGEST_POWER, PowerKernel
 from ..problem.checks import check_seed
 from ..problem.problem import Head
@@ -58,5 +58,11 @@ class PowerAttention(Method):
         work = kernel_work(head, head.n, keys, kernel) + Work(
             scanned=2 * (head.n + keys) * head.dim
         )
-        cost, speedup = work.cost(head), work.speedup(head)
-        return HeadPlan("power", reason, head.n, head.m, cost, speedup, kernel=kernel)
+        return PowerHead(
+            reason=reason,
+            n=head.n,
+            m=head.m,
+            cost=work.cost(head),
+            speedup=work.speedup(head),
+            kernel=kernel,
+        )

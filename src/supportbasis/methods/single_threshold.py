@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .. import analysis
 from ..accuracy.scores import ScoreSample, best_polynomial
-from ..engine.basis import Side, entry_reach, large_tokens, score_reach, sides
 from ..errors import InputError
+from ..plans import ExactHead, HeadPlan, ThresholdHead
 from ..plans.cost import Work, polynomial_work
-from ..plans.plan import HeadPlan
+from ..plans.supports import Side, entry_reach, large_tokens, score_reach, sides
 from ..polynomials.certified import largest_bound
 from ..polynomials.features import check_rank
 from ..problem.problem import Head
@@ -68,6 +69,15 @@ class SingleThreshold(Method):
             )
         return plan
 
+    def plan_batch(self, heads: Sequence[Head]) -> list[HeadPlan]:
+        """With the smallest threshold of all batch elements, beyond which more is exact."""
+        plans = super().plan_batch(heads)
+        found = [plan.threshold for plan in plans if isinstance(plan, ThresholdHead)]
+        if len(set(found)) <= 1 or len(found) < len(plans):
+            return plans
+        epsilon = EPSILON if self.threshold is None else math.inf
+        return [threshold_plan(head, min(found), self.degree, epsilon) for head in heads]
+
     def _threshold(self, head: Head) -> float | None:
         if isinstance(self.threshold, (int, float)):
             return float(self.threshold)
@@ -86,32 +96,23 @@ def threshold_plan(
     degree: int,
     epsilon: float = math.inf,
     sample: ScoreSample | None = None,
-) -> HeadPlan:
+) -> ExactHead | ThresholdHead:
     """Split at a threshold and pick the polynomial for what is small, certified to epsilon."""
     tokens = large_tokens(head, threshold)
-    everything = HeadPlan(
-        "exact",
-        f"at T={threshold:.4g} every row or every key is large",
-        head.n,
-        head.m,
-        cost=1.0,
-        speedup=1.0,
-        threshold=threshold,
-        large=(len(tokens[0]), len(tokens[1])),
-    )
     rows, keys = sides(head, *tokens)
     if _none(rows.small) or _none(keys.small):
-        return everything
+        return exact_plan(head, f"at T={threshold:.4g} every row or every key is large")
     reach = min(entry_reach(head, threshold), score_reach(head, rows.small, keys.small))
     sample = sample or ScoreSample.draw(head, rows.small, keys.small)
     work = split_work(head, rows, keys, degree)
-    return replace(
-        everything,
-        kind="single-threshold",
-        reason="",
+    return ThresholdHead(
+        n=head.n,
+        m=head.m,
         cost=work.cost(head),
         speedup=work.speedup(head),
         polynomial=best_polynomial(sample, degree, reach, epsilon),
+        threshold=threshold,
+        large=(len(tokens[0]), len(tokens[1])),
     )
 
 

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import SupportBasisError
-from .plan import BucketPair, HeadPlan
+from .heads import (
+    BucketHead,
+    BucketPair,
+    ExactHead,
+    HeadPlan,
+    ListHead,
+    PowerHead,
+    ThresholdHead,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,8 +53,13 @@ def draw_supports(plan: HeadPlan, path: str | Path | None = None) -> Figure:
         ) from error
     figure = NewFigure(figsize=(6.2, 5.6), layout="constrained")
     axes = figure.add_subplot()
-    draw = _draw_lists if plan.lists else _draw_buckets if plan.pairs else _draw_split
-    _legend(figure, draw(axes, plan))
+    if isinstance(plan, ListHead):
+        parts = _draw_lists(axes, plan)
+    elif isinstance(plan, BucketHead):
+        parts = _draw_buckets(axes, plan)
+    else:
+        parts = _draw_split(axes, plan)
+    _legend(figure, parts)
     axes.set_title(_title(plan), fontsize=10)
     if path is not None:
         figure.savefig(path, dpi=150)
@@ -65,9 +78,9 @@ def _legend(figure: Figure, labels: Labels) -> None:
 
 def _title(plan: HeadPlan) -> str:
     title = f"{plan.kind}, {plan.n} × {plan.m} pairs, cost {plan.cost:.3g} of exact"
-    if plan.threshold is not None:
+    if isinstance(plan, ThresholdHead):
         title += f", T = {plan.threshold:.3g}"
-    if plan.lists is not None:
+    if isinstance(plan, ListHead):
         title += f"\n{plan.lists}"
     return title
 
@@ -79,7 +92,7 @@ def _draw_split(axes: Axes, plan: HeadPlan) -> Labels:
     """Large rows in red, large keys in blue, the rest light; large tokens are drawn first."""
     from matplotlib.colors import ListedColormap
 
-    parts = POWER_PARTS if plan.kind == "power" else PARTS
+    parts = POWER_PARTS if isinstance(plan, PowerHead) else PARTS
     axes.imshow(
         _picture(plan).numpy(),
         cmap=ListedColormap([colour for _, colour in parts]),
@@ -89,17 +102,18 @@ def _draw_split(axes: Axes, plan: HeadPlan) -> Labels:
         aspect="auto",
         extent=(0, max(1, plan.m), max(1, plan.n), 0),
     )
-    axes.set_xlabel("keys, large ones first" if plan.large else "key")
-    axes.set_ylabel("query rows, large ones first" if plan.large else "query row")
+    split = isinstance(plan, ThresholdHead)
+    axes.set_xlabel("keys, large ones first" if split else "key")
+    axes.set_ylabel("query rows, large ones first" if split else "query row")
     return parts
 
 
 def _picture(plan: HeadPlan) -> torch.Tensor:
     rows, keys = min(CELLS, max(1, plan.n)), min(CELLS, max(1, plan.m))
     picture = torch.zeros(rows, keys)
-    if plan.kind == "exact":
+    if isinstance(plan, ExactHead):
         return picture.fill_(2.0)
-    if plan.large is not None:
+    if isinstance(plan, ThresholdHead):
         picture[:, : math.ceil(plan.large[1] * keys / max(1, plan.m))] = 1.0
         picture[: math.ceil(plan.large[0] * rows / max(1, plan.n))] = 2.0
     return picture
@@ -108,10 +122,9 @@ def _picture(plan: HeadPlan) -> torch.Tensor:
 # ---- lists: windows at their positions, open leaves of a window first --------------------------
 
 
-def _draw_lists(axes: Axes, plan: HeadPlan) -> Labels:
+def _draw_lists(axes: Axes, plan: ListHead) -> Labels:
     """How much a row attends to exactly. Which leaves are open is decided at each call, for each
     block of queries; their mean share is drawn."""
-    assert plan.lists is not None
     n, keys, window = plan.n, plan.m, plan.lists.window
     if window:
         keys = min(n, keys)
@@ -152,7 +165,7 @@ def _columns(axes: Axes, corner: tuple[int, int], size: tuple[int, int], share: 
 # ---- many buckets: rows and keys in the order of their buckets ---------------------------------
 
 
-def _draw_buckets(axes: Axes, plan: HeadPlan) -> Labels:
+def _draw_buckets(axes: Axes, plan: BucketHead) -> Labels:
     """A rectangle for each pair of buckets, tokens sorted by bucket, with the pair's power."""
     from matplotlib.patches import Rectangle
 

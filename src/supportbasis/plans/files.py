@@ -38,7 +38,19 @@ from ..polynomials.certified import LARGEST_DEGREE, certified
 from ..polynomials.features import check_rank
 from ..polynomials.fitting import HIGHEST_DEGREE, LARGEST_COEFFICIENT, FittedKernel, count_features
 from ..polynomials.powers import LARGEST_POWER, PowerKernel
-from .plan import BucketPair, HeadPlan, Plan, ScoreRange
+from .heads import (
+    BucketHead,
+    BucketPair,
+    ExactHead,
+    FittedHead,
+    HeadPlan,
+    ListHead,
+    PolynomialHead,
+    PowerHead,
+    ScoreRange,
+    ThresholdHead,
+)
+from .plan import Plan
 from .schema import (
     LEAST,
     Field,
@@ -56,7 +68,7 @@ from .schema import (
     union,
 )
 
-FORMAT = "supportbasis-plan-2"
+FORMAT = "supportbasis-plan-3"
 LARGEST_FILE = 256 * 2**20  # bytes: about 400 balancing transforms of dim 128
 LARGEST_WINDOW = 2**16
 LARGEST_MOVE = 1e18  # squares of such lengths are still numbers in float32
@@ -65,15 +77,15 @@ COUNT = integer(0, 2**48)
 POSITIVE = number(LEAST)
 AMOUNT = number(0.0, infinite=True)
 SCORES = record(ScoreRange, dict.fromkeys(ScoreRange._fields, optional(number(0.0))))
-KINDS_OF: dict[type[Method], tuple[str, ...]] = {
-    Exact: ("exact",),
-    Polynomial: ("exact", "polynomial"),
-    SingleThreshold: ("exact", "single-threshold"),
-    MultiThreshold: ("exact", "multi-threshold"),
-    PowerAttention: ("power",),
-    BlockSupport: ("exact", "lists"),
-    FittedPolynomial: ("exact", "fitted"),
-    Auto: ("exact", "polynomial", "single-threshold", "lists", "fitted"),
+KINDS_OF: dict[type[Method], tuple[type[HeadPlan], ...]] = {
+    Exact: (ExactHead,),
+    Polynomial: (ExactHead, PolynomialHead),
+    SingleThreshold: (ExactHead, ThresholdHead),
+    MultiThreshold: (ExactHead, BucketHead),
+    PowerAttention: (PowerHead,),
+    BlockSupport: (ExactHead, ListHead),
+    FittedPolynomial: (ExactHead, FittedHead),
+    Auto: (ExactHead, PolynomialHead, ThresholdHead, ListHead, FittedHead),
 }
 METHOD = union(
     "name",
@@ -144,16 +156,13 @@ def _too_large(size: int) -> str:
 
 def _schema(method: Method, dim: int) -> Field:
     """A plan of this method for heads of this dim."""
-    kinds = _kinds(method, dim)
-    head = union(
-        "kind", {kind: kinds[kind] for kind in KINDS_OF.get(type(method), ())}, lambda h: h.kind
-    )
+    own = _own_fields(method, dim)
+    kinds = KINDS_OF.get(type(method), ())
+    head = union("kind", {kind.kind: _head(kind, own[kind]) for kind in kinds}, lambda h: h.kind)
     return record(
         _plan,
         {
             "method": METHOD,
-            "batch": COUNT,
-            "num_heads": COUNT,
             "dim": COUNT,
             "scale": optional(number()),
             "is_causal": optional(choice(False, True)),
@@ -166,32 +175,32 @@ def _plan(**content: Any) -> Plan:
     plan = Plan(**content)
     if not plan.is_exact and None in (plan.scale, plan.is_causal):
         raise ValueError("scale or is_causal is null, and not every head is exact")
-    if any(head.lists and bool(head.lists.window) != plan.is_causal for head in plan.heads):
+    lists = [head.lists for head in plan.heads if isinstance(head, ListHead)]
+    if any(bool(settings.window) != plan.is_causal for settings in lists):
         raise ValueError("lists have windows where, and only where, is_causal is true")
-    if len(plan.heads) != plan.batch * plan.num_heads:
-        raise ValueError(f"{len(plan.heads)} heads for {plan.batch} x {plan.num_heads}")
     return plan
 
 
-def _kinds(method: Method, dim: int) -> dict[str, Field]:
-    """What a head of each kind holds."""
-    large = optional(array(COUNT, 2, 2))
-    listed = {"exact_rows": COUNT, "keys": number(0.0), "frame": _frame(dim)}
+def _own_fields(method: Method, dim: int) -> dict[type[HeadPlan], dict[str, Field]]:
+    """What a head of each kind holds beside what all have."""
+    polynomial = {"polynomial": _polynomial(dim)}
     return {
-        "exact": _head("exact", {"threshold": optional(POSITIVE), "large": large}),
-        "polynomial": _head("polynomial", {"polynomial": _polynomial(dim)}),
-        "single-threshold": _head(
-            "single-threshold",
-            {"threshold": POSITIVE, "large": large, "polynomial": _polynomial(dim)},
-        ),
-        "multi-threshold": _head("multi-threshold", _buckets(method, dim)),
-        "power": _head("power", {"kernel": _power_kernel(method)}),
-        "lists": _head("lists", {"lists": LISTS, "keys": number(0.0)}),
-        "fitted": _head("fitted", {"fitted": _fitted(dim), **listed}),
+        ExactHead: {},
+        PolynomialHead: polynomial,
+        ThresholdHead: {"threshold": POSITIVE, "large": array(COUNT, 2, 2), **polynomial},
+        BucketHead: _buckets(method, dim),
+        PowerHead: {"kernel": _power_kernel(method)},
+        ListHead: {"lists": LISTS, "keys": number(0.0)},
+        FittedHead: {
+            "fitted": _fitted(dim),
+            "frame": _frame(dim),
+            "exact_rows": COUNT,
+            "keys": number(0.0),
+        },
     }
 
 
-def _head(kind: str, own: Mapping[str, Field]) -> Field:
+def _head(kind: type[HeadPlan], own: Mapping[str, Field]) -> Field:
     """A head with what all have and its own."""
     common = {
         "reason": text(),
@@ -206,7 +215,7 @@ def _head(kind: str, own: Mapping[str, Field]) -> Field:
     def build(**content: Any) -> HeadPlan:
         if "pairs" in content:
             content["pairs"] = _placed_pairs(**content)
-        head = HeadPlan(kind, **content)
+        head = kind(**content)
         _check_range(head)
         return head
 
@@ -216,21 +225,22 @@ def _head(kind: str, own: Mapping[str, Field]) -> Field:
 def _check_range(head: HeadPlan) -> None:
     """Whether a head knows the range that it was made for. The largest score is the bound of its
     polynomial, or of one of its pairs, unless the caller of `Polynomial` gave a smaller bound."""
-    if head.kind in ("exact", "power"):
-        if head.scores is not None:
+    scores = head.scores
+    if isinstance(head, (ExactHead, PowerHead)):
+        if scores is not None:
             raise ValueError("scores is given, but nothing depends on it")
         return
-    listed = head.kind in ("lists", "fitted")
-    scores = head.scores
+    listed = isinstance(head, (ListHead, FittedHead))
     if scores is None or (scores.largest is None) != listed:
         raise ValueError("scores is missing, or not of this kind of head")
     if (scores.mean is None) != (head.measured is None and not listed):
         raise ValueError("scores.mean is missing, or there is no measured error that needs it")
-    if (scores.framed is None) != (head.frame is None or head.frame.is_plain):
+    transformed = isinstance(head, FittedHead) and not head.frame.is_plain
+    if (scores.framed is None) == transformed:
         raise ValueError("scores.framed is missing, or there is no frame that needs it")
-    reaches = [pair.reach for pair in head.pairs]
-    if reaches and scores.largest is not None and not scores.largest <= 1.001 * max(reaches):
-        raise ValueError(f"scores.largest is {scores.largest!r}, beyond the reach of every pair")
+    if isinstance(head, BucketHead) and scores.largest is not None:
+        if not scores.largest <= 1.001 * max(pair.reach for pair in head.pairs):
+            raise ValueError(f"scores.largest is {scores.largest!r}, beyond every pair's reach")
 
 
 # --------------------------------------------------------------------- polynomials and kernels

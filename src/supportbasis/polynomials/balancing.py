@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..components.cotangent import Gradients
+from ..problem.caching import WeakCache
 from ..problem.problem import Head
 
 LARGEST_LEAN = 1.0  # standard deviation of the log-weights that centring queries gives the keys
@@ -97,24 +98,25 @@ class Frame:
         return (query @ self.key_centre.to(query)) * head.scale
 
 
+_inside: WeakCache[Head, Frame, Head] = WeakCache()
+_own: WeakCache[Head, str, Frame] = WeakCache()
+
+
 def plain_frame(head: Head) -> Frame:
     """The frame that leaves tokens as they are, made once."""
-    if "plain" not in head.memory:
-        zeros = torch.zeros(head.dim, dtype=torch.float64, device=head.query.device)
-        identity = torch.eye(head.dim, dtype=torch.float64, device=head.query.device)
-        head.memory["plain"] = Frame(zeros, zeros, identity, identity, zeros)
-    made = head.memory["plain"]
-    assert isinstance(made, Frame)
-    return made
+    zeros = torch.zeros(head.dim, dtype=torch.float64, device=head.query.device)
+    identity = torch.eye(head.dim, dtype=torch.float64, device=head.query.device)
+    return _own.get(head, "plain", lambda: Frame(zeros, zeros, identity, identity, zeros))
 
 
 def framed(head: Head, frame: Frame) -> Head:
     """A head in a frame, computed once."""
-    if frame not in head.memory:
-        head.memory[frame] = frame.apply(head)
-    made = head.memory[frame]
-    assert isinstance(made, Head)
-    return made
+    return _inside.get(head, frame, lambda: frame.apply(head))
+
+
+def release(head: Head) -> None:
+    """Drop what `framed` keeps for a head that lives on."""
+    _inside.drop(head)
 
 
 def prefix_of(head: Head) -> int | None:
@@ -126,14 +128,14 @@ def prefix_of(head: Head) -> int | None:
 def own_frame(head: Head) -> Frame:
     """The balanced frame of a head, made once; of a causal head from its prefix. Tokens that only
     numbers beyond the dtype of the sums could balance stay as they are."""
-    if Frame not in head.memory:
+
+    def make() -> Frame:
         frame, largest = balanced(head, prefix_of(head)), torch.finfo(head.dtype).max
         parts = (frame.query_centre, frame.key_centre, frame.query_map, frame.key_map)
         fits = all(bool((x.abs() < math.sqrt(largest)).all()) for x in parts)
-        head.memory[Frame] = frame if fits else plain_frame(head)
-    made = head.memory[Frame]
-    assert isinstance(made, Frame)
-    return made
+        return frame if fits else plain_frame(head)
+
+    return _own.get(head, "balanced", make)
 
 
 def balanced(head: Head, tokens: int | None = None) -> Frame:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from ..paper.split import row_maxima
 from .rounding import compute_dtype, unit_roundoff
 
 if TYPE_CHECKING:
-    from ..engine.basis import RowGroup
+    from ..plans.supports import RowGroup
 
 
 def in_rows(x: Tensor) -> Tensor:
@@ -62,7 +62,6 @@ class Head:
     mask: Tensor | None = None  # [n, m] bool or bias; only exact sums know what to do with it
     precision: torch.dtype | None = None  # of all sums; None: chosen from the input
     is_reused: bool = False  # whether its plan will serve many calls, and may take some time
-    memory: dict[object, object] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,7 +131,7 @@ class Head:
 
 
 class Kept(dict[tuple[int, int], "tuple[Head, Sequence[RowGroup]]"]):
-    """Components of each (batch, head) that ran, and with them what they keep for the way back."""
+    """Components of each (batch, head) that ran, and what they save for the backward pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +149,7 @@ class Problem:
     scale: float
     normalise: bool
     leading: tuple[int, ...]  # the caller's leading dims, heads included
-    kept: Kept | None = None  # filled by a forward pass for the way back
+    kept: Kept | None = None  # filled by a forward pass for the backward pass
     is_reused: bool = False  # whether the plan will serve many calls
     is_flipped: bool | None = None  # whether the caller's scale is negative; None: not known
 

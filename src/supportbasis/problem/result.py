@@ -9,7 +9,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from ..accuracy.certificate import Certificate
-    from ..plans.plan import Plan
+    from ..plans import Plan
 
 
 FAILED_SHARE = 0.01  # of a head's rows: a sketch or fitted polynomial that loses more has failed
@@ -23,9 +23,9 @@ class Outcome:
     lse: Tensor  # [batch, heads, n]
     log_scale: Tensor  # [batch, heads]: units of the output of a kernel sum, 0 for attention
     invalid_rows: Tensor  # [batch, heads]: rows without a usable denominator
-    rescued_rows: Tensor  # [batch, heads]: of those, how many were computed exactly instead
+    fallback_rows: Tensor  # [batch, heads]: of those, how many were computed exactly instead
     rounding: Tensor  # [batch, heads]: largest relative rounding error of a row's sums
-    rescued: Tensor  # [batch, heads, n]: which rows were computed exactly instead
+    fallback: Tensor  # [batch, heads, n]: which rows were computed exactly instead
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...paper.split import row_maxima
-from ...plans.plan import HeadPlan
+from ...plans import HeadPlan
 from ...polynomials.powers import PowerKernel
 from .hook import allowed
 

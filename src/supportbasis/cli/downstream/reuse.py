@@ -20,7 +20,7 @@ from torch import Tensor
 from ...api import attention
 from ...api import plan as make_plan
 from ...methods import Method, MultiThreshold
-from ...plans.plan import HeadPlan, Plan
+from ...plans import HeadPlan, Plan
 from .hook import exact
 from .powers import by_powers
 

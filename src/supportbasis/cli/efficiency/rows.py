@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...accuracy import reference
-from ...plans.plan import HeadPlan
+from ...plans import HeadPlan
 from ...problem.problem import Head
 from ...problem.validation import attention_problem
 from ..measure import ROW_CHUNK, ExactRows

@@ -23,7 +23,7 @@ from torch.nn.attention import sdpa_kernel
 from ... import methods
 from ...api import attention
 from ...api import plan as make_plan
-from ...plans.plan import Plan
+from ...plans import Plan
 from ..measure import Tick
 from .baselines import BASELINES, ORACLES, Case
 from .heads import SYNTHETIC, Capture, stacked

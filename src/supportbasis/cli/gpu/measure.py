@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...api import attention, plan
 from ...engine.dispatch import batches, said
-from ...plans.plan import Plan
+from ...plans import Plan
 from ...problem.validation import attention_problem
 from .rows import GpuRow
 from .works import Work

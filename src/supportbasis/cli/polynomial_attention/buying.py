@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...api import attention, plan
 from ...methods import MultiThreshold
-from ...plans.plan import HeadPlan, Plan
+from ...plans import HeadPlan, Plan
 from ...problem.problem import Head
 from ..intervals import Interval
 from ..measure import Contender, Tick, sdpa

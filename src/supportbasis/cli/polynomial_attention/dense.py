@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ...components.sketch_sum import Sketched
-from ...engine.basis import buckets_of
 from ...engine.jensen import least_lse
-from ...plans.plan import HeadPlan
+from ...plans import HeadPlan
 from ...polynomials.certified import CertifiedPolynomial
 from ...polynomials.powers import PowerKernel
 from ...problem.problem import Head
@@ -112,7 +111,7 @@ class Dense:
         row_sets: Sequence[Tensor | None] = [None]
         key_sets: Sequence[Tensor | None] = [None]
         if plan.pairs:
-            row_sets, key_sets = buckets_of(plan, head)
+            row_sets, key_sets = plan.buckets(head)
         members = [torch.arange(head.m) if keys is None else keys for keys in key_sets]
         self.order = torch.cat(members)
         ends = torch.tensor([0, *(len(keys) for keys in members)]).cumsum(0).tolist()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...api import kernel_sum
 from ...methods import Method, MultiThreshold, PowerAttention
-from ...plans.plan import HeadPlan
+from ...plans import HeadPlan
 from ...problem.result import Result
 from ..measure import Contender, ExactRows, Tick, mean_value, sdpa, with_method
 from ..settings import Setting

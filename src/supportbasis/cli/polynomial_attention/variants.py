@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ...accuracy.scores import ScoreSample, best_polynomial
 from ...methods import Method, MultiThreshold, Polynomial, PowerAttention
 from ...methods.multi_threshold import MOST_PAIRS
-from ...plans.plan import HeadPlan
+from ...plans import HeadPlan
 from ...polynomials.powers import PowerKernel
 from ...problem.problem import Head
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...components.cotangent import Gradients
+from ...components.cotangent import Gradients, SavedForward
 from ...engine.dispatch import Forward, by_key_head
-from ...plans.plan import HeadPlan, Plan
+from ...plans import HeadPlan, Plan
 from ...problem.problem import Problem
 from . import fused
 from .rectangle import Rectangle, Tokens, Totals, add_gradients, exact_rows, slopes
@@ -31,23 +31,16 @@ def forward(problem: Problem, plan: Plan) -> Forward:
     return output, lse, None
 
 
-def gradients(
-    problem: Problem,
-    plan: Plan,
-    output: Tensor,
-    lse: Tensor,
-    rescued: Tensor,
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    for_weights: bool,
-) -> Gradients:
-    made = fused.gradients(problem, output, lse, grad) if grad_lse is None else None
+def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
+    made = None
+    if saved.grad_lse is None:
+        made = fused.gradients(problem, saved.output, saved.lse, saved.grad)
     if made is not None:
         return Gradients(*made, None)
-    total = empty_totals(problem)
-    slope, tokens = slopes(grad, grad_lse, output), (problem.query, problem.key, problem.value)
-    add_gradients(total, grad, slope, lse, *tokens, whole(problem))
-    return finished(total, problem, for_weights)
+    total, tokens = empty_totals(problem), (problem.query, problem.key, problem.value)
+    slope = slopes(saved.grad, saved.grad_lse, saved.output)
+    add_gradients(total, saved.grad, slope, saved.lse, *tokens, whole(problem))
+    return finished(total, problem, saved.for_weights)
 
 
 def whole(problem: Problem) -> Rectangle:
@@ -68,7 +61,7 @@ def precision() -> str:
 
 
 def empty_results(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Room for output and lse."""
+    """Memory for output and lse."""
     shape, new = (problem.batch, problem.heads, problem.n), problem.query.new_empty
     return new(*shape, problem.value.shape[-1]), new(shape, dtype=torch.float32)
 

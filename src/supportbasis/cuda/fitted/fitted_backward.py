@@ -14,7 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...plans.plan import Plan
+from ...components.cotangent import SavedForward
+from ...plans import Plan
 from ...problem.problem import Problem
 from ..exact.exact_heads import precision
 from ..exact.rectangle import Totals, add_gradients, slopes
@@ -26,9 +27,10 @@ from .fitted_sums import Rows
 from .framed import out_of, shift_factor
 
 
-def gradients(problem: Problem, plan: Plan, *back: Tensor) -> tuple[Tensor, ...]:
-    """Of query, key, value and log-weights, for each head of the queries; given are output, lse,
-    which rows were lost, the gradient of the output and, if there is one, that of lse."""
+def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> tuple[Tensor, ...]:
+    """Of query, key, value and log-weights, for each head of the queries."""
+    grad_lse = () if saved.grad_lse is None else (saved.grad_lse,)
+    back = (saved.output, saved.lse, saved.fallback, saved.grad, *grad_lse)
     work = partial(_all_heads, Call.of(problem, plan), len(back))
     return run_of(problem, plan).back("fitted back", work, *back)
 
@@ -38,9 +40,10 @@ def _all_heads(
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key, value and log-weights, one for each head of the queries, and the
     sizes that were needed. Nothing here waits."""
-    (output, lse, rescued, grad, *more), (query, key, value, *frames) = given[:count], given[count:]
+    output, lse, fallback, grad, *more = given[:count]
+    query, key, value, *frames = given[count:]
     tokens, grad_lse = (query, key, value), more[0] if more else None
-    made, lost = seen(call, *tokens, *frames), rescued.flatten(0, 1)
+    made, lost = seen(call, *tokens, *frames), fallback.flatten(0, 1)
     needed = made.needed(lost)
     fits = enough(needed, sizes)
     slope = slopes(grad, grad_lse, output)

@@ -13,14 +13,15 @@ import warnings
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from ...components.cotangent import Gradients
+from ...components.cotangent import Gradients, SavedForward
 from ...engine.dispatch import Forward, by_key_head
 from ...engine.jensen import SIGNS, WRONG, grouped_lse
-from ...plans.plan import HeadPlan, Plan
+from ...plans import FittedHead, HeadPlan, Plan
 from ...polynomials.fitting import FittedKernel
 from ...problem.problem import Problem
 from ...problem.result import FAILED_SHARE
@@ -38,26 +39,16 @@ def refusal(head: HeadPlan) -> str | None:
 
 
 def family(head: HeadPlan) -> object:
-    return "fitted", head.exact_rows
+    return "fitted", _fitted(head).exact_rows
 
 
-def gradients(
-    problem: Problem,
-    plan: Plan,
-    output: Tensor,
-    lse: Tensor,
-    rescued: Tensor,
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    for_weights: bool,
-) -> Gradients:
+def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
     """Gradients of query, key, value and key log-weights, as `supportbasis.engine.backward`."""
     from . import fitted_backward
 
-    back = (output, lse, rescued, grad, *(() if grad_lse is None else (grad_lse,)))
-    query, key, value, weight = fitted_backward.gradients(problem, plan, *back)
+    query, key, value, weight = fitted_backward.gradients(problem, plan, saved)
     key, value = (by_key_head(x, problem) for x in (key, value))
-    return Gradients(query, key, value, weight if for_weights else None)
+    return Gradients(query, key, value, weight if saved.for_weights else None)
 
 
 def forward(problem: Problem, plan: Plan) -> Forward:
@@ -78,8 +69,8 @@ class Call(NamedTuple):
 
     @staticmethod
     def of(problem: Problem, plan: Plan) -> Call:
-        kernels = tuple(_kernel(head) for head in plan.heads)
-        first = min(plan.heads[0].exact_rows, problem.n)
+        kernels = tuple(_fitted(head).fitted for head in plan.heads) * problem.batch
+        first = min(_fitted(plan.heads[0]).exact_rows, problem.n)
         return Call(kernels, first, problem.scale, problem.is_causal)
 
 
@@ -88,10 +79,13 @@ def run_of(problem: Problem, plan: Plan) -> Run:
     return Run.of(problem, plan, Call.of(problem, plan), (0, 0))
 
 
+_warned: WeakSet[Plan] = WeakSet()
+
+
 def _warn_once(plan: Plan, room: Room, rows: int) -> None:
     """Say that the last call whose counts are known has lost many rows; once for each plan."""
-    if room.told and room.told[0] > FAILED_SHARE * rows and "warned" not in plan.memory:
-        plan.memory["warned"] = True
+    if room.told and room.told[0] > FAILED_SHARE * rows and plan not in _warned:
+        _warned.add(plan)
         warnings.warn(
             "supportbasis: the last call with this plan whose counts are known lost more than 1 % "
             "of a head's rows to a fit, which were computed exactly instead; use a new plan or "
@@ -211,9 +205,9 @@ def _radii(kernels: tuple[FittedKernel, ...], device: torch.device) -> tuple[Ten
     return key.to(device), torch.tensor([[kernel.query_radius] for kernel in kernels]).to(device)
 
 
-def _kernel(head: HeadPlan) -> FittedKernel:
-    assert head.fitted is not None
-    return head.fitted
+def _fitted(head: HeadPlan) -> FittedHead:
+    assert isinstance(head, FittedHead)
+    return head
 
 
 def _least(inside: Inside, causal: bool) -> Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...plans.plan import Plan
+from ...plans import FittedHead, Plan
 from ...polynomials.balancing import Frame
 from ...problem.problem import Problem
 from . import framing
@@ -67,11 +67,8 @@ class Stack(NamedTuple):
 
 def frames_of(problem: Problem, plan: Plan) -> Stack:
     """The frames of all heads of a plan."""
-    frames = []
-    for head in plan.heads:
-        assert head.frame is not None
-        frames.append(head.frame)
-    return _stack(tuple(frames), problem.scale, problem.query.device)
+    frames = tuple(head.frame for head in plan.heads if isinstance(head, FittedHead))
+    return _stack(frames * problem.batch, problem.scale, problem.query.device)
 
 
 @lru_cache(maxsize=64)

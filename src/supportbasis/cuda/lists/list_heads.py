@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...components.cotangent import Gradients
+from ...components.cotangent import Gradients, SavedForward
 from ...engine.dispatch import Forward
 from ...errors import InputError
 from ...lists.sorting import window_length
 from ...lists.tables import ListSettings, tiles_by_centre, visible_leaves
-from ...plans.plan import HeadPlan, Plan
+from ...plans import HeadPlan, ListHead, Plan
+from ...problem.caching import WeakCache
 from ...problem.problem import Problem
 from ..exact import exact_heads as exact
 from ..exact.rectangle import slopes
@@ -54,7 +55,7 @@ def settings_family(settings: ListSettings) -> ListSettings:
 
 
 def _settings_of(head: HeadPlan) -> ListSettings:
-    assert head.lists is not None
+    assert isinstance(head, ListHead)
     return head.lists
 
 
@@ -63,7 +64,7 @@ def forward(problem: Problem, plan: Plan) -> Forward:
     parts = ranges(problem, settings)
     tokens = (problem.query, problem.key, problem.value)
     weight = () if problem.key_log_weight is None else (problem.key_log_weight.float(),)
-    given = (*tokens, _prices(plan, problem.query.device), *weight)
+    given = (*tokens, _prices(plan, problem), *weight)
     made = partial(_forward, problem, settings, parts)
     if sum(x.numel() for x in tokens) > SHORT:
         return *made(*given), None
@@ -98,26 +99,17 @@ def _forward(
     return output.view(*shape, -1), lse.view(shape)
 
 
-def gradients(
-    problem: Problem,
-    plan: Plan,
-    output: Tensor,
-    lse: Tensor,
-    rescued: Tensor,
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    for_weights: bool,
-) -> Gradients:
+def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
     """Tables, tilts and lists are made again, the same bits as before."""
     settings, group = _settings_of(plan.heads[0]), problem.group
     call, total = _Call.of(problem, settings), exact.empty_totals(problem)
-    slope = -slopes(grad, grad_lse, output)
-    rows = backward.Rows(*(x.flatten(0, 1).contiguous() for x in (grad, slope, lse)))
+    slope = -slopes(saved.grad, saved.grad_lse, saved.output)
+    rows = backward.Rows(*(x.flatten(0, 1).contiguous() for x in (saved.grad, slope, saved.lse)))
     heads, (slots, d), dv = call.tables.heads, call.tables.ks.shape[1:], call.tables.vs.shape[2]
     shapes = ((heads, slots, d), (heads, slots, dv), (heads, slots))
     sums = [total.query.new_zeros(shape) for shape in shapes]
     sorted_total = backward.Totals(total.query.flatten(0, 1), sums[0], sums[1], sums[2])
-    price = _prices(plan, problem.query.device)
+    price = _prices(plan, problem)
     for first, last, leaves in ranges(problem, settings):
         tilts = kernels.tilt(call.tables, first, last, leaves, problem.scale)
         lists = kernels.select(call.tables, tilts, price, problem.scale)
@@ -128,30 +120,25 @@ def gradients(
         part = part.masked_fill_(at < 0, 0.0)  # a slot without a key has no gradient
         index = at.clamp(min=0).long().expand_as(part)
         whole.flatten(0, 1).scatter_add_(1, index, part)
-    found = exact.finished(total, problem, for_weights)
+    found = exact.finished(total, problem, saved.for_weights)
     if settings.window:
-        _add_own_windows(found, problem, settings.window, grad, output, lse, grad_lse)
+        _add_own_windows(found, problem, settings.window, saved)
     return found
 
 
-def _add_own_windows(
-    total: Gradients,
-    problem: Problem,
-    width: int,
-    grad: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    grad_lse: Tensor | None,
-) -> None:
+def _add_own_windows(total: Gradients, problem: Problem, width: int, saved: SavedForward) -> None:
     """Gradients of exact attention within windows, given the whole output and lse of the rows."""
 
     def cut(x: Tensor) -> Tensor:
         return _cut(x, problem, width, problem.n).contiguous()
 
-    from_lse = None if grad_lse is None else cut(grad_lse.unsqueeze(-1)).squeeze(-1)
-    lse = cut(lse.unsqueeze(-1)).squeeze(-1)
-    given = (cut(output), lse, lse, cut(grad), from_lse, total.key_log_weight is not None)
-    part = exact.gradients(_windows(problem, width), _EXACT, *given)
+    def cut_rows(x: Tensor) -> Tensor:
+        return cut(x.unsqueeze(-1)).squeeze(-1)
+
+    grad_lse = None if saved.grad_lse is None else cut_rows(saved.grad_lse)
+    output, lse, fallback = cut(saved.output), cut_rows(saved.lse), cut_rows(saved.fallback)
+    own = SavedForward(output, lse, fallback, cut(saved.grad), grad_lse, saved.for_weights)
+    part = exact.gradients(_windows(problem, width), _EXACT, own)
     pairs = [(total.query, part.query), (total.key, part.key), (total.value, part.value)]
     if total.key_log_weight is not None and part.key_log_weight is not None:
         pairs.append((total.key_log_weight.unsqueeze(-1), part.key_log_weight.unsqueeze(-1)))
@@ -161,13 +148,18 @@ def _add_own_windows(
         whole[:, :, :tokens] += piece[:, :tokens].unflatten(0, whole.shape[:2])
 
 
-def _prices(plan: Plan, device: torch.device) -> Tensor:
-    """The price of each head, kept with the plan."""
-    key = ("prices", device)
-    if key not in plan.memory:
-        prices = [_settings_of(head).price for head in plan.heads]
-        plan.memory[key] = torch.tensor(prices, dtype=torch.float32).to(device)
-    return cast(Tensor, plan.memory[key])
+_kept: WeakCache[Plan, tuple[torch.device, int], Tensor] = WeakCache()
+
+
+def _prices(plan: Plan, problem: Problem) -> Tensor:
+    """The price of each head of all batch elements."""
+    device, batch = problem.query.device, problem.batch
+
+    def make() -> Tensor:
+        prices = [_settings_of(head).price for head in plan.heads] * batch
+        return torch.tensor(prices, dtype=torch.float32).to(device)
+
+    return _kept.get(plan, (device, batch), make)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ call, with preallocated capacity for them (`room`), without synchronising with t
 
 A polynomial runs here only if it is certified to be positive on its range: then no row can lose its
 denominator as long as scores stay within it. Beyond (a plan reused on other data), a row whose
-denominator is not positive gets zeros and lse -inf. Nothing is rescued here.
+denominator is not positive gets zeros and lse -inf. Nothing is fallback here.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from ...components.cotangent import Gradients
+from ...components.cotangent import Gradients, SavedForward
 from ...engine.dispatch import Forward
-from ...plans.plan import HeadPlan, Plan
+from ...plans import HeadPlan, Plan, PolynomialHead, ThresholdHead
+from ...polynomials.certified import CertifiedPolynomial
+from ...problem.caching import WeakCache
 from ...problem.problem import Problem
 from ..exact.exact_heads import empty_results, finished, precision
 from ..exact.rectangle import Rectangle, Start, Tokens, Totals, add_gradients, exact_rows, slopes
@@ -36,17 +38,22 @@ from .sums import (
 )
 
 
+def _polynomial(head: HeadPlan) -> CertifiedPolynomial:
+    assert isinstance(head, PolynomialHead)
+    return head.polynomial
+
+
 def refusal(head: HeadPlan) -> str | None:
-    assert head.polynomial is not None
-    if head.polynomial.degree > 2:
-        return f"its polynomial has degree {head.polynomial.degree}; kernels have up to 2"
-    if not head.polynomial.positive:
-        return f"its polynomial is not positive on ±{head.polynomial.bound:.3g}: it may lose rows"
+    polynomial = _polynomial(head)
+    if polynomial.degree > 2:
+        return f"its polynomial has degree {polynomial.degree}; kernels have up to 2"
+    if not polynomial.positive:
+        return f"its polynomial is not positive on ±{polynomial.bound:.3g}: rows may fail"
     return None
 
 
 def family(head: HeadPlan) -> object:
-    return max(1, head.degree or 0)
+    return max(1, _polynomial(head).degree)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,17 +99,8 @@ def _attended(problem: Problem, plan: Plan, split: Split) -> tuple[Tensor, Tenso
     return output, lse
 
 
-def gradients(
-    problem: Problem,
-    plan: Plan,
-    output: Tensor,
-    lse: Tensor,
-    rescued: Tensor,
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    for_weights: bool,
-) -> Gradients:
-    pulled = partial(_pulled_back, problem, plan, output, lse, grad, grad_lse, for_weights)
+def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
+    pulled = partial(_pulled_back, problem, plan, saved)
     if not _splits(plan):
         return pulled(_whole(problem, plan), None)
 
@@ -114,25 +112,17 @@ def gradients(
 
 
 def _pulled_back(
-    problem: Problem,
-    plan: Plan,
-    output: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    for_weights: bool,
-    split: Split,
-    instead: Rectangle | None,
+    problem: Problem, plan: Plan, saved: SavedForward, split: Split, instead: Rectangle | None
 ) -> Gradients:
     """Gradients through sums and rectangles; ``instead`` is what ran where a split did not fit."""
     mixed = bool(split.keys.most or split.rows.most or instead is not None)
-    sums = _Sums.of(problem, plan, split, shared=split.shared and not for_weights)
-    made = sums.gradients(grad, grad_lse, output, lse, split, for_weights, wide=mixed)
+    sums = _Sums.of(problem, plan, split, shared=split.shared and not saved.for_weights)
+    made = sums.gradients(saved, split, wide=mixed)
     if not mixed:
         return made
     # rectangles add to sums of their own for each head of the queries, where heads share keys
     query, key, value, weight = made.query, made.key, made.value, made.key_log_weight
-    shape, new = (problem.batch, problem.heads), lse.new_zeros
+    shape, new = (problem.batch, problem.heads), saved.lse.new_zeros
     apart = problem.group > 1
     total = Totals(
         query.contiguous(),
@@ -140,11 +130,11 @@ def _pulled_back(
         new(*shape, *value.shape[2:]) if apart else value.contiguous(),
         new(*shape, problem.m) if weight is None else weight.contiguous(),
     )
-    slope = slopes(grad, grad_lse, output)
+    slope = slopes(saved.grad, saved.grad_lse, saved.output)
     rectangles = [_small_rows(problem, split), _large_rows(problem, split)]
     for rectangle in rectangles + ([] if instead is None else [instead]):
-        add_gradients(total, grad, slope, lse, *_tokens(problem), rectangle)
-    found = finished(total, problem, for_weights)
+        add_gradients(total, saved.grad, slope, saved.lse, *_tokens(problem), rectangle)
+    found = finished(total, problem, saved.for_weights)
     if apart:
         found.key, found.value = found.key + key, found.value + value
     return found
@@ -211,7 +201,7 @@ class _Sums:
         if weight is not None:
             weight = weight.contiguous()
         polynomials = Polynomials(
-            split.coefficients, unit, max(1, plan.heads[0].degree or 0), weight,
+            split.coefficients, unit, max(1, _polynomial(plan.heads[0]).degree), weight,
             problem.is_causal, precision=precision(),
         )  # fmt: skip
         return _Sums(query, key, value, polynomials, problem)
@@ -222,16 +212,7 @@ class _Sums:
     def sums(self) -> tuple[Tensor, Tensor]:
         return polynomial_sums(self.query, self.key, self.value, self.polynomials)
 
-    def gradients(
-        self,
-        grad: Tensor,
-        grad_lse: Tensor | None,
-        output: Tensor,
-        lse: Tensor,
-        split: Split,
-        for_weights: bool,
-        wide: bool,
-    ) -> Gradients:
+    def gradients(self, saved: SavedForward, split: Split, wide: bool) -> Gradients:
         """Of the call's tokens; ``wide``: in float32."""
         problem, shape = self.problem, self.query.shape[:2]
 
@@ -239,10 +220,11 @@ class _Sums:
             return x.reshape(*shape, *x.shape[2:])
 
         made = polynomial_gradients(
-            alike(grad), None if grad_lse is None else alike(grad_lse),
-            self.query, self.key, self.value, self.polynomials, alike(output), alike(lse),
+            alike(saved.grad), None if saved.grad_lse is None else alike(saved.grad_lse),
+            self.query, self.key, self.value, self.polynomials,
+            alike(saved.output), alike(saved.lse),
             excluded=None if split.large_row is None else alike(split.large_row),
-            for_weights=for_weights, dtype=torch.float32 if wide else None,
+            for_weights=saved.for_weights, dtype=torch.float32 if wide else None,
         )  # fmt: skip
         query, key, value, weight = made
         if self.key.shape[:2] != problem.key.shape[:2]:
@@ -259,7 +241,7 @@ class _Sums:
 
 
 def _splits(plan: Plan) -> bool:
-    return any(head.kind == "single-threshold" for head in plan.heads)
+    return any(isinstance(head, ThresholdHead) for head in plan.heads)
 
 
 def _new_split(problem: Problem, plan: Plan, sizes: Sizes) -> tuple[Split, Tensor]:
@@ -293,20 +275,23 @@ def _on_device(sizes: Sizes, device: torch.device) -> Tensor:
     return torch.tensor(sizes, device=device)
 
 
+_tables: WeakCache[Plan, tuple[torch.device, int, float], tuple[Tensor, Tensor, Tensor]]
+_tables = WeakCache()
+
+
 def _table(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """Coefficients, units and thresholds [batch * heads], on the device with the plan."""
-    device = problem.query.device
-    key = ("thresholds", device, problem.scale)
-    if key not in plan.memory:
-        limit = rounded_down([_limit(head) for head in plan.heads]).to(device)
-        plan.memory[key] = (*_polynomials(problem, plan), limit)
-    found = plan.memory[key]
-    assert isinstance(found, tuple)
-    return found
+    """Coefficients, units and thresholds [batch * heads], on the device."""
+    device, batch = problem.query.device, problem.batch
+
+    def make() -> tuple[Tensor, Tensor, Tensor]:
+        limit = rounded_down([_limit(head) for head in plan.heads] * batch).to(device)
+        return *_polynomials(problem, plan), limit
+
+    return _tables.get(plan, (device, batch, problem.scale), make)
 
 
 def _limit(head: HeadPlan) -> float:
-    return math.inf if head.threshold is None else head.threshold
+    return head.threshold if isinstance(head, ThresholdHead) else math.inf
 
 
 def _whole(problem: Problem, plan: Plan) -> Split:
@@ -318,17 +303,17 @@ def _whole(problem: Problem, plan: Plan) -> Split:
 def _polynomials(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
     """Coefficients and units of all heads, on the device."""
     coefficients = torch.tensor(
-        [_coefficients(head, problem.scale) for head in plan.heads], dtype=torch.float64
+        [_coefficients(head, problem.scale) for head in plan.heads] * problem.batch,
+        dtype=torch.float64,
     )
-    unit = torch.tensor([head.bound or 0.0 for head in plan.heads])
+    unit = torch.tensor([_polynomial(head).bound for head in plan.heads] * problem.batch)
     device = problem.query.device
     return coefficients.float().to(device), unit.to(device)
 
 
 def _coefficients(head: HeadPlan, scale: float) -> tuple[float, float, float]:
     """In <q, k> from those in z / B."""
-    polynomial = head.polynomial
-    assert polynomial is not None
+    polynomial = _polynomial(head)
     unit = scale / polynomial.bound if polynomial.bound > 0 else 0.0
     c = [factor * unit**power for power, factor in enumerate(polynomial.coefficients)]
     return (c[0], c[1] if len(c) > 1 else 0.0, c[2] if len(c) > 2 else 0.0)

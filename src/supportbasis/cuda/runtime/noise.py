@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ...accuracy.bounds import recertified
 from ...engine import sdpa
-from ...engine.dispatch import Batch
-from ...plans.plan import HeadPlan
+from ...engine.dispatch import Group
+from ...plans import HeadPlan, PolynomialHead
 from ...problem.problem import Head, Problem
 from ...problem.result import Outcome
 from ...problem.rounding import gamma, product_roundoff, sum_depth, unit_roundoff
@@ -29,22 +29,21 @@ ROUNDINGS = {torch.bfloat16: 4, torch.float16: 9, torch.float32: 9}
 SUMMED = 1024  # terms added up at a time
 
 
-def with_noise(problem: Problem, found: Sequence[Batch], outcome: Outcome) -> Outcome:
+def with_noise(problem: Problem, found: Sequence[Group], outcome: Outcome) -> Outcome:
     """The outcome with its lost rows counted and its rounding bounded."""
     with torch.no_grad():
         lost = (outcome.lse == -math.inf) & ~_dead(problem)
         exact = sdpa.sdpa_noise(problem)
         rounding = outcome.rounding.clone()
-        for batch in found:
-            if batch.kind is None:
-                continue
-            for number, plan in zip(batch.heads, batch.plan.heads, strict=True):
-                at = divmod(number, problem.heads)
-                noise = _feature_noise(problem.head(*at), plan)
-                rounding[at] = torch.clamp(exact[at] + noise, max=1.0)
-        eager = [i for batch in found if batch.kind is None for i in batch.heads]
-        invalid = lost.sum(-1).to(outcome.invalid_rows.dtype) + outcome.rescued_rows
-        invalid.flatten()[eager] = outcome.invalid_rows.flatten()[eager]
+        invalid = lost.sum(-1).to(outcome.invalid_rows.dtype) + outcome.fallback_rows
+        for group in found:
+            for number, plan in zip(group.heads, group.plan.heads, strict=True):
+                if group.kind is None:
+                    invalid[:, number] = outcome.invalid_rows[:, number]
+                    continue
+                for b in range(problem.batch):
+                    noise = _feature_noise(problem.head(b, number), plan)
+                    rounding[b, number] = torch.clamp(exact[b, number] + noise, max=1.0)
     return replace(outcome, invalid_rows=invalid, rounding=rounding)
 
 
@@ -62,7 +61,7 @@ def _dead(problem: Problem) -> Tensor:
 
 def _feature_noise(head: Head, plan: HeadPlan) -> float:
     """Relative rounding of a row's feature sums, worst row."""
-    if plan.polynomial is None:
+    if not isinstance(plan, PolynomialHead):
         return 0.0
     polynomial, _ = recertified(head, plan)
     if not polynomial.positive:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ...engine import ranges
-from ...plans.plan import Plan, ScoreRange
+from ...plans import Plan, ScoreRange, ThresholdHead
+from ...problem.caching import WeakCache
 from ...problem.problem import Problem
 from .lengths import lengths, rounded_down
 from .report import Report, capturing
@@ -26,21 +27,18 @@ SECONDS = 0.02  # between two calls that are asked about
 class RangeCheck:
     """What is known about the calls of one plan on one device."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        limits = [math.inf if head.threshold is None else head.threshold for head in plan.heads]
-        self.limit = rounded_down(limits).to(device)
+    def __init__(self, plan: Plan, device: torch.device, batch: int) -> None:
+        limits = [
+            head.threshold if isinstance(head, ThresholdHead) else math.inf for head in plan.heads
+        ]
+        self.limit, self.batch = rounded_down(limits * batch).to(device), batch
         self.report, self.scale, self.last = Report(), 1.0, -math.inf
         self.instead: Plan | None = None  # with the heads exact that have left their range
 
     @staticmethod
-    def of(plan: Plan, device: torch.device) -> RangeCheck:
-        """The one that is kept with the plan."""
-        key = ("range", device)
-        if key not in plan.memory:
-            plan.memory[key] = RangeCheck(plan, device)
-        found = plan.memory[key]
-        assert isinstance(found, RangeCheck)
-        return found
+    def of(plan: Plan, device: torch.device, batch: int) -> RangeCheck:
+        """The one that is kept for calls of a plan."""
+        return _kept.get(plan, (device, batch), lambda: RangeCheck(plan, device, batch))
 
     def ask(self, problem: Problem) -> None:
         """Have the device reduce the lengths of a call, unless the answer to an earlier call is
@@ -64,17 +62,21 @@ class RangeCheck:
             self.instead = ranges.exact_where(plan, left)
         if self.instead is None:
             return plan
-        return RangeCheck.of(self.instead, self.limit.device).reported(self.instead)
+        return RangeCheck.of(self.instead, self.limit.device, self.batch).reported(self.instead)
+
+
+_kept: WeakCache[Plan, tuple[torch.device, int], RangeCheck] = WeakCache()
 
 
 def _left(plan: Plan, parts: Tensor, scale: float) -> dict[int, str]:
     """The heads that have left their range, and how."""
     (query, key), left = zip(parts.amax(2).tolist(), parts.sum(2).tolist(), strict=True), {}
-    for number, head in enumerate(plan.heads):
+    for number in range(len(query[0])):
+        head = plan.heads[number % plan.num_heads]
         squares = query[0][number][0] * key[0][number][0]
         means = [side[1][number][1] / max(1.0, side[1][number][2]) for side in (query, key)]
         found = ScoreRange(scale * math.sqrt(squares), scale * math.prod(means))
         reason = ranges.leaves(head, found)
         if reason is not None:
-            left[number] = f"in an earlier call {reason}"
+            left[number % plan.num_heads] = f"in an earlier call {reason}"
     return left

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ...plans.plan import Plan
+from ...plans import Plan
+from ...problem.caching import WeakCache
 from ...problem.problem import Problem
 from ..exact.rectangle import Rectangle, Tokens, exact_rows
 from .language import cdiv, power_of_two
@@ -35,9 +36,9 @@ class Room:
     @staticmethod
     def of(plan: Plan, problem: Problem, usual: Sizes) -> Room:
         """The one that is kept with a plan for such calls."""
-        shapes = (problem.query.device, problem.n, problem.m, problem.key_log_weight is None)
-        room = plan.memory.setdefault(("room", shapes), Room(usual))
-        assert isinstance(room, Room)
+        query = problem.query
+        key = (query.device, query.shape, problem.m, problem.key_log_weight is None)
+        room = _kept.get(plan, key, lambda: Room(usual))
         if not room.known and capturing():
             raise InputError(
                 "plan: it has not run on such tensors yet, and what it needs is not known; call "
@@ -79,6 +80,9 @@ class Room:
             for size, need in zip(before, needed, strict=True)
         )
         return self.sizes != before
+
+
+_kept: WeakCache[Plan, tuple[torch.device, torch.Size, int, bool], Room] = WeakCache()
 
 
 def with_spare(need: int) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...plans.plan import Plan
+from ...plans import Plan
 from ...problem.problem import Problem
 from ..exact.exact_heads import precision
 from ..fitted.framed import Stack, frames_of
