@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import cases
-from supportbasis import analysis
 from supportbasis.analysis import (
     EntryProfile,
     chernoff_tail,
@@ -25,6 +24,7 @@ from supportbasis.analysis import (
     variance_proxy,
 )
 from supportbasis.errors import InputError
+from supportbasis.paper import sub_gaussian
 from supportbasis.paper.split import large_rows, row_maxima, support_basis
 
 properties = settings(derandomize=True, deadline=None, max_examples=60)
@@ -92,7 +92,7 @@ def test_pruned_proxy_equals_the_sorted_one(law: str, n: int) -> None:
 @pytest.mark.parametrize("law", ["gaussian", "uniform"])
 def test_pruning_sorts_few_entries(law: str) -> None:
     magnitudes = LAWS[law](50_001).abs()
-    candidates, _ = analysis._binding_candidates(magnitudes, float(magnitudes.max()))
+    candidates, _ = sub_gaussian._binding_candidates(magnitudes, float(magnitudes.max()))
     assert candidates.numel() < 5000
 
 

@@ -28,7 +28,8 @@ from device_cases import (  # before kernels are imported
 from supportbasis.components.cotangent import SavedForward
 from supportbasis.cuda.fitted import fitted_chunks, fitted_sums
 from supportbasis.cuda.fitted import fitted_heads as fitted
-from supportbasis.cuda.runtime import replay, with_spare
+from supportbasis.cuda.runtime import replay
+from supportbasis.cuda.runtime.room import Room, with_spare
 from supportbasis.engine import dispatch
 from supportbasis.methods.fitted import FittedSearch
 from supportbasis.plans import Plan

@@ -2,31 +2,81 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from numbers import Real
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from .accuracy.certificate import certify
 from .cuda.runtime.noise import with_noise
-from .engine import autograd, ranges, sdpa
+from .engine import autograd, sdpa
+from .engine.call_checks import warn_about
 from .engine.dispatch import check_implementation, groups, label
-from .engine.execute import execute
+from .engine.run import is_sdpa, run
 from .errors import InputError
-from .methods import Auto, Exact, Method, Polynomial, PowerAttention
-from .methods.batches import plan_heads
+from .methods import Method
+from .methods.planning import plan_of
 from .plans import Plan
-from .problem.checks import is_tracing
+from .problem.densities import density_problem
 from .problem.problem import Problem
 from .problem.result import Outcome, Result
-from .problem.rounding import compute_dtype, unit_roundoff
-from .problem.validation import attention_problem, check_tensors, kernel_problem, with_weights
+from .problem.validation import attention_problem, check_tensors, kernel_problem
 
-LARGE_ERROR = 0.05  # measured, of a head's output: warned about where no error was asked for
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    method: Method | None = None,
+    plan: Plan | None = None,
+    return_result: Literal[False] = False,
+    implementation: str = "auto",
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    method: Method | None = None,
+    plan: Plan | None = None,
+    return_result: Literal[True],
+    implementation: str = "auto",
+) -> Result: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    method: Method | None = None,
+    plan: Plan | None = None,
+    return_result: bool,
+    implementation: str = "auto",
+) -> Tensor | Result: ...
 
 
 def attention(
@@ -89,9 +139,9 @@ def attention(
     problem = attention_problem(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=plan is None
     )
-    plan = _the_plan(problem, method, plan, implementation)
+    plan = plan_of(problem, method, plan, implementation)
     plan = plan.resolved(autograd.is_recorded(problem))
-    outcome = _run(problem, plan, return_result, implementation)
+    outcome = run(problem, plan, return_result, implementation)
     if return_result:
         return _result(problem, plan, outcome, implementation)
     return problem.restore(outcome.output)
@@ -124,7 +174,43 @@ def plan(
     problem = attention_problem(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
     )
-    return _the_plan(replace(problem, is_reused=True), method, None)
+    return plan_of(replace(problem, is_reused=True), method, None)
+
+
+@overload
+def kernel_sum(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    method: Method | None = None,
+    return_result: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def kernel_sum(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    method: Method | None = None,
+    return_result: Literal[True],
+) -> Result: ...
+
+
+@overload
+def kernel_sum(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    method: Method | None = None,
+    return_result: bool,
+) -> Tensor | Result: ...
 
 
 def kernel_sum(
@@ -142,11 +228,47 @@ def kernel_sum(
     ``output * exp(log_scale)`` with one log_scale for each head, and never overflows.
     """
     problem = kernel_problem(query, key, value, scale)
-    plan = _the_plan(problem, method, None)
-    outcome = _run(problem, plan, return_result)
+    plan = plan_of(problem, method, None)
+    outcome = run(problem, plan, return_result)
     if return_result:
         return _result(problem, plan, outcome)
     return _in_linear_units(problem, outcome, query.dtype)
+
+
+@overload
+def gaussian_kde(
+    points: Tensor,
+    data: Tensor,
+    bandwidth: float | Tensor,
+    *,
+    weights: Tensor | None = None,
+    method: Method | None = None,
+    return_result: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def gaussian_kde(
+    points: Tensor,
+    data: Tensor,
+    bandwidth: float | Tensor,
+    *,
+    weights: Tensor | None = None,
+    method: Method | None = None,
+    return_result: Literal[True],
+) -> Result: ...
+
+
+@overload
+def gaussian_kde(
+    points: Tensor,
+    data: Tensor,
+    bandwidth: float | Tensor,
+    *,
+    weights: Tensor | None = None,
+    method: Method | None = None,
+    return_result: bool,
+) -> Tensor | Result: ...
 
 
 def gaussian_kde(
@@ -167,9 +289,9 @@ def gaussian_kde(
     >>> sb.gaussian_kde(torch.zeros(1, 1), torch.zeros(5, 1), 1.0)  # 1/sqrt(2 pi)
     tensor([0.3989])
     """
-    problem, log_norm = _density_problem(points, data, bandwidth, weights)
-    plan = _the_plan(problem, method, None)
-    outcome = _run(problem, plan, return_result)
+    problem, log_norm = density_problem(points, data, bandwidth, weights)
+    plan = plan_of(problem, method, None)
+    outcome = run(problem, plan, return_result)
     result = _result(problem, plan, outcome) if return_result else None
     outcome.log_scale = outcome.log_scale - log_norm.reshape(outcome.log_scale.shape)
     density = _in_linear_units(problem, outcome, points.dtype).squeeze(-1)
@@ -178,110 +300,6 @@ def gaussian_kde(
     lse = result.lse - log_norm.unsqueeze(-1)
     unit = torch.zeros_like(result.log_scale)
     return Result(density, lse, unit, plan, result.certificate, result.implementation)
-
-
-def _density_problem(
-    points: Tensor, data: Tensor, bandwidth: float | Tensor, weights: Tensor | None
-) -> tuple[Problem, Tensor]:
-    """exp(-|x-y|^2/2) = exp(<x,y>) exp(-|x|^2/2) exp(-|y|^2/2), centred and divided by h."""
-    names = ("points", "data", "data")
-    check = attention_problem(points, data, None, None, 0.0, False, 1.0, False, names=names)
-    if not data.shape[-2]:
-        raise InputError("data has no points; expected at least one")
-    width = _check_bandwidth(bandwidth, points)
-    data64 = data.double()
-    centre = data64.mean(-2, keepdim=True)
-    query, key = (points.double() - centre) / width, (data64 - centre) / width
-    row_weight, log_weight = (-x.square().sum(-1) / 2 for x in (query, key))
-    total = torch.full(check.leading, float(data.shape[-2]), dtype=torch.float64)
-    total = total.to(data.device)
-    if weights is not None:
-        weight = _check_weights(weights, data)
-        log_weight = log_weight + weight.log()
-        total = weight.sum(-1).expand(check.leading)
-    dtype = _density_dtype(points.dtype, query, key)
-    query, key = query.to(dtype), key.to(dtype)
-    problem = kernel_problem(query, key, query.new_ones(*key.shape[:-1], 1), 1.0, finite=False)
-    problem = with_weights(problem, log_weight, row_weight)
-    volume = (width.log() + math.log(2 * math.pi) / 2).expand(points.shape[-1]).sum()
-    return problem, total.log() + volume
-
-
-def _density_dtype(dtype: torch.dtype, query: Tensor, key: Tensor) -> torch.dtype:
-    """float32 unless its rounding of <x, y> would show: the exponent -|x - y|^2/2 is a small
-    difference of large numbers when points lie many bandwidths from their centre."""
-    reach = sum(float(x.square().sum(-1).max()) for x in (query, key) if x.numel())
-    rounding = reach * (query.shape[-1] + 6) * unit_roundoff(torch.float32)
-    return torch.float64 if rounding > 1e-4 else compute_dtype(dtype)
-
-
-def _check_bandwidth(bandwidth: float | Tensor, points: Tensor) -> Tensor:
-    dim = points.shape[-1]
-    if isinstance(bandwidth, bool) or not isinstance(bandwidth, (Real, Tensor)):
-        raise InputError(f"bandwidth must be a number or a tensor, got {bandwidth!r}")
-    if isinstance(bandwidth, Tensor) and (bandwidth.is_complex() or bandwidth.requires_grad):
-        raise InputError("bandwidth must be a real tensor that does not require grad")
-    width = torch.as_tensor(bandwidth, dtype=torch.float64, device=points.device)
-    if width.shape not in ((), (1,), (dim,)):
-        raise InputError(
-            f"bandwidth has shape {tuple(width.shape)}; expected a number or one for each of "
-            f"the {dim} dims"
-        )
-    if not bool((width.isfinite() & (width > 0)).all()):
-        raise InputError(f"bandwidth must be finite and > 0, got {bandwidth!r}")
-    return width
-
-
-def _check_weights(weights: Tensor, data: Tensor) -> Tensor:
-    if not isinstance(weights, Tensor) or not weights.is_floating_point():
-        raise InputError(f"weights must be a floating-point tensor, got {weights!r}")
-    if weights.requires_grad and torch.is_grad_enabled():
-        raise InputError("weights requires grad, but densities have no gradients so far")
-    if weights.is_nested or weights.layout != torch.strided:
-        raise InputError("weights is a sparse or nested tensor; expected a dense one")
-    if weights.device != data.device:
-        raise InputError(f"weights is on {weights.device} but data is on {data.device}")
-    try:
-        expanded = weights.double().expand(data.shape[:-1])
-    except RuntimeError:
-        raise InputError(
-            f"weights has shape {tuple(weights.shape)}; expected {tuple(data.shape[:-1])}"
-        ) from None
-    finite = bool((expanded.isfinite() & (expanded >= 0)).all())
-    if not finite or not bool((expanded.sum(-1) > 0).all()):
-        raise InputError("weights must be finite and >= 0, with a positive sum")
-    return expanded
-
-
-def _the_plan(
-    problem: Problem, method: Method | None, plan: Plan | None, implementation: str = "auto"
-) -> Plan:
-    """The caller's plan once it is seen to fit, or a new one."""
-    if method is not None and not isinstance(method, Method):
-        raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
-    if plan is None:
-        method = method or Auto()
-        _check_gradients(problem)
-        _check_power(problem, method)
-        if problem.needs_exact or not isinstance(method, Polynomial):
-            autograd.check_scores(problem)
-        return _make_plan(problem, method)
-    if not isinstance(plan, Plan):
-        raise InputError(f"plan must be an sb.Plan, got {type(plan).__name__}")
-    if method is not None and method != plan.method:
-        raise InputError(f"method is {method} but the plan was made with {plan.method}")
-    _check_gradients(problem)
-    _check_power(problem, plan.method)
-    ranges.check_sign(problem, plan)
-    if problem.needs_exact:
-        if not is_tracing():
-            autograd.check_entries(problem)
-            autograd.check_scores(problem)
-        return _make_plan(problem, plan.method)
-    if is_tracing():  # the operator will look at entries
-        autograd.check_plan(problem, plan)
-        return plan
-    return autograd.checked(problem, plan, implementation)
 
 
 def _fits_graph(
@@ -305,111 +323,15 @@ def _autocast(*tensors: Tensor) -> Sequence[Tensor]:
     return [x.to(dtype) if x.dtype in narrow else x for x in tensors]
 
 
-def _make_plan(problem: Problem, method: Method) -> Plan:
-    reason = problem.needs_exact
-    if reason and not isinstance(method, Exact):
-        warnings.warn(
-            f"supportbasis: {method} runs exactly because {reason}", UserWarning, stacklevel=4
-        )
-    with torch.no_grad(), torch.autocast(problem.query.device.type, enabled=False):
-        heads = tuple(
-            method.plan_exactly(problem.head(0, number), reason)
-            if reason and problem.batch
-            else plan_heads(method, [problem.head(b, number) for b in range(problem.batch)])
-            for number in range(problem.heads)
-        )
-    scale = -problem.scale if problem.is_flipped else problem.scale
-    plan = Plan(method, problem.query.shape[-1], heads, scale, problem.is_causal)
-    if not method.promises_error:
-        _warn_about_error(plan)
-    return plan
-
-
-def _warn_about_error(plan: Plan) -> None:
-    """Say how large the largest measured error is, where that is large: once for each plan."""
-    errors = [(head.measured or 0.0, number) for number, head in enumerate(plan.heads)]
-    count = sum(error > LARGE_ERROR for error, _ in errors)
-    if not count:
-        return
-    error, number = max(errors)
-    others = f" (and more than {LARGE_ERROR:.0%} on {count - 1} others)" if count > 1 else ""
-    warnings.warn(
-        f"supportbasis: {plan.method} has a measured error of {error:.2g} on head "
-        f"{number}{others}; give a tolerance to limit it",
-        UserWarning,
-        stacklevel=5,
-    )
-
-
-def _check_gradients(problem: Problem) -> None:
-    if problem.requires_grad and not problem.normalise:
-        raise InputError(
-            "an input requires grad, but kernel sums have no gradients so far; use "
-            "torch.no_grad() or detach the inputs"
-        )
-
-
-def _check_power(problem: Problem, method: Method) -> None:
-    """Polynomial attention is no softmax: what falls back to softmax elsewhere has no meaning."""
-    if not isinstance(method, PowerAttention):
-        return
-    if problem.dropout_p > 0:
-        raise InputError(f"dropout_p is {problem.dropout_p:g}, but {method} has no dropout; use 0")
-    if problem.query_log_weight is not None:
-        raise InputError(f"method is {method}, whose kernel is not Gaussian; use another method")
-
-
-def _run(problem: Problem, plan: Plan, need_lse: bool, implementation: str = "auto") -> Outcome:
-    """SDPA itself when every head is exact, the components otherwise."""
-    with torch.autocast(problem.query.device.type, enabled=False):
-        if _is_sdpa(problem, plan, need_lse, implementation):
-            outcome = _run_sdpa(problem, need_lse)
-            if not is_tracing():
-                autograd.check_output(problem, outcome.output)
-            return outcome
-        if autograd.is_needed(problem):
-            return autograd.run(problem, plan, implementation)
-        return autograd.compute(problem, plan, implementation)
-
-
-def _is_sdpa(problem: Problem, plan: Plan, need_lse: bool, implementation: str) -> bool:
-    if not plan.is_exact or implementation == "triton" or not sdpa.can_run(problem, need_lse):
-        return False
-    if is_tracing() and problem.query.is_cpu and problem.needs_exact is None:
-        return False  # entries are checked, which only operators can do here
-    if implementation == "eager" or not problem.query.is_cuda:
-        return True
-    if not need_lse and problem.key_log_weight is None:
-        return True
-    # PyTorch's CUDA kernels give no lse, and `sdpa` has to look at the entries of a bias
-    return groups(problem, plan, implementation)[0].kind is None
-
-
-def _run_sdpa(problem: Problem, need_lse: bool) -> Outcome:
-    outcome = autograd.exact_outcome(problem) if need_lse else None
-    if outcome is not None:
-        return outcome
-    shape = (problem.batch, problem.heads)
-    zero = problem.query.new_zeros(shape, dtype=problem.dtype)
-    empty = problem.query.new_zeros((*shape, 0), dtype=problem.dtype)
-    if not need_lse:
-        return Outcome(sdpa.sdpa(problem), empty, zero, zero, zero, zero, empty.bool())
-    with torch.no_grad():  # no value has a part in it, nor can overflow it
-        plain = replace(problem, value=torch.zeros_like(problem.value[..., :1]))
-        lse = execute(plain, _make_plan(plain, Exact())).lse
-    noise = sdpa.sdpa_noise(problem)
-    return Outcome(sdpa.sdpa(problem), lse, zero, zero, zero, noise, empty.bool())
-
-
 def _result(problem: Problem, plan: Plan, outcome: Outcome, implementation: str = "auto") -> Result:
-    if _is_sdpa(problem, plan, True, implementation):
+    if is_sdpa(problem, plan, True, implementation):
         ran = "sdpa"
     else:
         found = groups(problem, plan, implementation)
         ran = label(found)
         if ran != "eager":
             outcome = with_noise(problem, found, outcome)
-            autograd.warn_about(problem, plan, outcome)
+            warn_about(problem, plan, outcome)
     with torch.no_grad():
         certificate = certify(problem, plan, outcome)
     return Result(

@@ -9,8 +9,6 @@ does not load the compiler.
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ..components.cotangent import SavedForward
-from ..errors import InputError
 from ..plans import Plan
-from ..problem.checks import check_bias, check_finite, is_tracing
+from ..problem.checks import is_tracing
 from ..problem.problem import Kept, Problem, in_rows
-from ..problem.result import FAILED_SHARE, Outcome
+from ..problem.result import Outcome
 from ..problem.tracing import refuse_forward, refuse_second
-from . import dispatch, ranges, sdpa
+from . import dispatch, sdpa
+from .call_checks import check_output, checked, reports_later, warn_about
 
 _in_graphs: dict[str, Plan] = {}  # a compiled graph holds a handle, so its plan has to live on
 
@@ -38,47 +36,6 @@ def is_needed(problem: Problem) -> bool:
 def is_recorded(problem: Problem) -> bool:
     """Whether gradients are recorded; within a transform of `torch.func` they may be."""
     return problem.requires_grad or (is_tracing() and not torch.compiler.is_compiling())
-
-
-def check_plan(problem: Problem, plan: Plan) -> None:
-    """Raise if a plan does not fit the inputs' shapes."""
-    shape, made_for = (problem.heads, problem.query.shape[-1]), (plan.num_heads, plan.dim)
-    if shape != made_for:
-        raise InputError(
-            f"plan was made for (heads, dim) = {made_for}, but the inputs have {shape}"
-        )
-    ranges.check_call(problem, plan)
-
-
-def checked(problem: Problem, plan: Plan, implementation: str) -> Plan:
-    """The plan to use for a call, whose entries are checked on a CPU: heads whose scores leave the
-    range they were planned for are exact. With kernels on a GPU what earlier calls left is known:
-    to look at this one would synchronise with the host."""
-    check_plan(problem, plan)
-    check_entries(problem)
-    if _reports_later(problem, plan, implementation):
-        from ..cuda.runtime.range_check import RangeCheck
-
-        return RangeCheck.of(plan, problem.query.device, problem.batch).reported(plan)
-    plan = ranges.in_range(problem, plan)
-    check_scores(problem, plan)
-    return plan
-
-
-def _reports_later(problem: Problem, plan: Plan, implementation: str) -> bool:
-    has_kernels = implementation != "eager" and dispatch.refusal(problem, implementation) is None
-    return problem.query.is_cuda and has_kernels and not plan.is_exact
-
-
-def check_entries(problem: Problem) -> None:
-    """Raise if an entry is not finite; on a GPU that would wait for the device."""
-    if problem.query.device.type == "cpu":
-        tokens = {"query": problem.query, "key": problem.key}
-        if not all(map(math.isfinite, problem.largest)):  # which checks both without another pass
-            check_finite(**tokens)
-        check_finite(value=problem.value)
-        if problem.key_log_weight is not None:
-            check_bias(problem.key_log_weight)
 
 
 def run(problem: Problem, plan: Plan, implementation: str = "auto") -> Outcome:
@@ -116,7 +73,7 @@ def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
     if outcome is not None:
         check_output(problem, outcome.output)
         return outcome
-    if _reports_later(problem, plan, implementation):
+    if reports_later(problem, plan, implementation):
         from ..cuda.runtime.range_check import RangeCheck
 
         RangeCheck.of(plan, problem.query.device, problem.batch).ask(problem)
@@ -135,69 +92,6 @@ def exact_outcome(problem: Problem) -> Outcome | None:
     lse, noise = pair[1], sdpa.sdpa_noise(problem)
     zero, none = torch.zeros_like(noise), lse.new_zeros(lse.shape, dtype=torch.bool)
     return Outcome(*pair, zero, zero, zero, noise, none)
-
-
-def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
-    """Say what went wrong with some rows, and refuse an output that is not finite."""
-    if int(outcome.invalid_rows.sum() - outcome.fallback_rows.sum()):
-        warnings.warn(
-            "supportbasis: rows had no usable denominator (their weights cancel or vanish) and "
-            "return zeros; return_result=True counts them by head",
-            UserWarning,
-            stacklevel=4,
-        )
-    lossy = any(head.may_fail for head in plan.heads)
-    if lossy and float(outcome.fallback_rows.max()) > FAILED_SHARE * problem.n:
-        advice = "a larger sketch_size" if plan.heads[0].is_sketched else "a new plan"
-        warnings.warn(
-            "supportbasis: a sketch or fit lost more than 1 % of a head's rows, which were "
-            f"computed exactly instead; use {advice} or another method",
-            UserWarning,
-            stacklevel=4,
-        )
-    check_output(problem, outcome.output)
-
-
-def check_scores(problem: Problem, plan: Plan | None = None) -> None:
-    """Raise if a score can overflow, unless a plan has one polynomial for all of a head's scores,
-    which has units of its own. A score of +inf shows in the output; but if all scores of a row
-    become -inf, kernels take it for a row that may attend to nothing."""
-    if problem.query.is_cuda:
-        return
-    if plan is not None and all(head.kind == "polynomial" for head in plan.heads):
-        return
-    if _largest_step(problem, *problem.largest) < torch.finfo(problem.dtype).max:
-        return
-    for _, _, head in problem.each_head():  # keys that are masked may hold anything
-        keys = head.key_maxima if head.live_keys is None else head.key_maxima[head.live_keys]
-        if not keys.numel() or not head.n:
-            continue
-        sizes = [float(head.query_maxima.max()), float(keys.max())]
-        if not _largest_step(problem, *sizes) < torch.finfo(problem.dtype).max:
-            raise InputError(
-                f"a score overflows {problem.dtype}: scale is {problem.scale:.3g}, the largest "
-                f"entries of query and key are {sizes[0]:.3g} and {sizes[1]:.3g}; scale them down "
-                "or use float64"
-            )
-
-
-def _largest_step(problem: Problem, query: float, key: float) -> float:
-    """No product on the way to a score is larger, whether the scale comes first or last."""
-    scale = abs(problem.scale)
-    return max(problem.query.shape[-1] * query * key * max(scale, 1.0), scale * max(query, key))
-
-
-def check_output(problem: Problem, output: Tensor) -> None:
-    """Finite inputs can still overflow: in a score, or in a sum of huge values."""
-    if output.is_cuda or math.isfinite(output.detach().sum(dtype=problem.dtype).item()):
-        return
-    if not bool(output.isfinite().all()):
-        reach = [float(x.detach().abs().max()) for x in (problem.query, problem.key, problem.value)]
-        raise InputError(
-            f"the output overflows {problem.dtype}: the largest entries of query, key and value "
-            f"are {reach[0]:.3g}, {reach[1]:.3g} and {reach[2]:.3g}; scale them down or use "
-            "float64"
-        )
 
 
 TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? key_log_weight, Tensor? mask"
@@ -235,7 +129,7 @@ def _plan_of(problem: Problem, handle: str, implementation: str) -> Plan:
     if problem.kept is not None:
         return plan
     instead = checked(problem, plan, implementation)
-    return plan if _reports_later(problem, plan, implementation) else instead
+    return plan if reports_later(problem, plan, implementation) else instead
 
 
 _attention = torch.library.custom_op(

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import analysis
 from ..accuracy.scores import ScoreSample, best_polynomial
 from ..errors import InputError
+from ..paper import sub_gaussian
 from ..plans import ExactHead, HeadPlan, ThresholdHead
 from ..plans.cost import Work, polynomial_work
 from ..plans.supports import Side, entry_reach, large_tokens, score_reach, sides
@@ -82,11 +82,11 @@ class SingleThreshold(Method):
         if isinstance(self.threshold, (int, float)):
             return float(self.threshold)
         if self.threshold == "sqrt-log":
-            return analysis.log_threshold(max(2, head.n, head.m))
+            return sub_gaussian.log_threshold(max(2, head.n, head.m))
         if self.threshold == "sub-gaussian":
             live = head.live_keys
             key = head.key if live is None else head.key[live]
-            return analysis.sub_gaussian_threshold(head.query, key) if len(key) else None
+            return sub_gaussian.sub_gaussian_threshold(head.query, key) if len(key) else None
         return largest_threshold(head, largest_bound(self.degree, EPSILON))
 
 

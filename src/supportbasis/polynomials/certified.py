@@ -5,22 +5,22 @@ A polynomial is kept in t = z / B and divided by e^B, so that nothing overflows:
     p(z) = e^B * s(t),    s(t) = sum_k c_k t^k,    t = z / B in [-1, 1].
 
 Everything we state is about the ratio r = p(z) e^{-z} = e^{B (1 - t)} s(t), which is 1 where p is
-exact. `_certify` proves bounds on r for the float64 coefficients that are returned, whatever the
+exact. `certify` proves bounds on r for the float64 coefficients that are returned, whatever the
 way they were found; the builders (`taylor`, `chebyshev`, `minimax`) only have to be good, never
 trusted. This is Lemma A.3 of the paper ("Corollary 2.2 in AS23") with numbers instead of Theta(.).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, localcontext
 from functools import lru_cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
+from .coefficients import COEFFICIENTS, remez
+from .proofs import TINY, UNIT, certify, exp
 
 __all__ = [
     "CertifiedPolynomial",
@@ -35,12 +35,7 @@ __all__ = [
     "true_rank",
 ]
 
-_CELLS = 2048  # a power of two: grid points, 1 - t and the cell width are exact in float64
-_WIDTH = 2.0 / _CELLS
-_UNIT = 2.0**-53  # unit roundoff of float64
-_TINY = 2.0**-1022  # smallest normal number: bounds the absolute error of an underflow
 LARGEST_DEGREE = 256  # certification takes (degree + 1)^3 numbers, 185 MiB at twice this degree
-_REMEZ_BOUND = 300.0  # beyond, e^{2B} leaves float64 and the exchange has nothing to look at
 _WIDEST = 300.0  # `largest_bound` does not look further
 
 
@@ -156,11 +151,11 @@ class CertifiedPolynomial:
         kept = self.degree + 1 if new > 0 and old > 0 else 1
         coefficients = tuple(
             # in two steps, for e^{B-b} may leave float64 where the product does not
-            c * _exp(log_factor[k] / 2) * _exp(log_factor[k] / 2) if k < kept and c != 0.0 else 0.0
+            c * exp(log_factor[k] / 2) * exp(log_factor[k] / 2) if k < kept and c != 0.0 else 0.0
             for k, c in enumerate(self.coefficients)
         )
         log_size = abs(math.log(new)) + abs(math.log(old)) if kept > 1 else 0.0
-        rounding = 8 * _UNIT * (1 + self.degree * (1 + log_size) + abs(old) + abs(new))
+        rounding = 8 * UNIT * (1 + self.degree * (1 + log_size) + abs(old) + abs(new))
         return _certified(self.kind, coefficients, new, 0.0 if new == old else rounding)
 
     def weight_log_spread(self, with_exact: bool) -> float:
@@ -307,146 +302,22 @@ def true_rank(dim: int, degree: int) -> int:
     return math.comb(dim + degree, degree)
 
 
-# --------------------------------------------------------------------------------- coefficients
-
-
 @lru_cache(maxsize=4096)
 def _build(kind: str, degree: int, bound: float) -> CertifiedPolynomial:
     if bound == 0.0:
         return _certified(kind, (1.0,) + (0.0,) * degree, 0.0)
     if kind != "minimax":
-        return _certified(kind, _COEFFICIENTS[kind](degree, bound), bound)
-    candidates = [_build(other, degree, bound) for other in _COEFFICIENTS]
-    coefficients = _remez(degree, bound)
+        return _certified(kind, COEFFICIENTS[kind](degree, bound), bound)
+    candidates = [_build(other, degree, bound) for other in COEFFICIENTS]
+    coefficients = remez(degree, bound)
     if coefficients is not None:
         candidates.append(_certified(kind, coefficients, bound))
     best = min(candidates, key=lambda p: p.error)
     constant = 2 * math.exp(-2 * bound) / (1 + math.exp(-2 * bound))
-    if best.error >= 1.0 and constant > _TINY:  # rounding spoiled it: 1 / cosh(B) is better
+    if best.error >= 1.0 and constant > TINY:  # rounding spoiled it: 1 / cosh(B) is better
         flat = _certified(kind, (constant,) + (0.0,) * degree, bound)
         best = min(best, flat, key=lambda p: p.error)
     return replace(best, kind=kind)
-
-
-def _taylor(degree: int, bound: float) -> tuple[float, ...]:
-    log_bound = math.log(bound)
-    return tuple(_exp(k * log_bound - math.lgamma(k + 1) - bound) for k in range(degree + 1))
-
-
-def _chebyshev(degree: int, bound: float) -> tuple[float, ...]:
-    count = degree + 1
-    nodes = [-math.cos(math.pi * (2 * i + 1) / (2 * count)) for i in range(count)]
-    with localcontext(_context(degree, bound)):
-        t, y = _samples(nodes, bound)
-        return _monomials(t, _divided_differences(t, y))
-
-
-_COEFFICIENTS: dict[str, Callable[[int, float], tuple[float, ...]]] = {
-    "taylor": _taylor,
-    "chebyshev": _chebyshev,
-}
-
-
-def _remez(degree: int, bound: float) -> tuple[float, ...] | None:
-    """Best iterate of the exchange, or None where float64 cannot look at the ratio."""
-    if bound > _REMEZ_BOUND:
-        return None
-    best, best_peak, last_level = None, math.inf, 0.0
-    reference = [-math.cos(math.pi * i / (degree + 1)) for i in range(degree + 2)]
-    with localcontext(_context(degree, bound)):
-        for _ in range(30):
-            newton, level = _levelled(reference, bound)
-            deviation = _deviation(reference, newton, bound)
-            peak = deviation.abs().max().item()
-            if peak < best_peak:
-                best, best_peak = (reference, newton), peak
-            # Equioscillation, NaN, or noise: in exact arithmetic the level grows at each exchange.
-            if not peak > level * (1 + 1e-6) or level <= last_level:
-                break
-            last_level = level
-            # p - exp has at most g + 1 zeros, for its derivative of order g + 1 is -exp; so there
-            # are g + 2 extrema, and another count means rounding noise or a grid too coarse.
-            reference = _extrema(deviation)
-            if len(reference) != degree + 2:
-                break
-        return None if best is None else _monomials([Decimal(t) for t in best[0][:-1]], best[1])
-
-
-def _levelled(reference: Sequence[float], bound: float) -> tuple[list[Decimal], float]:
-    """The p of degree g with p e^{-z} - 1 = -(-1)^i E at the g + 2 reference points, and |E|.
-
-    Values y_i (1 - (-1)^i E) lie on a polynomial of degree g iff their last divided difference is
-    zero; divided differences are linear in E. Returns those of p, its Newton coefficients.
-    """
-    t, y = _samples(reference, bound)
-    plain = _divided_differences(t, y)
-    signed = _divided_differences(t, [v if i % 2 == 0 else -v for i, v in enumerate(y)])
-    level = plain[-1] / signed[-1]
-    newton = [a - level * b for a, b in zip(plain[:-1], signed[:-1], strict=True)]
-    return newton, float(abs(level))
-
-
-def _deviation(nodes: Sequence[float], newton: Sequence[Decimal], bound: float) -> Tensor:
-    """The values p(z) e^{-z} - 1 on the grid.
-
-    From the Newton form with ascending nodes: s is e^{-2B} times smaller on the left than on the
-    right, and this form keeps relative accuracy there, which powers of t would lose.
-    """
-    grid = 1.0 - _exponents()
-    s = torch.full_like(grid, float(newton[-1]))
-    for node, d in zip(reversed(nodes[: len(newton) - 1]), reversed(newton[:-1]), strict=True):
-        s = s * (grid - node) + float(d)
-    return torch.exp(_exponents() * bound) * s - 1.0
-
-
-def _extrema(deviation: Tensor) -> list[float]:
-    """The point of largest |deviation| between consecutive sign changes, refined by a parabola."""
-    negative = deviation < 0
-    changes = torch.nonzero(negative[1:] != negative[:-1]).flatten() + 1
-    edges = [0, *(int(i) for i in changes.tolist()), _CELLS + 1]
-    size = deviation.abs()
-    points = []
-    for start, stop in pairwise(edges):
-        i = start + int(size[start:stop].argmax())
-        shift = 0.0
-        if start < i < stop - 1:
-            left, here, right = size[i - 1 : i + 2].tolist()
-            curvature = left - 2 * here + right
-            shift = 0.5 * (left - right) / curvature if curvature < 0 else 0.0
-        points.append(-1.0 + (i + shift) * _WIDTH)
-    return points
-
-
-def _context(degree: int, bound: float) -> Context:
-    """Digits enough that e^{2B} and the growth of monomial coefficients leave float64 accuracy."""
-    digits = 40 + 2 * degree + int(0.9 * min(bound, 400.0))
-    return Context(prec=digits, Emin=MIN_EMIN, Emax=MAX_EMAX, traps=[])
-
-
-def _samples(nodes: Sequence[float], bound: float) -> tuple[list[Decimal], list[Decimal]]:
-    """Nodes t_i and values e^{B (t_i - 1)} in the current decimal context."""
-    t = [Decimal(node) for node in nodes]
-    scale = Decimal(bound)
-    return t, [(scale * (node - 1)).exp() for node in t]
-
-
-def _divided_differences(t: Sequence[Decimal], y: Sequence[Decimal]) -> list[Decimal]:
-    d = list(y)
-    for j in range(1, len(d)):
-        for i in range(len(d) - 1, j - 1, -1):
-            d[i] = (d[i] - d[i - 1]) / (t[i] - t[i - j])
-    return d
-
-
-def _monomials(t: Sequence[Decimal], newton: Sequence[Decimal]) -> tuple[float, ...]:
-    """Coefficients of sum_i newton_i prod_{j<i} (x - t_j) in powers of x, rounded once."""
-    poly = [newton[-1]]
-    for node, d in zip(reversed(t[:-1]), reversed(newton[:-1]), strict=True):
-        shifted = [d, *poly]
-        for k, c in enumerate(poly):
-            shifted[k] -= node * c
-        poly = shifted
-    return tuple(float(c) for c in poly)
 
 
 @lru_cache(maxsize=1024)
@@ -471,157 +342,16 @@ def _largest_bound(degree: int, epsilon: float, kind: str) -> float:
     return low
 
 
-# -------------------------------------------------------------------------------- certification
-
-
 def _certified(
     kind: str, coefficients: Sequence[float], bound: float, slack: float = 0.0
 ) -> CertifiedPolynomial:
-    error, log_ratio = _certify(tuple(coefficients), bound, slack)
+    error, log_ratio = certify(tuple(coefficients), bound, slack)
     return CertifiedPolynomial(
         kind, len(coefficients) - 1, bound, tuple(coefficients), error, log_ratio
     )
 
 
-@lru_cache(maxsize=4096)
-def _certify(
-    coefficients: tuple[float, ...], bound: float, slack: float = 0.0
-) -> tuple[float, tuple[float, float]]:
-    """Proven (error, (lower, upper) of log r) for r = e^{B(1-t)} s(t), t in [-1, 1].
-
-    Bounds rho = e^{-B(1-a)} r on each cell [a, a + h] and multiplies back in the log domain.
-    `slack` is a relative uncertainty of every coefficient.
-    """
-    if not all(map(math.isfinite, coefficients)):
-        return math.inf, (-math.inf, math.inf)
-    if bound == 0.0:
-        return _certify_point(coefficients[0], slack)
-    low, high = _enclose(torch.tensor(coefficients, dtype=torch.float64), bound, slack)
-    exponents = _exponents()[:-1] * bound
-    upper = _log_product(exponents, high, 1.0).max().item()
-    lower = _log_product(exponents, low, -1.0).min().item()
-    negative = _log_product(exponents, -low, 1.0).max().item() if lower == -math.inf else -math.inf
-    return _from_logs(lower, upper, negative)
-
-
-def _enclose(c: Tensor, bound: float, slack: float) -> tuple[Tensor, Tensor]:
-    """Per cell [a, a + h], (lower, upper) bounds of rho(t) = e^{-B(t-a)} s(t).
-
-    Two enclosures, intersected. Chord: rho stays within h^2/8 max|rho''| of the chord between its
-    end values, and |rho''| <= |s'' - 2B s' + B^2 s|; tight where p is close to exp. Flat: s stays
-    within h^2/8 max|s''| of its own chord, and e^{-Bh} <= e^{-B(t-a)} <= 1; better for large B.
-    """
-    powers = _tables(len(c) - 1)[0]
-    operations = 2 * len(c) + 24  # those of powers @ c, and of what follows here
-    stiffness = 1 + (len(c) + bound) * _WIDTH  # an underflow of c_k also enters the bulges
-    underflow = 4 * operations * _TINY * stiffness * stiffness
-    s = powers @ c
-    margin = (powers.abs() @ c.abs()) * (operations * _UNIT + slack) + underflow
-    top, bottom = s + margin, s - margin
-    decay = math.exp(-bound * _WIDTH)
-    chord, flat = _bulges(c, bound, slack)
-    chord_high = torch.maximum(top[:-1], decay * top[1:]) + chord
-    chord_low = torch.minimum(bottom[:-1], decay * bottom[1:]) - chord
-    flat_high = torch.maximum(top[:-1], top[1:]) + flat
-    flat_low = torch.minimum(bottom[:-1], bottom[1:]) - flat
-    flat_high = torch.where(flat_high < 0, decay * flat_high, flat_high)
-    flat_low = torch.where(flat_low > 0, decay * flat_low, flat_low)
-    return torch.maximum(chord_low, flat_low), torch.minimum(chord_high, flat_high)
-
-
-def _bulges(c: Tensor, bound: float, slack: float) -> tuple[Tensor, Tensor]:
-    """Per cell, h^2/8 max|s'' - 2B s' + B^2 s| and h^2/8 max|s''|."""
-    k = torch.arange(len(c) + 2, dtype=torch.float64)
-    first = torch.nn.functional.pad(c, (0, 2)) * k  # k c_k, so s' has coefficients first[1:]
-    second = (first * (k - 1))[2:]
-    chord = torch.stack((second, -2 * bound * first[1:-1], bound * bound * c))
-    return _largest(chord, slack) * (_WIDTH**2 / 8), _largest(second[None], slack) * (_WIDTH**2 / 8)
-
-
-def _largest(parts: Tensor, slack: float) -> Tensor:
-    """Per cell, an upper bound of |q| for the polynomial q with coefficients parts.sum(0).
-
-    Around the nearer end point, with |x| <= h/2, |q(t + x)| <= sum_j |q^(j)(t)| / j! (h/2)^j. The
-    first terms are evaluated, the rest is bounded by sum_k |q_k| C(k, j) (h/2)^j, valid on [-1, 1].
-    """
-    count = parts.shape[1]
-    powers, shifts, tail = _tables(count - 1)
-    q = parts.sum(0)
-    size = parts.abs().sum()  # before cancellation, for the rounding margin
-    terms = (powers @ (shifts @ q).T).abs().sum(1)
-    rounding = ((2 * count + 32) * _UNIT + slack) * (1 + _WIDTH / 2) ** count * size
-    at_node = (terms + tail @ q.abs() + rounding) * (1 + 1e-9)
-    return torch.maximum(at_node[:-1], at_node[1:])
-
-
-def _log_product(exponents: Tensor, factor: Tensor, direction: float) -> Tensor:
-    """log(e^exponents * factor), moved up (+1) or down (-1) by its rounding; -inf if factor <= 0.
-
-    NaN, which only arises from overflow, becomes inf in the unsafe direction.
-    """
-    log = torch.log(factor.clamp(min=0.0))
-    rounding = 4 * _UNIT * (1 + exponents + log.clamp(min=-800.0).abs())
-    return torch.nan_to_num(
-        exponents + log + direction * rounding,
-        nan=direction * math.inf,
-        posinf=math.inf,
-        neginf=-math.inf,
-    )
-
-
-def _certify_point(c: float, slack: float) -> tuple[float, tuple[float, float]]:
-    """The certificate of r = c at the single point z = 0."""
-    low, high = c - abs(c) * slack, c + abs(c) * slack
-    error = max(abs(low - 1.0), abs(high - 1.0))
-    lower = math.log(low) if low > 0 else -math.inf
-    upper = math.log(high) if high > 0 else -math.inf
-    margin = 4 * _UNIT * max(abs(x) if math.isfinite(x) else 0.0 for x in (lower, upper))
-    return error * (1 + 4 * _UNIT), (lower - margin, upper + margin)
-
-
-def _from_logs(lower: float, upper: float, negative: float) -> tuple[float, tuple[float, float]]:
-    """The largest |r - 1| from log bounds of r, and of -r where r may be negative."""
-    above = _exp(upper) if upper > 700 else math.expm1(upper)
-    below = 1.0 + _exp(negative) if lower == -math.inf else -math.expm1(lower)
-    return max(above, below) * (1 + 8 * _UNIT), (lower, upper)
-
-
-@lru_cache(maxsize=64)
-def _tables(degree: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Per degree: t_i^k [cells + 1, g + 1], the shifts [J, g + 1, g + 1] and their tail [g + 1].
-
-    shifts[j] maps the coefficients of q to those of q^(j) / j! (h/2)^j; tail[k] is the sum over
-    the j left out, sum_{j >= J} C(k, j) (h/2)^j.
-    """
-    grid = torch.arange(_CELLS + 1, dtype=torch.float64) * _WIDTH - 1.0
-    powers = torch.ones(_CELLS + 1, degree + 1, dtype=torch.float64)
-    for k in range(1, degree + 1):
-        powers[:, k] = powers[:, k - 1] * grid
-    kept = min(degree + 1, 3 + degree // 6)
-    shifts = torch.zeros(kept, degree + 1, degree + 1, dtype=torch.float64)
-    tail = torch.zeros(degree + 1, dtype=torch.float64)
-    for k in range(degree + 1):
-        for j in range(k + 1):
-            term = math.comb(k, j) * (_WIDTH / 2) ** j
-            if j < kept:
-                shifts[j, k - j, k] = term
-            else:
-                tail[k] += term
-    return powers, shifts, tail
-
-
-@lru_cache(maxsize=1)
-def _exponents() -> Tensor:
-    """1 - t on the grid, exact."""
-    return 2.0 - torch.arange(_CELLS + 1, dtype=torch.float64) * _WIDTH
-
-
 # --------------------------------------------------------------------------------------- checks
-
-
-def _exp(x: float) -> float:
-    """e^x, inf where it leaves float64."""
-    return math.exp(x) if x < 709.0 else math.inf
 
 
 def _checked_degree(degree: int, name: str = "degree") -> int:
@@ -662,6 +392,6 @@ def _checked_number(value: float, name: str) -> float:
 
 
 def _checked_kind(kind: str) -> str:
-    if kind != "minimax" and kind not in _COEFFICIENTS:
+    if kind != "minimax" and kind not in COEFFICIENTS:
         raise InputError(f"kind must be 'taylor', 'chebyshev' or 'minimax', got {kind!r}.")
     return kind

@@ -19,8 +19,8 @@ from ...plans import Plan
 from ...problem.problem import Problem
 from ..exact.exact_heads import precision
 from ..exact.rectangle import Totals, add_gradients, slopes
+from ..runtime.replayed_call import parted
 from ..runtime.room import Sizes, all_unless, enough
-from ..runtime.run import parted
 from . import fitted_chunks, fitted_sums
 from .fitted_heads import Call, Seen, over_far_keys, run_of, seen
 from .fitted_sums import Rows

@@ -27,8 +27,8 @@ from ...problem.problem import Problem
 from ...problem.result import FAILED_SHARE
 from ..exact.exact_heads import precision
 from ..exact.rectangle import Rectangle, Tokens, exact_rows
+from ..runtime.replayed_call import Run, parted
 from ..runtime.room import Room, Sizes, enough, exact_unless, marked
-from ..runtime.run import Run, parted
 from . import fitted_chunks, fitted_sums
 from .fitted_sums import Near
 from .framed import Inside

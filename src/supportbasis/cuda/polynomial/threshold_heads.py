@@ -29,13 +29,8 @@ from ..exact.exact_heads import empty_results, finished, precision
 from ..exact.rectangle import Rectangle, Start, Tokens, Totals, add_gradients, exact_rows, slopes
 from ..runtime.lengths import large, listed, rounded_down
 from ..runtime.room import Room, Sizes, all_unless, enough
-from .sums import (
-    Polynomials,
-    key_weights,
-    polynomial_attention,
-    polynomial_gradients,
-    polynomial_sums,
-)
+from .sum_gradients import polynomial_gradients
+from .sums import Polynomials, key_weights, polynomial_attention, polynomial_sums
 
 
 def _polynomial(head: HeadPlan) -> CertifiedPolynomial:

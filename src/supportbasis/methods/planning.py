@@ -1,0 +1,182 @@
+"""From a problem and a method to a plan, one entry for each head whatever the batch; or the check
+that a given plan serves a call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ..accuracy.certificate import certify
+from ..engine import call_checks, ranges
+from ..engine.execute import execute
+from ..engine.ranges import leaves, score_range, with_range
+from ..errors import InputError
+from ..plans import BucketHead, ExactHead, HeadPlan, ListHead, Plan, PolynomialHead
+from ..problem.checks import is_tracing
+from ..problem.problem import Head, Problem
+from .auto import Auto
+from .base import Method, exact_plan
+from .exact import Exact
+from .polynomial import Polynomial
+from .power import PowerAttention
+
+LARGE_ERROR = 0.05  # measured, of a head's output: warned about where no error was asked for
+
+
+def plan_of(
+    problem: Problem, method: Method | None, plan: Plan | None, implementation: str = "auto"
+) -> Plan:
+    """The caller's plan once it is seen to fit, or a new one."""
+    if method is not None and not isinstance(method, Method):
+        raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
+    if plan is None:
+        method = method or Auto()
+        _check_gradients(problem)
+        _check_power(problem, method)
+        if problem.needs_exact or not isinstance(method, Polynomial):
+            call_checks.check_scores(problem)
+        return make_plan(problem, method)
+    if not isinstance(plan, Plan):
+        raise InputError(f"plan must be an sb.Plan, got {type(plan).__name__}")
+    if method is not None and method != plan.method:
+        raise InputError(f"method is {method} but the plan was made with {plan.method}")
+    _check_gradients(problem)
+    _check_power(problem, plan.method)
+    ranges.check_sign(problem, plan)
+    if problem.needs_exact:
+        if not is_tracing():
+            call_checks.check_entries(problem)
+            call_checks.check_scores(problem)
+        return make_plan(problem, plan.method)
+    if is_tracing():  # the operator will look at entries
+        call_checks.check_plan(problem, plan)
+        return plan
+    return call_checks.checked(problem, plan, implementation)
+
+
+def make_plan(problem: Problem, method: Method) -> Plan:
+    reason = problem.needs_exact
+    if reason and not isinstance(method, Exact):
+        warnings.warn(
+            f"supportbasis: {method} runs exactly because {reason}", UserWarning, stacklevel=4
+        )
+    with torch.no_grad(), torch.autocast(problem.query.device.type, enabled=False):
+        heads = tuple(
+            method.plan_exactly(problem.head(0, number), reason)
+            if reason and problem.batch
+            else plan_heads(method, [problem.head(b, number) for b in range(problem.batch)])
+            for number in range(problem.heads)
+        )
+    scale = -problem.scale if problem.is_flipped else problem.scale
+    plan = Plan(method, problem.query.shape[-1], heads, scale, problem.is_causal)
+    if not method.promises_error:
+        _warn_about_error(plan)
+    return plan
+
+
+def _warn_about_error(plan: Plan) -> None:
+    """Say how large the largest measured error is, where that is large: once for each plan."""
+    errors = [(head.measured or 0.0, number) for number, head in enumerate(plan.heads)]
+    count = sum(error > LARGE_ERROR for error, _ in errors)
+    if not count:
+        return
+    error, number = max(errors)
+    others = f" (and more than {LARGE_ERROR:.0%} on {count - 1} others)" if count > 1 else ""
+    warnings.warn(
+        f"supportbasis: {plan.method} has a measured error of {error:.2g} on head "
+        f"{number}{others}; give a tolerance to limit it",
+        UserWarning,
+        stacklevel=5,
+    )
+
+
+def _check_gradients(problem: Problem) -> None:
+    if problem.requires_grad and not problem.normalise:
+        raise InputError(
+            "an input requires grad, but kernel sums have no gradients so far; use "
+            "torch.no_grad() or detach the inputs"
+        )
+
+
+def _check_power(problem: Problem, method: Method) -> None:
+    """Polynomial attention is no softmax: what falls back to softmax elsewhere has no meaning."""
+    if not isinstance(method, PowerAttention):
+        return
+    if problem.dropout_p > 0:
+        raise InputError(f"dropout_p is {problem.dropout_p:g}, but {method} has no dropout; use 0")
+    if problem.query_log_weight is not None:
+        raise InputError(f"method is {method}, whose kernel is not Gaussian; use another method")
+
+
+def plan_heads(method: Method, heads: Sequence[Head]) -> HeadPlan:
+    """What a method plans for one head of all batch elements, with the range of their scores.
+
+    Each element is planned for itself. Of these plans the most careful is taken, if it serves the
+    other elements too: their scores are in its range, and where a tolerance was asked for its error
+    on them is within it. Otherwise the head is exact.
+    """
+    if not heads:
+        return ExactHead(reason="the batch is empty", n=0, m=0)
+    plans = method.plan_batch(heads)
+    return with_range(_joined(method, plans, heads), heads)
+
+
+def _joined(method: Method, plans: Sequence[HeadPlan], heads: Sequence[Head]) -> HeadPlan:
+    if len(plans) == 1:
+        return plans[0]
+    for plan in plans:
+        if isinstance(plan, ExactHead):
+            return plan
+    own = max(range(len(plans)), key=lambda number: _care(plans[number]))
+    plan = plans[own]
+    for number, head in enumerate(heads):
+        if number != own and not _serves(method, plan, heads[own], head, plans[number]):
+            return exact_plan(head, "no plan of one batch element serves the others")
+    errors = [each.measured for each in plans if each.measured is not None]
+    return replace(
+        plan,
+        cost=max(each.cost for each in plans),
+        speedup=min(each.speedup for each in plans),
+        measured=max(errors, default=None),
+    )
+
+
+def _care(plan: HeadPlan) -> tuple[float, float]:
+    """Lists of the lowest price, polynomials for the widest range, and what costs most."""
+    if isinstance(plan, ListHead):
+        return -plan.lists.price, plan.cost
+    if isinstance(plan, BucketHead):
+        return max(pair.reach for pair in plan.pairs), plan.cost
+    return (plan.bound if isinstance(plan, PolynomialHead) else 0.0), plan.cost
+
+
+def _serves(method: Method, plan: HeadPlan, own: Head, head: Head, instead: HeadPlan) -> bool:
+    """Whether a plan that was made for its own batch element serves another one."""
+    if isinstance(plan, ListHead) and isinstance(instead, ListHead):
+        return replace(plan.lists, price=0.0) == replace(instead.lists, price=0.0)
+    if leaves(with_range(plan, [own]), score_range(plan, head)) is not None:
+        return False
+    tolerance = getattr(method, "tolerance", None)
+    return tolerance is None or _error(method, plan, head) <= tolerance
+
+
+def _error(method: Method, plan: HeadPlan, head: Head) -> float:
+    """Upper limit of the measured error of a plan on a head."""
+    problem = Problem(
+        head.query[None, None],
+        head.key[None, None],
+        head.value[None, None],
+        None if head.key_log_weight is None else head.key_log_weight[None, None],
+        None if head.query_log_weight is None else head.query_log_weight[None, None],
+        None,
+        0.0,
+        head.is_causal,
+        head.scale,
+        head.normalise,
+        (1, 1),
+    )
+    whole = Plan(method, head.dim, (plan,)).resolved(head.requires_grad)
+    return float(certify(problem, whole, execute(problem, whole)).limit)
