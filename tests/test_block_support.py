@@ -107,7 +107,7 @@ def test_seeds_choose_the_rows_that_are_measured():
 
 def reason_of(method, *tensors, **call):
     (head,) = sb.plan(*tensors, method=method, **call).heads
-    assert head.kind == "exact" and head.cost == 1 and head.lists is None
+    assert head.kind == "exact" and head.cost == 1
     assert head.reason in str(head)
     return head.reason
 
@@ -179,7 +179,7 @@ def test_a_large_error_is_warned_about_once_by_name():
     message = str(caught.message)
     assert caught.filename == __file__ and caught.category is UserWarning
     assert "BlockSupport(budget=0.3" in message and "give a tolerance" in message
-    assert f"error of {max(errors):.2g} on head [0, {errors.index(max(errors))}]" in message
+    assert f"error of {max(errors):.2g} on head {errors.index(max(errors))} " in message
     assert "more than 5% on 1 others" in message
     _, (caught,) = warned(lambda: sb.attention(q, k, v, method=method))
     assert caught.filename == __file__ and str(caught.message) == message

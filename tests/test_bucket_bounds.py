@@ -3,7 +3,6 @@ lower bound of a row's sum."""
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +14,8 @@ import supportbasis as sb
 from cases import dense_attention, max_error, qkv
 from paper_cases import DTYPES, EPS, dense_power, head_of, log_weights, matrix_errors, norm
 from supportbasis.accuracy.bounds import distortion
-from supportbasis.engine import basis, jensen
-from supportbasis.plans import ExactHead, HeadPlan
+from supportbasis.engine import jensen
+from supportbasis.plans import ExactHead, HeadPlan, PowerHead, supports
 from supportbasis.polynomials.powers import PowerKernel
 from supportbasis.problem.problem import Head
 from supportbasis.problem.validation import kernel_problem
@@ -180,7 +179,7 @@ def test_norms_of_tiny_rows_are_not_lost():
     huge, tiny = q * 1e180, k * 1e-180
     head = head_of(huge, tiny, v)
     # squares of 1e-180 vanish: with norms of 0 every score would be "within 0"
-    assert basis.score_reach(head, None, None) >= float((q @ k.mT).abs().max()) / 2
+    assert supports.score_reach(head, None, None) >= float((q @ k.mT).abs().max()) / 2
     result = sb.attention(huge, tiny, v, method=sb.MultiThreshold(), return_result=True)
     exact, _ = dense_attention(huge, tiny, v)
     assert max_error(result.output, exact, v) <= float(result.certificate.bound)
@@ -201,7 +200,7 @@ def test_jensen_is_below_every_row_sum(case, power, some_rows, block):
     if power is None:
         _, exact = dense_attention(q, k, v, mask, causal)
     else:
-        plan = replace(plan, kind="power", kernel=PowerKernel(power, None))
+        plan = PowerHead(n=head.n, m=head.m, kernel=PowerKernel(power, None))
         _, exact = dense_power(q, k, v, power, mask, causal)
     rows = torch.arange(1, head.n, 2) if some_rows else None
     exact = exact[0, 0] if rows is None else exact[0, 0, rows]
@@ -231,7 +230,7 @@ def test_jensen_is_attained_by_equal_keys(power, causal, block, monkeypatch):
     if power is None:
         _, exact = dense_attention(q, k, v, bias, causal)
     else:
-        plan = replace(plan, kind="power", kernel=PowerKernel(power, None))
+        plan = PowerHead(n=head.n, m=head.m, kernel=PowerKernel(power, None))
         _, exact = dense_power(q, k, v, power, bias, causal)
     monkeypatch.setattr(jensen, "BLOCK", block)
     some = torch.tensor([0, 3, 4, 11])

@@ -191,7 +191,7 @@ def test_lost_rows_are_warned_of_at_the_next_call():
     def warned(given, plan):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            outcome_of(given, call, plan, "fitted")
+            outcome_of(given, call, plan, FITTED)
         return [x for x in said if "lost more than 1 %" in str(x.message)]
 
     first = replace(plan, heads=tuple(heads))

@@ -11,6 +11,7 @@ from cases import centred_head, key_weights
 from device_cases import DEVICE, marks, needs_triton  # before kernels are imported
 
 import supportbasis as sb  # isort: skip
+from supportbasis.components.cotangent import SavedForward
 from supportbasis.cuda.lists import list_attention as kernels
 from supportbasis.cuda.lists import list_heads as device_lists
 from supportbasis.engine.backward import backward
@@ -132,9 +133,10 @@ def test_gradients_match_those_in_pytorch(shape, kind, mode):
     generator = torch.Generator().manual_seed(4)
     grad = torch.randn(output.shape, generator=generator).to(DEVICE)
     grad_lse = torch.randn(lse.shape, generator=generator).to(DEVICE)
-    given = (output, lse, torch.zeros_like(lse).bool(), grad, grad_lse)
-    found = device_lists.gradients(problem, plan, *given, kind == "mask")
-    wanted = backward(problem, plan, *given, for_weights=kind == "mask")
+    none = torch.zeros_like(lse).bool()
+    saved = SavedForward(output, lse, none, grad, grad_lse, kind == "mask")
+    found = device_lists.gradients(problem, plan, saved)
+    wanted = backward(problem, plan, saved)
     for name in ("query", "key", "value", "key_log_weight"):
         one, other = getattr(found, name), getattr(wanted, name)
         if other is not None:
