@@ -88,6 +88,12 @@ def any_problem(request) -> Problem:
     return problem(given, price_of(given))
 
 
+@pytest.fixture(scope="module")
+def full_problem() -> Problem:
+    given = case("full")
+    return problem(given, price_of(given))
+
+
 def compare(mine: back.Totals, known: back.Totals, rough: float) -> None:
     for name, x, right in zip(NAMES, totals_of(mine), totals_of(known), strict=True):
         assert relative(x, right) < rough, name
@@ -173,10 +179,8 @@ def test_log_weights_need_no_total_and_the_gradient_may_be_float32():
         ("totals", {"weight": torch.zeros(2, 90)}, "totals.weight"),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(part, change, message):
-    given = case("full")
-    one = problem(given, price_of(given))
-    totals = one.totals()
+def test_wrong_arguments_are_refused_by_name(full_problem, part, change, message):
+    one, totals = replace(full_problem), full_problem.totals()
     if part == "rows":
         one.rows = replace(one.rows, **change)
     else:
