@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -59,6 +61,14 @@ def qkv(
     q = normal(*leading, n, d) * scale
     k = normal(*key_leading, m, d) * scale
     return q.to(dtype), k.to(dtype), normal(*key_leading, m, dv).to(dtype)
+
+
+def in_turn(rows: Iterable, columns: Iterable, other: Sequence) -> list[tuple]:
+    """Every row with every column, and one of the others in turn: all of them meet in pairs."""
+    return [
+        (row, column, other[(i + j) % len(other)])
+        for (i, row), (j, column) in product(enumerate(rows), enumerate(columns))
+    ]
 
 
 def gaussian(

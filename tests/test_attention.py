@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import supportbasis as sb
-from cases import METHODS, dense_attention, max_error, qkv, run_both
+from cases import METHODS, dense_attention, in_turn, max_error, qkv, run_both
 
 pytestmark = pytest.mark.filterwarnings("ignore:supportbasis. rows had no usable")
 
@@ -46,10 +46,8 @@ def assert_twin(result, output, lse, tolerance=1e-9):
     torch.testing.assert_close(result.lse, lse, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("method", METHODS)
-def test_equals_its_dense_twin(method, causal, shape):
+@pytest.mark.parametrize(("method", "shape", "causal"), in_turn(METHODS, SHAPES, [False, True]))
+def test_equals_its_dense_twin(method, shape, causal):
     q, k, v = make(SHAPES[shape])
     result, output, lse = run_both(q, k, v, METHODS[method], is_causal=causal)
     assert result.output.shape == (*q.shape[:-1], v.shape[-1])
@@ -58,9 +56,10 @@ def test_equals_its_dense_twin(method, causal, shape):
     assert_twin(result, output, lse)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kind", ["bool", "bias", "bool-heads", "wild-bias"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "kind", "causal"),
+    in_turn(METHODS, ["bool", "bias", "bool-heads", "wild-bias"], [False, True]),
+)
 def test_key_masks_and_biases_are_native(method, kind, causal):
     q, k, v = qkv(2, 3, n=45, m=41)
     generator = torch.Generator().manual_seed(3)
@@ -105,10 +104,11 @@ def test_gqa_through_sdpa_with_lse_when_value_dim_equals_dim():
     assert_twin(result, output, lse)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("method", METHODS)
-def test_low_precision_stays_within_the_derived_rounding(method, causal, dtype):
+@pytest.mark.parametrize(
+    ("method", "dtype", "causal"),
+    in_turn(METHODS, [torch.float32, torch.bfloat16, torch.float16], [False, True]),
+)
+def test_low_precision_stays_within_the_derived_rounding(method, dtype, causal):
     q, k, v = qkv(2, 2, n=50, d=6, scale=0.3, dtype=dtype)
     result, output, lse = run_both(q, k, v, METHODS[method], is_causal=causal)
     assert result.output.dtype == dtype

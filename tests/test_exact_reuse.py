@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import supportbasis as sb
-from cases import dense_attention, qkv
+from cases import dense_attention, in_turn, qkv
 from supportbasis import api
 
 pytestmark = pytest.mark.filterwarnings("ignore:supportbasis. rows had no usable")
@@ -72,16 +72,17 @@ def test_an_infinity_that_leaves_no_trace_in_the_output_is_noticed(name, is_caus
 
 
 SMALL = [(1, 1, 1), (1, 3, 2), (3, 1, 2), (2, 2, 3), (4, 7, 2), (7, 4, 2), (1, 33, 1), (33, 33, 1)]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+SIGNS = [(0, 0), (1, 1), (1, -1), (1, 0)]
 
 
-@pytest.mark.parametrize("signs", [(0, 0), (1, 1), (1, -1), (1, 0)])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("n", "m", "d"), SMALL)
+@pytest.mark.parametrize(("shape", "dtype", "signs"), in_turn(SMALL, DTYPES, SIGNS))
 def test_a_bad_entry_in_any_place_is_noticed_when_an_exact_plan_is_reused(
-    n, m, d, dtype, is_causal, signs
+    shape, dtype, is_causal, signs
 ):
     """Scores of either sign, of one sign and of zero: PyTorch's kernel hides NaN and -inf."""
+    n, m, d = shape
     q, k, v = qkv(1, 2, n=n, m=m, d=d, dv=d, dtype=dtype)
     q, k = (x if sign == 0 else sign * x.abs() for x, sign in zip((q, k), signs, strict=True))
     if signs == (1, 0):

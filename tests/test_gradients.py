@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import supportbasis as sb
-from cases import METHODS, dense_attention, list_plan, qkv
+from cases import METHODS, dense_attention, in_turn, list_plan, qkv
 from gradient_cases import Case, assert_close, gradients
 from supportbasis.components import exact_sum as exact
 from supportbasis.components import streaming
@@ -30,10 +30,8 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("name", METHODS)
-def test_gradients_are_those_of_the_dense_twin(name, mask, shape):
+@pytest.mark.parametrize(("name", "shape", "mask"), in_turn(METHODS, SHAPES, MASKS))
+def test_gradients_are_those_of_the_dense_twin(name, shape, mask):
     case = Case(METHODS[name], mask, SHAPES[shape])
     assert_close(gradients(case.run, case.inputs), gradients(case.twin, case.inputs))
 
@@ -72,9 +70,7 @@ def assert_slope(call, inputs, seed=7, step=1e-6):
     assert abs((ahead - behind) / (2 * step) - slope) <= 1e-6 * (size + 1)
 
 
-@pytest.mark.parametrize("shape", ["n!=m", "gqa"])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "mask", "shape"), in_turn(METHODS, MASKS, ["n!=m", "gqa"]))
 def test_slopes_are_those_of_central_differences(name, mask, shape):
     case = Case(METHODS[name], mask, SHAPES[shape])
     assert_slope(case.run, case.inputs)

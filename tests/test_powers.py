@@ -46,12 +46,11 @@ def log_normal_rows(n, d, seed):
 @pytest.mark.filterwarnings(LOST_ROWS)
 @pytest.mark.parametrize("ratio", [1.5, 2.0, math.inf])
 def test_log_normal_rows_where_one_polynomial_is_useless(ratio):
-    for seed in range(2):
-        q, k, v = log_normal_rows(4096, 16, seed)
-        exact, _ = dense_attention(q, k, v)
-        given = sb.attention(q, k, v, method=sb.MultiThreshold(ratio, 2))
-        assert relative(given, exact) <= 0.03  # asked for: 0.1
-        assert relative(sb.attention(q, k, v, method=sb.Polynomial(2)), exact) > 1
+    q, k, v = log_normal_rows(2048, 16, 0)
+    exact, _ = dense_attention(q, k, v)
+    given = sb.attention(q, k, v, method=sb.MultiThreshold(ratio, 2))
+    assert relative(given, exact) <= 0.03  # asked for: 0.1
+    assert relative(sb.attention(q, k, v, method=sb.Polynomial(2)), exact) > 1
 
 
 def test_error_falls_with_the_degree():
@@ -83,6 +82,7 @@ def mean_sketch_error(make, size, seeds):
     return float(errors.square().mean().sqrt())
 
 
+@pytest.mark.slow
 def test_a_sketched_basis_approaches_the_unsketched_one_as_it_grows():
     q, k, v = qkv(1, 1, n=400, d=4, scale=0.5, dtype=torch.float32)
     unsketched = sb.plan(q, k, v, method=sb.MultiThreshold(2.0, 1))
@@ -98,6 +98,7 @@ def test_a_sketched_basis_approaches_the_unsketched_one_as_it_grows():
     assert all(0.25 < b / a < 0.75 for a, b in pairwise(errors)), errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("power", [2, 4, 6])
 def test_sketched_polynomial_attention_approaches_itself(power):
     q, k, v = qkv(1, 1, n=300, d=3, dtype=torch.float32)

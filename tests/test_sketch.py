@@ -330,6 +330,13 @@ def test_a_sketch_is_a_value() -> None:
     assert type(PolySketch(numpy.int64(4), numpy.int32(8)).power) is int
 
 
+def test_theory_size() -> None:
+    assert theory_size(4, 0.5, 0.1) == math.ceil(4 * 4 * math.log(10))
+    assert theory_size(2, 0.25, 0.01, pairs=300) == math.ceil(2 * 16 * math.log(30_000))
+    assert theory_size(1, 0.99, 0.99) == 1
+    assert theory_size(1, 0.5, 5e-324) == math.ceil(4 * -math.log(5e-324))
+
+
 # --- bad input --------------------------------------------------------------------------------
 
 SKETCH = PolySketch(4, 8)
