@@ -34,8 +34,8 @@ demo: $(STAMP) ## compare the methods on a small problem and write a report
 bench: $(STAMP) ## time the methods against PyTorch's exact attention
 	@$(BIN)/supportbasis bench $(ARGS)
 
-test: $(STAMP) ## run the tests (ARGS="-k name" to choose)
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP) ## run the tests in two processes (ARGS="-k name" to choose, "-m 'not slow'" without statistics)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 fuzz: $(STAMP) ## random calls of every method, CASES=1000 (ARGS="--only bound --jobs 2 --resume")
 	@$(BIN)/python tests/fuzz.py --cases $(CASES) $(ARGS)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +16,8 @@ from supportbasis.accuracy import reference
 from supportbasis.lists.tables import ListSettings
 from supportbasis.plans import ListHead
 from supportbasis.problem.validation import attention_problem
+
+quiet = pytest.mark.filterwarnings("ignore:supportbasis. .* has a measured error")
 
 METHODS = {
     "exact": sb.Exact(),
@@ -58,6 +63,20 @@ def qkv(
     return q.to(dtype), k.to(dtype), normal(*key_leading, m, dv).to(dtype)
 
 
+def in_turn(rows: Iterable, columns: Iterable, other: Sequence) -> list[tuple]:
+    """Every row with every column, and one of the others in turn: all of them meet in pairs."""
+    return [
+        (row, column, other[(i + j) % len(other)])
+        for (i, row), (j, column) in product(enumerate(rows), enumerate(columns))
+    ]
+
+
+def gaussian(
+    *shape: int, seed: int = 0, std: float = 1.0, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    return std * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
 def clustered(
     *leading: int,
     n: int = 2048,
@@ -87,6 +106,30 @@ def clustered(
     return q, k, v
 
 
+def centred_head(
+    n: int = 200, m: int | None = None, d: int = 6, dv: int | None = None, *,
+    seed: int = 0, size: float = 1.5, dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Queries and keys of one head around nine shared centres, and Gaussian values."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    m, centres = n if m is None else m, size * normal(9, d)
+    q = centres[torch.randint(9, (n,), generator=generator)] + 0.4 * normal(n, d)
+    k = centres[torch.randint(9, (m,), generator=generator)] + 0.4 * normal(m, d)
+    return q.to(dtype), k.to(dtype), normal(m, d if dv is None else dv).to(dtype)
+
+
+def key_weights(kind: str, m: int, seed: int = 1) -> Tensor | None:
+    """Log-weights of keys: "none", a "bias", or one that hides some ("mask")."""
+    if kind == "none":
+        return None
+    bias = torch.randn(m, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return bias if kind == "bias" else bias.masked_fill(bias > 0.5, -math.inf)
+
+
 def list_plan(q: Tensor, settings: ListSettings) -> sb.Plan:
     """Lists of these settings for all heads, whatever they cost."""
     head = ListHead(n=q.shape[-2], m=q.shape[-2], cost=0.5, speedup=1.0, lists=settings)
@@ -94,6 +137,23 @@ def list_plan(q: Tensor, settings: ListSettings) -> sb.Plan:
         sb.BlockSupport(), q.shape[-1], (head,) * q.shape[-3],
         is_causal=settings.window > 0,
     )  # fmt: skip
+
+
+def small_lists(causal: bool = False, strict: bool | None = None, price: float = 1e-4):
+    """Settings of lists short enough for a few hundred tokens."""
+    return ListSettings(price, 16, 8, 32 if causal else 0, strict if causal else False)
+
+
+def fitted_problem(n, m=None, d=8, dv=5, sigma=0.5, causal=False, bias=None, dtype=torch.float64):
+    """One head of Gaussian tokens whose scores have the standard deviation ``sigma``."""
+    generator = torch.Generator().manual_seed(n + d)
+    size = math.sqrt(sigma / math.sqrt(d)) * d**0.25
+    query, key = (
+        torch.randn(1, 1, count, d, generator=generator, dtype=dtype) * size
+        for count in (n, m or n)
+    )
+    value = torch.randn(1, 1, m or n, dv, generator=generator, dtype=dtype)
+    return attention_problem(query, key, value, bias, 0.0, causal, None, False)
 
 
 def dense_attention(
@@ -146,6 +206,11 @@ def max_error(given: Tensor, exact: Tensor, v: Tensor) -> float:
     if not given.numel():
         return 0.0
     return float((given.double() - exact).abs().max() / v.double().abs().max())
+
+
+def relative(given: Tensor, exact: Tensor) -> float:
+    """|given - exact| / |exact|, in the norm."""
+    return float((given.double() - exact).norm() / exact.norm())
 
 
 def beyond(plan: sb.Plan) -> sb.Plan:

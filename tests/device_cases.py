@@ -23,6 +23,29 @@ DEVICE = "cuda" if CUDA else "cpu"
 
 from supportbasis.cuda.runtime import capacity as capacity_module  # noqa: E402
 
+
+def patch_language_once() -> None:
+    """Triton's interpreter replaces the functions of its language at each call of a device
+    function, which is a third of its time. Within a kernel, once for each module is enough."""
+    from triton.runtime import interpreter
+
+    patch, done = interpreter._patch_lang, set()
+
+    def once(fn):
+        if fn.__module__ in done:
+            return None
+        scope = patch(fn)
+        restore = scope.restore
+        scope.restore = lambda: (done.clear(), restore())  # at the end of the kernel
+        done.add(fn.__module__)
+        return scope
+
+    interpreter._patch_lang = once
+
+
+if HAS_TRITON and not CUDA:
+    patch_language_once()
+
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 on_device = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device"), needs_triton]
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}

@@ -15,16 +15,9 @@ from supportbasis.engine import execute
 CHUNKS, SIZE = 8, 50
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Calls this small only wait for other threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize(
+    "chunk", [0, 1, *(pytest.param(x, marks=pytest.mark.slow) for x in range(2, CHUNKS))]
+)
 def test_random_calls(chunk):
     for number in range(chunk * SIZE, (chunk + 1) * SIZE):
         case = draw(0, number)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,42 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import supportbasis as sb
+from cases import gaussian, relative
+from loss_cases import NAMES, problem, run
 from supportbasis.accuracy import reference as dense
-from supportbasis.errors import InputError
-from supportbasis.gradient import attention_loss_gradient
-from supportbasis.gradient import dense_loss as reference
 from supportbasis.gradient.dense_loss import autograd, closed_form, softmax_weights
 from supportbasis.gradient.loss import EPS, SEED
 from supportbasis.polynomials.certified import chebyshev
 from supportbasis.problem.validation import attention_problem
 
-NAMES = ("loss", "output", "weight_qk", "weight_v", "x")
 # float64: sums of a few hundred terms of one magnitude, each rounded to 1.1e-16, in a dozen stages
 CLOSE = 1e-11
-
-
-def numbers(*shape: int, seed: int, size: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return size * torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-def problem(
-    n: int = 111, dim: int = 6, value_dim: int = 5, *, outliers: int = 0, seed: int = 0
-) -> dict[str, Tensor]:
-    x = numbers(n, dim, seed=seed, size=0.4) + 0.2
-    if outliers:
-        x[:: n // outliers] *= 5
-    return {
-        "x": x,
-        "weight": numbers(dim, dim, seed=seed + 1, size=0.5),
-        "weight_v": numbers(dim, value_dim, seed=seed + 2),
-        "target": numbers(n, value_dim, seed=seed + 3),
-    }
-
-
-def run(data: dict[str, Tensor], scale: float, method: Any, **settings: Any) -> Any:
-    arguments = {("weight_qk" if name == "weight" else name): y for name, y in data.items()}
-    return attention_loss_gradient(**arguments, scale=scale, method=method, **settings)
 
 
 def plan_weights(data: dict[str, Tensor], scale: float, plan: sb.Plan) -> tuple[Tensor, Tensor]:
@@ -67,10 +37,6 @@ def assert_equal(result: Any, expected: dict[str, Tensor], tolerance: float = CL
     for name in NAMES:
         ours, theirs = getattr(result, name), expected[name]
         assert float((ours - theirs).norm()) <= tolerance * float(theirs.norm()), name
-
-
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours.double() - theirs).norm() / theirs.norm())
 
 
 # --- equal to autograd, equal to the reference --------------------------------------------------
@@ -110,7 +76,7 @@ def test_the_reference_is_autograd():
 def test_gradients_of_a_pair():
     """∂L/∂W_Q and ∂L/∂W_K with W = W_Q W_Kᵀ of lower rank, and everything else as for W."""
     data = problem(97, 6)
-    pair = [numbers(6, 3, seed=seed, size=0.6).requires_grad_() for seed in (7, 8)]
+    pair = [gaussian(6, 3, seed=seed, std=0.6).requires_grad_() for seed in (7, 8)]
     product = pair[0] @ pair[1].T
     expected = autograd(**{**data, "weight": product}, scale=0.5)
     result = run({**data, "weight": pair}, 0.5, sb.Exact())
@@ -324,120 +290,3 @@ def test_rows_that_a_threshold_loses_are_computed_exactly(monkeypatch):
     exact = run(data, 2.0, sb.Exact())
     fallback = (result.output - exact.output).norm(dim=1) <= CLOSE * exact.output.norm(dim=1)
     assert int(fallback.sum()) == result.fallback_rows
-
-
-# --- memory, dtypes, citizenship ------------------------------------------------------------------
-
-MEMORY = """
-import torch, supportbasis as sb
-
-def resident(field):
-    for line in open("/proc/self/status"):
-        if line.startswith(field):
-            return int(line.split()[1]) / 1024
-
-def call(n):
-    generator = torch.Generator().manual_seed(0)
-    x = 0.3 * torch.randn(n, 8, generator=generator)
-    x[::1000] *= 5
-    weights = torch.randn(2, 8, 8, generator=generator) / 3
-    target = torch.randn(n, 8, generator=generator)
-    return sb.gradient.attention_loss_gradient(
-        x, *weights, target, scale=0.3, method=sb.{method}, low_rank={low_rank}
-    )
-
-call(1000)
-before = resident("VmRSS")
-open("/proc/self/clear_refs", "w").write("5")  # start the high-water mark anew
-call(20000)
-print(resident("VmHWM") - before)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize(
-    ("method", "low_rank"),
-    [
-        ("Exact()", None),
-        ("Polynomial(2)", None),
-        ("SingleThreshold(1.5, 2)", None),
-        ("SingleThreshold(1.5, 2)", 4),
-    ],
-)
-def test_no_matrix_of_all_pairs_at_20000_tokens(method, low_rank):
-    """One of float32 numbers would take 1600 MB."""
-    code = MEMORY.format(method=method, low_rank=low_rank)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 200
-
-
-def test_inputs_may_require_grad_and_results_do_not():
-    data = {name: y.requires_grad_() for name, y in problem(31).items()}
-    result = run(data, 0.5, sb.Exact())
-    assert not any(getattr(result, name).requires_grad for name in NAMES)
-    assert all(y.grad is None for y in data.values())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_computed_in_float32(dtype):
-    data = {name: y.to(dtype) for name, y in problem(61).items()}
-    result = run(data, 0.5, sb.Polynomial(4))
-    assert result.weight_qk.dtype == result.loss.dtype == result.x.dtype == torch.float32
-    wide = autograd(**{name: y.double() for name, y in data.items()}, scale=0.5)
-    assert relative(result.weight_v, wide["weight_v"]) < 0.1
-
-
-def test_results_repeat_and_leave_the_generator_alone():
-    data, state = problem(61, outliers=3), torch.get_rng_state()
-    first, second = (run(data, 0.3, sb.SingleThreshold(1.2, 2), low_rank=3) for _ in range(2))
-    assert torch.equal(first.x, second.x) and first.error == second.error
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_printing_says_what_ran():
-    text = str(run(problem(61, outliers=3), 0.3, sb.SingleThreshold(1.2, 2), low_rank=3))
-    assert "single-threshold" in text and "exact weights as rank 3" in text and "loss" in text
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"x": [[1.0]]}, "x must be a torch.Tensor"),
-        ({"x": torch.ones(4)}, "x has shape"),
-        ({"x": torch.ones(4, 2, dtype=torch.long)}, "x has dtype"),
-        ({"x": torch.full((4, 2), math.inf)}, "x has 8 non-finite"),
-        ({"weight_qk": torch.ones(2, 3)}, "weight_qk has shape"),
-        ({"weight_qk": torch.ones(2, 2).double()}, "weight_qk has dtype"),
-        ({"weight_qk": (torch.ones(2, 2),)}, "weight_qk must be a tensor"),
-        ({"weight_qk": (torch.ones(2, 2), torch.ones(2, 3))}, "weight_qk has shapes"),
-        ({"weight_v": torch.ones(3, 2)}, "weight_v has 3 rows"),
-        ({"target": torch.ones(4, 3)}, "target has shape"),
-        ({"scale": math.nan}, "scale must be"),
-        ({"method": None}, "method must be one of sb.Exact"),
-        ({"method": sb.Auto()}, "method must be one of"),
-        ({"method": sb.BlockSupport()}, "method must be one of"),
-        ({"low_rank": 2}, "low_rank replaces"),
-        ({"low_rank": 0, "method": sb.SingleThreshold(1.0)}, "low_rank must be"),
-        ({"low_rank": 5, "method": sb.SingleThreshold(1.0)}, "low_rank must be"),
-        ({"low_rank": 2, "method": sb.SingleThreshold(1e-9)}, "whole n x n matrix"),
-        ({"input_gradient": 1}, "input_gradient must be"),
-    ],
-)
-def test_bad_input_is_named(change, words):
-    eye, ones = torch.eye(2), torch.ones(4, 2)
-    call = {"x": ones, "weight_qk": eye, "weight_v": eye, "target": ones}
-    with pytest.raises(InputError, match=words):
-        attention_loss_gradient(**{**call, "scale": 1.0, "method": sb.Exact(), **change})
-
-
-def test_a_polynomial_with_too_many_sums_is_refused():
-    x, eye = torch.zeros(4, 64), torch.eye(64)
-    with pytest.raises(InputError, match="use a lower degree"):
-        attention_loss_gradient(x, eye, eye, x, scale=1.0, method=sb.Polynomial(3))
-
-
-def test_the_reference_module_is_not_used_by_the_fast_path():
-    source = Path(reference.__file__).parent
-    for path in source.glob("*.py"):
-        text = path.read_text()
-        assert "dense_loss import" not in text and "import dense_loss" not in text

@@ -8,22 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import supportbasis as sb
-from cases import METHODS, beyond, dense_attention, list_plan, qkv
-from supportbasis.accuracy import reference
+from cases import METHODS, dense_attention, in_turn, list_plan, qkv
+from gradient_cases import Case, assert_close, gradients
 from supportbasis.components import exact_sum as exact
 from supportbasis.components import streaming
-from supportbasis.components.polynomial_sum import rescaled
-from supportbasis.components.sketch_sum import Sketched
-from supportbasis.engine import autograd
 from supportbasis.lists.tables import ListSettings
 from supportbasis.methods.fitted import FittedSearch
-from supportbasis.polynomials import certified as polynomials
 from supportbasis.polynomials import features
-from supportbasis.polynomials.certified import horner
 from supportbasis.polynomials.features import FeatureMap
-from supportbasis.polynomials.powers import PowerKernel
-from supportbasis.problem.validation import attention_problem
-from supportbasis.sketch import PolySketch
 
 MASKS = ("none", "causal", "padding", "bias", "causal-bias")
 SHAPES = {
@@ -38,74 +30,8 @@ SHAPES = {
 }
 
 
-class Case:
-    """A method on small inputs with one mask; its plan is made once and held fixed."""
-
-    def __init__(self, method, mask, shape, seed=0, scale=0.45, dtype=torch.float64):
-        shape = dict(shape)
-        leading = shape.pop("leading")
-        self.tensors = qkv(*leading, scale=scale, seed=seed, dtype=dtype, **shape)
-        self.causal = mask.startswith("causal")
-        self.gqa = "key_heads" in shape
-        m = self.tensors[1].shape[-2]
-        generator = torch.Generator().manual_seed(seed + 1)
-        self.bias = None
-        if mask == "padding":
-            self.bias = torch.zeros(m, dtype=dtype)
-            self.bias[1::3] = -math.inf
-        elif mask.endswith("bias"):
-            self.bias = torch.randn(m, generator=generator, dtype=dtype)
-        self.plan = sb.plan(
-            *self.tensors, attn_mask=self.bias, is_causal=self.causal, enable_gqa=self.gqa,
-            method=method,
-        )  # fmt: skip
-
-    @property
-    def inputs(self):
-        """Leaves that require grad: query, key, value and, where there is one, the bias."""
-        bias = [] if self.bias is None else [self.bias]
-        return [x.clone().requires_grad_() for x in (*self.tensors, *bias)]
-
-    def problem(self, q, k, v, bias=None):
-        return attention_problem(q, k, v, bias, 0.0, self.causal, None, self.gqa)
-
-    def run(self, *inputs):
-        """Output and lse of the engine; rows without a sum have lse 0, which has no gradient."""
-        outcome = autograd.run(self.problem(*inputs), self.plan)
-        return outcome.output, _finite(outcome.lse)
-
-    def dense_reference(self, *inputs):
-        output, lse = reference.execute(self.problem(*inputs), self.plan)
-        return output, _finite(lse)
-
-
-def _finite(lse):
-    return torch.where(lse > -math.inf, lse, 0.0)
-
-
-def gradients(call, inputs, seed=3):
-    """Gradients of a random linear function of output and lse."""
-    generator = torch.Generator().manual_seed(seed)
-    outputs = call(*inputs)
-    weights = [
-        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in outputs
-    ]
-    total = sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))
-    return torch.autograd.grad(total, inputs)
-
-
-def assert_close(given, expected, rtol=1e-9):
-    """Equal up to rounding: relative to the largest entry of each gradient."""
-    for a, b in zip(given, expected, strict=True):
-        assert a.isfinite().all()
-        size = float(b.double().abs().max()) if b.numel() else 0.0
-        torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=rtol * size + 1e-12)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("name", METHODS)
-def test_gradients_are_those_of_the_dense_reference(name, mask, shape):
+@pytest.mark.parametrize(("name", "shape", "mask"), in_turn(METHODS, SHAPES, MASKS))
+def test_gradients_are_those_of_the_dense_reference(name, shape, mask):
     case = Case(METHODS[name], mask, SHAPES[shape])
     assert_close(gradients(case.run, case.inputs), gradients(case.dense_reference, case.inputs))
 
@@ -144,9 +70,7 @@ def assert_slope(call, inputs, seed=7, step=1e-6):
     assert abs((ahead - behind) / (2 * step) - slope) <= 1e-6 * (size + 1)
 
 
-@pytest.mark.parametrize("shape", ["n!=m", "gqa"])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "mask", "shape"), in_turn(METHODS, MASKS, ["n!=m", "gqa"]))
 def test_slopes_are_those_of_central_differences(name, mask, shape):
     case = Case(METHODS[name], mask, SHAPES[shape])
     assert_slope(case.run, case.inputs)
@@ -237,168 +161,6 @@ def test_gradients_of_lists(mask, strict):
     case = Case(sb.Exact(), mask, ODD, seed=6, scale=1.2)
     case.plan = list_plan(case.tensors[0], lists_of(case, strict, price=1e-3))
     assert_close(gradients(case.run, case.inputs), gradients(case.dense_reference, case.inputs))
-
-
-def test_rows_on_which_a_polynomial_fails_are_exact():
-    """A reused plan meets scores far outside its polynomial's range, in every other row."""
-    q, k, v = qkv(1, 1, n=40, d=2, scale=0.1)
-    plan = sb.plan(q, k, v, method=sb.SingleThreshold(100.0, 1))
-    far = q.clone()
-    far[:, :, ::2] -= 30
-    inputs = [x.requires_grad_() for x in (far, k.abs() + 1, v)]
-    problem = attention_problem(*inputs, None, 0.0, False, None, False)
-    outcome = autograd.run(problem, plan)
-    assert outcome.fallback[0, 0].tolist() == [True, False] * 20
-    weight = torch.zeros(40, 1).double()
-    weight[::2] = 1.0
-    given, expected = (
-        torch.autograd.grad((x.square() * weight).sum(), inputs)
-        for x in (outcome.output, dense_attention(*inputs)[0])
-    )
-    assert_close(given, expected)
-
-
-def test_rows_on_which_a_sketch_fails_are_exact():
-    case = Case(sb.PowerAttention(6, sketch_size=1), "none", {"leading": (1, 1), "n": 40, "d": 8})
-    outcome = autograd.run(case.problem(*case.tensors), case.plan)
-    assert 0 < int(outcome.fallback.sum()) < 40
-    assert_close(gradients(case.run, case.inputs), gradients(case.dense_reference, case.inputs))
-
-
-@pytest.mark.filterwarnings("ignore:supportbasis. rows had no usable")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("degree", [2, 3])
-def test_a_wide_range_makes_no_gradient_infinite(degree, causal, dtype):
-    """On ±1500 a polynomial divided by e^B is below what float32 holds, and 1 / den is above."""
-    results = 0
-    for seed in range(12):
-        q, _, v = qkv(n=64, d=3, seed=seed, dtype=dtype)
-        q[7 * seed % 64] *= 500
-        inputs = [x.requires_grad_() for x in (q, torch.ones(64, 3, dtype=dtype), v)]
-        problem = attention_problem(*inputs, None, 0.0, causal, None, False)
-        plan = sb.plan(*inputs, is_causal=causal, method=sb.Polynomial(degree))
-        outcome = autograd.run(problem, plan)
-        (given,) = torch.autograd.grad(outcome.output.float().sum(), v, retain_graph=True)
-        assert all(
-            x.isfinite().all() for x in torch.autograd.grad(outcome.output.float().sum(), inputs)
-        )
-        rows = (outcome.lse > -math.inf).sum()  # each gives its value weights that add up to one
-        assert abs(float(given.double().sum()) / 3 - rows) <= 0.02 * rows
-        results += int(rows)
-    assert results > 0
-
-
-@pytest.mark.filterwarnings("ignore:supportbasis. rows had no usable")
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_denominator_that_underflows_is_no_result(causal):
-    """Zero queries have p(0) alone, which is (bound / reach)^2 of the largest coefficient: from a
-    reach of 1e19 on float32 holds it with few bits, and its reciprocal not at all."""
-    for exponent in torch.linspace(17.5, 22.5, 21).tolist():
-        q, k, v = qkv(n=20, d=3, dtype=torch.float32)
-        q[::3] = 0
-        scale = 10**exponent / float(q.norm(dim=1).max() * k.norm(dim=1).max())
-        inputs = [x.requires_grad_() for x in (q, k, v)]
-        problem = attention_problem(*inputs, None, 0.0, causal, scale, False)
-        method = sb.Polynomial(2, bound=1.0)
-        plan = sb.plan(*inputs, is_causal=causal, scale=scale, method=method)
-        outcome = autograd.run(problem, plan)
-        (grad,) = torch.autograd.grad(outcome.output.sum(), v)
-        assert grad.isfinite().all()
-        means = v.cumsum(0) / torch.arange(1, 21).unsqueeze(1) if causal else v.mean(0, True)
-        valid = outcome.lse[0, 0, ::3] > -math.inf
-        expected = means.expand(20, 3)[::3][valid]
-        torch.testing.assert_close(outcome.output[0, 0, ::3][valid], expected, rtol=0, atol=1e-5)
-        assert valid.all() == (exponent < 19)
-
-
-def test_coefficients_are_rescaled_within_the_range_of_float32():
-    """p(z) = e^u sum a_k t^k for ranges far above and below the one it was made for."""
-    poly = polynomials.chebyshev(3, 40.0)
-    for reach in (1e-200, 3.0, 40.0, 1e4, 1e200):
-        coefficients, log_unit = rescaled(poly, reach)
-        assert max(abs(a) for a in coefficients) == 1
-        if reach < 1e5:
-            t = torch.linspace(-1, 1, 9, dtype=torch.float64)
-            given = horner(coefficients, t) * math.exp(log_unit - poly.bound)
-            torch.testing.assert_close(given, poly(t * reach), rtol=1e-11, atol=0)
-    assert rescaled(polynomials.chebyshev(2, 1e5), 1e5) == ((0.0, 0.0, 0.0), 0.0)
-
-
-@pytest.mark.filterwarnings("ignore:supportbasis. rows had no usable")
-@pytest.mark.parametrize("causal", [False, True])
-def test_values_that_overflow_leave_no_trace_in_the_gradients_of_other_rows(causal):
-    """Sums over 64 keys overflow float32, so that no row has a result, nor a gradient."""
-    q, k, _ = (x.requires_grad_() for x in qkv(n=64, d=3, scale=0.3, dtype=torch.float32))
-    v = torch.full((64, 1), 3e38).requires_grad_()
-    problem = attention_problem(q, k, v, None, 0.0, causal, None, False)
-    outcome = autograd.run(problem, sb.plan(q, k, v, is_causal=causal, method=sb.Polynomial(2)))
-    assert (outcome.lse > -math.inf).sum() <= int(causal)  # the first row sees one key
-    for grad in torch.autograd.grad(outcome.output.sum(), (q, k, v)):
-        assert grad.isfinite().all()
-
-
-@pytest.mark.parametrize("size", [0.1, 1.0, 30.0, 1e6])
-def test_a_sketched_weight_is_what_its_definition_says(size):
-    """<phi(u), phi(w)>^2 with u, w the features of q / a and k / b, a b = p bound / scale and
-    a / b = balance, of tokens that are shorter or longer than a and b."""
-    q, k, v = qkv(n=5, m=4, d=3, scale=0.5)
-    q = q * size
-    poly, scale = polynomials.chebyshev(2, 0.4), 0.7
-    kernel = PowerKernel(6, poly, sketch_size=20, seed=3, balance=2.5)
-    head = attention_problem(q, k, v, None, 0.0, False, scale, False).head(0, 0)
-    sketched = Sketched(head, kernel)
-    (x, log_x), (y, log_y) = sketched.query(q), sketched.key(k)
-    given = log_x.unsqueeze(1) + log_y + (x @ y.T).square().log()
-
-    phi, sketch = FeatureMap(3, 2), PolySketch(6, 20, 3).half
-    b = math.sqrt(6 * 0.4 / scale / 2.5)
-    c = torch.tensor(poly.coefficients, dtype=torch.float64)[phi.degrees] * phi.multiplicity
-    u, w = phi(q / (2.5 * b)) * c.abs().sqrt(), phi(k / b) * c.abs().sqrt() * c.sign()
-    expected = (sketch(u) @ sketch(w).T).square().log() + 6 * 0.4
-    torch.testing.assert_close(given, expected, rtol=1e-10, atol=1e-10)
-
-
-def test_a_sketched_row_depends_on_no_other_row_and_causally_on_no_later_key():
-    """Its units are constants of the plan, not lengths of the tokens of a call."""
-    method = sb.MultiThreshold(math.inf, 2, sketch_size=64)
-    q, k, v = qkv(1, 1, n=20, d=3, scale=0.4)
-    for causal in (False, True):
-        plan = beyond(sb.plan(q, k, v, is_causal=causal, method=method))
-        before = sb.attention(q, k, v, is_causal=causal, plan=plan)
-        far, late = q.clone(), k.clone()
-        far[..., -1, :] *= 3
-        late[..., -1, :] *= 3 if causal else 1
-        after = sb.attention(far, late, v, is_causal=causal, plan=plan)
-        assert torch.equal(before[..., :-1, :], after[..., :-1, :])
-
-
-@pytest.mark.filterwarnings("ignore:supportbasis. a sketch or fitted polynomial failed on")
-@pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e3, 1e30])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_a_sketch_of_tokens_of_any_length_is_finite(size, dtype):
-    """Also of those that are far from what its plan was made for."""
-    q, k, v = qkv(1, 1, n=20, d=3, scale=0.4, dtype=dtype)
-    for method in (sb.MultiThreshold(math.inf, 2, sketch_size=16), sb.PowerAttention(4, 16)):
-        plan = beyond(sb.plan(q, k, v, method=method))
-        inputs = [x.clone().requires_grad_() for x in (q * size, k, v)]
-        problem = attention_problem(*inputs, None, 0.0, False, None, False)
-        outcome = autograd.run(problem, plan)
-        assert outcome.output.isfinite().all() and outcome.lse.isfinite().all()
-        assert all(x.isfinite().all() for x in torch.autograd.grad(outcome.lse.sum(), inputs[:2]))
-
-
-def test_rows_without_a_result_have_no_gradient():
-    """p(z) = 1 + z is negative for the first row alone."""
-    q = torch.tensor([[-3.0], [1.0]], dtype=torch.float64)
-    k, v = torch.ones(2, 1, dtype=torch.float64), torch.tensor([[1.0], [2.0]]).double()
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    with pytest.warns(UserWarning, match="no usable denominator"):
-        output = sb.attention(q, k, v, scale=1.0, method=sb.Polynomial(1, bound=0.5))
-    assert output[0] == 0 and output[1] != 0
-    grad_q, grad_v = torch.autograd.grad(output.sum(), (q, v))
-    assert grad_q.isfinite().all() and grad_q[0] == 0
-    torch.testing.assert_close(grad_v, torch.full_like(v, 0.5))
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -80,7 +80,7 @@ sb.attention(x, x, x, method=sb.Polynomial(1)).sum().backward()
 """
 
 
-@pytest.mark.parametrize("module", ["autograd", "nn"])
+@pytest.mark.parametrize("module", ["engine.autograd", "nn"])
 def test_an_interrupted_import_says_so_and_can_be_repeated(module):
     code = INTERRUPTED.replace("{0}", module)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

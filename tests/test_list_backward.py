@@ -8,27 +8,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from supportbasis.errors import InputError
-from test_list_kernels import (
+from device_cases import DEVICE, UNIT, relative
+from list_kernel_cases import (
     CASES,
-    DEVICE,
     HALF,
     INF,
-    UNIT,
     Case,
     case,
     dense_attend,
     dense_tilts,
     gap_price,
+    marks,
     opened_by,
-    poisoned,  # noqa: F401
-    pytestmark,  # noqa: F401
-    relative,
 )
+from supportbasis.errors import InputError
 
 from supportbasis.cuda.lists import list_attention as fast  # isort: skip
 from supportbasis.cuda.lists import list_backward as back  # isort: skip
 
+pytestmark = marks
 NAMES = ("query", "key", "value", "weight")
 
 
@@ -87,6 +85,12 @@ def price_of(given: Case) -> Tensor:
 @pytest.fixture(params=CASES, scope="module")
 def any_problem(request) -> Problem:
     given = case(**CASES[request.param])
+    return problem(given, price_of(given))
+
+
+@pytest.fixture(scope="module")
+def full_problem() -> Problem:
+    given = case("full")
     return problem(given, price_of(given))
 
 
@@ -175,10 +179,8 @@ def test_log_weights_need_no_total_and_the_gradient_may_be_float32():
         ("totals", {"weight": torch.zeros(2, 90)}, "totals.weight"),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(part, change, message):
-    given = case("full")
-    one = problem(given, price_of(given))
-    totals = one.totals()
+def test_wrong_arguments_are_refused_by_name(full_problem, part, change, message):
+    one, totals = replace(full_problem), full_problem.totals()
     if part == "rows":
         one.rows = replace(one.rows, **change)
     else:

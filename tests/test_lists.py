@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cases import centred_head, key_weights
 from supportbasis.accuracy import reference
 from supportbasis.components.cotangent import Cotangent, Gradients
 from supportbasis.lists.list_sum import ListSum, head_tables, list_attention
@@ -18,19 +19,6 @@ from supportbasis.problem.problem import Head
 DTYPES = {torch.float64: 1e-10, torch.float32: 3e-5}
 
 
-def clustered(n=200, m=None, d=6, dv=None, *, seed=0, size=1.5, dtype=torch.float64):
-    """Queries and keys around shared centres, as heads of trained models have them."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    m, centres = n if m is None else m, size * normal(9, d)
-    q = centres[torch.randint(9, (n,), generator=generator)] + 0.4 * normal(n, d)
-    k = centres[torch.randint(9, (m,), generator=generator)] + 0.4 * normal(m, d)
-    return q.to(dtype), k.to(dtype), normal(m, d if dv is None else dv).to(dtype)
-
-
 def head_of(q, k, v, bias=None, causal=False, scale=None):
     scale = q.shape[1] ** -0.5 if scale is None else scale
     return Head(q, k, v, bias, None, scale, causal, True)
@@ -38,13 +26,6 @@ def head_of(q, k, v, bias=None, causal=False, scale=None):
 
 def settings_of(causal, strict=False, price=1e-5, block=16, leaf=8, window=32):
     return ListSettings(price, block, leaf, window if causal else 0, strict)
-
-
-def weights(kind, m, seed=1):
-    if kind == "none":
-        return None
-    bias = torch.randn(m, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return bias if kind == "bias" else bias.masked_fill(bias > 0.5, -math.inf)
 
 
 def both(head, settings):
@@ -73,8 +54,8 @@ CASES = [
 def test_matches_the_reference(shape, mode, kind):
     n, m, d, dv = shape
     for price in (0.0, 1e-4, 1e-2, math.inf):
-        q, k, v = clustered(n, m, d, dv)
-        head = head_of(q, k, v, weights(kind, m), mode != "whole")
+        q, k, v = centred_head(n, m, d, dv)
+        head = head_of(q, k, v, key_weights(kind, m), mode != "whole")
         settings = settings_of(head.is_causal, mode == "strict", price)
         (output, lse), (wanted, wanted_lse) = both(head, settings)
         assert (output - wanted).abs().max() < 1e-10 * v.abs().max()
@@ -85,7 +66,7 @@ def test_matches_the_reference(shape, mode, kind):
 
 @pytest.mark.parametrize("mode", ["whole", "causal", "strict"])
 def test_all_leaves_open_is_exact_attention(mode):
-    q, k, v = clustered(150)
+    q, k, v = centred_head(150)
     head = head_of(q, k, v, None, mode != "whole")
     output, lse = list_attention(head, settings_of(head.is_causal, mode == "strict", -1.0))
     score = head.scale * q @ k.T
@@ -97,7 +78,7 @@ def test_all_leaves_open_is_exact_attention(mode):
 
 @pytest.mark.parametrize("scale", [1e-3, 0.2, 1.0, 30.0])
 def test_any_scale(scale):
-    q, k, v = clustered(150, dtype=torch.float32)
+    q, k, v = centred_head(150, dtype=torch.float32)
     for causal in (False, True):
         head = head_of(q, k, v, None, causal, scale)
         (output, lse), (wanted, wanted_lse) = both(head, settings_of(causal, price=1e-6))
@@ -109,7 +90,7 @@ def test_any_scale(scale):
 
 def test_a_tilted_key_is_exact_for_the_mean_and_never_too_heavy():
     """Jensen: with all leaves closed no row's sum exceeds the true one."""
-    q, k, v = clustered(256)
+    q, k, v = centred_head(256)
     head = head_of(q, k, v)
     settings = settings_of(False, price=math.inf)
     _, lse = list_attention(head, settings)
@@ -129,8 +110,8 @@ def test_gradients_match_the_autograd_of_the_reference(shape, mode, kind):
     n, m, d, dv = shape
     generator = torch.Generator().manual_seed(5)
     for price in (1e-5, 1e-3, math.inf):
-        tensors = list(clustered(n, m, d, dv))
-        bias = weights(kind, m)
+        tensors = list(centred_head(n, m, d, dv))
+        bias = key_weights(kind, m)
         tensors += [] if bias is None else [bias]
         leaves = [x.clone().requires_grad_() for x in tensors]
         head = head_of(*leaves[:3], leaves[3] if bias is not None else None, mode != "whole")
@@ -161,7 +142,7 @@ def test_the_past_does_not_see_the_future(strict, changed):
         at = 96
     else:
         at = 71
-    q, k, v = clustered(200, dtype=torch.float32)
+    q, k, v = centred_head(200, dtype=torch.float32)
     bias = torch.zeros(200)
     before = list_attention(head_of(q, k, v, bias, True), settings_of(True, strict))
     x = {"query": q, "key": k, "value": v, "bias": bias}[changed]
@@ -174,7 +155,7 @@ def test_the_past_does_not_see_the_future(strict, changed):
 
 def test_every_row_is_in_one_tile():
     for n in (1, 31, 32, 33, 64, 200):
-        q, k, v = clustered(n)
+        q, k, v = centred_head(n)
         for mode in ("whole", "causal", "strict"):
             head = head_of(q, k, v, None, mode != "whole")
             settings = settings_of(head.is_causal, mode == "strict")
@@ -186,7 +167,7 @@ def test_every_row_is_in_one_tile():
 
 def test_hidden_tokens_do_not_sort_the_others():
     """Of a head that is longer than a window: centres are those of tokens that are seen."""
-    x = clustered(5000, d=4)[0].float()
+    x = centred_head(5000, d=4)[0].float()
     hidden = torch.arange(5000) % 3 == 0
     before = head_permutation(x, 64, hidden)
     x[hidden] = 100.0

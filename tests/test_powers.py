@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import supportbasis as sb
-from cases import dense_attention, qkv
+from cases import dense_attention, qkv, relative
 from supportbasis.accuracy import reference
 from supportbasis.components import ExactSum, PowerSum, SketchSum, evaluate
 from supportbasis.engine import execute
@@ -40,22 +40,17 @@ def log_normal_rows(n, d, seed):
     return (*sides, torch.randn(1, 1, n, d, generator=generator))
 
 
-def relative(given, exact):
-    return float((given.double() - exact).norm() / exact.norm())
-
-
 # ---- accuracy ---------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings(LOST_ROWS)
 @pytest.mark.parametrize("ratio", [1.5, 2.0, math.inf])
 def test_log_normal_rows_where_one_polynomial_is_useless(ratio):
-    for seed in range(2):
-        q, k, v = log_normal_rows(4096, 16, seed)
-        exact, _ = dense_attention(q, k, v)
-        given = sb.attention(q, k, v, method=sb.MultiThreshold(ratio, 2))
-        assert relative(given, exact) <= 0.03  # asked for: 0.1
-        assert relative(sb.attention(q, k, v, method=sb.Polynomial(2)), exact) > 1
+    q, k, v = log_normal_rows(2048, 16, 0)
+    exact, _ = dense_attention(q, k, v)
+    given = sb.attention(q, k, v, method=sb.MultiThreshold(ratio, 2))
+    assert relative(given, exact) <= 0.03  # asked for: 0.1
+    assert relative(sb.attention(q, k, v, method=sb.Polynomial(2)), exact) > 1
 
 
 def test_error_falls_with_the_degree():
@@ -87,6 +82,7 @@ def mean_sketch_error(make, size, seeds):
     return float(errors.square().mean().sqrt())
 
 
+@pytest.mark.slow
 def test_a_sketched_basis_approaches_the_unsketched_one_as_it_grows():
     q, k, v = qkv(1, 1, n=400, d=4, scale=0.5, dtype=torch.float32)
     unsketched = sb.plan(q, k, v, method=sb.MultiThreshold(2.0, 1))
@@ -102,6 +98,7 @@ def test_a_sketched_basis_approaches_the_unsketched_one_as_it_grows():
     assert all(0.25 < b / a < 0.75 for a, b in pairwise(errors)), errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("power", [2, 4, 6])
 def test_sketched_polynomial_attention_approaches_itself(power):
     q, k, v = qkv(1, 1, n=300, d=3, dtype=torch.float32)
@@ -143,17 +140,21 @@ def test_a_seed_decides_everything():
     assert not torch.allclose(first, other, atol=1e-3)
 
 
+def kernels_of(plan):
+    return [pair.kernel for pair in plan.pairs if pair.kernel is not None]
+
+
 def test_pairs_of_equal_power_share_a_sketch_and_others_do_not():
     """What a sketch does to all weights of a row alike cancels in the division."""
     q, k, v = log_normal_rows(2000, 8, 0)
     plan = sb.plan(0.3 * q, 0.3 * k, v, method=sb.MultiThreshold(2.0, 1, 8)).heads[0]
-    assert len(plan.kernels) > 3
-    assert {kernel.seed for kernel in plan.kernels} == {0}
+    assert len(kernels_of(plan)) > 3
+    assert {kernel.seed for kernel in kernels_of(plan)} == {0}
     x = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
     two, four = (sb.sketch.PolySketch(power, 8).half(x) for power in (2, 4))
     assert not torch.allclose(two.square(), four, atol=0.1)
     other = sb.plan(0.3 * q, 0.3 * k, v, method=sb.MultiThreshold(2.0, 1, 8, seed=1)).heads[0]
-    assert {kernel.seed for kernel in other.kernels} == {1}
+    assert {kernel.seed for kernel in kernels_of(other)} == {1}
 
 
 def test_small_pairs_are_exact_where_cheaper_and_high_powers_where_affordable():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import supportbasis as sb
-from cases import dense_attention, qkv
+from cases import dense_attention, qkv, relative
 from supportbasis.engine import ranges
 
 METHODS = [
@@ -17,10 +17,6 @@ METHODS = [
     sb.FittedPolynomial(),
 ]
 FEW = {"n": 200, "d": 6, "scale": 0.3}
-
-
-def relative(given, expected):
-    return float((given.double() - expected).norm() / expected.norm())
 
 
 def planned(method, causal=False):

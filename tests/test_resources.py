@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc"
+)
 MEMORY = """
 import torch, supportbasis as sb
 
@@ -29,10 +32,16 @@ print(resident("VmHWM") - before - output.numel() * 4 / 2**20)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.slow
+@needs_proc
 @pytest.mark.parametrize(
-    "method", ["SingleThreshold(0.4, 2)", "MultiThreshold(2.0, 1, 64)", "PowerAttention(4, 64)"]
+    ("method", "causal"),
+    [
+        ("SingleThreshold(0.4, 2)", False),
+        ("SingleThreshold(0.4, 2)", True),
+        ("MultiThreshold(2.0, 1, 64)", False),
+        ("PowerAttention(4, 64)", True),
+    ],
 )
 def test_peak_extra_memory_at_131072_tokens_is_below_256_mb(method, causal):
     """The features of all tokens at once would take more than a gigabyte."""
@@ -65,7 +74,8 @@ print(step(32768))
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.slow
+@needs_proc
 @pytest.mark.parametrize("causal", [False, True])
 def test_peak_extra_memory_of_a_training_step_at_32768_tokens_is_below_256_mb(causal):
     """Output and gradients included; the features of all tokens would take 600 MB."""
@@ -86,12 +96,12 @@ print(sorted(heavy & set(sys.modules)))
 
 
 def test_import_is_quick_and_drags_nothing_in():
-    times = []
-    for _ in range(6):
+    for _ in range(6):  # of a busy machine, the quickest
         done = subprocess.run(
             [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True
         )
         seconds, modules = done.stdout.splitlines()
         assert modules == "[]"
-        times.append(float(seconds))
-    assert min(times) < 0.2
+        if float(seconds) < 0.2:
+            return
+    pytest.fail(f"the package took {seconds} s to import")

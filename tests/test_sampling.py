@@ -142,17 +142,17 @@ def test_keys_that_only_pilot_rows_tell_are_found():
 
 
 @pytest.mark.parametrize("size", [0.3, 1.0, 3.0])
-def test_auto_keeps_its_tolerance_where_few_rows_look_for_few_keys(size):
+@pytest.mark.parametrize("seed", [0, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 2))])
+def test_auto_keeps_its_tolerance_where_few_rows_look_for_few_keys(seed, size):
     """64 rows of 4096 make most of the output: a sample of forty found none, and 0.2 was true
     where 0.02 was measured."""
-    for seed in range(3):
-        _, tensors = needles(size=size, seed=seed, score=6.0)
-        plan = sb.plan(*tensors, method=sb.Auto(0.05))
-        result = sb.attention(*tensors, plan=plan, return_result=True)
-        exact = dense_attention(*tensors)[0]
-        error = float((result.output.double() - exact).norm() / exact.norm())
-        assert error <= 1.25 * 0.05
-        assert error <= float(result.certificate.limit)
+    _, tensors = needles(size=size, seed=seed, score=6.0)
+    plan = sb.plan(*tensors, method=sb.Auto(0.05))
+    result = sb.attention(*tensors, plan=plan, return_result=True)
+    exact = dense_attention(*tensors)[0]
+    error = float((result.output.double() - exact).norm() / exact.norm())
+    assert error <= 1.25 * 0.05
+    assert error <= float(result.certificate.limit)
 
 
 def test_the_certificate_finds_the_needles():

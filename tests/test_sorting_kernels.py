@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 
 import pytest
 import torch
 from torch import Tensor
 
-CUDA = torch.cuda.is_available()
-if not CUDA:  # read when a kernel is decorated
-    os.environ["TRITON_INTERPRET"] = "1"
-DEVICE = "cuda" if CUDA else "cpu"
+from device_cases import DEVICE, needs_triton  # before kernels are imported
 
-from supportbasis.cuda.lists import window_sorting as sorting  # noqa: E402
-from supportbasis.errors import InputError  # noqa: E402
+from supportbasis.cuda.lists import window_sorting as sorting  # isort: skip
+from supportbasis.errors import InputError
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+    needs_triton,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of the interpreter
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
@@ -87,7 +82,7 @@ def assert_permutes(permutation: Tensor, window: int, count: int) -> None:
             assert (part[len(real) :] == -1).all()
 
 
-@pytest.mark.parametrize("d", [3, 64, 150])
+@pytest.mark.parametrize("d", [3, 150])
 def test_leaves_are_those_of_float64(d):
     x = (random(2, 128, d) * torch.linspace(0.3, 2.0, d)).float()
     permutation = sorting.window_permutation(x.to(DEVICE), 64, 8, 128)
@@ -112,8 +107,9 @@ def test_the_first_tokens_of_a_window_may_lie_apart():
     assert as_leaves(permutation[0], 64) == as_leaves(expected, 64)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("d", [3, 64])
+@pytest.mark.parametrize(
+    ("d", "dtype"), [(3, torch.bfloat16), (64, torch.float32), (64, torch.float16)]
+)
 def test_clusters_become_leaves(d, dtype):
     x = (clusters(128, 128, 16, d) + 3.0).to(dtype)  # an offset costs no digits
     permutation = sorting.window_permutation(x.to(DEVICE), 128, 16, 128)
@@ -122,8 +118,7 @@ def test_clusters_become_leaves(d, dtype):
     assert as_leaves(permutation[0], 16) == as_leaves(expected, 16)
 
 
-@pytest.mark.parametrize("leaf", [16, 64, 128])
-@pytest.mark.parametrize("count", [1, 111, 128, 257])
+@pytest.mark.parametrize(("count", "leaf"), [(1, 16), (111, 64), (128, 16), (257, 64), (257, 128)])
 def test_one_number_each_is_sorted_and_padding_is_last(count, leaf):
     x = random(1, 300, 1).float()
     permutation = sorting.window_permutation(x.to(DEVICE), 128, leaf, count)
@@ -146,7 +141,7 @@ def test_tokens_keep_their_sequence_inside_a_leaf():
 
 @pytest.mark.parametrize(
     ("d", "value"),
-    [(3, 0.0), (3, 0.1), (3, -1e12), (3, math.inf), (3, math.nan), (200, 0.1), (200, math.nan)],
+    [(3, 0.0), (3, 0.1), (3, -1e12), (3, math.inf), (200, math.nan)],
 )
 def test_equal_tokens_keep_their_sequence(d, value):
     """Also tokens that are not finite: their place does not matter, but each has one."""
@@ -163,7 +158,7 @@ def test_some_tokens_that_are_not_finite_leave_a_permutation():
     assert_permutes(sorting.window_permutation(x.to(DEVICE), 64, 8, 128), 64, 128)
 
 
-@pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("size", [1e-12, 1e12])
 def test_size_does_not_matter(size):
     x = random(1, 64, 3).float().to(DEVICE)
     permutation = sorting.window_permutation(x * 2.0 ** round(math.log2(size)), 64, 8, 64)
@@ -194,10 +189,10 @@ def test_no_token_in_a_slot_is_padding(d):
 
 
 def test_strides_are_followed():
-    x = random(2, 3, 64, 6).float().to(DEVICE)
-    for part in (x[:, 1, :32], x[0, :2, ::2], x[0, :2, :32].mT.contiguous().mT):
-        mine = sorting.window_permutation(part, 32, 16, 32)
-        assert mine.tolist() == sorting.window_permutation(part.contiguous(), 32, 16, 32).tolist()
+    part = random(6, 3, 64, 2).float().to(DEVICE)[:, 1, ::2].permute(2, 1, 0)  # heads, tokens, d
+    assert part.shape == (2, 32, 6) and part.stride() == (1, 4, 384)
+    mine = sorting.window_permutation(part, 32, 16, 32)
+    assert mine.tolist() == sorting.window_permutation(part.contiguous(), 32, 16, 32).tolist()
 
 
 # ---- whole heads ------------------------------------------------------------------------------
@@ -212,11 +207,10 @@ def nearest_centres(x: Tensor, span: int) -> list[int]:
     return torch.cdist(x.double(), centres).argmin(1).tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_head_is_gathered_around_centres(monkeypatch, dtype):
+def test_a_head_is_gathered_around_centres(monkeypatch):
     monkeypatch.setattr(sorting, "SPAN", 64)
     x = clusters(64, 64, 16, 20).repeat_interleave(4, 1)  # the sample has 16 of each of 4 clusters
-    x = (torch.cat([x, 10 * x.flip(1)]) + 3.0).to(dtype)  # heads of their own
+    x = (torch.cat([x, 10 * x.flip(1)]) + 3.0).bfloat16()  # heads of their own
     permutation = sorting.head_permutation(x.to(DEVICE), 16, 256).cpu()
     assert permutation.shape == (2, 256)
     for head in range(2):

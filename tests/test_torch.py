@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import supportbasis as sb
-from cases import qkv
+from cases import in_turn, qkv
 from supportbasis.components import streaming_backward
 
 METHODS = [
@@ -43,9 +43,9 @@ def assert_equal(given, expected):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize(
+    ("method", "causal", "bias"), in_turn(METHODS, [False, True], [False, True]), ids=str
+)
 def test_operators_pass_opcheck(method, causal, bias):
     q, k, v = tensors(dv=3)
     weight = torch.zeros(1, 2, 12, dtype=torch.float64, requires_grad=True) if bias else None
@@ -232,10 +232,8 @@ SECOND = {
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # SDPA has no batching rule
-@pytest.mark.parametrize("second", SECOND)
-@pytest.mark.parametrize("with_plan", [False, True])
-@pytest.mark.parametrize("method", EVERY, ids=str)
-def test_second_derivatives_are_refused_in_one_line(method, with_plan, second):
+@pytest.mark.parametrize(("method", "second", "with_plan"), in_turn(EVERY, SECOND, [False, True]))
+def test_second_derivatives_are_refused_in_one_line(method, second, with_plan):
     q, k, v = tensors(requires_grad=False)
     plan = sb.plan(q, k, v, method=method) if with_plan else None
 

@@ -81,9 +81,9 @@ SMALL = {
     "square": (1, 1, 1, 80, 70, 16, 16, 2, False, False),
     "odd-weighted-gqa": (2, 1, 2, 40, 70, 17, 20, 2, False, True),
     "degree1-weighted": (2, 1, 1, 70, 80, 20, 16, 1, False, True),
-    "causal-gqa": (2, 1, 1, 100, 150, 16, 20, 2, True, False),
+    "causal-gqa": (2, 1, 1, 70, 90, 16, 20, 2, True, False),
     "causal-weighted": (1, 1, 1, 150, 100, 18, 16, 2, True, True),
-    "causal-degree1": (1, 1, 1, 100, 100, 16, 16, 1, True, False),
+    "causal-degree1": (1, 1, 1, 70, 70, 16, 16, 1, True, False),
 }
 
 
