@@ -10,8 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import supportbasis as sb
-from supportbasis.cli.gpu.lists import list_works
-from supportbasis.cli.gpu.works import Work
+from supportbasis_studies.gpu.lists import list_works
+from supportbasis_studies.gpu.works import Work
 
 SHOWN = 24  # kernels of a work, the longest first
 

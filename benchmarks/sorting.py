@@ -9,8 +9,8 @@ import itertools
 
 import torch
 
-from supportbasis.cli.gpu.measure import milliseconds
 from supportbasis.cuda.lists.window_sorting import head_order, window_order
+from supportbasis_studies.gpu.measure import milliseconds
 
 HEADS, TOKENS = 8, 131072
 

@@ -1,0 +1,201 @@
+"""How a work is measured: by events on the device, beside every backend of PyTorch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from supportbasis.api import attention, plan
+from supportbasis.engine.dispatch import batches, said
+from supportbasis.plans.plan import Plan
+from supportbasis.problem.validation import attention_problem
+
+from .rows import GpuRow
+from .works import Work
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+SAMPLED_ROWS = 64  # of each head
+SLOW_BACKEND = 32768  # efficient attention is left out of sweeps beyond this length
+Call = Callable[[], object]
+Times = dict[str, float]
+Tokens = tuple[Tensor, Tensor, Tensor]
+
+
+def milliseconds(call: Call, budget: float = 150.0) -> float:
+    """Median time of a call that has run before, over about ``budget`` milliseconds."""
+    once = _timed(call, 1)[0]
+    repeats = int(min(50, max(3, budget / max(once, 1e-3))))
+    return sorted(_timed(call, repeats))[repeats // 2]
+
+
+def _timed(call: Call, repeats: int) -> list[float]:
+    torch.cuda.synchronize()
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for first, last in pairs:
+        first.record()
+        call()
+        last.record()
+    torch.cuda.synchronize()
+    return [first.elapsed_time(last) for first, last in pairs]
+
+
+def replayed(call: Call) -> Call:
+    """The same as a captured graph: what it takes without launches from Python."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+class Bench:
+    """Measurements of one run; baselines are timed once."""
+
+    def __init__(self) -> None:
+        a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+        torch.matmul(a, b)
+        self.matmul = 2 * 8192**3 / (milliseconds(lambda: torch.matmul(a, b)) * 1e-3)
+        self._known: dict[object, Times] = {}
+
+    def row(self, work: Work) -> GpuRow:
+        tokens = work.inputs(work.heads, work.n, work.d)
+        for x in tokens:  # known to planning: causal lists that are differentiated are strict
+            x.requires_grad_(work.backward)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        made = plan(*tokens, is_causal=work.causal, method=work.method)
+        torch.cuda.synchronize()
+        planned = time.perf_counter()
+
+        def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            output = attention(
+                query, key, value, is_causal=work.causal,
+                plan=made, implementation=work.implementation,
+            )  # fmt: skip
+            assert isinstance(output, Tensor)
+            return output
+
+        step = _step(ours, tokens, work.backward)
+        step()
+        torch.cuda.synchronize()
+        first = time.perf_counter() - planned
+        output = ours(*tokens).detach()
+        with torch.no_grad():
+            wrong, size = sampled_squares(*tokens, output, work.causal)
+        error = float((wrong.sum() / size.sum()).sqrt())
+        ms = milliseconds(replayed(step) if work.graph else step)
+        times = self._baselines(work, tokens)
+        best = min(times, key=times.__getitem__)
+        note = "graph replay" if work.graph else ""
+        if work.baseline_n:
+            note = f"SDPA extrapolated from n={work.baseline_n}"
+        beyond = said_of_heads((wrong / size).sqrt().tolist(), work.limit)
+        note = "; ".join(part for part in (note, beyond) if part)
+        problem = attention_problem(*tokens, None, 0.0, work.causal, None, False, finite=False)
+        return GpuRow(
+            unit=work.unit,
+            work=work.name,
+            method=str(work.method),
+            implementation=said(batches(problem, made, work.implementation)),
+            heads=work.heads,
+            n=work.n,
+            d=work.d,
+            causal=work.causal,
+            backward=work.backward,
+            graph=work.graph,
+            ms=ms,
+            flash_ms=times.get("flash"),
+            cudnn_ms=times.get("cudnn"),
+            efficient_ms=times.get("efficient"),
+            baseline=best,
+            baseline_ms=times[best],
+            ratio=times[best] / ms,
+            rate=None if work.backward else _flops(work, made) / (ms * 1e-3) / self.matmul,
+            matmul_tflops=self.matmul / 1e12,
+            error=error,
+            limit=work.limit,
+            planning_s=planned - start,
+            first_call_s=first,
+            triton=version("triton"),
+            note=note,
+        )
+
+    def _baselines(self, work: Work, tokens: Tokens) -> Times:
+        """The time of each backend that takes these inputs."""
+        n = work.baseline_n or work.n
+        place = (work.heads, n, work.d, work.causal, work.backward, work.graph)
+        if place not in self._known:
+            query, key, value = (x[:, :, :n] for x in tokens)
+            self._known[place] = _time_sdpa(work, (query, key, value))
+        return {name: ms * (work.n / n) ** 2 for name, ms in self._known[place].items()}
+
+
+def _time_sdpa(work: Work, tokens: Tokens) -> Times:
+    def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=work.causal)
+
+    times = {}
+    for name, backend in BACKENDS.items():
+        if name == "efficient" and "sweep" in work.name and work.n > SLOW_BACKEND:
+            continue
+        with sdpa_kernel(backend):
+            step = _step(sdpa, tokens, work.backward)
+            try:
+                step()
+            except RuntimeError:  # a backend that does not take these inputs
+                continue
+            times[name] = milliseconds(replayed(step) if work.graph else step)
+    return times
+
+
+def _step(run: Callable[..., Tensor], tokens: Tokens, backward: bool) -> Call:
+    if not backward:
+        return lambda: run(*tokens)
+    leaves = [x.detach().requires_grad_() for x in tokens]
+    grad = torch.randn_like(leaves[2])
+    return lambda: torch.autograd.grad(run(*leaves), leaves, grad)
+
+
+def _flops(work: Work, made: Plan) -> float:
+    """Of a call, by the plan's cost: two for each multiply-add."""
+    pairs = work.n * (work.n + 1) / 2 if work.causal else float(work.n) ** 2
+    return 2 * made.cost * pairs * 2 * work.d * work.heads
+
+
+def said_of_heads(errors: Sequence[float], limit: float) -> str:
+    """Which heads are beyond the limit by themselves, if any.
+
+    >>> said_of_heads([0.01, 0.031, 0.02], 0.03)
+    '1 of 3 heads beyond the limit, the worst 0.031'
+    """
+    beyond = [error for error in errors if not error <= limit]
+    if not beyond:
+        return ""
+    return f"{len(beyond)} of {len(errors)} heads beyond the limit, the worst {max(beyond):.2g}"
+
+
+def sampled_squares(
+    q: Tensor, k: Tensor, v: Tensor, output: Tensor, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Squared error and size of sampled rows of each head, against float64 over all keys."""
+    n = q.shape[2]
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randperm(n, generator=generator)[:SAMPLED_ROWS].sort().values.to(q.device)
+    wrong, size = [], []
+    for head in range(q.shape[1]):
+        z = q[0, head, rows].double() @ k[0, head].double().T * q.shape[-1] ** -0.5
+        if causal:
+            z = z.masked_fill(torch.arange(n, device=z.device) > rows[:, None], -torch.inf)
+        exact = z.softmax(-1) @ v[0, head].double()
+        wrong.append((output[0, head, rows].double() - exact).square().sum())
+        size.append(exact.square().sum())
+    return torch.stack(wrong), torch.stack(size)

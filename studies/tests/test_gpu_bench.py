@@ -1,0 +1,88 @@
+"""The commands for a GPU, as far as a machine without one can run them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from supportbasis.errors import InputError
+from supportbasis_studies.gpu import lists, study, works
+from supportbasis_studies.gpu.rows import GpuRow
+from supportbasis_studies.study import Machine, Records
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+ROW = GpuRow(
+    "", "", "", "triton", 8, 0, 64, False, False, False, 2.0, 3.0, 2.5, None, "cudnn", 2.5, 1.25,
+    0.3, 700.0, 1e-3, 3e-3, 0.1, 4.0, "3.6.0", "",
+)  # fmt: skip
+
+
+def run(out: Path, only: str | None = None, *, redraw: bool) -> str:
+    console = Console(file=StringIO(), width=200)
+    study.run_gpu_bench(only, out, console, redraw=redraw)
+    return " ".join(console.file.getvalue().split())
+
+
+def made_up(work: works.Work) -> GpuRow:
+    """A row in which times grow as they should."""
+    ours, theirs = work.n * 1e-4, work.n**2 * 1e-8
+    return replace(
+        ROW, unit=work.unit, work=work.name, method=str(work.method), heads=work.heads, n=work.n,
+        d=work.d, causal=work.causal, backward=work.backward, graph=work.graph, ms=ours,
+        baseline_ms=theirs, ratio=theirs / ours, rate=None if work.backward else 0.3,
+    )  # fmt: skip
+
+
+def every_work() -> list[works.Work]:
+    return [*works.WORKS, *lists.list_works(), *works.CROSSOVER, *works.sweep(study.LENGTHS)]
+
+
+def test_units_have_names_of_their_own():
+    names = [work.unit for work in every_work()]
+    assert len(set(names)) == len(names)
+
+
+def test_the_report_is_drawn_from_rows(tmp_path: Path) -> None:
+    records = Records(tmp_path / "gpu.csv", GpuRow, Machine.here())
+    records.add([made_up(work) for work in every_work()])
+    text = run(tmp_path, redraw=True)
+    assert "faster from n≈10000" in text
+    for name in ("report.html", "lengths.png", "lengths.svg"):
+        assert (tmp_path / name).stat().st_size > 0
+    assert all(work.name in text for work in (*works.WORKS, *lists.list_works()))
+
+
+def test_errors_beyond_the_limit_are_red():
+    rows = [made_up(works.WORKS[0]), replace(made_up(works.WORKS[0]), error=0.01)]
+    assert study.work_table(rows).lost == {1}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [((20000, 40000), "faster from n≤20000"), ((2000, 4000), "not faster up to n=4000")],
+)
+def test_crossovers_at_the_ends(lengths, said):
+    rows = [made_up(replace(works.CROSSOVER[0], n=n)) for n in lengths]
+    assert study.crossover(rows) == said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+@pytest.mark.parametrize(
+    ("only", "redraw", "said"),
+    [
+        (None, False, "PyTorch sees no CUDA device"),
+        ("nothing", False, "no work starts with 'nothing'"),
+        (None, True, "without --redraw"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(only, redraw, said, tmp_path):
+    with pytest.raises(InputError, match=said):
+        run(tmp_path, only, redraw=redraw)
