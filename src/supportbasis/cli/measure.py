@@ -21,7 +21,7 @@ from torch import Tensor
 from ..api import attention
 from ..errors import SupportBasisError
 from ..methods import Method
-from ..plans.plan import HeadPlan, Plan
+from ..plans.plan import Plan
 from ..problem.result import Result
 from .settings import Setting
 
@@ -94,7 +94,11 @@ class Contender:
 def interleave(
     contenders: list[Contender], budget: float, tick: Tick, least: int = LEAST_ROUNDS
 ) -> int:
-    """Let the contenders take turns for about ``budget`` seconds; returns the number of rounds."""
+    """Let the contenders take turns for about ``budget`` seconds; returns the number of rounds.
+
+    torch.utils.benchmark times one call after the other, and warms each up with two more; in turns
+    a busy moment of the machine hits all alike.
+    """
     racing = list(contenders)
     start = time.perf_counter()
     for done in range(1, MOST_ROUNDS + 1):
@@ -222,30 +226,11 @@ def _details(call: Callable[[], Result]) -> tuple[str, float, float]:
 
 
 def describe(plan: Plan) -> str:
-    """What a plan does, in a few words."""
+    """What the heads of a plan do, in the plan's own words, without their cost."""
     if len(plan.heads) == 1:
-        return _describe_head(plan.heads[0])
-    kinds = Counter(
-        head.kind if head.polynomial is None else f"{head.polynomial.kind} deg {head.degree}"
-        for head in plan.heads
-    )
+        return str(plan.heads[0]).splitlines()[0].split("; cost ")[0]
+    kinds = Counter(head.kind for head in plan.heads)
     return ", ".join(f"{count} heads {kind}" for kind, count in kinds.most_common())
-
-
-def _describe_head(head: HeadPlan) -> str:
-    if head.kind == "exact":
-        return f"exact: {head.reason}" if head.reason else "exact"
-    if head.kind == "lists":
-        return f"{head.keys:.0f} keys a query in open leaves, {head.lists}"
-    if head.polynomial is None:
-        powers = sorted({kernel.power for kernel in head.kernels})
-        listed = f"powers {powers[0]} to {powers[-1]}" if powers else "all exact"
-        return f"{len(head.row_edges)} × {len(head.key_edges)} buckets, {listed}"
-    text = f"{head.polynomial.kind} deg {head.degree} on ±{head.polynomial.bound:.3g}"
-    if head.threshold is None or head.large is None:
-        return text
-    rows, keys = 100 * head.large[0] / head.n, 100 * head.large[1] / head.m
-    return f"{text}, T={head.threshold:.2f}, large: {rows:.1f} % rows, {keys:.1f} % keys"
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,10 +243,10 @@ class ExactRows:
 
     @staticmethod
     def of(setting: Setting, seed: int) -> ExactRows:
-        generator = torch.Generator().manual_seed(seed)
-        rows = torch.randperm(setting.n, generator=generator)[:SAMPLED_ROWS].sort().values
-        chunks = [_exact(setting, chunk) for chunk in rows.split(ROW_CHUNK)]
-        return ExactRows(rows, torch.cat(chunks, -2), setting.value.double().abs().amax((-1, -2)))
+        rows = sampled_rows(setting.n, SAMPLED_ROWS, seed)
+        tensors = (setting.query, setting.key, setting.value)
+        output = exact_rows(*tensors, rows, setting.factor, setting.is_causal)
+        return ExactRows(rows, output, setting.value.double().abs().amax((-1, -2)))
 
     def errors(self, output: Tensor) -> tuple[float, float]:
         """Relative Frobenius error, and largest error over max|V|, of the worst head."""
@@ -271,11 +256,24 @@ class ExactRows:
         return float(relative.max()), float(largest.max())
 
 
-def _exact(setting: Setting, rows: Tensor) -> Tensor:
-    """Softmax attention of some query rows, as it is written down in the books, in float64."""
-    query = setting.query[..., rows, :].double()
-    score = query @ setting.key.double().mT * setting.factor
-    if setting.is_causal:
-        later = torch.arange(setting.key.shape[-2]) > rows.unsqueeze(1)
-        score = score.masked_fill(later, -math.inf)
-    return score.softmax(-1) @ setting.value.double()
+def sampled_rows(n: int, count: int, seed: int) -> Tensor:
+    """Up to ``count`` of n rows, in their order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(n, generator=generator, device="cpu")[:count].sort().values
+
+
+def exact_rows(
+    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scale: float, is_causal: bool
+) -> Tensor:
+    """Softmax attention of some query rows, as it is written down in the books, in float64.
+
+    Shapes [..., tokens, dim]; the output is [..., rows, dv].
+    """
+    outputs = []
+    columns = torch.arange(key.shape[-2], device=key.device)
+    for chunk in rows.to(key.device).split(ROW_CHUNK):
+        score = query[..., chunk, :].double() @ key.double().mT * scale
+        if is_causal:
+            score = score.masked_fill(columns > chunk.unsqueeze(1), -math.inf)
+        outputs.append(score.softmax(-1) @ value.double())
+    return torch.cat(outputs, -2)

@@ -23,13 +23,13 @@ from torch.nn.attention import sdpa_kernel
 from supportbasis import methods
 from supportbasis.api import attention
 from supportbasis.api import plan as make_plan
-from supportbasis.cli.measure import Tick
+from supportbasis.cli.measure import Tick, exact_rows, sampled_rows
 from supportbasis.plans.plan import Plan
 
 from .baselines import BASELINES, ORACLES, Case
 from .heads import SYNTHETIC, Capture, stacked
 
-ROWS, ROW_CHUNK = 512, 64
+ROWS = 512
 OURS, BASELINE, ORACLE, FREE = "ours", "baseline", "oracle", "free"
 LISTS, LISTS_WITHIN = "BlockSupport(budget)", "BlockSupport(tolerance)"
 AUTO, FITTED = "Auto(tolerance)", "FittedPolynomial(tolerance)"
@@ -96,18 +96,9 @@ class Truth:
 
     @staticmethod
     def of(head: Capture, seed: int) -> Truth:
-        generator = torch.Generator().manual_seed(seed)
-        rows = torch.randperm(head.n, generator=generator, device="cpu")[:ROWS].sort().values
-        rows = rows.to(head.query.device)
-        key, value = head.key.double() * head.scale, head.value.double()
-        at = torch.arange(head.m, device=rows.device)
-        outputs = []
-        for chunk in rows.split(ROW_CHUNK):
-            score = head.query[chunk].double() @ key.T
-            if head.is_causal:
-                score.masked_fill_(at > chunk.unsqueeze(1), -torch.inf)
-            outputs.append(score.softmax(1) @ value)
-        return Truth(head, rows, torch.cat(outputs))
+        rows = sampled_rows(head.n, ROWS, seed).to(head.query.device)
+        tensors = (head.query, head.key, head.value)
+        return Truth(head, rows, exact_rows(*tensors, rows, head.scale, head.is_causal))
 
     def error(self, output: Tensor) -> float:
         """Of an output at the rows, [rows, dv]."""
