@@ -19,9 +19,9 @@ pytest.importorskip("matplotlib")
 from supportbasis import analysis
 from supportbasis.errors import InputError
 from supportbasis_studies import commands
-from supportbasis_studies.capture import observed
 from supportbasis_studies.distribution import models, texts
 from supportbasis_studies.distribution.stream import EntrySketch, LayerStream
+from supportbasis_studies.models import observed
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -52,8 +52,8 @@ from supportbasis_studies.downstream import (
 from supportbasis_studies.downstream import reuse as reuse_module
 from supportbasis_studies.downstream.diffusion import Diffusion
 from supportbasis_studies.downstream.emulation import emulated, emulated_weights, series
-from supportbasis_studies.downstream.hook import attending, exact
 from supportbasis_studies.downstream.reuse import Reuse
+from supportbasis_studies.models import attending, exact
 from supportbasis_studies.statistics import mean_of_sets
 
 CPU = torch.device("cpu")

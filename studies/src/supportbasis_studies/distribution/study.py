@@ -13,8 +13,8 @@ from torch import Tensor
 from supportbasis.cli.report import write_page
 from supportbasis.errors import InputError
 
-from ..capture import observed
 from ..figures import save
+from ..models import observed
 from ..study import Machine, Records, Section, Steps, Tick, in_short, publish
 from . import findings, pictures, tables
 from .models import BUILT_IN, PRESETS, RANDOM, Access, Loaded, load

@@ -2,7 +2,6 @@
 
 ``language``, ``world``, ``items``, ``documents``   the generated language and its five tasks
 ``models``, ``train``        the two models of the package, and how they were trained
-``hook``                     how a model's attention is replaced
 ``emulation``, ``contenders``   what it is replaced by
 ``answers``, ``sampler``, ``reading``, ``measure``   what a model then answers and reads
 ``rows``, ``paired``, ``findings``, ``tables``, ``pictures``, ``paper``   what is made of it

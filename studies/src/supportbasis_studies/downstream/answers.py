@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..models import is_causal
 from .documents import prompt
-from .hook import is_causal
 from .items import ANSWER, ANSWER_LENGTH, JUDGED, MINUS, NUMBER, PLUS, Item
 from .language import END, MASK, STOP
 from .sampler import Sampling, sample

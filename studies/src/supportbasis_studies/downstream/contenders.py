@@ -9,8 +9,8 @@ from torch import Tensor
 
 from supportbasis.methods import Auto, BlockSupport, Method, MultiThreshold, SingleThreshold
 
+from ..models import Attend, exact
 from .emulation import emulated
-from .hook import Attend, exact
 from .reuse import Reuse, Used
 
 EXACT, MEAN = "exact", "mean(V)"

@@ -16,7 +16,7 @@ import torch
 from numpy.polynomial import chebyshev
 from torch import Tensor
 
-from .hook import Attend, allowed
+from ..models import Attend, allowed
 
 SHARE = 0.1  # of the scores, at either end
 NODES = 256  # at which the series is computed; the published 4096 give the same numbers

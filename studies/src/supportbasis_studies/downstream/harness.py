@@ -13,10 +13,10 @@ import torch
 from supportbasis.errors import InputError
 
 from ..distribution.models import PRESETS, Access, check_folder, why
+from ..models import attending
 from ..study import Row
 from .contenders import contender
 from .diffusion import Diffusion, as_lm
-from .hook import attending
 from .sampler import Sampling
 
 BENCHMARKS = ("gsm8k", "mmlu", "hellaswag", "arc_easy", "arc_challenge")

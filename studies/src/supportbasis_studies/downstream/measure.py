@@ -14,9 +14,9 @@ import torch
 
 from supportbasis.errors import InputError
 
+from ..models import attending
 from .answers import answers, questions
 from .contenders import EXACT, Contender, contender
-from .hook import attending
 from .items import TASKS
 from .models import load_model
 from .reading import held_out, hidden_errors, hidden_states, perplexity, recall

@@ -18,7 +18,7 @@ from supportbasis.paper.split import row_maxima
 from supportbasis.plans.plan import HeadPlan
 from supportbasis.polynomials.powers import PowerKernel
 
-from .hook import allowed
+from ..models import allowed
 
 ENTRIES = 2**24  # weights in memory at a time
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..models import Attend, attending, is_causal
 from .documents import KIND, Hidden, needles, pairs, prose
-from .hook import Attend, attending, is_causal
 from .language import MASK
 
 SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)  # of tokens that are masked, for a masked-diffusion model

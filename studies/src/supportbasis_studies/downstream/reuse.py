@@ -22,7 +22,7 @@ from supportbasis.api import plan as make_plan
 from supportbasis.methods import Method, MultiThreshold
 from supportbasis.plans.plan import HeadPlan, Plan
 
-from .hook import exact
+from ..models import exact
 from .powers import by_powers
 
 LASTING = ("exact", "lists", "fitted")  # kinds of heads whose plan serves other tokens too

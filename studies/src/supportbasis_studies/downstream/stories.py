@@ -18,9 +18,9 @@ from torch import Tensor
 from supportbasis.errors import InputError
 
 from ..distribution.texts import own_text
+from ..models import attending
 from ..study import models_from_environment
 from .contenders import contender
-from .hook import attending
 from .rows import StoryRow
 
 MODEL = "stories260K"

@@ -28,8 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..models import exact, use
 from .documents import KIND, KINDS, row
-from .hook import exact, use
 from .language import MASK
 from .models import CONTEXT, FOLDER, load_model, new_model, save_model
 

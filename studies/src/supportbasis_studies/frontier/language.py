@@ -14,7 +14,7 @@ from torch import Tensor
 
 from supportbasis.errors import InputError
 
-from ..capture import observed
+from ..models import observed
 from .heads import Capture, Choice, Source, chosen_heads
 
 CONFIG = "config.json"  # a folder that holds one is such a model

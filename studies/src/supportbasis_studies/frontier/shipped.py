@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..downstream.documents import KIND, row
-from ..downstream.hook import attending, exact, is_causal
 from ..downstream.models import FOLDER, load_model
+from ..models import attending, exact, is_causal
 from .heads import Capture, Choice, Source, chosen_heads
 
 LAYERS, HEADS = 6, 4
