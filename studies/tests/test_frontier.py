@@ -850,10 +850,9 @@ def test_the_command_measures_writes_and_says(tmp_path: Path) -> None:
     assert code == 0
     assert "left out" not in text and "report.html" in text
     names = {path.name for path in out.iterdir()}
-    assert names == {
-        "report.html", "frontier.csv", "tsp50-cost.png", "tsp50-time.png", "synthetic-cost.png",
-        "synthetic-time.png",
-    }  # fmt: skip
+    drawn = [f"{model}-{axis}" for model in ("tsp50", "synthetic") for axis in ("cost", "time")]
+    pictures = {f"{name}.{kind}" for name in drawn for kind in ("png", "svg")}
+    assert names == {"report.html", "frontier.csv", *pictures}
     rows = read(out / "frontier.csv")
     assert {"device", "model", "layer", "head", "n", "causal", "method", "setting", "cost", "error",
             "seconds", "sdpa_seconds", "ratio"} <= set(rows[0])  # fmt: skip

@@ -86,7 +86,8 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_study_writes_a_report_numbers_and_pictures(study: tuple[Path, str]) -> None:
     out, text = study
-    expected = {f"{name}.csv" for name in CSV} | {f"{name}.png" for name in PNG}
+    expected = {f"{name}.csv" for name in CSV}
+    expected |= {f"{name}.{kind}" for name in PNG for kind in ("png", "svg")}
     assert {path.name for path in out.iterdir()} == expected | {"report.html"}
     assert all((out / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in PNG)
     assert "report.html" in text and "statements hold" in text

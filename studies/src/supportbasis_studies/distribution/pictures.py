@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..figures import COLOURS, GREY, INK, legend_below, new_figure, plain_axes, save
+from ..figures import COLOURS, GREY, Line, Panel, draw, new_figure, plain_axes, save
 from .rows import Layer, SideRow
 from .tables import shown, texts_of
 
@@ -56,66 +56,49 @@ def _draw_layer(axes: Axes, layer: Layer) -> None:
 
 def draw_layers(layers: Sequence[Layer], path: Path) -> None:
     """Spread, share of large entries, of large rows and of pairs against the layer."""
-    figure = new_figure(12.4, 6.8)
-    grid = figure.subplots(2, 2).flatten()
-    wanted: list[tuple[str, Callable[[SideRow], float]]] = [
-        ("standard deviation of the entries", lambda row: row.std),
-        ("proxy σ² over that of a Gaussian", lambda row: row.gaussian_ratio),
-        ("entries above √ln n, %", lambda row: 100 * row.large_share),
-        ("rows with such an entry, %", lambda row: 100 * row.row_share),
+
+    def lines(
+        value: Callable[[SideRow], float], sides: Sequence[str], colour: str = ""
+    ) -> list[Line]:
+        return [
+            Line(f"{'pairs in A⁽ᴸ⁾' if colour else name}, {text}", [row.layer for row in rows],
+                 [value(row) for row in rows], style, colour or SIDES[name])
+            for text, style in zip(texts_of(layers), ("-o", ":s"), strict=False)
+            for name in sides
+            for rows in [[layer.sides[name] for layer in shown(layers, text)]]
+        ]  # fmt: skip
+
+    both = ("query", "key")
+    pairs = lines(lambda row: 100 * row.pair_share, ("query",), COLOURS[1])
+    rows = lines(lambda row: 100 * row.row_share, both)
+    panels = [
+        ("standard deviation of the entries", lines(lambda row: row.std, both)),
+        ("proxy σ² over that of a Gaussian, which has 1", lines(lambda r: r.gaussian_ratio, both)),
+        ("entries above √ln n, %", lines(lambda row: 100 * row.large_share, both)),
+        ("rows with such an entry, and pairs in A⁽ᴸ⁾, %", [*rows, *pairs]),
     ]
-    for axes, (title, value) in zip(grid, wanted, strict=True):
-        plain_axes(axes)
-        for text, style in zip(texts_of(layers), ("-o", ":s"), strict=False):
-            for name in ("query", "key"):
-                rows = [layer.sides[name] for layer in shown(layers, text)]
-                numbers = [row.layer for row in rows]
-                label = f"{name}, {text}"
-                axes.plot(numbers, [value(r) for r in rows], style, color=SIDES[name], ms=4,
-                          lw=1.4, label=label)  # fmt: skip
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.set_xlabel("layer")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    grid[1].axhline(1.0, color=INK, lw=1, ls="--", label="a Gaussian")
-    for text, style in zip(texts_of(layers), ("-D", ":D"), strict=False):
-        rows = [layer.sides["query"] for layer in shown(layers, text)]
-        shares = [100 * row.pair_share for row in rows]
-        grid[3].plot([row.layer for row in rows], shares, style, color=COLOURS[1], ms=4, lw=1.4,
-                     label=f"pairs in A⁽ᴸ⁾, {text}")  # fmt: skip
-    for axes in grid[:3]:
-        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
-    grid[3].set_title("rows with such an entry, and pairs in A⁽ᴸ⁾, %", loc="left", fontsize=10)
-    grid[3].set_ylim(-3, 103)
-    legend_below(figure, grid, 4)
-    save(figure, path)
+    made = [
+        Panel(title, some, "layer", log="", limits=(0, None), ticks=some[0].x)
+        for title, some in panels
+    ]
+    draw(path, [made[:2], made[2:]], (12.4, 6.8))
 
 
 def draw_bounds(layers: Sequence[Layer], path: Path) -> None:
-    """Large entries of a matrix against their sub-Gaussian bound, a dot for each layer and side."""
-    from matplotlib.ticker import NullFormatter
-
-    figure = new_figure(6.6, 5.0)
-    axes = figure.add_subplot()
-    plain_axes(axes)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    """Large entries of a matrix against their sub-Gaussian bound, a dot for each layer and side;
+    none are drawn at the least of the others over three."""
     rows = [layer.sides[name] for layer in layers for name in ("query", "key")]
     counts = [value for row in rows for value in (row.bound, row.large_entries / row.matrices)]
     least = max(1e-2, min((value for value in counts if value > 0), default=1.0) / 3)
+    lines = []
     for text, marker in zip(texts_of(layers), ("o", "s"), strict=False):
         for name in ("query", "key"):
-            rows = [layer.sides[name] for layer in shown(layers, text)]
-            x = [max(row.bound, least) for row in rows]
-            y = [max(row.large_entries / row.matrices, least) for row in rows]
-            axes.plot(x, y, marker, color=SIDES[name], ms=6, alpha=0.8, label=f"{name}, {text}")
-    ends = [
-        10.0 ** math.floor(math.log10(least)),
-        10.0 ** math.ceil(math.log10(max(*counts, least))),
-    ]
-    axes.plot(ends, ends, "--", color=GREY, lw=1, label="as many as the bound")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("bound 2nd·exp(−ln n/σ²) on large entries of a matrix")
-    axes.set_ylabel("large entries of a matrix (none: at the bottom)")
-    axes.legend(frameon=False, fontsize=9, loc="upper left")
-    save(figure, path)
+            mine = [layer.sides[name] for layer in shown(layers, text)]
+            x = [max(row.bound, least) for row in mine]
+            y = [max(row.large_entries / row.matrices, least) for row in mine]
+            lines.append(Line(f"{name}, {text}", x, y, marker, SIDES[name]))
+    ends = [least, max(*counts, least)]
+    lines.append(Line("as many as the bound", ends, ends, "--", GREY))
+    x_label = "bound 2nd·exp(−ln n/σ²) on large entries of a matrix"
+    panel = Panel("", lines, x_label, "large entries of a matrix (none: at the bottom)")
+    draw(path, [[panel]], (6.6, 5.4), legend=2)

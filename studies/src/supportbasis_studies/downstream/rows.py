@@ -108,6 +108,16 @@ class RecallRow(Row):
     cost: float | None
 
 
+def recalled(rows: Sequence[RecallRow]) -> dict[int, float]:
+    """Percent of the codes that come out right, by distance."""
+    asked: dict[int, int] = {}
+    right: dict[int, int] = {}
+    for row in sorted(rows, key=lambda row: row.distance):
+        asked[row.distance] = asked.get(row.distance, 0) + row.asked
+        right[row.distance] = right.get(row.distance, 0) + row.right
+    return {reach: 100 * right[reach] / asked[reach] for reach in asked if asked[reach]}
+
+
 @dataclass(frozen=True)
 class LayerRow(Row):
     """Relative error of the hidden states after a layer."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from supportbasis.cli.report import Grid, small
 
+from ..study import table
 from .contenders import EXACT
 from .findings import Judged
 from .harness import BENCHMARKS as LABELLED
 from .harness import BenchmarkRow
 from .paper import BENCHMARKS, PAPER, paper_average
-from .rows import LayerRow, RecallRow, StoryRow, TextRow
+from .rows import LayerRow, RecallRow, StoryRow, TextRow, recalled
 
 LABELS = dict(zip(LABELLED, BENCHMARKS, strict=True))  # lm-eval's names, and our tasks
 
@@ -93,13 +94,10 @@ def recall_table(rows: Sequence[RecallRow], model: str, form: str) -> Grid:
     reaches = sorted({row.distance for row in mine})
     lines = []
     for name in dict.fromkeys(row.method for row in mine):
-        cells = []
-        for reach in reaches:
-            those = [row for row in mine if row.method == name and row.distance == reach]
-            asked, right = sum(row.asked for row in those), sum(row.right for row in those)
-            cells.append(f"{100 * right / asked:.0f}" if asked else "—")
-        heads = _mean([row.exact_heads for row in mine if row.method == name])
-        lines.append([name, *cells, _share(heads)])
+        those = [row for row in mine if row.method == name]
+        found = recalled(those)
+        cells = [f"{found[reach]:.0f}" if reach in found else "—" for reach in reaches]
+        lines.append([name, *cells, _share(_mean([row.exact_heads for row in those]))])
     headings = ["method", *(f"≤ {reach}" for reach in reaches), "exact heads"]
     return Grid(f"{model}, {form}: percent recalled by distance in tokens", headings, lines)
 
@@ -116,12 +114,13 @@ def layer_table(rows: Sequence[LayerRow], model: str) -> Grid:
 
 
 def story_table(rows: Sequence[StoryRow]) -> Grid:
-    lines = [
-        [row.method, f"{row.perplexity:.4g}", f"{100 * row.agreement:.1f} %", f"{row.same}"]
-        for row in rows
-    ]
-    headings = ["method", "perplexity", "same likeliest token", "tokens until the stories part"]
-    return Grid("stories260K", headings, lines)
+    columns: dict[str, Callable[[StoryRow], str]] = {
+        "method": lambda row: row.method,
+        "perplexity": lambda row: f"{row.perplexity:.4g}",
+        "same likeliest token": lambda row: f"{100 * row.agreement:.1f} %",
+        "tokens until the stories part": lambda row: f"{row.same}",
+    }
+    return table("stories260K", rows, columns)
 
 
 def benchmark_table(rows: Sequence[BenchmarkRow]) -> Grid:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..figures import GREY, INK, legend_below, length_label, new_figure, plain_axes, save
+from ..figures import GREY, INK, Line, Panel, draw, length_label, new_figure, save
 from . import contenders as made
 from .inputs import SCALES
 from .measure import MAP
@@ -50,57 +51,41 @@ LEAST = 1e-10  # errors below are not drawn
 Value = Callable[[EfficiencyRow], float | None]
 
 
-def _draw_lines(axes: Axes, rows: Sequence[EfficiencyRow], value: Value) -> None:
+def _panel(title: str, rows: Sequence[EfficiencyRow], value: Value, label: str = "") -> Panel:
     """A line for each method: against T where it has one, else level."""
-    plain_axes(axes)
-    axes.set_yscale("log")
     points = swept(rows)
-    ends = [points[0].threshold or 0.0, points[-1].threshold or 1.0]
+    thresholds = [row.threshold or 0.0 for row in points]
+    ends, lines = [thresholds[0], thresholds[-1]], []
     for method, (colour, style) in LINES.items():
-        mine = [row for row in rows if row.method == method]
         if method == made.SINGLE:
-            x, y = [row.threshold or 0.0 for row in points], [value(row) or 0.0 for row in points]
-            axes.plot(x, y, style, color=colour, ms=3.5, lw=1.6, label=method, zorder=3)
+            values = [value(row) or math.nan for row in points]
+            lines.append(Line(method, thresholds, values, style, colour))
             continue
-        level = value(mine[0]) if mine else None
+        level = next((value(row) for row in rows if row.method == method), None)
         if level is not None and level > 0:
-            axes.plot(ends, [level] * 2, style, color=colour, lw=1.6, label=method)
+            lines.append(Line(method, ends, [level] * 2, style, colour))
+    return Panel(title, lines, "threshold T", label, log="y")
 
 
 def draw_thresholds(rows: Sequence[EfficiencyRow], scale: str, path: Path) -> None:
-    """Time, error and share of exact pairs against T: a row of panels for each length."""
-    lengths = [n for n, its in panels(rows) if its == scale]
-    figure = new_figure(12.6, 1.3 + 2.5 * len(lengths))
-    grid = figure.subplots(len(lengths), 3, sharex=True, sharey="col", squeeze=False)
-    for (left, middle, right), n in zip(grid, lengths, strict=True):
+    """Time, error and share of exact pairs against T: a row of panels for each length. The mean of
+    V takes next to no time; its line would press all others together."""
+    grid = []
+    for n in [n for n, its in panels(rows) if its == scale]:
         mine = at(rows, n, scale)
-        _draw_lines(left, mine, _seconds)
-        _draw_lines(middle, mine, lambda row: row.output_error)
-        _draw_shares(right, swept(mine))
-        left.set_ylabel("seconds per call")
-        middle.set_ylabel("relative error of the output")
-        right.set_ylabel("pairs exact")
-        for axes, what in ((left, "time"), (middle, "error"), (right, "share of pairs exact")):
-            axes.set_title(f"n={n}: {what}", loc="left", fontsize=10)
-    for axes in grid[-1]:
-        axes.set_xlabel("threshold T")
-    legend_below(figure, grid[0], 4, LINES)
-    save(figure, path)
-
-
-def _seconds(row: EfficiencyRow) -> float | None:
-    """The mean of V takes next to no time; its line would press all others together."""
-    return None if row.method == made.MEAN else row.seconds
-
-
-def _draw_shares(axes: Axes, rows: Sequence[EfficiencyRow]) -> None:
-    plain_axes(axes)
-    shares = [100 * (row.exact_share or 0.0) for row in rows]
-    axes.plot(
-        [row.threshold or 0.0 for row in rows], shares, "-o", color=LINES[made.SINGLE][0], ms=3.5
-    )
-    axes.set_ylim(-3, 103)
-    axes.yaxis.set_major_formatter("{x:g} %")
+        timed = [row for row in mine if row.method != made.MEAN]
+        points = swept(mine)
+        shares = [100 * (row.exact_share or 0.0) for row in points]
+        x, colour = [row.threshold or 0.0 for row in points], LINES[made.SINGLE][0]
+        exact = [Line(made.SINGLE, x, shares, "-o", colour)]
+        grid.append(
+            [
+                _panel(f"n={n}: time", timed, lambda row: row.seconds, "seconds per call"),
+                _panel(f"n={n}: relative error of the output", mine, lambda row: row.output_error),
+                Panel(f"n={n}: pairs exact, %", exact, "threshold T", log="", limits=(-3, 103)),
+            ]
+        )
+    draw(path, grid, (12.6, 1.3 + 2.7 * len(grid)), order=LINES, sharey="col")
 
 
 def draw_errors(rows: Sequence[EfficiencyRow], path: Path) -> None:
@@ -111,19 +96,15 @@ def draw_errors(rows: Sequence[EfficiencyRow], path: Path) -> None:
         "D⁻¹A, relative Frobenius": lambda row: row.matrix_error,
         "output, largest over max|V|": lambda row: row.max_error,
     }
-    figure = new_figure(12.6, 7.6)
-    grid = figure.subplots(len(SCALES), len(measures), sharex=True, sharey=True, squeeze=False)
-    for line, scale in zip(grid, SCALES, strict=True):
-        for axes, (name, value) in zip(line, measures.items(), strict=True):
-            _draw_lines(axes, at(rows, n, scale), value)
-            axes.set_title(f"scale {scale}: {name}", loc="left", fontsize=10)
-    grid[0][0].set_ylim(bottom=LEAST)
-    for axes in grid[-1]:
-        axes.set_xlabel("threshold T")
-    for line in grid:
-        line[0].set_ylabel("error")
-    legend_below(figure, grid[0], 4, LINES)
-    save(figure, path)
+    grid = [
+        [
+            replace(_panel(f"scale {scale}: {name}", at(rows, n, scale), value, "error"),
+                    limits=(LEAST, None))
+            for name, value in measures.items()
+        ]
+        for scale in SCALES
+    ]  # fmt: skip
+    draw(path, grid, (12.6, 7.6), order=LINES, sharey=True)
 
 
 # ---- the map ---------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def _section(model: str, made: Sequence[Group], out: Path) -> Section:
     figures = []
     for x in (pictures.time, pictures.cost):
         path = out / f"{name}-{x.__name__}.png"
-        pictures.draw(panels, x, path)
+        pictures.draw_groups(panels, x, path)
         figures.append((path, f"{model}: error against {x.__name__}. {CAPTION}"))
     said = [findings(group) for group in made]
     shown = [tables.our_table(group) for group in made]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..figures import COLOURS, GREY, INK, length_label, log_lengths, new_figure, plain_axes
+from ..figures import COLOURS, GREY, INK, Line, Panel, draw, new_figure, plain_axes, save
 from ..statistics import Interval
 from .buying import FACTORS, RATIOS, WAYS, PowerRow, SketchRow
 from .dense import NORMS
@@ -39,6 +39,7 @@ LINES = {
 NAMES = {"matrix": "A = exp(score)", "attention": "D⁻¹A", "output": "output"}
 SIGNS = {"l1": "ℓ1", "l2": "ℓ2", "l4": "ℓ4", "linf": "ℓ∞"}
 MARKS = {"l1": "o", "l2": "s", "l4": "^", "linf": "D"}
+ERROR = "relative error of the output, ℓ2"
 FARTHEST = 1e3  # ratios beyond are drawn at the edge
 
 
@@ -46,47 +47,32 @@ def ratio_name(ratio: float) -> str:
     return "one power" if ratio == math.inf else f"buckets of ratio {ratio:g}"
 
 
-def _bars(errors: Sequence[Interval]) -> tuple[list[float], list[list[float]]]:
-    """Means, and how far the intervals reach below and above them."""
-    means = [error.mean for error in errors]
-    below = [error.mean - error.low for error in errors]
-    return means, [below, [error.high - error.mean for error in errors]]
+def _interval_line(
+    label: str, x: Sequence[float], errors: Sequence[Interval], style: str, colour: str
+) -> Line:
+    spans = [(error.low, error.high) for error in errors]
+    return Line(label, x, [error.mean for error in errors], style, colour, spans)
 
 
 # ---- errors ----------------------------------------------------------------------------------
 
 
 def draw_errors(summaries: Sequence[Summary], path: Path) -> None:
-    """The output error against the length: a panel for each input."""
-    rows = [row for row in summaries if (row.part, row.norm) == ("output", "l2")]
-    figure = new_figure(12.4, 6.4)
-    panels = figure.subplots(1, len(DRAWS), sharey=True)
-    for axes, name in zip(panels, DRAWS, strict=True):
-        plain_axes(axes)
-        for label, (colour, style) in LINES.items():
-            line = sorted((r for r in rows if (r.input, r.method) == (name, label)), key=_by_length)
-            means, bars = _bars([row.error for row in line])
-            lengths = [row.n for row in line]
-            axes.errorbar(
-                lengths, means, bars, fmt=style, color=colour, label=label, ms=5, lw=1.4, capsize=2
-            )
-        log_lengths(axes, sorted({row.n for row in rows}))
-        axes.set_ylim(*_limits([row.error.mean for row in rows if row.method in LINES]))
-        axes.set_title(name, loc="left", fontsize=11)
-        axes.set_xlabel("tokens")
-    panels[0].set_ylabel("relative error of the output, ℓ2")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
+    """The output error against the length: a panel for each input. Intervals of very few seeds
+    may leave the picture."""
+    rows = [r for r in summaries if (r.part, r.norm) == ("output", "l2") and r.method in LINES]
+    lengths, means = sorted({row.n for row in rows}), [row.error.mean for row in rows]
 
+    def line(name: str, label: str) -> Line:
+        found = {r.n: r.error for r in rows if (r.input, r.method) == (name, label)}
+        return _interval_line(label, lengths, [found[n] for n in lengths], *reversed(LINES[label]))
 
-def _by_length(row: Summary) -> int:
-    return row.n
-
-
-def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """Room for the means; intervals of very few seeds may leave the picture."""
-    return min(values) / 5, max(values) * 5
+    panels = [
+        Panel(name, [line(name, label) for label in LINES], "tokens", ERROR, ticks=lengths,
+              limits=(min(means) / 5, max(means) * 5))
+        for name in DRAWS
+    ]  # fmt: skip
+    draw(path, [panels], (12.4, 6.4), legend=3, sharey=True)
 
 
 def draw_verdicts(verdicts: Sequence[Verdict], path: Path) -> None:
@@ -116,7 +102,7 @@ def draw_verdicts(verdicts: Sequence[Verdict], path: Path) -> None:
         for index, norm in enumerate(NORMS)
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _mark_ratio(axes: Axes, ratio: Interval, at: float, norm: str, colour: str) -> None:
@@ -135,63 +121,41 @@ def _mark_ratio(axes: Axes, ratio: Interval, at: float, norm: str, colour: str) 
 
 def draw_powers(rows: Sequence[PowerRow], path: Path) -> None:
     """Output error against the mean power: one power of every size, and buckets."""
-    figure = new_figure(7.2, 4.6)
-    axes = figure.add_subplot()
-    plain_axes(axes)
-    line: dict[float, list[float]] = {}
+    found: dict[float, list[float]] = {}
     for row in rows:
         if not row.chosen:
-            line.setdefault(row.powers.mean_power, []).append(row.output_l2)
-    means = [Interval.of(line[power]).mean for power in sorted(line)]
-    axes.plot(sorted(line), means, "-o", color=GREY, ms=4, label="one power, any p")
+            found.setdefault(row.powers.mean_power, []).append(row.output_l2)
+    powers = sorted(found)
+    means = [Interval.of(found[power]).mean for power in powers]
+    lines = [Line("one power, any p", powers, means, colour=GREY)]
     for ratio, colour in zip(RATIOS, COLOURS, strict=False):
         mine = [row for row in rows if row.chosen and row.ratio == ratio]
         power = Interval.of([row.powers.mean_power for row in mine]).mean
         error = Interval.of([row.output_l2 for row in mine]).mean
-        label = f"{ratio_name(ratio)}, p as chosen"
-        axes.plot(power, error, "D", color=colour, ms=8, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("mean power p, weighted by pairs")
-    axes.set_ylabel("relative error of the output, ℓ2")
-    axes.set_title("log-normal, powers not sketched: left and down is better", loc="left", size=11)
-    axes.legend(frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
+        lines.append(Line(f"{ratio_name(ratio)}, p as chosen", [power], [error], "D", colour))
+    title = "log-normal, powers not sketched: left and down is better"
+    panel = Panel(title, lines, "mean power p, weighted by pairs", ERROR)
+    draw(path, [[panel]], (7.2, 5.0), legend=3)
 
 
 def draw_bought(rows: Sequence[SketchRow], path: Path) -> None:
     """Output error against sketch size: a row for each input, a column for each way."""
-    figure = new_figure(12.4, 7.4)
-    grid = figure.subplots(len(FACTORS), len(WAYS), sharex=True, sharey="row", squeeze=False)
-    for axes_row, factor in zip(grid, FACTORS, strict=True):
-        for axes, way in zip(axes_row, WAYS, strict=True):
-            mine = [row for row in rows if (row.factor, row.way) == (factor, way)]
-            _bought_panel(axes, mine)
-            axes.set_title(f"entries × {factor:g}: {way}", loc="left", fontsize=10)
-        axes_row[0].set_ylabel("relative error of the output, ℓ2")
-    for axes in grid[-1]:
-        axes.set_xlabel("sketch size")
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
 
+    def panel(factor: float, way: str) -> Panel:
+        mine = [row for row in rows if (row.factor, row.way) == (factor, way)]
+        sizes = sorted({row.sketch_size for row in mine})
+        lines = []
+        for ratio, colour in zip(RATIOS, COLOURS, strict=False):
+            groups = {size: _sketched_errors(mine, ratio, size) for size in sizes}
+            shown = {size: group for size, group in groups.items() if group}
+            spans = [Interval(_mean(g), min(g), max(g), len(g)) for g in shown.values()]
+            lines.append(_interval_line(ratio_name(ratio), list(shown), spans, "-o", colour))
+        title, free = f"entries × {factor:g}: {way}", _mean([row.mean_v for row in mine])
+        levels = {"mean(V)": free}
+        return Panel(title, lines, "sketch size", ERROR, ticks=sizes, levels=levels)
 
-def _bought_panel(axes: Axes, rows: Sequence[SketchRow]) -> None:
-    plain_axes(axes)
-    sizes = sorted({row.sketch_size for row in rows})
-    for ratio, colour in zip(RATIOS, COLOURS, strict=False):
-        groups = {size: _sketched_errors(rows, ratio, size) for size in sizes}
-        shown = {size: group for size, group in groups.items() if group}
-        spans = [Interval(_mean(g), min(g), max(g), len(g)) for g in shown.values()]
-        means, bars = _bars(spans)
-        label = ratio_name(ratio)
-        axes.errorbar(
-            list(shown), means, bars, fmt="-o", color=colour, ms=4, capsize=2, label=label
-        )
-    free = _mean([row.mean_v for row in rows])
-    axes.axhline(free, color=GREY, linestyle="--", linewidth=1, label="mean(V)")
-    log_lengths(axes, sizes)
+    grid = [[panel(factor, way) for way in WAYS] for factor in FACTORS]
+    draw(path, grid, (12.4, 7.4), legend=5, sharey="row")
 
 
 def _sketched_errors(rows: Sequence[SketchRow], ratio: float, size: int) -> list[float]:
@@ -209,34 +173,25 @@ def _mean(values: Sequence[float]) -> float:
 
 def draw_decays(decays: Sequence[Decay], path: Path) -> None:
     """Measured and predicted errors of sketched powers, of the output and of inner products."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    figure = new_figure(11.4, 4.8)
-    left, right = figure.subplots(1, 2)
+    output: list[Line] = []
+    inner: list[Line] = []
     for decay, colour in zip(decays, COLOURS, strict=False):
         sizes, values = zip(*decay.beyond, strict=True)
-        name = f"power {decay.power}"
-        left.plot(sizes, values, "-", color=colour, lw=1.2, label=f"{name}, predicted")
-        left.plot(decay.sizes, decay.measured, "o", color=colour, ms=6, label=f"{name}, measured")
-        right.plot(decay.sizes, decay.inner_predicted, "-", color=colour, lw=1.2)
-        right.plot(decay.sizes, decay.inner_measured, "o", color=colour, ms=6)
+        label = f"power {decay.power}, predicted"
+        output.append(Line(label, sizes, values, "-", colour))
+        inner.append(Line(label, decay.sizes, decay.inner_predicted, "-", colour))
+        label = f"power {decay.power}, measured"
+        output.append(Line(label, decay.sizes, decay.measured, "o", colour))
+        inner.append(Line(label, decay.sizes, decay.inner_measured, "o", colour))
     last = decays[0].beyond[-1]
     ends = [last[0] / 64, last[0]]
     guide = [0.5 * last[1] * math.sqrt(last[0] / size) for size in ends]
-    left.plot(ends, guide, "--", color=GREY, lw=1, label="slope −1/2")
-    for axes, title in ((left, "output"), (right, "inner products ⟨φ(q), φ(k)⟩")):
-        plain_axes(axes)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.xaxis.set_major_formatter(length_label)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.set_xlabel("sketch size")
-        axes.set_ylabel("relative error, ℓ2")
-        axes.set_title(title, loc="left", fontsize=11)
-    left.legend(frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
+    output.append(Line("slope −1/2", ends, guide, "--", GREY))
+    panels = [
+        Panel("output", output, "sketch size", "relative error, ℓ2"),
+        Panel("inner products ⟨φ(q), φ(k)⟩", inner, "sketch size"),
+    ]
+    draw(path, [panels], (11.4, 5.2))
 
 
 # ---- time ------------------------------------------------------------------------------------
@@ -244,60 +199,40 @@ def draw_decays(decays: Sequence[Decay], path: Path) -> None:
 
 def draw_lengths(rows: Sequence[TimeRow], path: Path) -> None:
     """Seconds against length, with SDPA in black and a line of slope one."""
-    figure = new_figure(7.6, 5.2)
-    axes = figure.add_subplot()
-    plain_axes(axes)
     lengths = sorted({row.n for row in rows})
     best = [min(row.sdpa_seconds for row in rows if row.n == n) for n in lengths]
-    axes.plot(lengths, best, "-D", color=INK, ms=5, label="SDPA")
+    lines = [Line("SDPA", lengths, best, "-D")]
     for name, colour in zip(dict.fromkeys(row.name for row in rows), COLOURS, strict=False):
-        seconds = [row.seconds for n in lengths for row in rows if (row.name, row.n) == (name, n)]
-        axes.plot(lengths, seconds, "-o", color=colour, ms=5, label=name)
+        seconds = {row.n: row.seconds for row in rows if row.name == name}
+        lines.append(Line(name, lengths, [seconds[n] for n in lengths], colour=colour))
     lowest = min(row.seconds for row in rows)
     guide = [0.6 * lowest * n / lengths[0] for n in lengths]
-    axes.plot(lengths, guide, "--", color=GREY, lw=1, label="twice the time for twice the tokens")
-    log_lengths(axes, lengths)
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("seconds per call, planning included")
-    axes.legend(frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
+    lines.append(Line("twice the time for twice the tokens", lengths, guide, "--", GREY))
+    panel = Panel("", lines, "tokens", "seconds per call, planning included", ticks=lengths)
+    draw(path, [[panel]], (7.6, 5.6), legend=2)
 
 
 def draw_sweeps(rows: Sequence[SweepRow], path: Path) -> None:
-    """Time relative to the first point of each sweep, beside the paper's formulas."""
-    figure = new_figure(12.4, 5.0)
-    panels = figure.subplots(1, len(SWEEPS))
+    """Time over the first time of attention in each sweep, formulas over their own first value."""
     labels = {
         "entries": "standard deviation of the entries",
         "buckets": "bucket pairs",
         "sketch size": "sketch size",
     }
-    for axes, sweep in zip(panels, SWEEPS, strict=True):
-        plain_axes(axes)
+
+    def panel(sweep: str) -> Panel:
         mine = [row for row in rows if row.sweep == sweep]
         x = [row.pairs if sweep == "buckets" else row.value for row in mine]
-        for label, style, colour, values in _sweep_lines(mine):
-            axes.plot(x, values, style, color=colour, ms=5, label=label)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(x)
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.minorticks_off()
-        axes.set_xlabel(labels[sweep])
-        axes.set_title(sweep, loc="left", fontsize=11)
-    panels[0].set_ylabel("time, first sb.attention = 1; formulas, first = 1")
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
+        first = mine[0]
+        unit = first.attention_seconds
+        lines = [
+            Line("sb.attention", x, [r.attention_seconds / unit for r in mine], "-o", COLOURS[0]),
+            Line("sb.kernel_sum", x, [r.kernel_sum_seconds / unit for r in mine], "-s", COLOURS[1]),
+            Line("SDPA", x, [r.sdpa_seconds / unit for r in mine], "-D"),
+            Line("n Σ C (r z + z²)", x, [r.lemma / first.lemma for r in mine], "--", COLOURS[4]),
+            Line("B⁶ log²(n/δ) / ε⁴", x, [r.theorem / first.theorem for r in mine], ":",
+                 COLOURS[3]),
+        ]  # fmt: skip
+        return Panel(sweep, lines, labels[sweep], "time or formula, first = 1", ticks=x)
 
-
-def _sweep_lines(rows: Sequence[SweepRow]) -> list[tuple[str, str, str, list[float]]]:
-    """Times over the first time of attention, formulas over their own first value."""
-    unit = rows[0].attention_seconds
-    return [
-        ("sb.attention", "-o", COLOURS[0], [row.attention_seconds / unit for row in rows]),
-        ("sb.kernel_sum", "-s", COLOURS[1], [row.kernel_sum_seconds / unit for row in rows]),
-        ("SDPA", "-D", INK, [row.sdpa_seconds / unit for row in rows]),
-        ("n Σ C (r z + z²)", "--", COLOURS[4], [row.lemma / rows[0].lemma for row in rows]),
-        ("B⁶ log²(n/δ) / ε⁴", ":", COLOURS[3], [row.theorem / rows[0].theorem for row in rows]),
-    ]
+    draw(path, [[panel(sweep) for sweep in SWEEPS]], (12.4, 5.0), legend=5)
