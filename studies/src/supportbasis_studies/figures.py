@@ -73,7 +73,6 @@ class Panel:
         if self.ticks:
             axes.set_xticks(list(self.ticks))
             axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_ylim(*self.limits)
         axes.set_xlabel(self.x)
         axes.set_ylabel(self.y)
         axes.set_title(self.title, loc="left", fontsize=10)
@@ -94,6 +93,10 @@ def draw(
     for line, panels in zip(axes, grid, strict=True):
         for each, panel in zip(line, panels, strict=True):
             panel.draw(each)
+    for line, panels in zip(axes, grid, strict=True):  # after all data: panels may share an axis
+        for each, panel in zip(line, panels, strict=True):
+            if panel.limits != (None, None):
+                each.set_ylim(*panel.limits)
     legend_below(figure, axes.flatten(), legend, order)
     save(figure, path)
 
