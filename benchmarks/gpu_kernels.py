@@ -15,8 +15,8 @@ import torch
 
 from supportbasis.cuda.polynomial import sums as polynomial
 from supportbasis.cuda.polynomial.tiles import RowTiles, StateTiles, choose_tiles
+from supportbasis_studies.gpu.cases import LONG, PAPER, gaussian
 from supportbasis_studies.gpu.measure import milliseconds
-from supportbasis_studies.gpu.works import LONG, PAPER, gaussian
 
 
 def sweep(d: int) -> None:

@@ -63,10 +63,10 @@ def test_mean_of_v_is_attention_with_equal_weights() -> None:
     for causal in (False, True):
         setting = settings.gaussian(33, is_causal=causal)
         flat = replace(setting, query=torch.zeros_like(setting.query))
-        contender = measure.mean_value(flat)
-        contender.run()
-        assert contender.output is not None
-        assert max(measure.ExactRows.of(flat, 0).errors(contender.output)) < 1e-6
+        timed_call = measure.mean_value(flat)
+        timed_call.run()
+        assert timed_call.output is not None
+        assert max(measure.ExactRows.of(flat, 0).errors(timed_call.output)) < 1e-6
 
 
 def test_warnings_become_notes() -> None:

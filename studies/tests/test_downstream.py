@@ -33,13 +33,13 @@ from supportbasis_studies import commands
 from supportbasis_studies.distribution import models as loading
 from supportbasis_studies.downstream import (
     answers,
-    contenders,
     documents,
     findings,
     harness,
     items,
     language,
     measure,
+    methods,
     models,
     powers,
     reading,
@@ -202,11 +202,11 @@ def test_a_high_degree_is_softmax_and_the_ends_are_exact() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", [*contenders.OURS.values(), *contenders.AS23.values()])
+@pytest.mark.parametrize("name", [*methods.OURS.values(), *methods.AS23.values()])
 def test_the_emulation_is_the_same_on_a_gpu(name: str, causal: bool) -> None:
     generator = torch.Generator().manual_seed(5)
     given = torch.randn(3, 2, 3, 37, 8, generator=generator, dtype=torch.float64)
-    attend = contenders.contender(name).attend
+    attend = methods.replacement(name).attend
     found = attend(*given.cuda(), 0.3, causal).cpu()
     torch.testing.assert_close(found, attend(*given, 0.3, causal), rtol=1e-8, atol=1e-8)
 
@@ -225,17 +225,17 @@ def test_the_series_survives_scores_that_overflow() -> None:
 def test_the_mean_of_values(causal: bool) -> None:
     query, key, value = torch.randn(3, 1, 2, 9, 4, generator=torch.Generator().manual_seed(0))
     truth = exact(torch.zeros_like(query), key, value, 1.0, causal)
-    torch.testing.assert_close(contenders.mean_of_values(query, key, value, 1.0, causal), truth)
-    last = contenders.mean_of_values(query[..., -2:, :], key, value, 1.0, causal)
+    torch.testing.assert_close(methods.mean_of_values(query, key, value, 1.0, causal), truth)
+    last = methods.mean_of_values(query[..., -2:, :], key, value, 1.0, causal)
     torch.testing.assert_close(last, truth[..., -2:, :])
 
 
-@pytest.mark.parametrize("name", contenders.NAMES)
+@pytest.mark.parametrize("name", methods.NAMES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_last_queries_alone_give_their_rows(name: str, causal: bool) -> None:
     """As a model that writes token by token asks for them; emulations choose limits anew."""
     query, key, value = torch.randn(3, 1, 2, 33, 64, generator=torch.Generator().manual_seed(1))
-    method = contenders.contender(name)
+    method = methods.replacement(name)
     whole = method.attend(query / 32, key, value, 0.125, causal)
     last = method.attend(query[..., -1:, :] / 32, key, value, 0.125, causal)
     assert last.shape == (1, 2, 1, 64)
@@ -347,19 +347,19 @@ def test_a_part_is_answered_the_same_whatever_was_answered_before(weights: Path)
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", contenders.LIBRARY)
+@pytest.mark.parametrize("name", methods.LIBRARY)
 def test_the_library_in_a_model_on_a_gpu(name: str, causal: bool) -> None:
     """A second item has the plan of the first; many thresholds give the numbers of a CPU."""
     given = torch.stack([x.float() for x in tokens_of(2, 2, 300, 64)])
     options: dict[str, Any] = {"is_causal": causal, "scale": 0.125}
-    method = contenders.contender(name, 1)
+    method = methods.replacement(name, 1)
     first, second = (given[:, item : item + 1].cuda() for item in range(2))
     method.attend(*first, 0.125, causal)
     found = method.attend(*second, 0.125, causal)
     if name == "MultiThreshold":
-        truth = contenders.contender(name, 1).attend(*second.cpu(), 0.125, causal).cuda()
+        truth = methods.replacement(name, 1).attend(*second.cpu(), 0.125, causal).cuda()
     else:
-        plan = sb.plan(*first, **options, method=contenders.LIBRARY[name])
+        plan = sb.plan(*first, **options, method=methods.LIBRARY[name])
         truth = sb.attention(*second, **options, plan=plan)
     torch.testing.assert_close(found, truth, rtol=1e-3, atol=1e-4)
 
@@ -386,8 +386,8 @@ def test_only_the_diffusion_model_looks_ahead(
     tokens = torch.tensor([documents.row(Random(0), 24)]) % documents.KIND
     other = tokens.clone()
     other[0, -1] = 9
-    for name in contenders.NAMES:
-        with torch.no_grad(), attending(tiny[kind], contenders.contender(name).attend):
+    for name in methods.NAMES:
+        with torch.no_grad(), attending(tiny[kind], methods.replacement(name).attend):
             moved = tiny[kind](tokens).logits[0, 0] - tiny[kind](other).logits[0, 0]
         if "emulation" not in name:  # its limits and interval are those of the whole sequence
             assert bool(moved.abs().max() > 1e-6) == looks_ahead, name
@@ -418,7 +418,7 @@ def test_models_with_their_own_code_are_reached_where_they_call_pytorch() -> Non
             return torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
 
     x = torch.randn(1, 2, 7, 4, generator=torch.Generator().manual_seed(0))
-    with attending(Own(), contenders.mean_of_values):
+    with attending(Own(), methods.mean_of_values):
         torch.testing.assert_close(Own()(x), x.mean(-2, keepdim=True).expand_as(x))
         with pytest.raises(InputError, match="masks its attention"):
             Own()(x, torch.ones(7, 7))
@@ -453,13 +453,13 @@ def test_guesses_do_not_change_what_is_written(tiny: dict[str, Any]) -> None:
         assert answers.write(model, [question]) == [text]
 
 
-@pytest.mark.parametrize("name", [name for name in contenders.NAMES if name != "MultiThreshold"])
+@pytest.mark.parametrize("name", [name for name in methods.NAMES if name != "MultiThreshold"])
 @pytest.mark.parametrize("kind", sorted(models.CONTEXT))
 def test_a_batch_is_answered_as_one_by_one(tiny: dict[str, Any], kind: str, name: str) -> None:
     """Also by methods that plan; many thresholds are planned for a whole batch."""
     model = tiny[kind]
     tokens = torch.tensor([documents.row(Random(seed), 48) for seed in range(3)]) % documents.KIND
-    with torch.no_grad(), attending(model, contenders.contender(name).attend):
+    with torch.no_grad(), attending(model, methods.replacement(name).attend):
         together = model(tokens).logits
         alone = torch.cat([model(row.unsqueeze(0)).logits for row in tokens])
         torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-3)
@@ -568,7 +568,7 @@ def test_hidden_errors_are_none_for_exact_and_some_for_the_mean(tiny: dict[str, 
     truth = reading.hidden_states(tiny["causal"], tokens, exact)
     assert len(truth) == 2
     assert reading.hidden_errors(truth, truth) == [0.0, 0.0]
-    found = reading.hidden_states(tiny["causal"], tokens, contenders.mean_of_values)
+    found = reading.hidden_states(tiny["causal"], tokens, methods.mean_of_values)
     assert all(error > 1e-3 for error in reading.hidden_errors(truth, found))
 
 
@@ -588,7 +588,7 @@ def test_paired_intervals_hold_their_mean_and_are_narrower() -> None:
     assert alone.high - alone.low == pytest.approx(2 * 1.96 * spread, rel=0.15)
 
 
-def judged(method: str, accuracy: float, count: int = 400) -> findings.Judged:
+def scored(method: str, accuracy: float, count: int = 400) -> findings.Scored:
     right = "1" * round(accuracy * count) + "0" * (count - round(accuracy * count))
     rows = {
         task: findings.TaskRow(
@@ -596,7 +596,7 @@ def judged(method: str, accuracy: float, count: int = 400) -> findings.Judged:
         )
         for task in items.TASKS
     }
-    return findings.Judged("m", method, rows)
+    return findings.Scored("m", method, rows)
 
 
 def test_parts_of_a_task_are_joined_from_the_first_item_on() -> None:
@@ -615,20 +615,20 @@ def test_parts_of_a_task_are_joined_from_the_first_item_on() -> None:
 
 def test_statements_are_confirmed_refuted_or_left_open() -> None:
     made = {
-        contenders.EXACT: judged(contenders.EXACT, 0.9),
-        contenders.OURS[4]: judged(contenders.OURS[4], 0.7),
-        contenders.OURS[6]: judged(contenders.OURS[6], 0.9),
-        contenders.AS23[4]: judged(contenders.AS23[4], 0.2),
-        contenders.AS23[6]: judged(contenders.AS23[6], 0.4),
+        methods.EXACT: scored(methods.EXACT, 0.9),
+        methods.OURS[4]: scored(methods.OURS[4], 0.7),
+        methods.OURS[6]: scored(methods.OURS[6], 0.9),
+        methods.AS23[4]: scored(methods.AS23[4], 0.2),
+        methods.AS23[6]: scored(methods.AS23[6], 0.4),
     }
     verdicts = {item.text.split(":")[0]: item.verdict for item in findings.statements(made)}
     assert verdicts == {
-        contenders.OURS[6]: "confirmed",
-        contenders.OURS[4]: "refuted",
-        contenders.AS23[4]: "confirmed",
-        contenders.AS23[6]: "refuted",
+        methods.OURS[6]: "confirmed",
+        methods.OURS[4]: "refuted",
+        methods.AS23[4]: "confirmed",
+        methods.AS23[6]: "refuted",
     }
-    few = {name: judged(name, 0.9, 20) for name in made}
+    few = {name: scored(name, 0.9, 20) for name in made}
     assert all("cannot be confirmed" in item.verdict for item in findings.statements(few))
 
 
@@ -673,8 +673,8 @@ def test_the_command_measures_resumes_and_redraws(
     }  # fmt: skip
     with (tmp_path / "tasks.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * len(contenders.NAMES) * len(items.TASKS)
-    assert {row["method"] for row in rows} == set(contenders.NAMES)
+    assert len(rows) == 2 * len(methods.NAMES) * len(items.TASKS)
+    assert {row["method"] for row in rows} == set(methods.NAMES)
     assert all(len(row["right"]) == 2 for row in rows)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "75.07" in page and "LLaDA-8B (paper)" in page and str(tmp_path) not in page
@@ -850,7 +850,7 @@ def test_a_model_of_the_users_goes_through_lm_eval(
     kind: str, own_model: Path, lm_eval: list[dict[str, Any]], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(study, "NAMES", contenders.NAMES[:2])
+    monkeypatch.setattr(study, "NAMES", methods.NAMES[:2])
     given = ("--model", own_model / kind, "--tasks", "gsm8k", "--limit", 3, "--out", tmp_path)
     code, text = invoke(*given)
     assert code == 0 and "50.00 ± 10.0 (50 % unparsable)" in text and "60.57" in text
@@ -914,7 +914,7 @@ def local_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_real_lm_eval_takes_both_kinds_of_models(
     kind: str, own_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(study, "NAMES", (contenders.EXACT, contenders.MEAN, "MultiThreshold"))
+    monkeypatch.setattr(study, "NAMES", (methods.EXACT, methods.MEAN, "MultiThreshold"))
     names = ("own_choice", "own_group", "own_sum")
     given = ("--model", own_model / kind, "--tasks", ",".join(names), "--limit", 3)
     code, text = invoke(*given, "--out", tmp_path / "out")
@@ -1014,9 +1014,9 @@ def test_a_story_read_with_exact_attention_stays_the_same(
     monkeypatch.setattr(stories, "TOKENS", 24)
     monkeypatch.setattr(stories, "own_text", lambda: "ada has 17 lamp . " * 20)
     loaded = stories.load(own_model / "causal", CPU)
-    row = stories.measure_story(loaded, "u", contenders.EXACT)[0]
+    row = stories.measure_story(loaded, "u", methods.EXACT)[0]
     assert row.agreement == 1.0 and row.same == 21
-    broken = stories.measure_story(loaded, "u", contenders.MEAN)[0]
+    broken = stories.measure_story(loaded, "u", methods.MEAN)[0]
     assert broken.same < 21
     monkeypatch.setattr(stories, "own_text", lambda: "ada has 17 lamp")
     with pytest.raises(InputError, match="makes 4 tokens of the text, fewer than a window of 24"):

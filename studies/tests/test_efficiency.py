@@ -22,7 +22,7 @@ from supportbasis.cli.terminal import console
 from supportbasis.errors import InputError
 from supportbasis_studies import commands
 from supportbasis_studies import study as shared
-from supportbasis_studies.efficiency import Extent, contenders, inputs, measure, rows, study, tables
+from supportbasis_studies.efficiency import Extent, inputs, measure, methods, rows, study, tables
 from supportbasis_studies.study import Machine, Records, Row
 
 TINY = Extent(
@@ -76,15 +76,15 @@ def test_rows_cover_every_curve_of_both_scales(done: tuple[Path, str]) -> None:
     found = read(done[0] / "efficiency.csv")
     sweep = [row for row in found if row["part"] == "thresholds"]
     setting = inputs.paper_setting(96, inputs.EXPERIMENTS, 0)
-    lines = {"SDPA", "mean(V)", contenders.NAIVE, *contenders.line_methods(setting)}
+    lines = {"SDPA", "mean(V)", methods.NAIVE, *methods.line_methods(setting)}
     for n in TINY.lengths:
         for scale in inputs.SCALES:
             mine = [r for r in sweep if (r["n"], r["scale"]) == (str(n), scale)]
-            assert {r["method"] for r in mine} == lines | {contenders.SINGLE}
+            assert {r["method"] for r in mine} == lines | {methods.SINGLE}
             thresholds = [float(r["threshold"]) for r in mine if r["threshold"]]
             assert thresholds == TINY.thresholds
     mapped = [row for row in found if row["part"] == "map"]
-    assert len(mapped) == 2 * len(TINY.sigmas) * (2 + len(contenders.map_methods()))
+    assert len(mapped) == 2 * len(TINY.sigmas) * (2 + len(methods.map_methods()))
     assert all(float(row["sdpa_seconds"]) > 0 for row in found)
 
 
@@ -187,17 +187,17 @@ def test_the_papers_computation_is_softmax_in_any_number_of_pieces(
     setting = inputs.paper_setting(111, scale, 0)
     score = setting.query.double() @ setting.key.double().mT * inputs.SCALES[scale]
     exact = score.softmax(-1) @ setting.value.double()
-    whole = contenders.naive(setting).call()
-    monkeypatch.setattr(contenders, "MATRIX_BYTES", 4 * 111 * 40)
-    assert contenders.pieces(111) == 3
-    for output in (whole, contenders.naive(setting).call()):
+    whole = methods.naive(setting).call()
+    monkeypatch.setattr(methods, "MATRIX_BYTES", 4 * 111 * 40)
+    assert methods.pieces(111) == 3
+    for output in (whole, methods.naive(setting).call()):
         assert float((output - exact).abs().max()) < 1e-6
 
 
 def test_the_entry_bound_holds_and_is_wider_than_the_norm_bound() -> None:
     setting = inputs.harder_setting(200, 1.0, False, 0)
     score = setting.query.double() @ setting.key.double().mT / 8
-    bound = contenders.entry_bound(setting)
+    bound = methods.entry_bound(setting)
     norms = [float(x.norm(dim=-1).max()) for x in (setting.query, setting.key)]
     assert float(score.abs().max()) <= norms[0] * norms[1] / 8 <= bound
 

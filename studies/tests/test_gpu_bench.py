@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from supportbasis.errors import InputError
-from supportbasis_studies.gpu import lists, study, works
+from supportbasis_studies.gpu import cases, lists, study
 from supportbasis_studies.gpu.rows import GpuRow
 from supportbasis_studies.study import Machine, Records
 
@@ -31,38 +31,38 @@ def run(out: Path, only: str | None = None, *, redraw: bool) -> str:
     return " ".join(console.file.getvalue().split())
 
 
-def made_up(work: works.Work) -> GpuRow:
+def made_up(case: cases.Case) -> GpuRow:
     """A row in which times grow as they should."""
-    ours, theirs = work.n * 1e-4, work.n**2 * 1e-8
+    ours, theirs = case.n * 1e-4, case.n**2 * 1e-8
     return replace(
-        ROW, unit=work.unit, work=work.name, method=str(work.method), heads=work.heads, n=work.n,
-        d=work.d, causal=work.causal, backward=work.backward, graph=work.graph, ms=ours,
-        baseline_ms=theirs, ratio=theirs / ours, rate=None if work.backward else 0.3,
+        ROW, unit=case.unit, work=case.name, method=str(case.method), heads=case.heads, n=case.n,
+        d=case.d, causal=case.causal, backward=case.backward, graph=case.graph, ms=ours,
+        baseline_ms=theirs, ratio=theirs / ours, rate=None if case.backward else 0.3,
     )  # fmt: skip
 
 
-def every_work() -> list[works.Work]:
-    return [*works.WORKS, *lists.list_works(), *works.CROSSOVER, *works.sweep(study.LENGTHS)]
+def every_case() -> list[cases.Case]:
+    return [*cases.CASES, *lists.list_cases(), *cases.CROSSOVER, *cases.sweep(study.LENGTHS)]
 
 
 def test_units_have_names_of_their_own():
-    names = [work.unit for work in every_work()]
+    names = [case.unit for case in every_case()]
     assert len(set(names)) == len(names)
 
 
 def test_the_report_is_drawn_from_rows(tmp_path: Path) -> None:
     records = Records(tmp_path / "gpu.csv", GpuRow, Machine.here())
-    records.add([made_up(work) for work in every_work()])
+    records.add([made_up(case) for case in every_case()])
     text = run(tmp_path, redraw=True)
     assert "faster from n≈10000" in text
     for name in ("report.html", "lengths.png", "lengths.svg"):
         assert (tmp_path / name).stat().st_size > 0
-    assert all(work.name in text for work in (*works.WORKS, *lists.list_works()))
+    assert all(case.name in text for case in (*cases.CASES, *lists.list_cases()))
 
 
 def test_errors_beyond_the_limit_are_red():
-    rows = [made_up(works.WORKS[0]), replace(made_up(works.WORKS[0]), error=0.01)]
-    assert study.work_table(rows).lost == {1}
+    rows = [made_up(cases.CASES[0]), replace(made_up(cases.CASES[0]), error=0.01)]
+    assert study.case_table(rows).lost == {1}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_errors_beyond_the_limit_are_red():
     [((20000, 40000), "faster from n≤20000"), ((2000, 4000), "not faster up to n=4000")],
 )
 def test_crossovers_at_the_ends(lengths, said):
-    rows = [made_up(replace(works.CROSSOVER[0], n=n)) for n in lengths]
+    rows = [made_up(replace(cases.CROSSOVER[0], n=n)) for n in lengths]
     assert study.crossover(rows) == said
 
 
@@ -79,7 +79,7 @@ def test_crossovers_at_the_ends(lengths, said):
     ("only", "redraw", "said"),
     [
         (None, False, "PyTorch sees no CUDA device"),
-        ("nothing", False, "no work starts with 'nothing'"),
+        ("nothing", False, "no case starts with 'nothing'"),
         (None, True, "without --redraw"),
     ],
 )

@@ -313,7 +313,7 @@ def test_bucketing_helps_where_its_errors_are_smaller() -> None:
                 label = f"buckets 2, degree {degree}{buckets}"
                 rows.append(error_row(label, seed, factor * wobble))
                 rows.append(error_row(f"one power, degree {degree}{one}", seed, 1.0))
-    verdicts = errors.judge(rows)
+    verdicts = errors.compare_buckets(rows)
     words = {verdict.sketch: verdict.word for verdict in verdicts}
     assert list(words.values()) == ["helps", "hurts", "hurts"]
     text = " ".join(findings.verdict_findings(verdicts))

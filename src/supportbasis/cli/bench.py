@@ -112,7 +112,7 @@ OUTLIERS: dict[str, Method] = {
     "SingleThreshold(degree=2)": SingleThreshold(degree=2),
     "Polynomial(2)": Polynomial(2),
 }
-WORKS: dict[str, Run] = {
+CASES: dict[str, Run] = {
     "single": _on(gaussian, SINGLE),
     "degree1": _on(
         gaussian,
@@ -132,12 +132,12 @@ WORKS: dict[str, Run] = {
 def jobs(sizes: Sizes) -> list[Job]:
     """All benchmarks, shortest first within a work, then the sweeps."""
     made = []
-    for name, run in WORKS.items():
+    for name, run in CASES.items():
         lengths = {"single": sizes.single, "kde": (sizes.kde,)}.get(name, (sizes.long,))
         made += [Job(_job_name(name, n), run, (n,), sizes.budget) for n in lengths]
     start, end = sizes.sweep
     doubling = tuple(start * 2**i for i in range(int(math.log2(end / start)) + 1))
-    for name, run in WORKS.items():
+    for name, run in CASES.items():
         made.append(Job(f"crossover-{name}", run, doubling, sizes.sweep_budget, is_sweep=True))
     return made
 

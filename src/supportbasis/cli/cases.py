@@ -14,7 +14,7 @@ from torch import Tensor
 from ..api import attention, gaussian_kde, plan
 from ..methods import Auto, SingleThreshold
 from ..problem.result import Result
-from .measure import Contender, Measurement, Tick, describe, interleave
+from .measure import Measurement, Tick, TimedCall, describe, interleave
 from .settings import gaussian
 
 TRAINED = SingleThreshold(0.4, 2)
@@ -48,29 +48,29 @@ def measure_training(name: str, n: int, budget: float, tick: Tick) -> list[Measu
         assert isinstance(output, Tensor)
         return output
 
-    baseline = Contender("SDPA", lambda: step(F.scaled_dot_product_attention))
-    contender = Contender("SingleThreshold(0.4, degree=2)", lambda: step(ours))
-    rounds = interleave([baseline, contender], budget, tick)
-    assert contender.output is not None and baseline.output is not None
-    relative, largest = _gradient_errors(contender.output, baseline.output)
+    baseline = TimedCall("SDPA", lambda: step(F.scaled_dot_product_attention))
+    timed_call = TimedCall("SingleThreshold(0.4, degree=2)", lambda: step(ours))
+    rounds = interleave([baseline, timed_call], budget, tick)
+    assert timed_call.output is not None and baseline.output is not None
+    relative, largest = _gradient_errors(timed_call.output, baseline.output)
     made = plan(setting.query, setting.key, setting.value, method=TRAINED)
     measured = Measurement(
         name=name,
-        method=contender.label,
+        method=timed_call.label,
         n=n,
         d=setting.dim,
         causal=False,
-        seconds=contender.seconds,
+        seconds=timed_call.seconds,
         baseline=baseline.label,
         baseline_seconds=baseline.seconds,
-        ratio=baseline.seconds / contender.seconds,
+        ratio=baseline.seconds / timed_call.seconds,
         relative_error=relative,
         max_error=largest,
         bound=None,
         cost=made.cost,
         repeats=rounds,
         ran=f"forward and backward, {describe(made)}",
-        note="; ".join(dict.fromkeys(contender.notes)),
+        note="; ".join(dict.fromkeys(timed_call.notes)),
     )
     return [measured]
 
@@ -92,14 +92,14 @@ def measure_density(name: str, n: int, budget: float, tick: Tick) -> list[Measur
     generator = torch.Generator().manual_seed(0)
     points, data = (torch.randn(n, DIM, generator=generator) for _ in range(2))
     method = Auto(1e-4)
-    baseline = Contender("chunked exact sum", partial(_fastest_form(points, data), points, data))
+    baseline = TimedCall("chunked exact sum", partial(_fastest_form(points, data), points, data))
 
     def density() -> Tensor:
         output = gaussian_kde(points, data, BANDWIDTH, method=method)
         assert isinstance(output, Tensor)
         return output
 
-    ours = Contender("Auto(1e-4)", density)
+    ours = TimedCall("Auto(1e-4)", density)
     rounds = interleave([baseline, ours], budget, tick)
     assert ours.output is not None
     relative, largest = _density_errors(ours.output, points, data)

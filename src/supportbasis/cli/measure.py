@@ -61,7 +61,7 @@ class Measurement:
 
 
 @dataclass(eq=False)
-class Contender:
+class TimedCall:
     """A call to be timed. ``details`` repeats it once, untimed, for its plan and certificate."""
 
     label: str
@@ -73,7 +73,7 @@ class Contender:
     notes: list[str] = field(default_factory=list)
 
     def turn(self) -> None:
-        """A few calls of a short contender, one of a long one."""
+        """A few calls of a short timed_call, one of a long one."""
         start = time.perf_counter()
         for _ in range(TURN_CALLS):
             self.run()
@@ -92,22 +92,22 @@ class Contender:
 
 @torch.no_grad()
 def interleave(
-    contenders: list[Contender], budget: float, tick: Tick, least: int = LEAST_ROUNDS
+    timed_calls: list[TimedCall], budget: float, tick: Tick, least: int = LEAST_ROUNDS
 ) -> int:
-    """Let the contenders take turns for about ``budget`` seconds; returns the number of rounds.
+    """Let the timed_calls take turns for about ``budget`` seconds; returns the number of rounds.
 
     torch.utils.benchmark times one call after the other, and warms each up with two more; in turns
     a busy moment of the machine hits all alike.
     """
-    racing = list(contenders)
+    racing = list(timed_calls)
     start = time.perf_counter()
     for done in range(1, MOST_ROUNDS + 1):
-        for contender in list(racing):
+        for timed_call in list(racing):
             try:
-                contender.turn()
+                timed_call.turn()
             except SupportBasisError as error:
-                contender.notes = [str(error)]
-                racing.remove(contender)
+                timed_call.notes = [str(error)]
+                racing.remove(timed_call)
         used = (time.perf_counter() - start) / budget
         tick(min(1.0, max(used, done / MOST_ROUNDS)))
         if done >= least and used >= 1:
@@ -115,16 +115,16 @@ def interleave(
     return done
 
 
-def sdpa(setting: Setting) -> Contender:
+def sdpa(setting: Setting) -> TimedCall:
     """The baseline."""
     label = "SDPA causal" if setting.is_causal else "SDPA"
     tensors = (setting.query, setting.key, setting.value)
     causal, scale = setting.is_causal, setting.scale
     call = lambda: F.scaled_dot_product_attention(*tensors, is_causal=causal, scale=scale)  # noqa: E731
-    return Contender(label, call, ran="PyTorch's exact kernel")
+    return TimedCall(label, call, ran="PyTorch's exact kernel")
 
 
-def mean_value(setting: Setting) -> Contender:
+def mean_value(setting: Setting) -> TimedCall:
     """Attention with all weights equal: what a method must beat to be worth anything."""
 
     def call() -> Tensor:
@@ -135,10 +135,10 @@ def mean_value(setting: Setting) -> Contender:
         count = torch.arange(1, value.shape[-2] + 1, dtype=value.dtype).unsqueeze(1)
         return value.cumsum(-2) / count
 
-    return Contender("mean(V)", call, ran="degree 0: every weight equal")
+    return TimedCall("mean(V)", call, ran="degree 0: every weight equal")
 
 
-def with_method(setting: Setting, label: str, method: Method) -> Contender:
+def with_method(setting: Setting, label: str, method: Method) -> TimedCall:
     """A call of `sb.attention`."""
     tensors = (setting.query, setting.key, setting.value)
     causal, scale = setting.is_causal, setting.scale
@@ -155,7 +155,7 @@ def with_method(setting: Setting, label: str, method: Method) -> Contender:
         assert isinstance(result, Result)
         return result
 
-    return Contender(label, call, details)
+    return TimedCall(label, call, details)
 
 
 def compare(
@@ -170,50 +170,50 @@ def compare(
 ) -> list[Measurement]:
     """Measure methods on a setting; ``everything`` adds lines for mean(V) and SDPA itself."""
     baseline = sdpa(setting)
-    contenders = [with_method(setting, *item) for item in methods.items()]
+    timed_calls = [with_method(setting, *item) for item in methods.items()]
     if everything:
-        racing = [mean_value(setting), baseline, *contenders]
+        racing = [mean_value(setting), baseline, *timed_calls]
     else:
-        racing = [baseline, *contenders]
+        racing = [baseline, *timed_calls]
     rounds = interleave(racing, budget, tick)
     exact = ExactRows.of(setting, seed)
     name = name or setting.name
     return [
-        _measured(contender, name, setting, baseline, exact, rounds)
-        for contender in (racing if everything else contenders)
+        _measured(timed_call, name, setting, baseline, exact, rounds)
+        for timed_call in (racing if everything else timed_calls)
     ]
 
 
 def _measured(
-    contender: Contender,
+    timed_call: TimedCall,
     name: str,
     setting: Setting,
-    baseline: Contender,
+    baseline: TimedCall,
     exact: ExactRows,
     rounds: int,
 ) -> Measurement:
-    ran, bound, cost = contender.ran, None, 1.0 if contender is baseline else None
-    failed = contender.output is None
-    errors = (None, None) if contender.output is None else exact.errors(contender.output)
-    if contender.details is not None and not failed:
-        ran, bound, cost = _details(contender.details)
+    ran, bound, cost = timed_call.ran, None, 1.0 if timed_call is baseline else None
+    failed = timed_call.output is None
+    errors = (None, None) if timed_call.output is None else exact.errors(timed_call.output)
+    if timed_call.details is not None and not failed:
+        ran, bound, cost = _details(timed_call.details)
     return Measurement(
         name=name,
-        method=contender.label,
+        method=timed_call.label,
         n=setting.n,
         d=setting.dim,
         causal=setting.is_causal,
-        seconds=None if failed else contender.seconds,
+        seconds=None if failed else timed_call.seconds,
         baseline=baseline.label,
         baseline_seconds=baseline.seconds,
-        ratio=None if failed else baseline.seconds / contender.seconds,
+        ratio=None if failed else baseline.seconds / timed_call.seconds,
         relative_error=errors[0],
         max_error=errors[1],
         bound=bound,
         cost=cost,
         repeats=rounds,
         ran="failed" if failed else ran,
-        note="; ".join(dict.fromkeys(contender.notes)),
+        note="; ".join(dict.fromkeys(timed_call.notes)),
     )
 
 

@@ -2,7 +2,7 @@
 
 ``language``, ``world``, ``items``, ``documents``   the generated language and its five tasks
 ``models``, ``train``        the two models of the package, and how they were trained
-``emulation``, ``contenders``   what it is replaced by
+``emulation``, ``methods``   what it is replaced by
 ``answers``, ``sampler``, ``reading``, ``measure``   what a model then answers and reads
 ``rows``, ``paired``, ``findings``, ``tables``, ``pictures``, ``paper``   what is made of it
 ``harness``, ``diffusion``   a user's own model, through lm-eval

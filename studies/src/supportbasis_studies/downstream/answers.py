@@ -1,6 +1,6 @@
 """Answers of the two models to items of the tasks.
 
-Choices are judged by likelihood, as benchmarks do. A token that is asked for alone is also taken
+Choices are scored by likelihood, as benchmarks do. A token that is asked for alone is also taken
 as if the model had written it: whether it is one of the choices at all says how many answers
 could not have been parsed. Sums are written and parsed.
 """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..statistics import Estimate, mean_of_sets
 from ..study import Grid, table
-from .contenders import AS23, EXACT, MEAN, NAMES, OURS
+from .methods import AS23, EXACT, MEAN, NAMES, OURS
 from .paper import BENCHMARKS, CHANCE, paper_average
 from .rows import TaskRow, joined
 
@@ -17,7 +17,7 @@ ENOUGH = 2000  # items that are needed to say so
 
 
 @dataclass(frozen=True)
-class Judged:
+class Scored:
     """All tasks of one model answered by one method."""
 
     model: str
@@ -31,14 +31,14 @@ class Judged:
     def average(self) -> Estimate:
         return mean_of_sets([flags(row.right) for row in self.rows.values()])
 
-    def against(self, other: Judged) -> Estimate:
+    def against(self, other: Scored) -> Estimate:
         """Points that this method is better, over all tasks, on the items that both answered."""
         return mean_of_sets([self._gains(other, task) for task in self.rows])
 
-    def against_on(self, other: Judged, task: str) -> Estimate:
+    def against_on(self, other: Scored, task: str) -> Estimate:
         return mean_of_sets([self._gains(other, task)])
 
-    def _gains(self, other: Judged, task: str) -> list[float]:
+    def _gains(self, other: Scored, task: str) -> list[float]:
         pairs = zip(flags(self.rows[task].right), flags(other.rows[task].right), strict=False)
         return [mine - theirs for mine, theirs in pairs]
 
@@ -56,21 +56,21 @@ def flags(text: str) -> list[float]:
     return [float(letter) for letter in text]
 
 
-def judged(rows: Sequence[TaskRow]) -> dict[str, dict[str, Judged]]:
+def scored(rows: Sequence[TaskRow]) -> dict[str, dict[str, Scored]]:
     """By model and method, in the order of methods; only what answered all tasks."""
     parts: dict[tuple[str, str, str], list[TaskRow]] = {}
     for row in rows:
         parts.setdefault((row.model, row.method, row.task), []).append(row)
-    found: dict[str, dict[str, Judged]] = {}
+    found: dict[str, dict[str, Scored]] = {}
     for (model, method, task), mine in parts.items():
         methods = found.setdefault(model, {})
-        methods.setdefault(method, Judged(model, method, {})).rows[task] = joined(mine)
+        methods.setdefault(method, Scored(model, method, {})).rows[task] = joined(mine)
     return {model: _complete(methods) for model, methods in found.items()}
 
 
-def _complete(methods: dict[str, Judged]) -> dict[str, Judged]:
+def _complete(methods: dict[str, Scored]) -> dict[str, Scored]:
     made = ((name, methods[name]) for name in NAMES if name in methods)
-    return {name: judged for name, judged in made if len(judged.rows) == len(BENCHMARKS)}
+    return {name: scored for name, scored in made if len(scored.rows) == len(BENCHMARKS)}
 
 
 def chance() -> float:
@@ -90,14 +90,14 @@ class Statement:
     verdict: str
 
 
-def statements(made: dict[str, Judged]) -> list[Statement]:
+def statements(made: dict[str, Scored]) -> list[Statement]:
     """Of one model."""
     exact = made[EXACT]
     found = [_within(made[name], exact, WITHIN[name]) for name in WITHIN if name in made]
     return found + [_guessing(made[name]) for name in AS23.values() if name in made]
 
 
-def _within(mine: Judged, exact: Judged, points: float) -> Statement:
+def _within(mine: Scored, exact: Scored, points: float) -> Statement:
     lost = mine.against(exact)
     verdict = _verdict(
         lost.low >= -points and lost.high <= points, lost.high < -points or lost.low > points
@@ -107,7 +107,7 @@ def _within(mine: Judged, exact: Judged, points: float) -> Statement:
     return Statement(text, f"{paper:+.2f}", str(lost), _weighed(verdict, mine.items))
 
 
-def _guessing(mine: Judged) -> Statement:
+def _guessing(mine: Scored) -> Statement:
     average = mine.average()
     limit = chance() + NEAR_CHANCE
     verdict = _verdict(average.high <= limit, average.low > limit)
@@ -138,7 +138,7 @@ def statement_table(title: str, found: Sequence[Statement]) -> Grid:
     return table(title, found, columns, lost=lambda item: item.verdict == "refuted")
 
 
-def sentences(made: dict[str, Judged]) -> list[str]:
+def sentences(made: dict[str, Scored]) -> list[str]:
     """In plain words, of one model."""
     exact = made[EXACT]
     said = [

@@ -15,8 +15,8 @@ from supportbasis.errors import InputError
 from ..distribution.models import PRESETS, Access, check_folder, why
 from ..models import attending
 from ..study import Row
-from .contenders import contender
 from .diffusion import Diffusion, as_lm
+from .methods import replacement
 from .sampler import Sampling
 
 BENCHMARKS = ("gsm8k", "mmlu", "hellaswag", "arc_easy", "arc_challenge")
@@ -101,7 +101,7 @@ class Harness:
         import lm_eval
 
         model, lm = self.loaded
-        with attending(model, contender(method).attend):
+        with attending(model, replacement(method).attend):
             try:
                 found = lm_eval.simple_evaluate(
                     model=lm, tasks=[task], limit=self.wish.limit, batch_size=1, log_samples=True

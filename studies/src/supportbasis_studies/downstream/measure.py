@@ -16,8 +16,8 @@ from supportbasis.errors import InputError
 
 from ..models import attending
 from .answers import answers, questions
-from .contenders import EXACT, Contender, contender
 from .items import TASKS
+from .methods import EXACT, Replacement, replacement
 from .models import load_model
 from .reading import held_out, hidden_errors, hidden_states, perplexity, recall
 from .reuse import Reuse
@@ -29,7 +29,7 @@ SHORTEST = 32  # the smallest distance that has a row of its own
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model that is judged, and how its rows are named."""
+    """A model that is scored, and how its rows are named."""
 
     name: str
     folder: Path
@@ -51,15 +51,15 @@ class Subject:
         return load_model(self.folder).to(self.device)
 
     @cached_property
-    def _planned(self) -> dict[tuple[str, str, int], Contender]:
+    def _planned(self) -> dict[tuple[str, str, int], Replacement]:
         return {}
 
-    def planned(self, name: str, task: str, length: int) -> Contender:
+    def planned(self, name: str, task: str, length: int) -> Replacement:
         """A method with plans for a task, made on its first item whatever comes next: a run that
         was stopped goes on with the plans that it had."""
         at = (name, task, length)
         if at not in self._planned:
-            made = self._planned[at] = contender(name, self.model.config.num_hidden_layers)
+            made = self._planned[at] = replacement(name, self.model.config.num_hidden_layers)
             if isinstance(made.attend, Reuse) and made.attend.lasts:
                 with attending(self.model, made.attend):
                     answers(self.model, questions(task, 1, length, SEED, self.name))
@@ -96,7 +96,7 @@ def measure_task(
 def measure_text(
     subject: Subject, unit: str, name: str, length: int, windows: int
 ) -> list[TextRow]:
-    method = contender(name)
+    method = replacement(name)
     tokens = held_out(length, windows, SEED)
     with attending(subject.model, method.attend):
         found = perplexity(subject.model, tokens.to(subject.device))
@@ -108,7 +108,7 @@ def measure_recall(
     subject: Subject, unit: str, name: str, form: str, length: int, texts: int
 ) -> list[RecallRow]:
     """Codes by distance, an octave a row."""
-    method = contender(name)
+    method = replacement(name)
     with attending(subject.model, method.attend):
         found = recall(subject.model, form, length, texts, SEED)
     used = (method.used.exact_share, method.used.mean_cost)
@@ -133,7 +133,7 @@ def measure_layers(
         for question in questions(task, prompts, length, SEED, subject.name)
     ]
     tokens = torch.tensor(asked, device=subject.device)
-    truth = hidden_states(subject.model, tokens, contender(EXACT).attend)
-    found = hidden_states(subject.model, tokens, contender(name).attend)
+    truth = hidden_states(subject.model, tokens, replacement(EXACT).attend)
+    found = hidden_states(subject.model, tokens, replacement(name).attend)
     errors: Sequence[float] = hidden_errors(truth, found)
     return [LayerRow(unit, subject.name, name, at + 1, error) for at, error in enumerate(errors)]

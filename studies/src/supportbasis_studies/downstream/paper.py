@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .contenders import AS23, EXACT, OURS
+from .methods import AS23, EXACT, OURS
 
 BENCHMARKS = {
     "arithmetic": "GSM8K",

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..figures import COLOURS, GREY, INK, Line, Panel, draw, new_figure, plain_axes, save
-from .contenders import EXACT, MEAN, NAMES
-from .findings import Judged, chance
+from .findings import Scored, chance
+from .methods import EXACT, MEAN, NAMES
 from .rows import LayerRow, RecallRow, recalled
 
 OTHERS = [name for name in NAMES if name not in (EXACT, MEAN)]
 SHADES = dict(zip(OTHERS, (*COLOURS, "#9b2c2c"), strict=True)) | {EXACT: INK, MEAN: GREY}
 
 
-def draw_accuracy(models: Mapping[str, Mapping[str, Judged]], path: Path) -> None:
+def draw_accuracy(models: Mapping[str, Mapping[str, Scored]], path: Path) -> None:
     """Average accuracy of every method with its interval, a panel for each model."""
     figure = new_figure(0.5 + 5.0 * len(models), 4.4)
     panels = figure.subplots(1, len(models), squeeze=False)[0]

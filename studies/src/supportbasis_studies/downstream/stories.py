@@ -20,7 +20,7 @@ from supportbasis.errors import InputError
 from ..distribution.texts import own_text
 from ..models import attending
 from ..study import models_from_environment
-from .contenders import contender
+from .methods import replacement
 from .rows import StoryRow
 
 MODEL = "stories260K"
@@ -83,7 +83,7 @@ def load(folder: Path, device: torch.device) -> Stories:
 
 @torch.no_grad()
 def measure_story(stories: Stories, unit: str, name: str) -> list[StoryRow]:
-    with attending(stories.model, contender(name).attend):
+    with attending(stories.model, replacement(name).attend):
         logs = torch.cat(
             [
                 stories.model(row.unsqueeze(0), use_cache=False).logits[:, :-1].log_softmax(-1)

@@ -15,10 +15,10 @@ from rich.console import Console
 from ..distribution import check_installed
 from ..study import Machine, Records, Row, Section, Unit, chosen_device, measure, publish
 from . import findings, pictures, stories, tables
-from .contenders import LIBRARY, NAMES, SLOW
 from .harness import BenchmarkRow, Harness, Wish
 from .items import TASKS
 from .measure import Subject, measure_layers, measure_recall, measure_task, measure_text
+from .methods import LIBRARY, NAMES, SLOW
 from .models import FOLDER
 from .reading import FORMS
 from .rows import LayerRow, RecallRow, StoryRow, TaskRow, TextRow
@@ -27,7 +27,7 @@ TITLE = "supportbasis reproduce downstream"
 LEAD = (
     "The paper's table: accuracy on five tasks with approximate attention in every layer. The "
     "paper judges LLaDA-8B-Instruct on GSM8K, MMLU, HellaSwag and ARC; here two small transformers "
-    "that come with the package, trained on a generated language, are judged on five generated "
+    "that come with the package, trained on a generated language, are scored on five generated "
     "tasks that stand for them. “Emulation” rows repeat the published evaluation: all scores are "
     "formed, the largest and smallest 10 % of each head are exponentiated and the others go "
     "through a Chebyshev series; AS23 puts all through the series. They save no work. The other "
@@ -128,15 +128,15 @@ def run_downstream(
     redraw: bool = False,
 ) -> None:
     """Fill in the rows that the folder lacks; then the report."""
-    place = chosen_device(device)
+    chosen = chosen_device(device)
     machine = Machine.here(device)
     made, units = Tables.of(out, machine), Units()
-    subjects = [(Subject.of(kind, FOLDER / kind, place), extents[kind]) for kind in extents]
+    subjects = [(Subject.of(kind, FOLDER / kind, chosen), extents[kind]) for kind in extents]
     for add in (_add_tasks, _add_reading):
         for subject, extent in subjects:
             add(units, made, subject, extent)
     if story_folder is not None:
-        _add_stories(units, made, story_folder, place)
+        _add_stories(units, made, story_folder, chosen)
     if not redraw:
         check_installed()
     measure(units.sorted(), console, redraw=redraw)
@@ -147,10 +147,10 @@ def run_benchmarks(
     wish: Wish, out: Path, console: Console, *, device: str = "cpu", redraw: bool = False
 ) -> None:
     """The paper's benchmarks on a user's model; rows that the folder has are kept."""
-    place = chosen_device(device)
+    chosen = chosen_device(device)
     machine = Machine.here(device)
     rows, units = Records(out / "benchmarks.csv", BenchmarkRow, machine), Units()
-    harness = None if redraw else Harness(wish, place)
+    harness = None if redraw else Harness(wish, chosen)
     for task, name in product(wish.tasks, NAMES):
         unit = f"{wish.name}, {name}, {task}, {wish.limit or 'all'}"
         units.add(rows, unit, name, _benchmark, harness, unit, name, task)
@@ -206,9 +206,9 @@ def _add_stories(units: Units, made: Tables, folder: Path, device: torch.device)
 
 
 def _sections(made: Tables, units: Sequence[str], out: Path) -> list[Section]:
-    models = findings.judged(made.tasks.of(units))
+    models = findings.scored(made.tasks.of(units))
     sections = [_short(models, out)]
-    sections += [_model_section(judged) for judged in models.values()]
+    sections += [_model_section(scored) for scored in models.values()]
     sections.append(_layer_section(made.layers.of(units), out))
     sections.append(_reading_section(made.texts.of(units), made.recall.of(units), out))
     told = made.stories.of(units)
@@ -217,7 +217,7 @@ def _sections(made: Tables, units: Sequence[str], out: Path) -> list[Section]:
     return sections
 
 
-def _short(models: dict[str, dict[str, findings.Judged]], out: Path) -> Section:
+def _short(models: dict[str, dict[str, findings.Scored]], out: Path) -> Section:
     said = [sentence for made in models.values() for sentence in findings.sentences(made)]
     grids = [
         findings.statement_table(f"{model}: what the paper leads to expect", found)
@@ -230,10 +230,10 @@ def _short(models: dict[str, dict[str, findings.Judged]], out: Path) -> Section:
     return Section("In short", "", said, [*grids, paper], figures)
 
 
-def _model_section(made: dict[str, findings.Judged]) -> Section:
+def _model_section(made: dict[str, findings.Scored]) -> Section:
     model = next(iter(made.values())).model
     text = (
-        "Choices are judged by likelihood; sums are written and parsed. “Unparsable”: a written "
+        "Choices are scored by likelihood; sums are written and parsed. “Unparsable”: a written "
         "sum without the form that was shown, a token that is none of the choices where one token "
         "is asked for, or no number at all. “Written”: right where every answer of one token has "
         "to be the likeliest of all words, not only of the choices. “Cost”: multiply-adds of the "

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from supportbasis.cli.report import Grid, small
 
 from ..study import table
-from .contenders import EXACT
-from .findings import Judged
+from .findings import Scored
 from .harness import BENCHMARKS as LABELLED
 from .harness import BenchmarkRow
+from .methods import EXACT
 from .paper import BENCHMARKS, PAPER, paper_average
 from .rows import LayerRow, RecallRow, StoryRow, TextRow, recalled
 
@@ -21,19 +21,19 @@ def _share(value: float | None) -> str:
     return "—" if value is None else f"{100 * value:.0f} %"
 
 
-def accuracy_table(made: Mapping[str, Judged]) -> Grid:
+def accuracy_table(made: Mapping[str, Scored]) -> Grid:
     """Every method on every task."""
     lines = [[name, str(mine.items), *_accuracies(mine)] for name, mine in made.items()]
     title = f"{made[EXACT].model}: accuracy in percent"
     return Grid(title, ["method", "items", *BENCHMARKS, "average"], lines)
 
 
-def _accuracies(mine: Judged) -> list[str]:
+def _accuracies(mine: Scored) -> list[str]:
     tasks = [f"{100 * mine.rows[task].accuracy:.1f}" for task in BENCHMARKS]
     return [*tasks, f"{mine.average().value:.1f}"]
 
 
-def loss_table(made: Mapping[str, Judged]) -> Grid:
+def loss_table(made: Mapping[str, Scored]) -> Grid:
     """What every method loses against exact, and how it answers."""
     exact, lines = made[EXACT], []
     for name, mine in made.items():
@@ -46,7 +46,7 @@ def loss_table(made: Mapping[str, Judged]) -> Grid:
     return Grid(f"{exact.model}: points against exact on the same items", headings, lines)
 
 
-def difference_table(made: Mapping[str, Judged]) -> Grid:
+def difference_table(made: Mapping[str, Scored]) -> Grid:
     """Points against exact, task by task, with paired intervals."""
     exact = made[EXACT]
     lines = [
@@ -58,7 +58,7 @@ def difference_table(made: Mapping[str, Judged]) -> Grid:
     return Grid(title, ["method", *BENCHMARKS], lines)
 
 
-def paper_table(models: Mapping[str, Mapping[str, Judged]]) -> Grid:
+def paper_table(models: Mapping[str, Mapping[str, Scored]]) -> Grid:
     """The paper's rows beside ours."""
     lines = []
     for name, numbers in PAPER.items():

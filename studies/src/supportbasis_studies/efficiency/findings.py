@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from supportbasis.cli.report import percent, seconds, small, times
 
 from ..study import Check
-from . import contenders as made
+from . import methods as made
 from .inputs import EXPERIMENTS
 from .measure import MAP
 from .rows import EfficiencyRow

@@ -17,8 +17,8 @@ from supportbasis.api import plan as make_plan
 from supportbasis.cli.measure import (
     TURN_CALLS,
     TURN_SECONDS,
-    Contender,
     Tick,
+    TimedCall,
     describe,
     interleave,
     mean_value,
@@ -30,7 +30,7 @@ from supportbasis.cli.settings import Setting
 from supportbasis.methods import Method, SingleThreshold
 
 from ..study import Records, Unit
-from . import contenders as made
+from . import methods as made
 from .inputs import EXPERIMENTS, PAPER_SIGMA, SCALES, Extent, harder_setting, paper_setting
 from .rows import EfficiencyRow, Truth, exact_share
 
@@ -39,7 +39,7 @@ Run = Callable[[Tick], list[EfficiencyRow]]
 
 
 @dataclass(frozen=True)
-class Place:
+class Common:
     """What all rows of a unit have in common."""
 
     unit: str
@@ -63,92 +63,92 @@ def units(records: Records[EfficiencyRow], extent: Extent, seed: int) -> list[Un
 
 def _paper_units(n: int, extent: Extent, seed: int) -> Iterator[tuple[str, Run]]:
     for scale in SCALES:
-        place = Place(
+        common = Common(
             f"n={n}, scale {scale}, lines, seed {seed}", THRESHOLDS, seed, n, scale,
             PAPER_SIGMA * SCALES[scale] / SCALES[EXPERIMENTS], False,
         )  # fmt: skip
-        yield place.unit, _lines(place, extent.budget)
+        yield common.unit, _lines(common, extent.budget)
         chosen = extent.thresholds
         for start in range(0, len(chosen), extent.together):
             some = chosen[start : start + extent.together]
             name = f"n={n}, scale {scale}, T={some[0]:g} to {some[-1]:g}, seed {seed}"
-            yield name, _thresholds(replace(place, unit=name), some, extent.budget)
+            yield name, _thresholds(replace(common, unit=name), some, extent.budget)
 
 
-def _lines(place: Place, budget: float) -> Run:
+def _lines(common: Common, budget: float) -> Run:
     """Everything that does not depend on a threshold."""
 
     def run(tick: Tick) -> list[EfficiencyRow]:
-        setting = paper_setting(place.n, place.scale, place.seed)
+        setting = paper_setting(common.n, common.scale, common.seed)
         methods = made.line_methods(setting)
         plain = [made.naive(setting), mean_value(setting)]
         ours = [with_method(setting, *item) for item in methods.items()]
-        return _race(place, setting, plain, ours, [None] * len(ours), budget, tick)
+        return _race(common, setting, plain, ours, [None] * len(ours), budget, tick)
 
     return run
 
 
-def _thresholds(place: Place, thresholds: Sequence[float], budget: float) -> Run:
+def _thresholds(common: Common, thresholds: Sequence[float], budget: float) -> Run:
     def run(tick: Tick) -> list[EfficiencyRow]:
-        setting = paper_setting(place.n, place.scale, place.seed)
+        setting = paper_setting(common.n, common.scale, common.seed)
         ours = [
             with_method(setting, made.SINGLE, SingleThreshold(threshold, made.DEGREE))
             for threshold in thresholds
         ]
-        return _race(place, setting, [], ours, thresholds, budget, tick)
+        return _race(common, setting, [], ours, thresholds, budget, tick)
 
     return run
 
 
 def _race(
-    place: Place,
+    common: Common,
     setting: Setting,
-    plain: Sequence[Contender],
-    ours: Sequence[Contender],
+    plain: Sequence[TimedCall],
+    ours: Sequence[TimedCall],
     thresholds: Sequence[float | None],
     budget: float,
     tick: Tick,
 ) -> list[EfficiencyRow]:
-    """Time all contenders in turns with SDPA; then their plans and errors, untimed."""
+    """Time all timed_calls in turns with SDPA; then their plans and errors, untimed."""
     baseline = sdpa(setting)
     interleave([baseline, *plain, *ours], budget, part(tick, 0, 2), least=2)
-    truth = Truth.of(setting, place.seed)
-    rows = [_plain_row(place, contender, baseline, truth) for contender in [baseline, *plain]]
+    truth = Truth.of(setting, common.seed)
+    rows = [_plain_row(common, timed_call, baseline, truth) for timed_call in [baseline, *plain]]
     if not plain:
         rows = []  # SDPA has a line of its own beside the other lines
-    for index, (contender, threshold) in enumerate(zip(ours, thresholds, strict=True)):
-        rows.append(_method_row(place, contender, threshold, baseline, truth))
+    for index, (timed_call, threshold) in enumerate(zip(ours, thresholds, strict=True)):
+        rows.append(_method_row(common, timed_call, threshold, baseline, truth))
         part(tick, 1, 2)((index + 1) / len(ours))
     return rows
 
 
 def _plain_row(
-    place: Place, contender: Contender, baseline: Contender, truth: Truth
+    common: Common, timed_call: TimedCall, baseline: TimedCall, truth: Truth
 ) -> EfficiencyRow:
-    is_mean = contender.label == made.MEAN
+    is_mean = timed_call.label == made.MEAN
     return _row(
-        place, contender, baseline, truth,
+        common, timed_call, baseline, truth,
         matrix_error=truth.mean_error() if is_mean else None,
         exact_share=0.0 if is_mean else 1.0,
         cost=None if is_mean else 1.0,
-        ran=contender.ran,
+        ran=timed_call.ran,
     )  # fmt: skip
 
 
 def _method_row(
-    place: Place,
-    contender: Contender,
+    common: Common,
+    timed_call: TimedCall,
     threshold: float | None,
-    baseline: Contender,
+    baseline: TimedCall,
     truth: Truth,
 ) -> EfficiencyRow:
-    assert contender.details is not None
+    assert timed_call.details is not None
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result = contender.details()
+        result = timed_call.details()
     (plan,) = result.plan.heads
     return _row(
-        place, contender, baseline, truth,
+        common, timed_call, baseline, truth,
         threshold=threshold,
         matrix_error=truth.matrix_error(plan),
         bound=float(result.certificate.bound.max()),
@@ -159,9 +159,9 @@ def _method_row(
 
 
 def _row(
-    place: Place,
-    contender: Contender,
-    baseline: Contender,
+    common: Common,
+    timed_call: TimedCall,
+    baseline: TimedCall,
     truth: Truth,
     *,
     ran: str,
@@ -171,22 +171,22 @@ def _row(
     exact_share: float | None = None,
     cost: float | None = None,
 ) -> EfficiencyRow:
-    has_run = contender.output is not None
-    errors = (None, None) if contender.output is None else truth.output.errors(contender.output)
+    has_run = timed_call.output is not None
+    errors = (None, None) if timed_call.output is None else truth.output.errors(timed_call.output)
     return EfficiencyRow(
-        unit=place.unit,
-        part=place.part,
-        seed=place.seed,
-        n=place.n,
+        unit=common.unit,
+        part=common.part,
+        seed=common.seed,
+        n=common.n,
         d=truth.setting.dim,
-        scale=place.scale,
-        sigma=place.sigma,
-        outliers=place.outliers,
-        method=contender.label,
+        scale=common.scale,
+        sigma=common.sigma,
+        outliers=common.outliers,
+        method=timed_call.label,
         threshold=threshold,
-        seconds=contender.seconds if has_run else None,
+        seconds=timed_call.seconds if has_run else None,
         sdpa_seconds=baseline.seconds,
-        ratio=baseline.seconds / contender.seconds if has_run else None,
+        ratio=baseline.seconds / timed_call.seconds if has_run else None,
         output_error=errors[0],
         matrix_error=matrix_error,
         max_error=errors[1],
@@ -194,7 +194,7 @@ def _row(
         exact_share=exact_share,
         cost=cost,
         ran=ran,
-        note="; ".join(dict.fromkeys(contender.notes)),
+        note="; ".join(dict.fromkeys(timed_call.notes)),
     )
 
 
@@ -206,23 +206,23 @@ def _map_units(n: int, extent: Extent, seed: int) -> Iterator[tuple[str, Run]]:
         for outliers in (False, True):
             kind = "with outliers" if outliers else "no outliers"
             name = f"map: n={n}, σ={sigma:g}, {kind}, seed {seed}"
-            yield name, _map(Place(name, MAP, seed, n, EXPERIMENTS, sigma, outliers))
+            yield name, _map(Common(name, MAP, seed, n, EXPERIMENTS, sigma, outliers))
 
 
-def _map(place: Place) -> Run:
+def _map(common: Common) -> Run:
     """Every method once on one of the harder inputs; a plan that cannot win is not run."""
 
     def run(tick: Tick) -> list[EfficiencyRow]:
-        setting = harder_setting(place.n, place.sigma, place.outliers, place.seed)
+        setting = harder_setting(common.n, common.sigma, common.outliers, common.seed)
         methods = made.map_methods()
         baseline, mean = sdpa(setting), mean_value(setting)
         with torch.no_grad():
             baseline.turn()
             mean.turn()
-        truth = Truth.of(setting, place.seed)
-        rows = [_plain_row(place, contender, baseline, truth) for contender in (baseline, mean)]
+        truth = Truth.of(setting, common.seed)
+        rows = [_plain_row(common, timed_call, baseline, truth) for timed_call in (baseline, mean)]
         for index, item in enumerate(methods.items()):
-            rows.append(_map_row(place, setting, *item, baseline, truth))
+            rows.append(_map_row(common, setting, *item, baseline, truth))
             tick((index + 1) / len(methods))
         return rows
 
@@ -230,26 +230,26 @@ def _map(place: Place) -> Run:
 
 
 def _map_row(
-    place: Place,
+    common: Common,
     setting: Setting,
     label: str,
     method: Method,
-    baseline: Contender,
+    baseline: TimedCall,
     truth: Truth,
 ) -> EfficiencyRow:
     tensors = (setting.query, setting.key, setting.value)
     plan, planning = _best(lambda: make_plan(*tensors, scale=setting.scale, method=method))
     (head,) = plan.heads
-    contender = Contender(label, baseline.call)
+    timed_call = TimedCall(label, baseline.call)
     if head.kind == "exact":
-        contender.output, contender.seconds = baseline.output, planning + baseline.seconds
+        timed_call.output, timed_call.seconds = baseline.output, planning + baseline.seconds
     elif head.cost < 1:
         output, seconds = _best(lambda: attention(*tensors, scale=setting.scale, plan=plan))
         assert isinstance(output, Tensor)
-        contender.output, contender.seconds = output, planning + seconds
+        timed_call.output, timed_call.seconds = output, planning + seconds
     ran = describe(plan) if head.cost < 1 or head.kind == "exact" else "not run: costs more"
     return _row(
-        place, contender, baseline, truth,
+        common, timed_call, baseline, truth,
         matrix_error=truth.matrix_error(head),
         exact_share=exact_share(head),
         cost=head.cost,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..figures import GREY, INK, Line, Panel, draw, length_label, new_figure, save
-from . import contenders as made
+from . import methods as made
 from .inputs import SCALES
 from .measure import MAP
 from .rows import EfficiencyRow

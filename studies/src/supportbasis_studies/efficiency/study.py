@@ -12,9 +12,9 @@ from supportbasis.cli.settings import DIM
 
 from ..study import Machine, Records, Section, in_short, measure, publish
 from . import findings, pictures, tables
-from .contenders import AUTO, DEGREE, NAIVE, SKETCH
 from .inputs import EXPERIMENTS, SCALES, THEORY, Extent
 from .measure import units
+from .methods import AUTO, DEGREE, NAIVE, SKETCH
 from .rows import MATRIX_ROWS, EfficiencyRow
 
 TITLE = "supportbasis reproduce efficiency"

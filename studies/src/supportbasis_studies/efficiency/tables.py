@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from supportbasis.cli.report import Grid, percent, seconds, small, times
 
-from .contenders import MEAN, NAIVE, SDPA, SINGLE
 from .measure import MAP, THRESHOLDS
+from .methods import MEAN, NAIVE, SDPA, SINGLE
 from .rows import EfficiencyRow
 
 ACCURATE = 1e-2  # an error within which an answer counts on the map

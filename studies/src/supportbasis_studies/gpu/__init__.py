@@ -1,7 +1,7 @@
 """``supportbasis bench --device cuda``: kernels against PyTorch's attention on one GPU.
 
 =============  ====================================================================
-`works`        what is timed: one entry for each row of the table
+`cases`        what is timed: one entry for each row of the table
 `measure`      how: times by events, all of PyTorch's backends, errors, rates
 `rows`         what is kept of it in the CSV
 `pictures`     time against length

@@ -17,7 +17,7 @@ from supportbasis.methods import Auto, BlockSupport
 from ..frontier import Models
 from ..frontier.encoder import HEADS, LAYERS, Encoder
 from ..study import models_from_environment
-from .works import LONG, Inputs, Work
+from .cases import LONG, Case, Inputs
 
 DIMENSIONS, SPREAD = 3, 2.0  # of the surface; of the scores
 TOLERANCE = 0.03
@@ -45,29 +45,29 @@ def curved(heads: int, n: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def list_works() -> list[Work]:
+def list_cases() -> list[Case]:
     """Lists by budget, and the layers of the encoders in the folder that the environment names."""
     few, more = BlockSupport(0.05), BlockSupport(0.1)  # own windows and tilts are counted, too
     name = "lists, budget {}, curved"
     return [
-        Work(name.format(0.05), few, curved, LONG, 64, limit=FAIR),
-        Work(name.format(0.05), few, curved, LONG, 64, backward=True, limit=FAIR),
-        Work(name.format(0.05), few, curved, LONG, 64, causal=True, limit=LARGE),
-        Work(name.format(0.05), few, curved, LONG, 128, causal=True, limit=LARGE),
-        Work(name.format(0.05), few, curved, LONG, 64, causal=True, backward=True, limit=LARGE),
-        Work(name.format(0.1), more, curved, LONG, 64, causal=True, backward=True, limit=LARGE),
+        Case(name.format(0.05), few, curved, LONG, 64, limit=FAIR),
+        Case(name.format(0.05), few, curved, LONG, 64, backward=True, limit=FAIR),
+        Case(name.format(0.05), few, curved, LONG, 64, causal=True, limit=LARGE),
+        Case(name.format(0.05), few, curved, LONG, 128, causal=True, limit=LARGE),
+        Case(name.format(0.05), few, curved, LONG, 64, causal=True, backward=True, limit=LARGE),
+        Case(name.format(0.1), more, curved, LONG, 64, causal=True, backward=True, limit=LARGE),
         *_trained(),
     ]
 
 
-def _trained() -> list[Work]:
+def _trained() -> list[Case]:
     if models_from_environment() is None:
         return []
     found = Models.find(None)
     for note in found.notes:
         warnings.warn(f"supportbasis: {note}", UserWarning, stacklevel=3)
     return [
-        Work(f"Auto, {model.name} layer {layer}", Auto(TOLERANCE), _layer_of(model, layer), LONG,
+        Case(f"Auto, {model.name} layer {layer}", Auto(TOLERANCE), _layer_of(model, layer), LONG,
              model.dim, heads=HEADS, limit=TOLERANCE)
         for model in found.encoders
         for layer in range(LAYERS)

@@ -1,4 +1,4 @@
-"""How a work is measured: by events on the device, beside every backend of PyTorch."""
+"""How a case is measured: by events on the device, beside every backend of PyTorch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from supportbasis.engine.dispatch import batches, said
 from supportbasis.plans.plan import Plan
 from supportbasis.problem.validation import attention_problem
 
+from .cases import Case
 from .rows import GpuRow
-from .works import Work
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -71,52 +71,52 @@ class Bench:
         self.matmul = 2 * 8192**3 / (milliseconds(lambda: torch.matmul(a, b)) * 1e-3)
         self._known: dict[object, Times] = {}
 
-    def row(self, work: Work) -> GpuRow:
-        tokens = work.inputs(work.heads, work.n, work.d)
+    def row(self, case: Case) -> GpuRow:
+        tokens = case.inputs(case.heads, case.n, case.d)
         for x in tokens:  # known to planning: causal lists that are differentiated are strict
-            x.requires_grad_(work.backward)
+            x.requires_grad_(case.backward)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        made = plan(*tokens, is_causal=work.causal, method=work.method)
+        made = plan(*tokens, is_causal=case.causal, method=case.method)
         torch.cuda.synchronize()
         planned = time.perf_counter()
 
         def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             output = attention(
-                query, key, value, is_causal=work.causal,
-                plan=made, implementation=work.implementation,
+                query, key, value, is_causal=case.causal,
+                plan=made, implementation=case.implementation,
             )  # fmt: skip
             assert isinstance(output, Tensor)
             return output
 
-        step = _step(ours, tokens, work.backward)
+        step = _step(ours, tokens, case.backward)
         step()
         torch.cuda.synchronize()
         first = time.perf_counter() - planned
         output = ours(*tokens).detach()
         with torch.no_grad():
-            wrong, size = sampled_squares(*tokens, output, work.causal)
+            wrong, size = sampled_squares(*tokens, output, case.causal)
         error = float((wrong.sum() / size.sum()).sqrt())
-        ms = milliseconds(replayed(step) if work.graph else step)
-        times = self._baselines(work, tokens)
+        ms = milliseconds(replayed(step) if case.graph else step)
+        times = self._baselines(case, tokens)
         best = min(times, key=times.__getitem__)
-        note = "graph replay" if work.graph else ""
-        if work.baseline_n:
-            note = f"SDPA extrapolated from n={work.baseline_n}"
-        beyond = said_of_heads((wrong / size).sqrt().tolist(), work.limit)
+        note = "graph replay" if case.graph else ""
+        if case.baseline_n:
+            note = f"SDPA extrapolated from n={case.baseline_n}"
+        beyond = said_of_heads((wrong / size).sqrt().tolist(), case.limit)
         note = "; ".join(part for part in (note, beyond) if part)
-        problem = attention_problem(*tokens, None, 0.0, work.causal, None, False, finite=False)
+        problem = attention_problem(*tokens, None, 0.0, case.causal, None, False, finite=False)
         return GpuRow(
-            unit=work.unit,
-            work=work.name,
-            method=str(work.method),
-            implementation=said(batches(problem, made, work.implementation)),
-            heads=work.heads,
-            n=work.n,
-            d=work.d,
-            causal=work.causal,
-            backward=work.backward,
-            graph=work.graph,
+            unit=case.unit,
+            work=case.name,
+            method=str(case.method),
+            implementation=said(batches(problem, made, case.implementation)),
+            heads=case.heads,
+            n=case.n,
+            d=case.d,
+            causal=case.causal,
+            backward=case.backward,
+            graph=case.graph,
             ms=ms,
             flash_ms=times.get("flash"),
             cudnn_ms=times.get("cudnn"),
@@ -124,41 +124,41 @@ class Bench:
             baseline=best,
             baseline_ms=times[best],
             ratio=times[best] / ms,
-            rate=None if work.backward else _flops(work, made) / (ms * 1e-3) / self.matmul,
+            rate=None if case.backward else _flops(case, made) / (ms * 1e-3) / self.matmul,
             matmul_tflops=self.matmul / 1e12,
             error=error,
-            limit=work.limit,
+            limit=case.limit,
             planning_s=planned - start,
             first_call_s=first,
             triton=version("triton"),
             note=note,
         )
 
-    def _baselines(self, work: Work, tokens: Tokens) -> Times:
+    def _baselines(self, case: Case, tokens: Tokens) -> Times:
         """The time of each backend that takes these inputs."""
-        n = work.baseline_n or work.n
-        place = (work.heads, n, work.d, work.causal, work.backward, work.graph)
+        n = case.baseline_n or case.n
+        place = (case.heads, n, case.d, case.causal, case.backward, case.graph)
         if place not in self._known:
             query, key, value = (x[:, :, :n] for x in tokens)
-            self._known[place] = _time_sdpa(work, (query, key, value))
-        return {name: ms * (work.n / n) ** 2 for name, ms in self._known[place].items()}
+            self._known[place] = _time_sdpa(case, (query, key, value))
+        return {name: ms * (case.n / n) ** 2 for name, ms in self._known[place].items()}
 
 
-def _time_sdpa(work: Work, tokens: Tokens) -> Times:
+def _time_sdpa(case: Case, tokens: Tokens) -> Times:
     def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=work.causal)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=case.causal)
 
     times = {}
     for name, backend in BACKENDS.items():
-        if name == "efficient" and "sweep" in work.name and work.n > SLOW_BACKEND:
+        if name == "efficient" and "sweep" in case.name and case.n > SLOW_BACKEND:
             continue
         with sdpa_kernel(backend):
-            step = _step(sdpa, tokens, work.backward)
+            step = _step(sdpa, tokens, case.backward)
             try:
                 step()
             except RuntimeError:  # a backend that does not take these inputs
                 continue
-            times[name] = milliseconds(replayed(step) if work.graph else step)
+            times[name] = milliseconds(replayed(step) if case.graph else step)
     return times
 
 
@@ -170,10 +170,10 @@ def _step(run: Callable[..., Tensor], tokens: Tokens, backward: bool) -> Call:
     return lambda: torch.autograd.grad(run(*leaves), leaves, grad)
 
 
-def _flops(work: Work, made: Plan) -> float:
+def _flops(case: Case, made: Plan) -> float:
     """Of a call, by the plan's cost: two for each multiply-add."""
-    pairs = work.n * (work.n + 1) / 2 if work.causal else float(work.n) ** 2
-    return 2 * made.cost * pairs * 2 * work.d * work.heads
+    pairs = case.n * (case.n + 1) / 2 if case.causal else float(case.n) ** 2
+    return 2 * made.cost * pairs * 2 * case.d * case.heads
 
 
 def said_of_heads(errors: Sequence[float], limit: float) -> str:

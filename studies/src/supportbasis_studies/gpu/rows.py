@@ -9,7 +9,7 @@ from ..study import Row
 
 @dataclass(frozen=True)
 class GpuRow(Row):
-    """One work. A backend that did not run has no time."""
+    """One case. A backend that did not run has no time."""
 
     work: str
     method: str

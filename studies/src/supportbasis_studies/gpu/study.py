@@ -14,21 +14,21 @@ from rich.console import Console
 from supportbasis.errors import InputError
 
 from ..study import Grid, Machine, Records, Section, Unit, measure, publish, table
-from .lists import list_works
+from .cases import CASES, CROSSOVER, Case, sweep
+from .lists import list_cases
 from .measure import SAMPLED_ROWS, Bench
 from .pictures import draw_lengths
 from .rows import GpuRow
-from .works import CROSSOVER, WORKS, Work, sweep
 
 TITLE = "supportbasis bench --device cuda"
 LEAD = (
     "Attention with a plan given, bfloat16, batch 1, against the fastest of PyTorch's backends in "
     "the same run. Times are medians of calls, by events on the device. Q and K from N(0, 0.1²) "
-    "(the paper's setting) unless a work says otherwise, V from N(0, 1), scale 1/√d."
+    "(the paper's setting) unless a case says otherwise, V from N(0, 1), scale 1/√d."
 )
 TABLE = (
     f"Errors are relative (Frobenius), against float64 over all keys, of {SAMPLED_ROWS} rows of "
-    "each head; red: beyond the limit of the work, so its speed does not count. “rate” is the "
+    "each head; red: beyond the limit of the case, so its speed does not count. “rate” is the "
     "plan's multiply-adds over the time, as a share of a large matrix product's rate in the same "
     "run. “first” is the first call, compilation included."
 )
@@ -39,22 +39,22 @@ LENGTHS = (2048, 8192, 32768, 131072)
 def run_gpu_bench(
     only: str | None, out: Path, console: Console, *, quick: bool = False, redraw: bool = False
 ) -> None:
-    """Measure the works that the folder lacks; then table, picture and report."""
+    """Measure the cases that the folder lacks; then table, picture and report."""
     machine = Machine.here("cpu" if redraw else "cuda")
     records = Records(out / "gpu.csv", GpuRow, machine)
-    works = [*WORKS, *list_works(), *CROSSOVER, *sweep(LENGTHS)]
+    cases = [*CASES, *list_cases(), *CROSSOVER, *sweep(LENGTHS)]
     if quick:
-        works = [work for work in works if work.n <= QUICK]
-    chosen = [work for work in works if only is None or work.unit.startswith(only)]
+        cases = [case for case in cases if case.n <= QUICK]
+    chosen = [case for case in cases if only is None or case.unit.startswith(only)]
     if not chosen:
-        names = ", ".join(dict.fromkeys(work.name for work in works))
-        raise InputError(f"--only: no work starts with {only!r}; there are {names}")
+        names = ", ".join(dict.fromkeys(case.name for case in cases))
+        raise InputError(f"--only: no case starts with {only!r}; there are {names}")
     bench = cache(Bench)
 
-    def unit(work: Work) -> Unit[GpuRow]:
-        return Unit(work.unit, records, lambda tick: _measured(bench, work, console))
+    def unit(case: Case) -> Unit[GpuRow]:
+        return Unit(case.unit, records, lambda tick: _measured(bench, case, console))
 
-    units = [unit(work) for work in chosen]
+    units = [unit(case) for case in chosen]
     if not redraw and not torch.cuda.is_available():
         raise InputError("--device cuda: PyTorch sees no CUDA device here")
     measure(units, console, redraw=redraw)
@@ -62,11 +62,11 @@ def run_gpu_bench(
     publish(out, TITLE, LEAD, _sections(rows, out), machine, console)
 
 
-def _measured(bench: Callable[[], Bench], work: Work, console: Console) -> list[GpuRow]:
+def _measured(bench: Callable[[], Bench], case: Case, console: Console) -> list[GpuRow]:
     try:
-        return [bench().row(work)]
-    except RuntimeError as error:  # out of memory, say; the other works go on
-        console.print(f"{work.unit} failed: {str(error).splitlines()[0]}")
+        return [bench().row(case)]
+    except RuntimeError as error:  # out of memory, say; the other cases go on
+        console.print(f"{case.unit} failed: {str(error).splitlines()[0]}")
         return []
     finally:
         torch.cuda.empty_cache()
@@ -76,25 +76,25 @@ def _sections(rows: Sequence[GpuRow], out: Path) -> list[Section]:
     sections = []
     single = [row for row in rows if not row.work.startswith(("sweep", "crossover"))]
     if single:
-        sections.append(Section("Works", TABLE, grids=[work_table(single)]))
+        sections.append(Section("Cases", TABLE, grids=[case_table(single)]))
     crossing = [row for row in rows if row.work.startswith("crossover")]
     if crossing:
         said = [f"Degree 2, 16 heads, d=64, both as graph replays: {crossover(crossing)}."]
-        grids = [work_table(crossing)]
+        grids = [case_table(crossing)]
         sections.append(Section("Where degree 2 starts to pay", findings=said, grids=grids))
     swept = [row for row in rows if row.work.startswith("sweep")]
     if swept:
         path = out / "lengths.png"
         draw_lengths(swept, path)
         shown = [(path, "Time of a call with 8 heads against the number of tokens.")]
-        grids = [work_table(swept)]
+        grids = [case_table(swept)]
         sections.append(Section("Time against length", grids=grids, figures=shown, printed=[]))
     return sections
 
 
-def work_table(rows: Sequence[GpuRow]) -> Grid:
+def case_table(rows: Sequence[GpuRow]) -> Grid:
     columns: dict[str, Callable[[GpuRow], str]] = {
-        "work": _name,
+        "case": _name,
         "heads, n, d": lambda row: f"{row.heads}, {row.n}, {row.d}",
         "ms": lambda row: _ms(row.ms),
         "flash": lambda row: _ms(row.flash_ms),

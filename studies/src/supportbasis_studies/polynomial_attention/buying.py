@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from supportbasis.api import attention, plan
-from supportbasis.cli.measure import Contender, Tick, sdpa
+from supportbasis.cli.measure import Tick, TimedCall, sdpa
 from supportbasis.cli.settings import Setting
 from supportbasis.methods import MultiThreshold
 from supportbasis.plans.plan import HeadPlan, Plan
@@ -145,14 +145,14 @@ def measure_sketches(extent: Extent, first_seed: int, tick: Tick) -> list[Sketch
 
 
 def _sketch_row(
-    case: Case, baseline: Contender, factor: float, seed: int, ratio: float, size: int, way: str
+    case: Case, baseline: TimedCall, factor: float, seed: int, ratio: float, size: int, way: str
 ) -> SketchRow:
     """One way, timed beside SDPA, which takes a turn now and then."""
     make = partial(_sketch_plan, case, ratio, size, way, seed)
-    contender = Contender(way, lambda: case.run(make()))
-    contender.run()
+    timed_call = TimedCall(way, lambda: case.run(make()))
+    timed_call.run()
     baseline.run()
-    assert contender.output is not None
+    assert timed_call.output is not None
     head = make().heads[0]
     sampled = measure_errors(case.part, head, case.of_part, rescue=way == AS_RUN)
     mean = case.setting.value.mean(-2, keepdim=True).expand_as(case.setting.value)
@@ -164,9 +164,9 @@ def _sketch_row(
         seed=seed,
         powers=Powers.of(head),
         # what the library returns has its lost rows mended: only then is it what is asked for
-        output_l2=case.error(contender.output) if way == AS_RUN else sampled.output[1],
+        output_l2=case.error(timed_call.output) if way == AS_RUN else sampled.output[1],
         lost_rows=sampled.lost_rows,
-        seconds=contender.seconds,
+        seconds=timed_call.seconds,
         sdpa_seconds=baseline.seconds,
         mean_v=case.error(mean),
     )

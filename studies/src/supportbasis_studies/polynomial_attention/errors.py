@@ -148,7 +148,7 @@ SKETCHES = {
 }
 
 
-def judge(rows: Sequence[ErrorRow]) -> list[Verdict]:
+def compare_buckets(rows: Sequence[ErrorRow]) -> list[Verdict]:
     """Buckets of ratio 2 against one power, for each input, length, degree and kind of sketch."""
     table = {(row.input, row.n, row.method, row.seed): row for row in rows}
     seeds = dict.fromkeys(row.seed for row in rows)

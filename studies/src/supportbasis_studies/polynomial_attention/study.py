@@ -65,7 +65,7 @@ def _write_tables(measured: Measured, machine: Machine, out: Path) -> None:
     tables: dict[str, Sequence[object]] = {
         "errors": measured.errors,
         "errors-summary": errors.summarise(measured.errors),
-        "bucketing": errors.judge(measured.errors),
+        "bucketing": errors.compare_buckets(measured.errors),
         "powers": measured.powers,
         "sketches": measured.sketches,
         "equal-error": buying.equal_error(measured.sketches),
@@ -123,7 +123,7 @@ def _errors(
 
 
 def _bucketing(measured: Measured, summaries: Sequence[errors.Summary], out: Path) -> Section:
-    verdicts = errors.judge(measured.errors)
+    verdicts = errors.compare_buckets(measured.errors)
     picture = out / "bucketing.png"
     pictures.draw_verdicts(verdicts, picture)
     text = (

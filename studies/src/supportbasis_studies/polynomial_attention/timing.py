@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from supportbasis.api import kernel_sum
-from supportbasis.cli.measure import Contender, ExactRows, Tick, mean_value, sdpa, with_method
+from supportbasis.cli.measure import ExactRows, Tick, TimedCall, mean_value, sdpa, with_method
 from supportbasis.cli.settings import Setting
 from supportbasis.methods import Method, MultiThreshold, PowerAttention
 from supportbasis.plans.plan import HeadPlan
@@ -32,11 +32,11 @@ DELTA = 0.01  # probability of failure in the paper's formulas
 METHOD = MultiThreshold(2.0, 1, SIZE)
 
 
-def take_turns(contenders: Sequence[Contender], rounds: int) -> None:
-    """Run every contender once a round."""
+def take_turns(timed_calls: Sequence[TimedCall], rounds: int) -> None:
+    """Run every timed_call once a round."""
     for _ in range(rounds):
-        for contender in contenders:
-            contender.run()
+        for timed_call in timed_calls:
+            timed_call.run()
 
 
 # ---- length ----------------------------------------------------------------------------------
@@ -88,32 +88,32 @@ def measure_lengths(extent: Extent, seed: int, tick: Tick) -> list[TimeRow]:
     A round runs all lengths, so that a busy minute of the machine does not hit one of them alone.
     """
     inputs = [item for n in extent.timed_lengths for item in timed_inputs(n, seed)]
-    contenders = [with_method(setting, name, method) for setting, name, method in inputs]
+    timed_calls = [with_method(setting, name, method) for setting, name, method in inputs]
     baselines = {setting.n: sdpa(setting) for setting, _, _ in inputs}
     for done in range(extent.rounds):
         short = [item for n, item in baselines.items() if n < SDPA_ONCE or done == 0]
-        take_turns([*contenders, *short], 1)
+        take_turns([*timed_calls, *short], 1)
         tick((done + 1) / (extent.rounds + 1))
     rows = [
-        _time_row(setting, contender, baselines[setting.n], seed)
-        for (setting, _, _), contender in zip(inputs, contenders, strict=True)
+        _time_row(setting, timed_call, baselines[setting.n], seed)
+        for (setting, _, _), timed_call in zip(inputs, timed_calls, strict=True)
     ]
     return sorted(rows, key=lambda row: row.n)
 
 
-def _time_row(setting: Setting, contender: Contender, baseline: Contender, seed: int) -> TimeRow:
-    assert contender.details is not None
-    result = contender.details()
+def _time_row(setting: Setting, timed_call: TimedCall, baseline: TimedCall, seed: int) -> TimeRow:
+    assert timed_call.details is not None
+    result = timed_call.details()
     made = Powers.of(result.plan.heads[0])
     mean = mean_value(setting)
     mean.run()
     assert mean.output is not None
     return TimeRow(
         input=setting.name,
-        method=contender.label,
+        method=timed_call.label,
         n=setting.n,
         d=setting.dim,
-        seconds=contender.seconds,
+        seconds=timed_call.seconds,
         sdpa_seconds=baseline.seconds,
         row_buckets=made.row_buckets,
         key_buckets=made.key_buckets,
@@ -207,7 +207,7 @@ def _sweep_row(
         return output
 
     ours = with_method(setting, "attention", method)
-    kernel, baseline = Contender("kernel_sum", sums), sdpa(setting)
+    kernel, baseline = TimedCall("kernel_sum", sums), sdpa(setting)
     take_turns([ours, kernel, baseline], rounds)
     assert ours.details is not None
     result = ours.details()

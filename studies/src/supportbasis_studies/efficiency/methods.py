@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from supportbasis.cli.measure import Contender
+from supportbasis.cli.measure import TimedCall
 from supportbasis.cli.settings import Setting
 from supportbasis.methods import Auto, Method, MultiThreshold, Polynomial, SingleThreshold
 
@@ -30,7 +30,7 @@ def pieces(n: int) -> int:
     return -(-4 * n * n // MATRIX_BYTES)
 
 
-def naive(setting: Setting) -> Contender:
+def naive(setting: Setting) -> TimedCall:
     """D⁻¹AV by Definition 1.1: the matrix A = exp(scale·QKᵀ), its row sums, one division.
 
     Nothing is subtracted from the scores before exp, as in the paper. Rows are taken in groups
@@ -46,7 +46,7 @@ def naive(setting: Setting) -> Contender:
         return torch.cat(outputs, -2)
 
     ran = "exp(QKᵀ) in float32" + (f", in {count} groups of rows" if count > 1 else ", at once")
-    return Contender(NAIVE, call, ran=ran)
+    return TimedCall(NAIVE, call, ran=ran)
 
 
 def entry_bound(setting: Setting) -> float:

@@ -28,7 +28,7 @@ def mean_of_values(query: Tensor, key: Tensor, value: Tensor, scale: float, caus
 
 
 @dataclass(frozen=True)
-class Contender:
+class Replacement:
     """A row of the table: its name, and the attention it stands for."""
 
     name: str
@@ -45,16 +45,16 @@ LIBRARY: dict[str, Method] = {
 SLOW = ("MultiThreshold", "BlockSupport(0.5)")  # what takes longest comes last
 
 
-def contender(name: str, layers: int | None = None) -> Contender:
+def replacement(name: str, layers: int | None = None) -> Replacement:
     """The row of this name, anew. A method of the library makes plans for a model with this many
     layers, which are used again; None: every call is planned."""
     if name in LIBRARY:
         reuse = Reuse(LIBRARY[name], layers)
-        return Contender(name, reuse, reuse.used)
+        return Replacement(name, reuse, reuse.used)
     plain: dict[str, Attend] = {EXACT: exact, MEAN: mean_of_values}
     plain |= {name: emulated(degree) for degree, name in OURS.items()}
     plain |= {name: emulated(degree, share=0.0) for degree, name in AS23.items()}
-    return Contender(name, plain[name])
+    return Replacement(name, plain[name])
 
 
 NAMES = (EXACT, *OURS.values(), *AS23.values(), MEAN, *LIBRARY)

@@ -19,7 +19,7 @@ Inputs = Callable[[int, int, int], tuple[Tensor, Tensor, Tensor]]  # heads, n, d
 
 
 @dataclass(frozen=True)
-class Work:
+class Case:
     """A method on some inputs with a plan given; ``limit`` is the error it may have."""
 
     name: str
@@ -82,37 +82,37 @@ DEGREE1, DEGREE2 = Polynomial(1, bound=0.5), Polynomial(2, bound=0.5)
 SINGLE, FITTED = SingleThreshold(0.9, 2), FittedPolynomial(2400)
 easy, harder = gaussian(PAPER), gaussian(SIGMA03)
 
-WORKS = [
-    Work("degree 2", DEGREE2, easy, LONG, 64),
-    Work("degree 2, scores of σ=0.3", Polynomial(2, bound=0.7), harder, LONG, 64, limit=2e-2),
-    Work("degree 2", DEGREE2, easy, LONG, 128),
-    Work("degree 2, scores of σ=0.3", Polynomial(2, bound=0.7), harder, LONG, 128, limit=2e-2),
-    Work("degree 2", DEGREE2, easy, LONG, 64, causal=True),
-    Work("degree 2", DEGREE2, easy, LONG, 128, causal=True),
-    Work("degree 2", DEGREE2, easy, 65536, 64, causal=True, backward=True),
-    Work("degree 2", DEGREE2, easy, 65536, 64, backward=True),
-    Work("degree 1", DEGREE1, easy, LONG, 64),
-    Work("degree 1", DEGREE1, easy, LONG, 64, graph=True),
-    Work("degree 2", DEGREE2, easy, MILLION, 64, baseline_n=LONG),
-    Work("single threshold, 1 % large", SINGLE, outliers, LONG, 64),
-    Work("single threshold, 1 % large", SINGLE, outliers, LONG, 64, causal=True),
-    Work("single threshold, 1 % large", SINGLE, outliers, LONG, 128),
-    Work("single threshold, 1 % large", SINGLE, outliers, 65536, 64, backward=True),
-    Work("fitted, 2400 features, σ=0.3", FITTED, harder, LONG, 64, limit=2e-2),
-    Work("fitted, 2400 features, σ=0.3", FITTED, harder, LONG, 64, backward=True, limit=2e-2),
-    Work("exact", Exact(), easy, 32768, 64, implementation="triton"),
+CASES = [
+    Case("degree 2", DEGREE2, easy, LONG, 64),
+    Case("degree 2, scores of σ=0.3", Polynomial(2, bound=0.7), harder, LONG, 64, limit=2e-2),
+    Case("degree 2", DEGREE2, easy, LONG, 128),
+    Case("degree 2, scores of σ=0.3", Polynomial(2, bound=0.7), harder, LONG, 128, limit=2e-2),
+    Case("degree 2", DEGREE2, easy, LONG, 64, causal=True),
+    Case("degree 2", DEGREE2, easy, LONG, 128, causal=True),
+    Case("degree 2", DEGREE2, easy, 65536, 64, causal=True, backward=True),
+    Case("degree 2", DEGREE2, easy, 65536, 64, backward=True),
+    Case("degree 1", DEGREE1, easy, LONG, 64),
+    Case("degree 1", DEGREE1, easy, LONG, 64, graph=True),
+    Case("degree 2", DEGREE2, easy, MILLION, 64, baseline_n=LONG),
+    Case("single threshold, 1 % large", SINGLE, outliers, LONG, 64),
+    Case("single threshold, 1 % large", SINGLE, outliers, LONG, 64, causal=True),
+    Case("single threshold, 1 % large", SINGLE, outliers, LONG, 128),
+    Case("single threshold, 1 % large", SINGLE, outliers, 65536, 64, backward=True),
+    Case("fitted, 2400 features, σ=0.3", FITTED, harder, LONG, 64, limit=2e-2),
+    Case("fitted, 2400 features, σ=0.3", FITTED, harder, LONG, 64, backward=True, limit=2e-2),
+    Case("exact", Exact(), easy, 32768, 64, implementation="triton"),
 ]
 
 CROSSOVER = [
-    Work("crossover, degree 2", DEGREE2, easy, n, 64, heads=16, graph=True)
+    Case("crossover, degree 2", DEGREE2, easy, n, 64, heads=16, graph=True)
     for n in (2048, 4096, 8192, 16384, 32768)
 ]
 
 
-def sweep(lengths: tuple[int, ...]) -> list[Work]:
+def sweep(lengths: tuple[int, ...]) -> list[Case]:
     """Time against length: what the picture shows."""
     return [
-        Work(f"sweep, degree {degree}", method, easy, n, d, causal=causal, backward=backward)
+        Case(f"sweep, degree {degree}", method, easy, n, d, causal=causal, backward=backward)
         for d in (64, 128)
         for backward in (False, True)
         for causal in (False, True)
