@@ -163,8 +163,9 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(
 def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
     setting = inputs.paper_setting(96, inputs.EXPERIMENTS, 0)
     made = rows.EfficiencyRow(
-        "a, b", "map", 0, 96, setting.dim, "1/d", 0.1, True, "m", None, 1e-300, 2.0, math.inf,
-        None, None, 0.5, None, 1.0, None, "“x”\ny", "",
+        unit="a, b", part="map", seed=0, n=96, d=setting.dim, scale="1/d", sigma=0.1, outliers=True,
+        method="m", seconds=1e-300, sdpa_seconds=2.0, ratio=math.inf, max_error=0.5,
+        exact_share=1.0, ran="“x”\ny", note="",
     )  # fmt: skip
     machine = Machine.here()
     Records(tmp_path / "x.csv", rows.EfficiencyRow, machine).add([made])
@@ -264,8 +265,9 @@ def test_shares_of_exact_pairs_are_counted() -> None:
 
 def cell(**changes: object) -> rows.EfficiencyRow:
     plain = rows.EfficiencyRow(
-        "u", "map", 0, 8, 4, "1/√d", 1.0, False, "m", None, 1.0, 2.0, 2.0, 1e-3, None, 1e-3, None,
-        0.1, 0.5, "", "",
+        unit="u", part="map", seed=0, n=8, d=4, scale="1/√d", sigma=1.0, outliers=False, method="m",
+        seconds=1.0, sdpa_seconds=2.0, ratio=2.0, output_error=1e-3, max_error=1e-3,
+        exact_share=0.1, cost=0.5, ran="", note="",
     )  # fmt: skip
     return replace(plain, **changes)
 

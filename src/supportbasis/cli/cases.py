@@ -14,7 +14,7 @@ from torch import Tensor
 from ..api import attention, gaussian_kde, plan
 from ..methods import Auto, SingleThreshold
 from ..problem.result import Result
-from .measure import Measurement, Tick, TimedCall, describe, interleave
+from .measure import Measurement, Tick, TimedCall, describe, interleave, measurement
 from .settings import gaussian
 
 TRAINED = SingleThreshold(0.4, 2)
@@ -51,34 +51,17 @@ def measure_training(name: str, n: int, budget: float, tick: Tick) -> list[Measu
     baseline = TimedCall("SDPA", lambda: step(F.scaled_dot_product_attention))
     timed_call = TimedCall("SingleThreshold(0.4, degree=2)", lambda: step(ours))
     rounds = interleave([baseline, timed_call], budget, tick)
-    assert timed_call.output is not None and baseline.output is not None
-    relative, largest = _gradient_errors(timed_call.output, baseline.output)
     made = plan(setting.query, setting.key, setting.value, method=TRAINED)
-    measured = Measurement(
-        name=name,
-        method=timed_call.label,
-        n=n,
-        d=setting.dim,
-        causal=False,
-        seconds=timed_call.seconds,
-        baseline=baseline.label,
-        baseline_seconds=baseline.seconds,
-        ratio=baseline.seconds / timed_call.seconds,
-        relative_error=relative,
-        max_error=largest,
-        bound=None,
-        cost=made.cost,
-        repeats=rounds,
-        ran=f"forward and backward, {describe(made)}",
-        note="; ".join(dict.fromkeys(timed_call.notes)),
-    )
-    return [measured]
+    errors = partial(_gradient_errors, baseline)
+    ran, sizes = f"forward and backward, {describe(made)}", (name, n, setting.dim, False)
+    return [measurement(timed_call, baseline, errors, sizes, rounds, ran, None, made.cost)]
 
 
-def _gradient_errors(given: Tensor, exact: Tensor) -> tuple[float, float]:
+def _gradient_errors(baseline: TimedCall, given: Tensor) -> tuple[float, float]:
     """Of the worst of three gradients: in norm, and the largest error over the largest entry."""
-    wrong = (given - exact).flatten(1).double()
-    exact = exact.flatten(1).double()
+    assert baseline.output is not None
+    wrong = (given - baseline.output).flatten(1).double()
+    exact = baseline.output.flatten(1).double()
     relative = wrong.norm(dim=1) / exact.norm(dim=1)
     largest = wrong.abs().amax(1) / exact.abs().amax(1)
     return float(relative.max()), float(largest.max())
@@ -101,29 +84,12 @@ def measure_density(name: str, n: int, budget: float, tick: Tick) -> list[Measur
 
     ours = TimedCall("Auto(1e-4)", density)
     rounds = interleave([baseline, ours], budget, tick)
-    assert ours.output is not None
-    relative, largest = _density_errors(ours.output, points, data)
     result = gaussian_kde(points, data, BANDWIDTH, method=method, return_result=True)
     assert isinstance(result, Result)
-    measured = Measurement(
-        name=name,
-        method=ours.label,
-        n=n,
-        d=DIM,
-        causal=False,
-        seconds=ours.seconds,
-        baseline=baseline.label,
-        baseline_seconds=baseline.seconds,
-        ratio=baseline.seconds / ours.seconds,
-        relative_error=relative,
-        max_error=largest,
-        bound=float(result.certificate.bound.max()),
-        cost=result.plan.cost,
-        repeats=rounds,
-        ran=describe(result.plan),
-        note="; ".join(dict.fromkeys(ours.notes)),
-    )
-    return [measured]
+    bound, cost = float(result.certificate.bound.max()), result.plan.cost
+    errors = partial(_density_errors, points, data)
+    ran, sizes = describe(result.plan), (name, n, DIM, False)
+    return [measurement(ours, baseline, errors, sizes, rounds, ran, bound, cost)]
 
 
 def _normaliser(data: Tensor) -> float:
@@ -171,7 +137,7 @@ def _fastest_form(points: Tensor, data: Tensor) -> Sum:
     return min(forms, key=trial)
 
 
-def _density_errors(density: Tensor, points: Tensor, data: Tensor) -> tuple[float, float]:
+def _density_errors(points: Tensor, data: Tensor, density: Tensor) -> tuple[float, float]:
     """Relative error in norm, and largest error over largest density, at sampled points."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randperm(len(points), generator=generator)[:SAMPLED_POINTS]

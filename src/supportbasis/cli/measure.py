@@ -193,26 +193,42 @@ def _measured(
     rounds: int,
 ) -> Measurement:
     ran, bound, cost = timed_call.ran, None, 1.0 if timed_call is baseline else None
-    failed = timed_call.output is None
-    errors = (None, None) if timed_call.output is None else exact.errors(timed_call.output)
-    if timed_call.details is not None and not failed:
+    if timed_call.details is not None and timed_call.output is not None:
         ran, bound, cost = _details(timed_call.details)
+    sizes = (name, setting.n, setting.dim, setting.is_causal)
+    return measurement(timed_call, baseline, exact.errors, sizes, rounds, ran, bound, cost)
+
+
+def measurement(
+    timed_call: TimedCall,
+    baseline: TimedCall,
+    errors: Callable[[Tensor], tuple[float, float]],
+    sizes: tuple[str, int, int, bool],  # name, n, d, causal
+    rounds: int,
+    ran: str,
+    bound: float | None,
+    cost: float | None,
+) -> Measurement:
+    """What was timed, with its error; a call that failed has no numbers."""
+    name, n, d, causal = sizes
+    output = timed_call.output
+    relative, largest = (None, None) if output is None else errors(output)
     return Measurement(
         name=name,
         method=timed_call.label,
-        n=setting.n,
-        d=setting.dim,
-        causal=setting.is_causal,
-        seconds=None if failed else timed_call.seconds,
+        n=n,
+        d=d,
+        causal=causal,
+        seconds=None if output is None else timed_call.seconds,
         baseline=baseline.label,
         baseline_seconds=baseline.seconds,
-        ratio=None if failed else baseline.seconds / timed_call.seconds,
-        relative_error=errors[0],
-        max_error=errors[1],
+        ratio=None if output is None else baseline.seconds / timed_call.seconds,
+        relative_error=relative,
+        max_error=largest,
         bound=bound,
         cost=cost,
         repeats=rounds,
-        ran="failed" if failed else ran,
+        ran="failed" if output is None else ran,
         note="; ".join(dict.fromkeys(timed_call.notes)),
     )
 

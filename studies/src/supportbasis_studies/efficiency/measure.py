@@ -6,8 +6,8 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -159,42 +159,19 @@ def _method_row(
 
 
 def _row(
-    common: Common,
-    timed_call: TimedCall,
-    baseline: TimedCall,
-    truth: Truth,
-    *,
-    ran: str,
-    threshold: float | None = None,
-    matrix_error: float | None = None,
-    bound: float | None = None,
-    exact_share: float | None = None,
-    cost: float | None = None,
+    common: Common, timed_call: TimedCall, baseline: TimedCall, truth: Truth, **known: Any
 ) -> EfficiencyRow:
-    has_run = timed_call.output is not None
-    errors = (None, None) if timed_call.output is None else truth.output.errors(timed_call.output)
+    if timed_call.output is not None:
+        known["output_error"], known["max_error"] = truth.output.errors(timed_call.output)
+        known["seconds"] = timed_call.seconds
+        known["ratio"] = baseline.seconds / timed_call.seconds
     return EfficiencyRow(
-        unit=common.unit,
-        part=common.part,
-        seed=common.seed,
-        n=common.n,
+        **asdict(common),
         d=truth.setting.dim,
-        scale=common.scale,
-        sigma=common.sigma,
-        outliers=common.outliers,
         method=timed_call.label,
-        threshold=threshold,
-        seconds=timed_call.seconds if has_run else None,
         sdpa_seconds=baseline.seconds,
-        ratio=baseline.seconds / timed_call.seconds if has_run else None,
-        output_error=errors[0],
-        matrix_error=matrix_error,
-        max_error=errors[1],
-        bound=bound,
-        exact_share=exact_share,
-        cost=cost,
-        ran=ran,
         note="; ".join(dict.fromkeys(timed_call.notes)),
+        **known,
     )
 
 

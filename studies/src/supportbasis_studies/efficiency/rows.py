@@ -20,7 +20,7 @@ from ..study import Row
 MATRIX_ROWS = 128  # of the attention matrix that are written down in float64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EfficiencyRow(Row):
     """One method on one input. A number that does not exist is None."""
 
@@ -32,16 +32,16 @@ class EfficiencyRow(Row):
     sigma: float  # standard deviation of the scores, outliers aside
     outliers: bool
     method: str
-    threshold: float | None
-    seconds: float | None
+    threshold: float | None = None
+    seconds: float | None = None
     sdpa_seconds: float
-    ratio: float | None  # SDPA's time over this one: above 1 is faster
-    output_error: float | None  # relative Frobenius error
-    matrix_error: float | None  # of D⁻¹A
-    max_error: float | None  # largest error of the output over max|V|
-    bound: float | None  # certified, on max_error
-    exact_share: float | None  # of all pairs
-    cost: float | None  # multiply-adds relative to exact attention
+    ratio: float | None = None  # SDPA's time over this one: above 1 is faster
+    output_error: float | None = None  # relative Frobenius error
+    matrix_error: float | None = None  # of D⁻¹A
+    max_error: float | None = None  # largest error of the output over max|V|
+    bound: float | None = None  # certified, on max_error
+    exact_share: float | None = None  # of all pairs
+    cost: float | None = None  # multiply-adds relative to exact attention
     ran: str
     note: str
 
