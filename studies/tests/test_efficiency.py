@@ -22,7 +22,7 @@ from supportbasis.cli.terminal import console
 from supportbasis.errors import InputError
 from supportbasis_studies import commands
 from supportbasis_studies import study as shared
-from supportbasis_studies.efficiency import Extent, inputs, measure, methods, rows, study, tables
+from supportbasis_studies.efficiency import Extent, findings, inputs, measure, methods, rows, study
 from supportbasis_studies.study import Machine, Records, Row
 
 TINY = Extent(
@@ -273,12 +273,12 @@ def cell(**changes: object) -> rows.EfficiencyRow:
 
 
 def test_a_cell_of_the_map_says_what_happened() -> None:
-    assert (tables.verdict(cell()), tables.map_cell(cell())) == ("wins", "2×")
+    assert (findings.verdict(cell()), findings.map_cell(cell())) == ("wins", "2×")
     slow = cell(ratio=0.5)
-    assert (tables.verdict(slow), tables.map_cell(slow)) == ("loses", "0.5×")
+    assert (findings.verdict(slow), findings.map_cell(slow)) == ("loses", "0.5×")
     wrong = cell(output_error=0.2)
-    assert (tables.verdict(wrong), tables.map_cell(wrong)) == ("wrong", "off 20 %")
-    assert tables.verdict(cell(output_error=math.nan)) == "wrong"
-    assert tables.verdict(cell(exact_share=1.0, cost=1.0)) == "exact"
+    assert (findings.verdict(wrong), findings.map_cell(wrong)) == ("wrong", "off 20 %")
+    assert findings.verdict(cell(output_error=math.nan)) == "wrong"
+    assert findings.verdict(cell(exact_share=1.0, cost=1.0)) == "exact"
     absent = cell(seconds=None, ratio=None, output_error=None, cost=1.5)
-    assert (tables.verdict(absent), tables.map_cell(absent)) == ("not run", "cost 1.5")
+    assert (findings.verdict(absent), findings.map_cell(absent)) == ("not run", "cost 1.5")

@@ -32,7 +32,6 @@ from supportbasis_studies.frontier import (  # noqa: E402
     shipped,
     sources,
     summary,
-    tables,
 )
 from supportbasis_studies.frontier.baselines import (  # noqa: E402
     BASELINES,
@@ -734,25 +733,25 @@ def test_findings_are_what_the_rows_say() -> None:
     rows += [baseline(head=str(i), setting=0.05, cost=0.04, error=0.03) for i in range(3)]
     rows += [row(head=str(i), error=e, plan=p, ratio=20.0, **auto) for i, (e, p) in
              enumerate(((0.02, "block"), (1e-7, "exact"), (1e-7, "exact")))]  # fmt: skip
-    said = findings.findings(summary.groups(rows)[0])
+    said = findings.paragraph(summary.groups(rows)[0])
     assert "BlockSupport(budget=0.15) is fastest: 4× SDPA's speed" in said
     assert "error 0.02, 90th percentile 0.028, worst 0.03 on head 0.2" in said
     assert "median error is 0.15× (top blocks (MInference), 5 %) to 2× (top blocks" in said
     assert "Auto(0.03) leaves 2 of 3 heads exact; the others err by at most 0.02" in said
     broken = [replace(r, error=0.05) if r.method == measure.AUTO else r for r in rows]
-    said = findings.findings(summary.groups(broken)[0])
+    said = findings.paragraph(summary.groups(broken)[0])
     assert "1 exceed 1.25 times the tolerance, most 0.05 on head 0.0" in said
     slow = [replace(r, ratio=0.5) for r in rows if r.kind == measure.OURS]
-    assert "no faster than SDPA (0.5×)" in findings.findings(summary.groups(slow)[0])
+    assert "no faster than SDPA (0.5×)" in findings.paragraph(summary.groups(slow)[0])
     poor = [replace(r, error=1.0) for r in rows]
-    assert "no setting of ours" in findings.findings(summary.groups(poor)[0])
+    assert "no setting of ours" in findings.paragraph(summary.groups(poor)[0])
 
 
 def test_growth_is_the_slope_of_median_times() -> None:
     rows = [row(n=n, head=str(i), seconds=s * i) for n, s in ((1024, 1), (4096, 8)) for i in (1, 3)]
-    grid = tables.growth_table(summary.groups(rows))
+    grid = findings.growth_table(summary.groups(rows))
     assert grid.lines == [["BlockSupport(budget=0.15)", "2.00 s", "16.00 s", "1.50"]]
-    assert tables.growth_table(summary.groups(rows[:2])).lines[0][-1] == "—"
+    assert findings.growth_table(summary.groups(rows[:2])).lines[0][-1] == "—"
 
 
 def test_tables_hold_every_setting() -> None:
@@ -762,10 +761,10 @@ def test_tables_hold_every_setting() -> None:
         baseline(head=str(i), method=measure.MEAN, kind=measure.FREE, error=0.5) for i in range(2)
     ]
     (group,) = summary.groups(rows)
-    (line,) = tables.our_table(group).lines
+    (line,) = findings.our_table(group).lines
     assert line[0] == "BlockSupport(budget=0.15)" and line[1] == "0.02"
     assert line[5:9] == ["0 of 2", "4×", "4×", "4×"]
-    lines = tables.equal_cost_table(group).lines
+    lines = findings.equal_cost_table(group).lines
     assert [entry[0] for entry in lines] == [measure.LISTS, "top blocks (MInference)", measure.MEAN]
     assert [entry[1] for entry in lines] == ["0.02", "0.01", "0.5"]
 

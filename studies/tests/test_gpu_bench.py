@@ -12,7 +12,7 @@ from rich.console import Console
 
 from supportbasis.errors import InputError
 from supportbasis_studies.gpu import cases, lists, study
-from supportbasis_studies.gpu.rows import GpuRow
+from supportbasis_studies.gpu.measure import GpuRow
 from supportbasis_studies.study import Machine, Records
 
 pytestmark = [

@@ -4,7 +4,7 @@
 ``texts``     what it is shown
 ``stream``    distributions in a memory that does not grow with the text
 ``rows``      what is kept of them
-``findings``, ``tables``, ``pictures``   what is made of the rows
+``findings``, ``pictures``   what is made of the rows
 ``study``     the command
 """
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..figures import COLOURS, GREY, Line, Panel, draw, new_figure, plain_axes, save
+from .findings import shown, texts_of
 from .rows import Layer, SideRow
-from .tables import shown, texts_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,7 +16,7 @@ from supportbasis.errors import InputError
 from ..figures import save
 from ..models import observed
 from ..study import Machine, Records, Section, Steps, Tick, in_short, publish
-from . import findings, pictures, tables
+from . import findings, pictures
 from .models import BUILT_IN, PRESETS, RANDOM, Access, Loaded, load
 from .rows import BinRow, Layer, Origin, SideRow, bin_rows, layers_of, side_rows
 from .stream import LayerStream
@@ -136,7 +136,7 @@ def _publish(layers: Sequence[Layer], out: Path, machine: Machine, console: Cons
     said = [RANDOM] * first.random_weights + [f"Model: {first.model}."]
     sections = [
         in_short(title, findings.checks(layers), *said),
-        *(_text_section(layers, text, out) for text in tables.texts_of(layers)),
+        *(_text_section(layers, text, out) for text in findings.texts_of(layers)),
         _layers_section(layers, out),
         Section("One page for each layer", links=_layer_pages(layers, out)),
     ]
@@ -146,11 +146,11 @@ def _publish(layers: Sequence[Layer], out: Path, machine: Machine, console: Cons
 def _text_section(layers: Sequence[Layer], text: str, out: Path) -> Section:
     picture = out / f"overview-{_slug(text)}.png"
     pictures.draw_overview(layers, text, picture)
-    row = tables.shown(layers, text)[0].sides["query"]
+    row = findings.shown(layers, text)[0].sides["query"]
     told = f"{row.windows} window{'s' if row.windows > 1 else ''} of n={row.n} tokens."
     caption = f"Entries of all layers, {text}; red: ±√ln n."
-    grids = [tables.layer_table(layers, text), tables.value_table(layers, text)]
-    shown = [tables.summary_table(layers, text)]
+    grids = [findings.layer_table(layers, text), findings.value_table(layers, text)]
+    shown = [findings.summary_table(layers, text)]
     said = findings.text_findings(layers, text)
     title = text[0].upper() + text[1:]
     return Section(title, told, said, grids, [(picture, caption)], printed=shown)

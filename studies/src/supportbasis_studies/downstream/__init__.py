@@ -4,7 +4,7 @@
 ``models``, ``train``        the two models of the package, and how they were trained
 ``emulation``, ``methods``   what it is replaced by
 ``answers``, ``sampler``, ``reading``, ``measure``   what a model then answers and reads
-``rows``, ``paired``, ``findings``, ``tables``, ``pictures``, ``paper``   what is made of it
+``rows``, ``findings``, ``pictures``   what is made of it
 ``harness``, ``diffusion``   a user's own model, through lm-eval
 ``stories``                  stories260K
 ``study``                    the command

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ..distribution import check_installed
 from ..study import Machine, Records, Row, Section, Unit, chosen_device, measure, publish
-from . import findings, pictures, stories, tables
+from . import findings, pictures, stories
 from .harness import BenchmarkRow, Harness, Wish
 from .items import TASKS
 from .measure import Subject, measure_layers, measure_recall, measure_task, measure_text
@@ -155,7 +155,7 @@ def run_benchmarks(
         unit = f"{wish.name}, {name}, {task}, {wish.limit or 'all'}"
         units.add(rows, unit, name, _benchmark, harness, unit, name, task)
     measure(units.sorted(), console, redraw=redraw)
-    grid = tables.benchmark_table(rows.of(units.names))
+    grid = findings.benchmark_table(rows.of(units.names))
     text = "Accuracy in percent, as lm-eval counts it; “±” is its standard error."
     section = Section(f"{wish.label} on benchmarks", text, grids=[grid])
     publish(out, f"{TITLE}: {wish.label}", LEAD, [section], machine, console)
@@ -223,7 +223,7 @@ def _short(models: dict[str, dict[str, findings.Scored]], out: Path) -> Section:
         findings.statement_table(f"{model}: what the paper leads to expect", found)
         for model, found in ((model, findings.statements(made)) for model, made in models.items())
     ]
-    paper = tables.paper_table(models)
+    paper = findings.paper_table(models)
     picture = out / "accuracy.png"
     pictures.draw_accuracy(models, picture)
     figures = [(picture, "Average over the five tasks with 95 % intervals.")]
@@ -239,15 +239,17 @@ def _model_section(made: dict[str, findings.Scored]) -> Section:
         "to be the likeliest of all words, not only of the choices. “Cost”: multiply-adds of the "
         "plans over those of exact attention. Intervals are 95 % of a paired bootstrap over items."
     )
-    shown = [tables.accuracy_table(made), tables.loss_table(made)]
-    grids = [*shown, tables.difference_table(made)]
+    shown = [findings.accuracy_table(made), findings.loss_table(made)]
+    grids = [*shown, findings.difference_table(made)]
     return Section(f"The {model} model", text, grids=grids, printed=shown)
 
 
 def _layer_section(rows: Sequence[LayerRow], out: Path) -> Section:
     picture = out / "layers.png"
     pictures.draw_layers(rows, picture)
-    grids = [tables.layer_table(rows, model) for model in dict.fromkeys(row.model for row in rows)]
+    grids = [
+        findings.layer_table(rows, model) for model in dict.fromkeys(row.model for row in rows)
+    ]
     text = "Relative error, in norm, of the hidden states of prompts of all tasks, layer by layer."
     figures = [(picture, "Error of hidden states after each layer.")]
     return Section("Errors through the layers", text, grids=grids, figures=figures)
@@ -257,8 +259,8 @@ def _reading_section(texts: Sequence[TextRow], recall: Sequence[RecallRow], out:
     picture = out / "recall.png"
     pictures.draw_recall(recall, picture)
     shown = dict.fromkeys((row.model, row.form) for row in recall)
-    grids = [tables.text_table(texts)]
-    grids += [tables.recall_table(recall, *pair) for pair in shown]
+    grids = [findings.text_table(texts)]
+    grids += [findings.recall_table(recall, *pair) for pair in shown]
     text = (
         "Perplexity of sentences about the world that were not trained on; of the diffusion model, "
         "the bound that its loss gives. Recall: codes hidden in such sentences (needle) or listed "
@@ -274,4 +276,4 @@ def _story_section(rows: Sequence[StoryRow]) -> Section:
         "model writes with exact attention, how many tokens stay the likeliest, and how many come "
         "before the first that does not."
     )
-    return Section("stories260K", text, grids=[tables.story_table(rows)])
+    return Section("stories260K", text, grids=[findings.story_table(rows)])

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from ..figures import GREY, INK, Line, Panel, draw, length_label, new_figure, save
 from . import methods as made
+from .findings import at, input_label, inputs_of, map_cell, map_methods_of, panels, swept, verdict
 from .inputs import SCALES
 from .measure import MAP
 from .rows import EfficiencyRow
-from .tables import at, input_label, inputs_of, map_cell, map_methods_of, panels, swept, verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

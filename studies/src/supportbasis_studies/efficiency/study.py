@@ -11,7 +11,7 @@ from supportbasis.cli.measure import SAMPLED_ROWS
 from supportbasis.cli.settings import DIM
 
 from ..study import Machine, Records, Section, in_short, measure, publish
-from . import findings, pictures, tables
+from . import findings, pictures
 from .inputs import EXPERIMENTS, SCALES, THEORY, Extent
 from .measure import units
 from .methods import AUTO, DEGREE, NAIVE, SKETCH
@@ -66,10 +66,10 @@ def _paper(rows: Sequence[EfficiencyRow], out: Path) -> Section:
         path = out / f"{name}.png"
         pictures.draw_thresholds(rows, scale, path)
         figures.append((path, f"Time, error and share of exact pairs against T, scale {scale}."))
-    for n, scale in tables.panels(rows):
-        grids.append(tables.panel_table(rows, n, scale))
-    longest = max(n for n, _ in tables.panels(rows))
-    every = [tables.threshold_table(rows, longest, scale) for scale in SCALES]
+    for n, scale in findings.panels(rows):
+        grids.append(findings.panel_table(rows, n, scale))
+    longest = max(n for n, _ in findings.panels(rows))
+    every = [findings.threshold_table(rows, longest, scale) for scale in SCALES]
     said = findings.panel_findings(rows)
     title = "The paper's setting: time and error against T"
     return Section(title, text, said, [*grids, *every], figures, printed=grids)
@@ -78,7 +78,7 @@ def _paper(rows: Sequence[EfficiencyRow], out: Path) -> Section:
 def _errors(rows: Sequence[EfficiencyRow], out: Path) -> Section:
     path = out / "errors.png"
     pictures.draw_errors(rows, path)
-    longest = max(n for n, _ in tables.panels(rows))
+    longest = max(n for n, _ in findings.panels(rows))
     caption = (
         f"Three errors against T, n={longest}; below {pictures.LEAST:g} they leave the picture."
     )
@@ -95,14 +95,14 @@ def _map(rows: Sequence[EfficiencyRow], out: Path) -> Section:
     text = (
         "Scores of standard deviation σ, scale 1/√d, in all directions alike, which is the hard "
         "case for every method; “outliers”: 1 % of the queries and of the keys × 50 after that. "
-        f"A method counts where its error is within {tables.ACCURATE:g}. “Exact”: the method found "
+        f"A method counts where its error is within {findings.ACCURATE:g}. “Exact”: it found "
         "nothing cheaper and runs exactly; its time is that of planning and of SDPA, and it is not "
         "run again. “cost”: the plan takes that many times the work of exact attention and is not "
         f"run. {AUTO} is asked for exactly this error. Times are of planning and one call, the "
         "best of three where they are short."
     )
     lengths = sorted({row.n for row in rows if row.part == "map"})
-    grids = [tables.map_table(rows, n) for n in lengths]
+    grids = [findings.map_table(rows, n) for n in lengths]
     caption = (
         "Speed against SDPA where the error is within 1e-2; elsewhere the error, or what happened."
     )

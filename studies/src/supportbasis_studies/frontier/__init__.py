@@ -8,7 +8,7 @@
 ``baselines``   published methods at a given budget
 ``measure``     errors, costs and times of all methods on heads of one layer
 ``summary``     medians over heads, the best baseline
-``findings``, ``tables``, ``pictures``   what is made of the rows
+``findings``, ``pictures``   what is made of the rows
 ``study``       the command
 """
 

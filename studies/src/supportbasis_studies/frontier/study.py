@@ -13,8 +13,7 @@ from rich.console import Console
 from supportbasis.cli.report import write_csv
 
 from ..study import Machine, Section, Steps, Tick, publish
-from . import pictures, shipped, tables
-from .findings import findings
+from . import findings, pictures, shipped
 from .heads import SYNTHETIC, Capture, Source
 from .measure import ROWS, Row, measure_heads
 from .sources import Extent, Models, sources
@@ -113,11 +112,11 @@ def _section(model: str, made: Sequence[Group], out: Path) -> Section:
         path = out / f"{name}-{x.__name__}.png"
         pictures.draw_groups(panels, x, path)
         figures.append((path, f"{model}: error against {x.__name__}. {CAPTION}"))
-    said = [findings(group) for group in made]
-    shown = [tables.our_table(group) for group in made]
+    said = [findings.paragraph(group) for group in made]
+    shown = [findings.our_table(group) for group in made]
     if len(made) > 1:
-        shown.append(tables.growth_table(made))
-    grids = [*shown, *(tables.equal_cost_table(group) for group in made)]
+        shown.append(findings.growth_table(made))
+    grids = [*shown, *(findings.equal_cost_table(group) for group in made)]
     about = _about(model, made[0].rows[0])
     return Section(model, about, said, grids, figures, printed=shown)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 
 import torch
@@ -17,8 +18,8 @@ from supportbasis.engine.dispatch import batches, said
 from supportbasis.plans.plan import Plan
 from supportbasis.problem.validation import attention_problem
 
+from ..study import Row
 from .cases import Case
-from .rows import GpuRow
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -30,6 +31,41 @@ SLOW_BACKEND = 32768  # efficient attention is left out of sweeps beyond this le
 Call = Callable[[], object]
 Times = dict[str, float]
 Tokens = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class GpuRow(Row):
+    """One case. A backend that did not run has no time."""
+
+    work: str
+    method: str
+    implementation: str
+    heads: int
+    n: int
+    d: int
+    causal: bool
+    backward: bool
+    graph: bool
+    ms: float
+    flash_ms: float | None
+    cudnn_ms: float | None
+    efficient_ms: float | None
+    baseline: str  # the fastest of the three
+    baseline_ms: float
+    ratio: float
+    rate: float | None  # of multiply-adds over that of a large matrix product
+    matmul_tflops: float
+    error: float  # relative, against float64 on sampled rows
+    limit: float
+    planning_s: float
+    first_call_s: float  # compilation included
+    triton: str
+    note: str
+
+    @property
+    def counts(self) -> bool:
+        """Whether the error is within its limit: otherwise the speed does not count."""
+        return self.error <= self.limit
 
 
 def milliseconds(call: Call, budget: float = 150.0) -> float:
