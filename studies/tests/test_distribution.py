@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("matplotlib")
 
-from supportbasis import analysis
-from supportbasis.errors import InputError
+from supportbasis import InputError, analysis
 from supportbasis_studies import commands
 from supportbasis_studies.distribution import models, texts
 from supportbasis_studies.distribution.stream import EntrySketch, LayerStream

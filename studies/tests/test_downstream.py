@@ -27,8 +27,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
 import supportbasis as sb
-from supportbasis.errors import InputError
-from supportbasis.plans.plan import Plan
+from supportbasis import InputError, Plan
 from supportbasis_studies import commands
 from supportbasis_studies.distribution import models as loading
 from supportbasis_studies.downstream import (

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 pytest.importorskip("matplotlib")
 
 import supportbasis as sb
+from supportbasis import InputError
 from supportbasis.cli.measure import with_method
 from supportbasis.cli.terminal import console
-from supportbasis.errors import InputError
 from supportbasis_studies import commands
 from supportbasis_studies import study as shared
 from supportbasis_studies.efficiency import Extent, findings, inputs, measure, methods, rows, study

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from supportbasis.errors import InputError
+from supportbasis import InputError
 from supportbasis_studies.gpu import cases, lists, study
 from supportbasis_studies.gpu.measure import GpuRow
 from supportbasis_studies.study import Machine, Records

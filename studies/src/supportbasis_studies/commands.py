@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from supportbasis import InputError
 from supportbasis.cli.terminal import console, friendly, writable
-from supportbasis.errors import InputError
 
 from .distribution import BUILT_IN, PRESETS, Access, Wish, check_installed, run_distribution
 from .downstream import BENCHMARKS, chosen_tasks, run_benchmarks, run_downstream, stories_folder

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from supportbasis.errors import InputError
+from supportbasis import InputError
 
 NAME = "supportbasis_studies"
 

@@ -17,10 +17,10 @@ from typing import Any, Generic, TypeVar, get_type_hints
 import torch
 from rich.console import Console
 
+from supportbasis import InputError
 from supportbasis.cli.measure import Tick
 from supportbasis.cli.report import Grid, Machine, Section, publish, write_csv, write_page
 from supportbasis.cli.terminal import Steps
-from supportbasis.errors import InputError
 
 __all__ = ["Check", "Grid", "Machine", "Records", "Row", "Section", "Steps", "Tick", "Unit",
            "check_table", "chosen_device", "in_short", "measure", "models_from_environment",

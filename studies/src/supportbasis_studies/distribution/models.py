@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from supportbasis.errors import InputError
+from supportbasis import InputError
 
 PRESETS = {
     "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",

@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from supportbasis import InputError
 from supportbasis.cli.report import write_page
-from supportbasis.errors import InputError
 
 from ..figures import save
 from ..models import observed

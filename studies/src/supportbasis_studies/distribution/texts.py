@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from supportbasis.errors import InputError
+from supportbasis import InputError
 
 from .models import Loaded
 

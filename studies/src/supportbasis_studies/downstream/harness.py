@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from supportbasis.errors import InputError
+from supportbasis import InputError
 
 from ..distribution.models import PRESETS, Access, check_folder, why
 from ..models import attending

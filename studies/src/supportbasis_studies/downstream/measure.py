@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from supportbasis.errors import InputError
+from supportbasis import InputError
 
 from ..models import attending
 from .answers import answers, questions

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from supportbasis.api import attention
-from supportbasis.api import plan as make_plan
+from supportbasis import Plan, attention
+from supportbasis import plan as make_plan
 from supportbasis.methods import Method, MultiThreshold
-from supportbasis.plans.plan import HeadPlan, Plan
+from supportbasis.plans.plan import HeadPlan
 
 from ..models import exact
 from .powers import by_powers

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from supportbasis.errors import InputError
+from supportbasis import InputError
 
 from ..distribution.texts import own_text
 from ..models import attending

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from supportbasis.api import attention
-from supportbasis.api import plan as make_plan
+from supportbasis import attention
+from supportbasis import plan as make_plan
 from supportbasis.cli.measure import (
     TURN_CALLS,
     TURN_SECONDS,

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from supportbasis.api import attention
-from supportbasis.errors import InputError
+from supportbasis import InputError, attention
 from supportbasis.methods import Auto
 
 from .heads import Capture

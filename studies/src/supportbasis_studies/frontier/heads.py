@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from supportbasis.errors import InputError
+from supportbasis import InputError
 
 DIM = 64
 CLUSTERS = 64

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from supportbasis.errors import InputError
+from supportbasis import InputError
 
 from ..models import observed
 from .heads import Capture, Choice, Source, chosen_heads

@@ -20,11 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from supportbasis import methods
-from supportbasis.api import attention
-from supportbasis.api import plan as make_plan
+from supportbasis import Plan, attention, methods
+from supportbasis import plan as make_plan
 from supportbasis.cli.measure import Tick, exact_rows, sampled_rows
-from supportbasis.plans.plan import Plan
 
 from .baselines import BASELINES, ORACLES, Case
 from .heads import SYNTHETIC, Capture, stacked

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from supportbasis.errors import InputError
+from supportbasis import InputError
 
 from ..study import MODELS, models_from_environment
 from . import language, shipped

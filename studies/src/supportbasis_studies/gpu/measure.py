@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from supportbasis.api import attention, plan
+from supportbasis import Plan, attention, plan
 from supportbasis.cli.measure import exact_rows, sampled_rows
 from supportbasis.engine.dispatch import batches, said
-from supportbasis.plans.plan import Plan
 from supportbasis.problem.validation import attention_problem
 
 from ..study import Row

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from supportbasis.errors import InputError
+from supportbasis import InputError
 
 from ..figures import COLOURS, Line, Panel, draw
 from ..study import Grid, Machine, Records, Section, Unit, measure, publish, table

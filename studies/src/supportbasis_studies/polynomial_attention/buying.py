@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from supportbasis.api import attention, plan
+from supportbasis import Plan, attention, plan
 from supportbasis.cli.measure import Tick, TimedCall, sdpa
 from supportbasis.cli.settings import Setting
 from supportbasis.methods import MultiThreshold
-from supportbasis.plans.plan import HeadPlan, Plan
+from supportbasis.plans.plan import HeadPlan
 from supportbasis.problem.problem import Head
 
 from ..statistics import Interval

@@ -26,11 +26,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from supportbasis.api import attention
+from supportbasis import Result, attention
 from supportbasis.cli.measure import Tick
 from supportbasis.cli.settings import Setting
 from supportbasis.methods import PowerAttention
-from supportbasis.problem.result import Result
 from supportbasis.sketch import PolySketch
 
 from ..statistics import log_slope

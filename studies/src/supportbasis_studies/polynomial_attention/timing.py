@@ -11,12 +11,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from supportbasis.api import kernel_sum
+from supportbasis import Result, kernel_sum
 from supportbasis.cli.measure import ExactRows, Tick, TimedCall, mean_value, sdpa, with_method
 from supportbasis.cli.settings import Setting
 from supportbasis.methods import Method, MultiThreshold, PowerAttention
 from supportbasis.plans.plan import HeadPlan
-from supportbasis.problem.result import Result
 
 from .errors import Line
 from .inputs import Extent, draw, fixed_buckets, normal, only_head
