@@ -69,6 +69,17 @@ def test_mean_of_v_is_attention_with_equal_weights() -> None:
         assert max(measure.ExactRows.of(flat, 0).errors(timed_call.output)) < 1e-6
 
 
+def test_what_ran_says_why_it_is_exact() -> None:
+    """A head that falls back to exact attention is no silent one."""
+    setting = settings.gaussian(64)
+    (measured,) = measure.compare(
+        setting, {"Auto()": sb.Auto()}, budget=0.01, tick=lambda share: None
+    )
+    (head,) = sb.plan(setting.query, setting.key, setting.value, method=sb.Auto()).heads
+    assert head.kind == "exact" and head.reason
+    assert measured.ran.startswith("exact") and head.reason in measured.ran
+
+
 def test_warnings_become_notes() -> None:
     setting = settings.outliers(256)
     methods = {"Polynomial(2)": sb.Polynomial(2)}

@@ -242,9 +242,9 @@ def _details(call: Callable[[], Result]) -> tuple[str, float, float]:
 
 
 def describe(plan: Plan) -> str:
-    """What the heads of a plan do, in the plan's own words, without their cost."""
+    """What the heads of a plan do, and why, in the plan's own words."""
     if len(plan.heads) == 1:
-        return str(plan.heads[0]).splitlines()[0].split("; cost ")[0]
+        return str(plan.heads[0]).splitlines()[0]
     kinds = Counter(head.kind for head in plan.heads)
     return ", ".join(f"{count} heads {kind}" for kind, count in kinds.most_common())
 
