@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 
 from supportbasis import InputError
-from supportbasis_studies.gpu import cases, lists, study
+from supportbasis_studies.gpu import cases, lists, measure, study
 from supportbasis_studies.gpu.measure import GpuRow
 from supportbasis_studies.study import Machine, Records
 
@@ -86,3 +87,15 @@ def test_crossovers_at_the_ends(lengths, said):
 def test_what_cannot_be_measured_is_said(only, redraw, said, tmp_path):
     with pytest.raises(InputError, match=said):
         run(tmp_path, only, redraw=redraw)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_errors_of_sampled_rows_are_those_of_each_head(causal: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 3, 50, 8, generator=generator) for _ in range(3))
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal)
+    wrong = exact.clone()
+    wrong[0, 1] *= 1.5  # fewer tokens than rows are sampled: all of them count
+    error, size = measure.sampled_squares(q, k, v, wrong, causal)
+    expected = torch.tensor([0.0, 0.25, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(error / size, expected, rtol=1e-12, atol=1e-20)
