@@ -23,7 +23,7 @@ from .language import END, MASK, STOP
 from .sampler import Sampling, sample
 
 WRITING = Sampling(length=ANSWER_LENGTH, steps=9, block=ANSWER_LENGTH)
-MOST_WRITTEN = 24  # tokens of a causal model: room for a step more than it learned
+MOST_WRITTEN = 24  # tokens of a causal model: one step more than it learned
 SIGNS, NUMBERS = frozenset((PLUS, MINUS)), frozenset(NUMBER)
 
 
@@ -85,7 +85,7 @@ def _likeliest(model: Any, asked: Sequence[Question]) -> list[Answer]:
         choices = question.item.choices
         found = [logs[inputs[number, tuple(choice[:-1])]] for choice in choices]
         scores = [_total(log, choice) for log, choice in zip(found, choices, strict=True)]
-        made.append(_judged(question.item, scores, found[0][0]))
+        made.append(_choice_answer(question.item, scores, found[0][0]))
     return made
 
 
@@ -107,11 +107,11 @@ def _filled(model: Any, asked: Sequence[Question]) -> list[Answer]:
     made = []
     for question, found in zip(asked, logs, strict=True):
         scores = [_total(found, choice) for choice in question.item.choices]
-        made.append(_judged(question.item, scores, found[0]))
+        made.append(_choice_answer(question.item, scores, found[0]))
     return made
 
 
-def _judged(item: Item, scores: Sequence[float], first: Tensor) -> Answer:
+def _choice_answer(item: Item, scores: Sequence[float], first: Tensor) -> Answer:
     if not all(map(math.isfinite, scores)):
         return Answer(False, False, False)
     right = scores.index(max(scores)) == item.correct

@@ -89,8 +89,8 @@ class Hidden:
 def needles(random: Random, length: int, count: int) -> Hidden:
     """``code lamp 37 .`` here and there in sentences; at the end, all are asked for."""
     keys, codes = random.sample(KEYS, count), random.choices(NUMBER, k=count)
-    room = length - 2 - 8 * count
-    places = sorted(random.randrange(max(1, room)) for _ in keys)
+    space = length - 2 - 8 * count
+    places = sorted(random.randrange(max(1, space)) for _ in keys)
     tokens, found, filler = [BOS, TEXT], [], 0
     for key, code, place in zip(keys, codes, places, strict=True):
         while filler < place:
@@ -133,15 +133,15 @@ def copied(random: Random, length: int) -> list[int]:
     return [BOS, COPIED, *words, STOP, COPIED, *(word + KIND * COPY for word in words), STOP]
 
 
-def document(random: Random, room: int, padded: bool) -> list[int]:
-    """One text of any kind, of at most about ``room`` tokens."""
+def document(random: Random, space: int, padded: bool) -> list[int]:
+    """One text of any kind, of at most about ``space`` tokens."""
     kind = random.choices(tuple(SHARES), tuple(SHARES.values()))[0]
     if kind == "recall":
-        length = _length(random, SHORTEST, max(40, room))
+        length = _length(random, SHORTEST, max(40, space))
         count = random.randint(1, max(1, min(24, length // 10)))
         make = pairs if random.random() < 0.5 else needles
         return make(random, length, count).tokens
-    length = _length(random, SHORTEST, min(LONGEST, room))
+    length = _length(random, SHORTEST, min(LONGEST, space))
     if kind == "text":
         return prose(random, length)
     if kind == "copy":

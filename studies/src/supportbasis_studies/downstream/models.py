@@ -11,7 +11,7 @@ from .language import BOS, END, MASK, PAD, WORDS
 
 FOLDER = Path(__file__).parent / "weights"
 CONTEXT = {"causal": 4096, "diffusion": 1024}
-VOCABULARY = 384  # the words, and room to a multiple of 64
+VOCABULARY = 384  # the words, and space to a multiple of 64
 assert len(WORDS) <= VOCABULARY
 
 

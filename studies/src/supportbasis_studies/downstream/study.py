@@ -26,8 +26,8 @@ from .rows import LayerRow, RecallRow, StoryRow, TaskRow, TextRow
 TITLE = "supportbasis reproduce downstream"
 LEAD = (
     "The paper's table: accuracy on five tasks with approximate attention in every layer. The "
-    "paper judges LLaDA-8B-Instruct on GSM8K, MMLU, HellaSwag and ARC; here two small transformers "
-    "that come with the package, trained on a generated language, are scored on five generated "
+    "paper evaluates LLaDA-8B-Instruct on GSM8K, MMLU, HellaSwag and ARC; here two small "
+    "transformers that come with the package, trained on a generated language, are scored on five generated "
     "tasks that stand for them. “Emulation” rows repeat the published evaluation: all scores are "
     "formed, the largest and smallest 10 % of each head are exponentiated and the others go "
     "through a Chebyshev series; AS23 puts all through the series. They save no work. The other "
