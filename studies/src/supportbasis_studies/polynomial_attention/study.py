@@ -107,9 +107,9 @@ def _errors(
         "sketched, whatever its power; “shared sketches”: pairs of equal power share one sketch "
         "instead of drawing their own; “as the library runs it”: small pairs, and pairs of high "
         "power where that is affordable, are exact. “Exact” is the share of exact pairs, “lost” "
-        "that of rows that a sketch lost and the library computed exactly. Equal sketch budget means "
-        "equal sketch size: with m buckets of keys a query has m sketches. Red lines are not better than "
-        "the mean of V."
+        "that of rows that a sketch lost and the library computed exactly. Equal sketch budget "
+        "means equal sketch size: with m buckets of keys a query has m sketches. Red lines are not "
+        "better than the mean of V."
     )
     picture = out / "errors.png"
     pictures.draw_errors(summaries, picture)
