@@ -1,5 +1,5 @@
 # Everything below runs in .venv, which is made on first use and rebuilt only when
-# pyproject.toml or constraints.txt change. Needs nothing but Python 3.10+ and make.
+# a pyproject.toml or constraints.txt change. Needs nothing but Python 3.10+ and make.
 
 PYTHON ?= python3
 ARGS   ?=
@@ -18,14 +18,14 @@ help: ## show this list
 	@echo "usage: make TARGET [ARGS=\"...\"] [PYTHON=python3]"; echo
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
-setup: $(STAMP) ## create .venv and install the package with its development tools
+setup: $(STAMP) ## create .venv, install the package, its studies and development tools
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml studies/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "supportbasis needs Python 3.10 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }; }
 	@echo "installing supportbasis and its development tools into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -m pip install -qq -c constraints.txt -e ".[dev]"
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e ".[dev]" -e ./studies
 	@touch $@
 
 demo: $(STAMP) ## compare the methods on a small problem and write a report
@@ -40,7 +40,7 @@ test: $(STAMP) ## run the tests in two processes (ARGS="-k name" to choose, "-m 
 fuzz: $(STAMP) ## random calls of every method, CASES=1000 (ARGS="--only bound --jobs 2 --resume")
 	@$(BIN)/python tests/fuzz.py --cases $(CASES) $(ARGS)
 
-lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict on src
+lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict on both packages
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -56,4 +56,4 @@ docs: $(STAMP) ## build docs/_build/html; warnings are errors
 clean: ## remove .venv, caches and everything built
 	rm -rf $(VENV) build dist docs/_build supportbasis-out
 	rm -rf .pytest_cache .hypothesis .mypy_cache .ruff_cache
-	find src tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests docs studies -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 import supportbasis as sb
-from supportbasis.cli.frontier.encoder import HEADS, LAYERS, Encoder
-from supportbasis.cli.machine import Machine
-from supportbasis.cli.records import Records, Row
+from supportbasis_studies.frontier.encoder import HEADS, LAYERS, Encoder
+from supportbasis_studies.study import Machine, Records, Row
 
 DATE = "2026-11-16"
 RESULTS = Path(__file__).parent / "results"

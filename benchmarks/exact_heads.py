@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import supportbasis as sb
-from supportbasis.cli.gpu.measure import milliseconds
 from supportbasis.cuda.exact import exact_heads as exact
 from supportbasis.cuda.exact import fused
 from supportbasis.problem.validation import attention_problem
+from supportbasis_studies.gpu.measure import milliseconds
 
 HEADS = 8
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)

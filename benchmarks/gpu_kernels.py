@@ -13,10 +13,10 @@ from functools import partial
 
 import torch
 
-from supportbasis.cli.gpu.measure import milliseconds
-from supportbasis.cli.gpu.works import LONG, PAPER, gaussian
 from supportbasis.cuda.polynomial import sums as polynomial
 from supportbasis.cuda.polynomial.tiles import RowTiles, StateTiles, choose_tiles
+from supportbasis_studies.gpu.cases import LONG, PAPER, gaussian
+from supportbasis_studies.gpu.measure import milliseconds
 
 
 def sweep(d: int) -> None:

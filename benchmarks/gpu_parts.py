@@ -1,6 +1,6 @@
 """Where the time of lists on a GPU goes, kernel by kernel: `python benchmarks/gpu_parts.py`.
 
-The works of `supportbasis bench --device cuda --only lists` and, where SUPPORTBASIS_MODELS names a
+The cases of `supportbasis bench --device cuda --only lists` and, where SUPPORTBASIS_MODELS names a
 folder of encoders, those of their layers; each is planned, run twice, and profiled once.
 """
 
@@ -10,13 +10,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import supportbasis as sb
-from supportbasis.cli.gpu.lists import list_works
-from supportbasis.cli.gpu.works import Work
+from supportbasis_studies.gpu.cases import Case
+from supportbasis_studies.gpu.lists import list_cases
 
 SHOWN = 24  # kernels of a work, the longest first
 
 
-def parts(work: Work) -> None:
+def parts(work: Case) -> None:
     """Print the kernels of one call with a plan."""
     tokens = work.inputs(work.heads, work.n, work.d)
     plan = sb.plan(*tokens, is_causal=work.causal, method=work.method)
@@ -47,7 +47,7 @@ def parts(work: Work) -> None:
 
 
 def main() -> None:
-    for work in list_works():
+    for work in list_cases():
         parts(work)
 
 

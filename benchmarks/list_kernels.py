@@ -24,7 +24,7 @@ BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTEN
 
 
 @dataclass(frozen=True)
-class Work:
+class Case:
     """One setting: causal cells of own windows, causal strict, or not causal."""
 
     kind: str  # "causal", "strict", "full"
@@ -51,7 +51,7 @@ class Work:
 class Data:
     """Random tokens and the tables made of them."""
 
-    work: Work
+    work: Case
     tokens: tuple[Tensor, Tensor, Tensor]  # [1, heads, n, d]
     tables: fast.Tables
     own: tuple[Tensor, Tensor] | None
@@ -59,7 +59,7 @@ class Data:
     rows: back.Rows | None = None  # of a random loss
 
 
-def shuffled(work: Work) -> Tensor:
+def shuffled(work: Case) -> Tensor:
     """A permutation inside each window, [heads, n]."""
     window = work.window if work.causal else work.n
     noise = torch.rand(work.heads, work.n // window, window, device=work.device)
@@ -67,7 +67,7 @@ def shuffled(work: Work) -> Tensor:
     return (noise.argsort(-1) + first).flatten(1).int()
 
 
-def routes_of(work: Work) -> fast.Routes:
+def routes_of(work: Case) -> fast.Routes:
     """Rows of every window dealt to its cells at random: half a block or so more tiles for each."""
     size, per, heads = work.block // 2, work.window // work.block, work.heads
     windows, have = work.n // work.window, work.window // work.block * 3
@@ -90,7 +90,7 @@ def routes_of(work: Work) -> fast.Routes:
     )  # fmt: skip
 
 
-def build(work: Work) -> Data:
+def build(work: Case) -> Data:
     torch.manual_seed(0)
     shape = (work.heads, work.n, work.d)
     q, k, v = (torch.randn(shape, device=work.device).to(work.dtype) for _ in range(3))
@@ -399,7 +399,7 @@ def exact(data: Data) -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"{name} and backward", both
 
 
-def report(work: Work) -> None:
+def report(work: Case) -> None:
     """One table: the check, then milliseconds."""
     from triton.testing import do_bench
 
@@ -428,7 +428,7 @@ def main() -> None:
     given = parser.parse_args()
     for kind in given.kinds:
         for d in given.dims:
-            report(Work(kind, given.n, d, share=given.share))
+            report(Case(kind, given.n, d, share=given.share))
             torch.cuda.empty_cache()
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import supportbasis as sb
 from supportbasis.accuracy.sampling import exact_rows
-from supportbasis.cli.frontier.language import Language
 from supportbasis.problem.validation import attention_problem
+from supportbasis_studies.frontier.language import Language
 
 SAMPLED = 2048  # rows of a head
 

@@ -9,7 +9,7 @@ import itertools
 
 import torch
 
-from supportbasis.cli.gpu.measure import milliseconds
+from supportbasis_studies.gpu.measure import milliseconds
 from supportbasis.cuda.lists.window_sorting import head_permutation, window_permutation
 
 HEADS, TOKENS = 8, 131072

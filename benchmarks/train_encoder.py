@@ -20,7 +20,7 @@ from rich.progress import Progress
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from supportbasis.cli.frontier.encoder import FILE, HEADS, INPUT, LAYERS
+from supportbasis_studies.frontier.encoder import FILE, HEADS, INPUT, LAYERS
 
 WIDTH, WIDE = 128, 512
 RATE, CLIP = 3e-4, 1.0

@@ -9,7 +9,9 @@ from sphinx.util import logging
 import supportbasis
 
 ROOT = Path(__file__).parent.parent
+STUDIES = ROOT / "studies"
 FOLDERS = [ROOT / "src" / "supportbasis", ROOT / "tests", ROOT]
+FOLDERS += [STUDIES / "src" / "supportbasis_studies", STUDIES / "tests"]
 
 project = "supportbasis"
 author = copyright = "The supportbasis authors"

@@ -45,11 +45,10 @@ LEFT_OUT = {
 }
 # Tests of the command line, of kernels and of devices: slow, and not what tests the core.
 OTHER_TESTS = (
-    *("cli", "distribution", "downstream", "efficiency", "examples", "frontier", "reproduce"),
+    *("bench", "cli", "demo", "examples", "selftest"),
     *("device", "device_fitted", "device_lists", "device_ranges", "fused"),
     *(
         "gpu",
-        "gpu_bench",
         "list_backward",
         "list_kernels",
         "rectangle",

@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from ..errors import InputError
 from ..methods import Auto, Method, Polynomial, SingleThreshold
-from .density import measure_density
-from .machine import Machine
+from .cases import measure_density, measure_training
 from .measure import Measurement, Tick, compare, part
-from .plots import plot_times
-from .progress import Steps
 from .report import (
+    COLOURS,
     EXPLAINED,
+    INK,
+    Grid,
+    Machine,
     Section,
-    facts,
-    figure,
-    html_table,
     is_approximate,
     is_lost,
-    machine_section,
-    paragraph,
+    length_label,
+    measurement_table,
+    new_figure,
+    plain_axes,
+    publish,
     small,
-    terminal_table,
     times,
     write_csv,
-    write_html,
 )
 from .settings import Setting, gaussian, outliers
-from .training import measure_training
+from .terminal import Steps
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Run = Callable[[str, int, float, Tick], list[Measurement]]
 
@@ -53,6 +56,17 @@ class Sizes:
 
 FULL = Sizes((8192, 32768, 131072), 32768, 100_000, (512, 65536), 15.0, 1.5)
 QUICK = Sizes((2048, 8192), 8192, 8192, (512, 8192), 1.5, 0.3)
+LEAD = (
+    "float32, one head, d=64, scale 1/√d, Q and K from N(0, 0.1²), V from N(0, 1), unless a "
+    "benchmark says otherwise (outliers: 1 % of queries and keys times 50; kde: standard normal "
+    "points in 3 dimensions, bandwidth 1, errors over the largest density; training: forward and "
+    f"backward, errors of the gradients). {EXPLAINED}"
+)
+PANELS = {
+    "SDPA": "Attention",
+    "SDPA causal": "Causal attention",
+    "chunked exact sum": "Gaussian kernel density",
+}
 
 
 @dataclass(frozen=True)
@@ -98,7 +112,7 @@ OUTLIERS: dict[str, Method] = {
     "SingleThreshold(degree=2)": SingleThreshold(degree=2),
     "Polynomial(2)": Polynomial(2),
 }
-WORKS: dict[str, Run] = {
+CASES: dict[str, Run] = {
     "single": _on(gaussian, SINGLE),
     "degree1": _on(
         gaussian,
@@ -118,12 +132,12 @@ WORKS: dict[str, Run] = {
 def jobs(sizes: Sizes) -> list[Job]:
     """All benchmarks, shortest first within a work, then the sweeps."""
     made = []
-    for name, run in WORKS.items():
+    for name, run in CASES.items():
         lengths = {"single": sizes.single, "kde": (sizes.kde,)}.get(name, (sizes.long,))
         made += [Job(_job_name(name, n), run, (n,), sizes.budget) for n in lengths]
     start, end = sizes.sweep
     doubling = tuple(start * 2**i for i in range(int(math.log2(end / start)) + 1))
-    for name, run in WORKS.items():
+    for name, run in CASES.items():
         made.append(Job(f"crossover-{name}", run, doubling, sizes.sweep_budget, is_sweep=True))
     return made
 
@@ -146,15 +160,13 @@ def run_bench(sizes: Sizes, only: str | None, out: Path, console: Console) -> No
     with Steps(console, len(chosen)) as steps:
         for job in chosen:
             measured = _run_job(job, steps)
-            write_csv(out / "results.csv", machine, measured, append=True)
+            write_csv(out / "results.csv", machine, map(asdict, measured), append=True)
             rows += measured
             if job.is_sweep:
                 crossovers.append(crossover(job.name, measured))
-    _write_crossovers(out / "crossover.csv", machine, crossovers)
-    _write_report(out, machine, rows, crossovers)
-    _print(console, rows, crossovers)
-    files = ", ".join(name for name in ("results.csv", "times.png") if (out / name).exists())
-    console.print(f"\nReport: {out / 'report.html'}, beside it {files}", style="bold")
+    write_csv(out / "crossover.csv", machine, map(asdict, crossovers), append=True)
+    sections = list(_sections(rows, crossovers, out / "times.png"))
+    publish(out, "supportbasis bench", LEAD, sections, machine, console)
 
 
 def _run_job(job: Job, steps: Steps) -> list[Measurement]:
@@ -202,23 +214,7 @@ def _between(before: Measurement, after: Measurement) -> float:
     return math.exp(math.log(before.n) + share * math.log(after.n / before.n))
 
 
-def _write_crossovers(path: Path, machine: Machine, crossovers: Sequence[Crossover]) -> None:
-    if not crossovers:
-        return
-    table = [asdict(machine) | asdict(item) for item in crossovers]
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(table[0]))
-        if new:
-            writer.writeheader()
-        writer.writerows(table)
-
-
 # ---- the report ------------------------------------------------------------------------------
-
-
-def _benchmarks(rows: Sequence[Measurement]) -> list[Measurement]:
-    return [row for row in rows if not row.name.startswith("crossover-")]
 
 
 def bench_findings(rows: Sequence[Measurement]) -> str:
@@ -239,34 +235,50 @@ def bench_findings(rows: Sequence[Measurement]) -> str:
     return f"{text}. The largest relative error of all is {error}, in {worst.name}."
 
 
-def _write_report(
-    out: Path, machine: Machine, rows: Sequence[Measurement], crossovers: Sequence[Crossover]
-) -> None:
-    sections = []
-    single = _benchmarks(rows)
+def _sections(
+    rows: Sequence[Measurement], crossovers: Sequence[Crossover], picture: Path
+) -> Iterator[Section]:
+    single = [row for row in rows if not row.name.startswith("crossover-")]
     if single:
-        said = paragraph(bench_findings(single), "finding")
-        sections.append(Section("Results", [said, html_table(single, named=True)]))
+        grid = measurement_table("", single, named=True)
+        yield Section("Results", findings=[bench_findings(single)], grids=[grid])
     if crossovers:
-        pairs = [(f"{item.name}, {item.method}", str(item)) for item in crossovers]
-        sections.append(Section("Where the methods start to pay", [facts(pairs)]))
-    plot_times(rows, out / "times.png")
-    picture = figure(out / "times.png", "Seconds for each call against the number of tokens.")
-    sections += [Section("Time against length", [picture]), machine_section(machine)]
-    lead = (
-        "float32, one head, d=64, scale 1/√d, Q and K from N(0, 0.1²), V from N(0, 1), unless a "
-        "benchmark says otherwise (outliers: 1 % of queries and keys times 50; kde: standard "
-        "normal points in 3 dimensions, bandwidth 1, errors over the largest density; training: "
-        f"forward and backward, errors of the gradients). {EXPLAINED}"
-    )
-    write_html(out / "report.html", "supportbasis bench", lead, sections)
+        lines = [[f"{item.name}, {item.method}", str(item)] for item in crossovers]
+        grid = Grid("", ["method", "crossover"], lines)
+        yield Section("Where the methods start to pay", grids=[grid])
+    plot_times(rows, picture)
+    caption = "Seconds for each call against the number of tokens."
+    yield Section("Time against length", figures=[(picture, caption)])
 
 
-def _print(console: Console, rows: Sequence[Measurement], crossovers: Sequence[Crossover]) -> None:
-    console.print()
-    single = _benchmarks(rows)
-    if single:
-        console.print(terminal_table("supportbasis bench", single, named=True))
-        console.print(bench_findings(single))
-    for item in crossovers:
-        console.print(f"{item.name}, {item.method}: {item}")
+def plot_times(rows: Sequence[Measurement], path: Path) -> None:
+    """Time against length, log-log: one panel for each baseline, its time in black."""
+    timed = sorted((row for row in rows if row.seconds), key=lambda row: (row.baseline, row.n))
+    panels = [(name, list(group)) for name, group in groupby(timed, lambda row: row.baseline)]
+    panels.sort(key=lambda panel: list(PANELS).index(panel[0]))
+    figure = new_figure(0.6 + 3.9 * max(1, len(panels)), 5.2)
+    drawn = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]
+    for axes, (baseline, panel) in zip(drawn, panels, strict=False):
+        _time_panel(axes, baseline, panel)
+    figure.savefig(path, dpi=150)
+
+
+def _time_panel(axes: Axes, baseline: str, rows: Sequence[Measurement]) -> None:
+    plain_axes(axes)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    best: dict[int, float] = {}
+    lines: dict[str, dict[int, float]] = {}
+    for row in rows:  # sorted by length
+        best[row.n] = min(best.get(row.n, math.inf), row.baseline_seconds)
+        name = f"{row.method}, outliers" if "outliers" in row.name else row.method
+        lines.setdefault(name, {})[row.n] = row.seconds or math.nan
+    axes.plot(list(best), list(best.values()), "-D", color=INK, markersize=4, label=baseline)
+    for index, (name, line) in enumerate(lines.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        axes.plot(list(line), list(line.values()), "-o", color=colour, markersize=4, label=name)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("seconds per call")
+    axes.set_title(PANELS[baseline], loc="left", fontsize=11)
+    axes.xaxis.set_major_formatter(length_label)
+    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(-0.05, -0.13))

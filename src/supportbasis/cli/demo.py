@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
 from ..api import plan
 from ..methods import Auto, Method, Polynomial, SingleThreshold
-from .machine import Machine
 from .measure import Measurement, compare
-from .plots import plot_errors
-from .progress import Steps
 from .report import (
     EXPLAINED,
+    INK,
+    Machine,
     Section,
-    figure,
-    findings,
-    html_table,
-    machine_section,
-    paragraph,
-    terminal_table,
+    is_approximate,
+    is_lost,
+    measurement_table,
+    new_figure,
+    percent,
+    plain_axes,
+    publish,
+    small,
+    times,
     write_csv,
-    write_html,
 )
 from .settings import GENERATED, Setting, outliers
+from .terminal import Steps
 
 BUDGET = 9.0  # seconds of timing for each setting
 PICTURE_N = 1024  # few enough tokens that one large row is visible
+GOOD = 1e-3  # a relative error that counts as accurate
+COLOURS = {"SDPA": INK, "Polynomial": "#c05621", "SingleThreshold": "#2f6fab", "Auto": "#2f855a"}
+MARKERS = "ovs^DP*X"
 
 Compared = tuple[Setting, list[Measurement]]
 
@@ -51,18 +58,16 @@ def run_demo(settings: Sequence[Setting], out: Path, seed: int, console: Console
     machine = Machine.here()
     with Steps(console, len(settings)) as steps:
         compared = [(setting, _compare(setting, seed, steps)) for setting in settings]
-    write_csv(
-        out / "results.csv", machine, [row for _, rows in compared for row in rows], name="setting"
-    )
-    sections = [_section(setting, rows, out) for setting, rows in compared]
-    sections += [_supports(settings, seed, out), machine_section(machine)]
-    write_html(out / "report.html", "supportbasis demo", _lead(settings), sections)
-    for setting, rows in compared:
-        console.print()
-        console.print(terminal_table(_title(setting), rows))
-        console.print(findings(rows))
-    console.print(f"\nReport: {out / 'report.html'}\nNumbers: {out / 'results.csv'}", style="bold")
-    console.print("Pictures: " + ", ".join(sorted(path.name for path in out.glob("*.png"))))
+    rows = [_line(row) for _, measured in compared for row in measured]
+    write_csv(out / "results.csv", machine, rows)
+    sections = [_section(setting, measured, out) for setting, measured in compared]
+    sections.append(_supports(settings, seed, out))
+    publish(out, "supportbasis demo", _lead(settings), sections, machine, console)
+
+
+def _line(row: Measurement) -> dict[str, object]:
+    content = asdict(row)
+    return {"setting": content.pop("name")} | content
 
 
 def _compare(setting: Setting, seed: int, steps: Steps) -> list[Measurement]:
@@ -96,14 +101,14 @@ def _lead(settings: Sequence[Setting]) -> str:
 def _section(setting: Setting, rows: list[Measurement], out: Path) -> Section:
     picture = out / f"error-{setting.name}.png"
     plot_errors(rows, _title(setting), picture)
-    text = f"{setting.description[0].upper()}{setting.description[1:]}."
-    body = [
-        paragraph(text),
-        paragraph(findings(rows), "finding"),
-        html_table(rows),
-        figure(picture, f"Error against speed, {_title(setting)}. Right and down is better."),
-    ]
-    return Section(_title(setting), body)
+    caption = f"Error against speed, {_title(setting)}. Right and down is better."
+    return Section(
+        _title(setting),
+        text=f"{setting.description[0].upper()}{setting.description[1:]}.",
+        findings=[findings(rows)],
+        grids=[measurement_table("", rows)],
+        figures=[(picture, caption)],
+    )
 
 
 def _supports(settings: Sequence[Setting], seed: int, out: Path) -> Section:
@@ -123,4 +128,83 @@ def _supports(settings: Sequence[Setting], seed: int, out: Path) -> Section:
         "A support basis covers the score matrix with disjoint parts. Queries with a large entry "
         "are computed exactly, and so are keys with a large entry; a polynomial covers the rest."
     )
-    return Section("The supports", [paragraph(text), figure(picture, caption)])
+    return Section("The supports", text, figures=[(picture, caption)])
+
+
+def plot_errors(rows: Sequence[Measurement], title: str, path: Path) -> None:
+    """Relative error against speed relative to SDPA, a marker for each method.
+
+    The mean of V costs next to nothing, so it is a line: the error that comes for free.
+    """
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    figure = new_figure(8.6, 4.6)
+    axes = figure.add_subplot()
+    plain_axes(axes)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.axvline(1.0, color="#9aa5b1", linewidth=1, linestyle="--")
+    for index, row in enumerate(rows):
+        if not row.ratio or not row.relative_error or not math.isfinite(row.relative_error):
+            continue
+        if row.method == "mean(V)":
+            axes.axhline(row.relative_error, color="#7b8794", ls="--", lw=1, label=row.method)
+            continue
+        colour = COLOURS.get(row.method.split("(")[0].split(" ")[0], INK)
+        mark, label = MARKERS[index % len(MARKERS)], row.method
+        axes.plot(row.ratio, row.relative_error, mark, color=colour, ms=8, label=label)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter("{x:g}×")
+    axes.set_xlabel("speed relative to SDPA (right is faster)")
+    axes.set_ylabel("relative error (down is better)")
+    axes.set_title(title, loc="left", fontsize=11, parse_math=False)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+# ---- findings --------------------------------------------------------------------------------
+
+
+def findings(rows: Sequence[Measurement]) -> str:
+    """Two sentences that the numbers of one setting say: what won, and what did not work."""
+    tried = [row for row in rows if row.bound is not None or row.seconds is None]
+    return f"{_best_sentence(tried)} {_other_sentence(rows, tried)}"
+
+
+def _best_sentence(tried: Sequence[Measurement]) -> str:
+    accurate = [row for row in tried if is_approximate(row) and (row.relative_error or 0) <= GOOD]
+    best = max(accurate, key=lambda row: row.ratio or 0.0, default=None)
+    if best is None:
+        return "No approximation came within 0.1 % of the exact answer."
+    assert best.ratio is not None and best.relative_error is not None
+    if best.ratio <= 1:
+        return (
+            f"No approximation within 0.1 % of the exact answer was faster than {best.baseline}; "
+            f"the closest was {best.method} at {times(best.ratio)}."
+        )
+    return (
+        f"The fastest approximation within 0.1 % of the exact answer was {best.method}: "
+        f"{times(best.ratio)} as fast as {best.baseline}, with a relative error of "
+        f"{small(best.relative_error)} and {_bound_words(best.bound)}."
+    )
+
+
+def _bound_words(bound: float | None) -> str:
+    if bound is None or bound == math.inf:
+        return "no certified bound"
+    return f"a certified bound of {small(bound)} on its largest error"
+
+
+def _other_sentence(rows: Sequence[Measurement], tried: Sequence[Measurement]) -> str:
+    lost = [row.method for row in tried if is_lost(row)]
+    mean = next((row for row in rows if row.method == "mean(V)"), None)
+    parts = []
+    if mean is not None and mean.relative_error is not None:
+        parts.append(f"the mean of V alone is off by {percent(100 * mean.relative_error)}")
+    if lost:
+        parts.append(f"{', '.join(lost)} lost the answer (more than 10 % off, or no answer)")
+    else:
+        parts.append("every method stayed within 10 %")
+    text = ", and ".join(parts)
+    return text[0].upper() + text[1:] + "."

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..api import attention
 from ..errors import SupportBasisError
 from ..methods import Method
-from ..plans import HeadPlan, Plan
+from ..plans.plan import Plan
 from ..problem.result import Result
 from .settings import Setting
 
@@ -61,7 +61,7 @@ class Measurement:
 
 
 @dataclass(eq=False)
-class Contender:
+class TimedCall:
     """A call to be timed. ``details`` repeats it once, untimed, for its plan and certificate."""
 
     label: str
@@ -73,7 +73,7 @@ class Contender:
     notes: list[str] = field(default_factory=list)
 
     def turn(self) -> None:
-        """A few calls of a short contender, one of a long one."""
+        """A few calls of a short timed_call, one of a long one."""
         start = time.perf_counter()
         for _ in range(TURN_CALLS):
             self.run()
@@ -92,18 +92,22 @@ class Contender:
 
 @torch.no_grad()
 def interleave(
-    contenders: list[Contender], budget: float, tick: Tick, least: int = LEAST_ROUNDS
+    timed_calls: list[TimedCall], budget: float, tick: Tick, least: int = LEAST_ROUNDS
 ) -> int:
-    """Let the contenders take turns for about ``budget`` seconds; returns the number of rounds."""
-    racing = list(contenders)
+    """Let the timed_calls take turns for about ``budget`` seconds; returns the number of rounds.
+
+    torch.utils.benchmark times one call after the other, and warms each up with two more; in turns
+    a busy moment of the machine hits all alike.
+    """
+    racing = list(timed_calls)
     start = time.perf_counter()
     for done in range(1, MOST_ROUNDS + 1):
-        for contender in list(racing):
+        for timed_call in list(racing):
             try:
-                contender.turn()
+                timed_call.turn()
             except SupportBasisError as error:
-                contender.notes = [str(error)]
-                racing.remove(contender)
+                timed_call.notes = [str(error)]
+                racing.remove(timed_call)
         used = (time.perf_counter() - start) / budget
         tick(min(1.0, max(used, done / MOST_ROUNDS)))
         if done >= least and used >= 1:
@@ -111,16 +115,16 @@ def interleave(
     return done
 
 
-def sdpa(setting: Setting) -> Contender:
+def sdpa(setting: Setting) -> TimedCall:
     """The baseline."""
     label = "SDPA causal" if setting.is_causal else "SDPA"
     tensors = (setting.query, setting.key, setting.value)
     causal, scale = setting.is_causal, setting.scale
     call = lambda: F.scaled_dot_product_attention(*tensors, is_causal=causal, scale=scale)  # noqa: E731
-    return Contender(label, call, ran="PyTorch's exact kernel")
+    return TimedCall(label, call, ran="PyTorch's exact kernel")
 
 
-def mean_value(setting: Setting) -> Contender:
+def mean_value(setting: Setting) -> TimedCall:
     """Attention with all weights equal: what a method must beat to be worth anything."""
 
     def call() -> Tensor:
@@ -131,10 +135,10 @@ def mean_value(setting: Setting) -> Contender:
         count = torch.arange(1, value.shape[-2] + 1, dtype=value.dtype).unsqueeze(1)
         return value.cumsum(-2) / count
 
-    return Contender("mean(V)", call, ran="degree 0: every weight equal")
+    return TimedCall("mean(V)", call, ran="degree 0: every weight equal")
 
 
-def with_method(setting: Setting, label: str, method: Method) -> Contender:
+def with_method(setting: Setting, label: str, method: Method) -> TimedCall:
     """A call of `sb.attention`."""
     tensors = (setting.query, setting.key, setting.value)
     causal, scale = setting.is_causal, setting.scale
@@ -151,7 +155,7 @@ def with_method(setting: Setting, label: str, method: Method) -> Contender:
         assert isinstance(result, Result)
         return result
 
-    return Contender(label, call, details)
+    return TimedCall(label, call, details)
 
 
 def compare(
@@ -166,50 +170,66 @@ def compare(
 ) -> list[Measurement]:
     """Measure methods on a setting; ``everything`` adds lines for mean(V) and SDPA itself."""
     baseline = sdpa(setting)
-    contenders = [with_method(setting, *item) for item in methods.items()]
+    timed_calls = [with_method(setting, *item) for item in methods.items()]
     if everything:
-        racing = [mean_value(setting), baseline, *contenders]
+        racing = [mean_value(setting), baseline, *timed_calls]
     else:
-        racing = [baseline, *contenders]
+        racing = [baseline, *timed_calls]
     rounds = interleave(racing, budget, tick)
     exact = ExactRows.of(setting, seed)
     name = name or setting.name
     return [
-        _measured(contender, name, setting, baseline, exact, rounds)
-        for contender in (racing if everything else contenders)
+        _measured(timed_call, name, setting, baseline, exact, rounds)
+        for timed_call in (racing if everything else timed_calls)
     ]
 
 
 def _measured(
-    contender: Contender,
+    timed_call: TimedCall,
     name: str,
     setting: Setting,
-    baseline: Contender,
+    baseline: TimedCall,
     exact: ExactRows,
     rounds: int,
 ) -> Measurement:
-    ran, bound, cost = contender.ran, None, 1.0 if contender is baseline else None
-    failed = contender.output is None
-    errors = (None, None) if contender.output is None else exact.errors(contender.output)
-    if contender.details is not None and not failed:
-        ran, bound, cost = _details(contender.details)
+    ran, bound, cost = timed_call.ran, None, 1.0 if timed_call is baseline else None
+    if timed_call.details is not None and timed_call.output is not None:
+        ran, bound, cost = _details(timed_call.details)
+    sizes = (name, setting.n, setting.dim, setting.is_causal)
+    return measurement(timed_call, baseline, exact.errors, sizes, rounds, ran, bound, cost)
+
+
+def measurement(
+    timed_call: TimedCall,
+    baseline: TimedCall,
+    errors: Callable[[Tensor], tuple[float, float]],
+    sizes: tuple[str, int, int, bool],  # name, n, d, causal
+    rounds: int,
+    ran: str,
+    bound: float | None,
+    cost: float | None,
+) -> Measurement:
+    """What was timed, with its error; a call that failed has no numbers."""
+    name, n, d, causal = sizes
+    output = timed_call.output
+    relative, largest = (None, None) if output is None else errors(output)
     return Measurement(
         name=name,
-        method=contender.label,
-        n=setting.n,
-        d=setting.dim,
-        causal=setting.is_causal,
-        seconds=None if failed else contender.seconds,
+        method=timed_call.label,
+        n=n,
+        d=d,
+        causal=causal,
+        seconds=None if output is None else timed_call.seconds,
         baseline=baseline.label,
         baseline_seconds=baseline.seconds,
-        ratio=None if failed else baseline.seconds / contender.seconds,
-        relative_error=errors[0],
-        max_error=errors[1],
+        ratio=None if output is None else baseline.seconds / timed_call.seconds,
+        relative_error=relative,
+        max_error=largest,
         bound=bound,
         cost=cost,
         repeats=rounds,
-        ran="failed" if failed else ran,
-        note="; ".join(dict.fromkeys(contender.notes)),
+        ran="failed" if output is None else ran,
+        note="; ".join(dict.fromkeys(timed_call.notes)),
     )
 
 
@@ -222,30 +242,11 @@ def _details(call: Callable[[], Result]) -> tuple[str, float, float]:
 
 
 def describe(plan: Plan) -> str:
-    """What a plan does, in a few words."""
+    """What the heads of a plan do, and why, in the plan's own words."""
     if len(plan.heads) == 1:
-        return _describe_head(plan.heads[0])
-    kinds = Counter(
-        head.kind if head.polynomial is None else f"{head.polynomial.kind} deg {head.degree}"
-        for head in plan.heads
-    )
+        return str(plan.heads[0]).splitlines()[0]
+    kinds = Counter(head.kind for head in plan.heads)
     return ", ".join(f"{count} heads {kind}" for kind, count in kinds.most_common())
-
-
-def _describe_head(head: HeadPlan) -> str:
-    if head.kind == "exact":
-        return f"exact: {head.reason}" if head.reason else "exact"
-    if head.kind == "lists":
-        return f"{head.keys:.0f} keys a query in open leaves, {head.lists}"
-    if head.polynomial is None:
-        powers = sorted({kernel.power for kernel in head.kernels})
-        listed = f"powers {powers[0]} to {powers[-1]}" if powers else "all exact"
-        return f"{len(head.row_edges)} × {len(head.key_edges)} buckets, {listed}"
-    text = f"{head.polynomial.kind} deg {head.degree} on ±{head.polynomial.bound:.3g}"
-    if head.threshold is None or head.large is None:
-        return text
-    rows, keys = 100 * head.large[0] / head.n, 100 * head.large[1] / head.m
-    return f"{text}, T={head.threshold:.2f}, large: {rows:.1f} % rows, {keys:.1f} % keys"
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,10 +259,10 @@ class ExactRows:
 
     @staticmethod
     def of(setting: Setting, seed: int) -> ExactRows:
-        generator = torch.Generator().manual_seed(seed)
-        rows = torch.randperm(setting.n, generator=generator)[:SAMPLED_ROWS].sort().values
-        chunks = [_exact(setting, chunk) for chunk in rows.split(ROW_CHUNK)]
-        return ExactRows(rows, torch.cat(chunks, -2), setting.value.double().abs().amax((-1, -2)))
+        rows = sampled_rows(setting.n, SAMPLED_ROWS, seed)
+        tensors = (setting.query, setting.key, setting.value)
+        output = exact_rows(*tensors, rows, setting.factor, setting.is_causal)
+        return ExactRows(rows, output, setting.value.double().abs().amax((-1, -2)))
 
     def errors(self, output: Tensor) -> tuple[float, float]:
         """Relative Frobenius error, and largest error over max|V|, of the worst head."""
@@ -271,11 +272,24 @@ class ExactRows:
         return float(relative.max()), float(largest.max())
 
 
-def _exact(setting: Setting, rows: Tensor) -> Tensor:
-    """Softmax attention of some query rows, as it is written down in the books, in float64."""
-    query = setting.query[..., rows, :].double()
-    score = query @ setting.key.double().mT * setting.factor
-    if setting.is_causal:
-        later = torch.arange(setting.key.shape[-2]) > rows.unsqueeze(1)
-        score = score.masked_fill(later, -math.inf)
-    return score.softmax(-1) @ setting.value.double()
+def sampled_rows(n: int, count: int, seed: int) -> Tensor:
+    """Up to ``count`` of n rows, in their order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(n, generator=generator, device="cpu")[:count].sort().values
+
+
+def exact_rows(
+    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scale: float, is_causal: bool
+) -> Tensor:
+    """Softmax attention of some query rows, as it is written down in the books, in float64.
+
+    Shapes [..., tokens, dim]; the output is [..., rows, dv].
+    """
+    outputs = []
+    columns = torch.arange(key.shape[-2], device=key.device)
+    for chunk in rows.to(key.device).split(ROW_CHUNK):
+        score = query[..., chunk, :].double() @ key.double().mT * scale
+        if is_causal:
+            score = score.masked_fill(columns > chunk.unsqueeze(1), -math.inf)
+        outputs.append(score.softmax(-1) @ value.double())
+    return torch.cat(outputs, -2)

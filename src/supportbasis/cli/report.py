@@ -1,25 +1,39 @@
-"""What a comparison leaves behind: CSV rows, a table on the terminal, a page that stands alone."""
+"""What a command leaves behind: CSV rows, tables on the terminal, a page that stands alone."""
 
 from __future__ import annotations
 
 import base64
 import csv
-import math
+import os
+import platform
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from html import escape
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
+from jinja2 import Environment
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import supportbasis
+
 from ..errors import InputError
-from .machine import Machine
 from .measure import Measurement
 
-HEADINGS = ("time", "speed-up", "rel. error", "max error", "bound", "cost")
-GOOD, LOST = 1e-3, 0.1  # relative errors that count as accurate, and beyond which all is lost
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+HEADINGS = ("method", "time", "speed-up", "rel. error", "max error", "bound", "cost")
+LOST = 0.1  # a relative error beyond which the answer is useless
+KEPT = (".csv", ".png", ".svg")
+INK, GREY = "#1f2933", "#7b8794"
+COLOURS = ("#2f6fab", "#2f855a", "#b7791f", "#805ad5", "#c05621", "#d53f8c", "#319795")
 
 EXPLAINED = """Time is the best of several whole calls, planning included, taking turns with the
 baseline in one loop; “speed-up” is the baseline's time over it. Errors are against float64
@@ -51,11 +65,41 @@ def percent(value: float) -> str:
     return f"{value:.2g} %" if value < 10 else f"{value:.0f} %" if value < 1e6 else f"{value:.1e} %"
 
 
-def cells(row: Measurement) -> list[str]:
-    """The numbers of a line, in the order of `HEADINGS`."""
-    cost = "—" if row.cost is None else f"{row.cost:.3g}"
-    errors = (small(row.relative_error), small(row.max_error), small(row.bound))
-    return [seconds(row.seconds), times(row.ratio), *errors, cost]
+# ---- tables ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table: the first column names a line; lines in ``lost`` are red.
+
+    Further lines of a name are small print; those that start with "!" are warnings.
+    """
+
+    title: str
+    headings: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    lost: frozenset[int] = frozenset()
+
+    def terminal(self) -> Table:
+        title = self.title or None
+        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+        for index, heading in enumerate(self.headings):
+            if index:
+                table.add_column(heading, justify="right", no_wrap=True)
+            else:
+                table.add_column(heading, min_width=20)
+        for index, line in enumerate(self.lines):
+            cells = (_styled(line[0]), *(Text(cell) for cell in line[1:]))
+            table.add_row(*cells, style="red" if index in self.lost else "")
+        return table
+
+
+def _styled(name: str) -> Text:
+    first, *rest = name.split("\n")
+    text = Text(first, style="bold" if rest else "")
+    for line in rest:
+        text.append(f"\n{line}", style="yellow" if line.startswith("!") else "dim default")
+    return text
 
 
 def is_lost(row: Measurement) -> bool:
@@ -68,120 +112,85 @@ def is_approximate(row: Measurement) -> bool:
     return row.ratio is not None and row.relative_error is not None and row.cost != 1.0
 
 
-# ---- findings --------------------------------------------------------------------------------
-
-
-def findings(rows: Sequence[Measurement]) -> str:
-    """Two sentences that the numbers of one setting say: what won, and what did not work."""
-    tried = [row for row in rows if row.bound is not None or row.seconds is None]
-    return f"{_best_sentence(tried)} {_other_sentence(rows, tried)}"
-
-
-def _best_sentence(tried: Sequence[Measurement]) -> str:
-    accurate = [row for row in tried if is_approximate(row) and (row.relative_error or 0) <= GOOD]
-    best = max(accurate, key=lambda row: row.ratio or 0.0, default=None)
-    if best is None:
-        return "No approximation came within 0.1 % of the exact answer."
-    assert best.ratio is not None and best.relative_error is not None
-    if best.ratio <= 1:
-        return (
-            f"No approximation within 0.1 % of the exact answer was faster than {best.baseline}; "
-            f"the closest was {best.method} at {times(best.ratio)}."
-        )
-    return (
-        f"The fastest approximation within 0.1 % of the exact answer was {best.method}: "
-        f"{times(best.ratio)} as fast as {best.baseline}, with a relative error of "
-        f"{small(best.relative_error)} and {_bound_words(best.bound)}."
-    )
-
-
-def _bound_words(bound: float | None) -> str:
-    if bound is None or bound == math.inf:
-        return "no certified bound"
-    return f"a certified bound of {small(bound)} on its largest error"
-
-
-def _other_sentence(rows: Sequence[Measurement], tried: Sequence[Measurement]) -> str:
-    lost = [row.method for row in tried if is_lost(row)]
-    mean = next((row for row in rows if row.method == "mean(V)"), None)
-    parts = []
-    if mean is not None and mean.relative_error is not None:
-        parts.append(f"the mean of V alone is off by {percent(100 * mean.relative_error)}")
-    if lost:
-        parts.append(f"{', '.join(lost)} lost the answer (more than 10 % off, or no answer)")
-    else:
-        parts.append("every method stayed within 10 %")
-    text = ", and ".join(parts)
-    return text[0].upper() + text[1:] + "."
-
-
-# ---- the terminal ----------------------------------------------------------------------------
-
-
-def terminal_table(title: str, rows: Iterable[Measurement], *, named: bool = False) -> Table:
+def measurement_table(title: str, rows: Sequence[Measurement], *, named: bool = False) -> Grid:
     """A line for each measurement; what ran stands below the method."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    table.add_column("method", ratio=1)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        method = Text(f"{row.name}  " if named else "", style="cyan")
-        method.append(row.method, style="bold default")
-        method.append(f"\n{row.ran}", style="dim default")
-        if row.note:
-            method.append(f"\n! {row.note}", style="yellow")
-        table.add_row(method, *cells(row), style="red" if is_lost(row) else "")
-    return table
+    lost = frozenset(index for index, row in enumerate(rows) if is_lost(row))
+    return Grid(title, HEADINGS, [_cells(row, named) for row in rows], lost)
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A table of any content: the first column names a line; lines in ``lost`` are red."""
-
-    title: str
-    headings: Sequence[str]
-    lines: Sequence[Sequence[str]]
-    lost: frozenset[int] = frozenset()
-
-    def terminal(self) -> Table:
-        table = Table(title=self.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-        for index, heading in enumerate(self.headings):
-            if index:
-                table.add_column(heading, justify="right", no_wrap=True)
-            else:
-                table.add_column(heading, min_width=20)
-        for index, line in enumerate(self.lines):
-            table.add_row(*(Text(cell) for cell in line), style="red" if index in self.lost else "")
-        return table
-
-    def html(self) -> str:
-        head = "".join(f"<th>{escape(heading)}</th>" for heading in self.headings)
-        parts = [f'<p class="caption">{escape(self.title)}</p>', '<div class="scroll"><table>']
-        parts.append(f"<thead><tr>{head}</tr></thead><tbody>")
-        for index, line in enumerate(self.lines):
-            kind = ' class="lost"' if index in self.lost else ""
-            cells = "".join(f"<td>{escape(cell)}</td>" for cell in line)
-            parts.append(f"<tr{kind}>{cells}</tr>")
-        return "\n".join([*parts, "</tbody></table></div>"])
+def _cells(row: Measurement, named: bool) -> list[str]:
+    label = f"{row.name}: {row.method}" if named else row.method
+    name = "\n".join([label, row.ran, *([f"! {row.note}"] if row.note else [])])
+    cost = "—" if row.cost is None else f"{row.cost:.3g}"
+    errors = (small(row.relative_error), small(row.max_error), small(row.bound))
+    return [name, seconds(row.seconds), times(row.ratio), *errors, cost]
 
 
 # ---- CSV -------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Machine:
+    """Where and when a measurement was made: the first columns of every result."""
+
+    date: str
+    device: str
+    cpu: str
+    cores: int
+    torch: str
+    version: str
+    commit: str
+
+    @staticmethod
+    def here(device: str = "cpu") -> Machine:
+        """The machine of this process; a device of CUDA gets its own name."""
+        known = torch.device(device).type == "cuda" and torch.cuda.is_available()
+        return Machine(
+            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            device=torch.cuda.get_device_name(device) if known else device,
+            cpu=_cpu(),
+            cores=torch.get_num_threads(),
+            torch=torch.__version__,
+            version=supportbasis.__version__,
+            commit=_commit(),
+        )
+
+    def facts(self) -> list[tuple[str, str]]:
+        labels = {"cores": "threads", "version": "supportbasis"}
+        content = asdict(self).items()
+        return [(labels.get(name, name), str(value)) for name, value in content if value != ""]
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    """Of the checkout this package is imported from; empty for an installed package. A copy
+    without its history may say it in SUPPORTBASIS_COMMIT."""
+    package = Path(supportbasis.__file__).resolve().parent
+    top = _git(package, "rev-parse", "--show-toplevel")
+    if not top or package != Path(top).resolve() / "src" / "supportbasis":
+        return os.environ.get("SUPPORTBASIS_COMMIT", "")
+    return _git(package, "describe", "--always", "--dirty", "--exclude", "*")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
 def write_csv(
-    path: Path,
-    machine: Machine,
-    rows: Iterable[Measurement],
-    *,
-    name: str = "name",
-    append: bool = False,
-) -> None:
-    """Tidy rows, one for each measurement; ``name`` is the heading of the first of its columns."""
-    table = [{name: row.name} | _without_name(row) for row in rows]
-    write_table(path, machine, table, append=append)
-
-
-def write_table(
     path: Path,
     machine: Machine | None,
     lines: Iterable[Mapping[str, object]],
@@ -205,15 +214,38 @@ def write_table(
         writer.writerows(table)
 
 
-def _without_name(row: Measurement) -> dict[str, object]:
-    content = asdict(row)
-    del content["name"]
-    return content
+# ---- pictures --------------------------------------------------------------------------------
 
 
-# ---- HTML ------------------------------------------------------------------------------------
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches, with space for its labels."""
+    from matplotlib.figure import Figure
 
-STYLE = """
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def plain_axes(axes: Axes) -> None:
+    """A light grid and no box around the data."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True, which="major", color="#e4e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def length_label(n: float, _: object = None) -> str:
+    """16k for 16384, on an axis of lengths."""
+    return f"{n / 1024:g}k" if n >= 1024 else f"{n:g}"
+
+
+# ---- pages -----------------------------------------------------------------------------------
+
+PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>
 :root { color-scheme: light; }
 body { font: 16px/1.55 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif;
   color: #1f2933; background: #fff; max-width: 62rem; margin: 2.5rem auto; padding: 0 1.25rem; }
@@ -233,73 +265,106 @@ tr.lost td { color: #a61b1b; } tr.lost .ran { color: #b9605f; }
 table.facts { width: auto; } table.facts td { text-align: left; white-space: normal; border: 0;
   padding: .1rem 1rem .1rem 0; min-width: 0; } table.facts td:first-child { color: #66788a; }
 figure { margin: 1.2rem 0; } img { max-width: 100%; height: auto; }
-figcaption, footer { color: #66788a; font-size: .85rem; }
+figcaption { color: #66788a; font-size: .85rem; }
+</style>
+</head>
+<body>
+<h1>{{ title }}</h1>
+<p class="lead">{{ lead }}</p>
+{% for section in sections %}
+<h2>{{ section.title }}</h2>
+{% if section.text %}<p>{{ section.text }}</p>{% endif %}
+{% for finding in section.findings %}<p class="finding">{{ finding }}</p>{% endfor %}
+{% if section.verbatim %}<div class="scroll"><pre>{{ section.verbatim }}</pre></div>{% endif %}
+{% for grid in section.grids %}
+{% if grid.title %}<p class="caption">{{ grid.title }}</p>{% endif %}
+<div class="scroll"><table>
+<thead><tr>{% for heading in grid.headings %}<th>{{ heading }}</th>{% endfor %}</tr></thead>
+<tbody>
+{% for line in grid.lines %}
+<tr{% if loop.index0 in grid.lost %} class="lost"{% endif %}>
+{%- for cell in line %}{% set parts = cell.split("\\n") %}<td>
+{%- if parts | length > 1 %}<b>{{ parts[0] }}</b>
+{%- for part in parts[1:] %}
+<span class="{{ 'note' if part.startswith('!') else 'ran' }}">{{ part }}</span>
+{%- endfor %}{% else %}{{ cell }}{% endif %}</td>{% endfor %}</tr>
+{% endfor %}
+</tbody></table></div>
+{% endfor %}
+{% for path, caption in section.figures %}
+<figure><img src="{{ path | inline }}" alt="{{ caption }}"><figcaption>{{ caption }}</figcaption>
+</figure>
+{% endfor %}
+{% for target, text in section.links.items() %}
+<p><a href="{{ target }}">{{ text }}</a></p>
+{% endfor %}
+{% endfor %}
+{% if facts %}
+<h2>Machine and versions</h2>
+<table class="facts">
+{% for name, value in facts %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>
+{% endfor %}
+</table>
+{% endif %}
+</body>
+</html>
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Section:
-    """A heading, and paragraphs, tables and figures below it, as HTML."""
+    """A heading, and what stands below it: sentences, tables, pictures with captions, links."""
 
     title: str
-    body: Sequence[str]
+    text: str = ""
+    findings: Sequence[str] = ()
+    grids: Sequence[Grid] = ()
+    figures: Sequence[tuple[Path, str]] = ()
+    printed: Sequence[Grid] | None = None  # on the terminal; None: all tables
+    verbatim: str = ""
+    links: Mapping[str, str] = field(default_factory=dict)
+
+    def print(self, console: Console) -> None:
+        printed = self.grids if self.printed is None else self.printed
+        if not printed and not self.findings:
+            return
+        console.print()
+        console.print(self.title, style="bold underline")
+        for grid in printed:
+            console.print(grid.terminal())
+        for finding in self.findings:
+            console.print(finding)
 
 
-def write_html(path: Path, title: str, lead: str, sections: Iterable[Section]) -> None:
-    """One file that needs no other."""
-    parts = [f"<h1>{escape(title)}</h1>", f'<p class="lead">{escape(lead)}</p>']
-    for section in sections:
-        parts += [f"<h2>{escape(section.title)}</h2>", *section.body]
-    page = (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+def write_page(
+    path: Path, title: str, lead: str, sections: Sequence[Section], machine: Machine | None = None
+) -> None:
+    """One file that needs no other: pictures are inlined."""
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["inline"] = _inline
+    facts = machine.facts() if machine else []
+    page = environment.from_string(PAGE).render(
+        title=title, lead=lead, sections=sections, facts=facts
     )
-    path.write_text(page + "\n".join(parts) + "\n</body>\n</html>\n", encoding="utf-8")
+    path.write_text(page, encoding="utf-8")
 
 
-def paragraph(text: str, kind: str = "") -> str:
-    return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
+def _inline(path: Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode("ascii")
 
 
-def link(target: str, text: str) -> str:
-    return f'<a href="{escape(target)}">{escape(text)}</a>'
-
-
-def preformatted(text: str) -> str:
-    """Lines as a terminal shows them."""
-    return f'<div class="scroll"><pre>{escape(text)}</pre></div>'
-
-
-def html_table(rows: Iterable[Measurement], *, named: bool = False) -> str:
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in ("method", *HEADINGS))
-    lines = [f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>']
-    for row in rows:
-        label = f"{row.name}: {row.method}" if named else row.method
-        first = f'<b>{escape(label)}</b><span class="ran">{escape(row.ran)}</span>'
-        if row.note:
-            first += f'<span class="note">{escape(row.note)}</span>'
-        numbers = "".join(f"<td>{escape(cell)}</td>" for cell in cells(row))
-        kind = ' class="lost"' if is_lost(row) else ""
-        lines.append(f"<tr{kind}><td>{first}</td>{numbers}</tr>")
-    return "\n".join([*lines, "</tbody></table></div>"])
-
-
-def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """A small table of names and what they are."""
-    lines = "".join(f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in pairs)
-    return f'<table class="facts">{lines}</table>'
-
-
-def machine_section(machine: Machine) -> Section:
-    labels = {"cores": "threads", "version": "supportbasis"}
-    content = asdict(machine).items()
-    pairs = [(labels.get(name, name), str(value)) for name, value in content if value != ""]
-    return Section("Machine and versions", [facts(pairs)])
-
-
-def figure(path: Path, caption: str) -> str:
-    """A PNG, inlined."""
-    data = base64.b64encode(path.read_bytes()).decode("ascii")
-    source = f'<img src="data:image/png;base64,{data}" alt="{escape(caption)}">'
-    return f"<figure>{source}<figcaption>{escape(caption)}</figcaption></figure>"
+def publish(
+    out: Path,
+    title: str,
+    lead: str,
+    sections: Sequence[Section],
+    machine: Machine,
+    console: Console,
+) -> None:
+    """Write ``report.html``, print the sections, and say where everything is."""
+    write_page(out / "report.html", title, lead, sections, machine)
+    for section in sections:
+        section.print(console)
+    files = sorted(path.name for path in out.iterdir() if path.suffix in KEPT)
+    console.print(f"\nReport: {out / 'report.html'}", style="bold")
+    console.print(f"Beside it: {', '.join(files)}")

@@ -1,0 +1,242 @@
+"""What `supportbasis reproduce`, `bench frontier` and `bench --device cuda` stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from supportbasis import InputError
+from supportbasis.cli.terminal import console, friendly, writable
+
+from .distribution import BUILT_IN, PRESETS, Access, Wish, check_installed, run_distribution
+from .downstream import BENCHMARKS, chosen_tasks, run_benchmarks, run_downstream, stories_folder
+from .downstream import FULL as WHOLE_DOWNSTREAM
+from .downstream import QUICK as QUICK_DOWNSTREAM
+from .downstream import Wish as BenchmarkWish
+from .efficiency import FULL as WHOLE_EFFICIENCY
+from .efficiency import QUICK as QUICK_EFFICIENCY
+from .efficiency import run_efficiency
+from .frontier import FULL as WHOLE_FRONTIER
+from .frontier import QUICK as QUICK_FRONTIER
+from .frontier import Models, frontier_extent, parse_heads, parse_lengths, run_frontier
+from .frontier import Wish as FrontierWish
+from .polynomial_attention import FULL as WHOLE_STUDY
+from .polynomial_attention import QUICK as QUICK_STUDY
+from .polynomial_attention import run_study
+from .study import chosen_device, write_index
+
+QUICK_ITEMS = 10  # of each benchmark, for a model of the user's
+
+reproduce = typer.Typer(
+    help="Studies of the paper's claims, each with a report.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench_frontier = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@bench_frontier.command()
+def frontier(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="One model and nothing else: a causal language model of transformers, or an "
+            "encoder of points.",
+        ),
+    ] = None,
+    models: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of such models, a folder each. [default: $SUPPORTBASIS_MODELS]",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="What language models read. [default: the standard library's modules]",
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,...", help="Tokens, at most a language model's context."),
+    ] = None,
+    heads: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COUNT|LAYER.HEAD,...",
+            help="How many heads of each model, or which. [default: 6 of a language model, 12 of a "
+            "model of the package, all of an encoder]",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="Short inputs, few settings.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of inputs, samples and rows.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
+        "supportbasis-out/frontier"
+    ),
+) -> None:
+    """Error against cost and time of our methods and published ones, on trained heads."""
+    with friendly("bench frontier"):
+        if model is not None and models is not None:
+            raise InputError(
+                "--model is one model, --models a folder of them; expected one of the two"
+            )
+        asked = parse_lengths(lengths)
+        extent = QUICK_FRONTIER if quick else WHOLE_FRONTIER
+        extent = frontier_extent(extent, asked, parse_heads(heads))
+        wish = FrontierWish(extent, text, chosen_device(device), seed)
+        found = Models.find(models) if model is None else Models.only(model, asked)
+        run_frontier(wish, found, writable(out), console())
+
+
+Quick = Annotated[bool, typer.Option("--quick", help="Short inputs: about a minute.")]
+Download = Annotated[bool, typer.Option("--download", help="Fetch the model if need be.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+]
+Redraw = Annotated[
+    bool, typer.Option("--redraw", help="Only draw and report what --out holds already.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Of inputs and sampled rows.")]
+
+
+@reproduce.command()
+def efficiency(
+    quick: Quick = False,
+    redraw: Redraw = False,
+    seed: Seed = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
+        "supportbasis-out/efficiency"
+    ),
+) -> None:
+    """Time and error against the threshold, as in the paper's figure, and on harder inputs."""
+    with friendly("reproduce efficiency"):
+        extent = QUICK_EFFICIENCY if quick else WHOLE_EFFICIENCY
+        run_efficiency(extent, writable(out), seed, console(), redraw=redraw)
+
+
+@reproduce.command()
+def distribution(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME_OR_DIR",
+            help="A folder, a name on the hub, or one of the paper's: "
+            f"{', '.join(PRESETS)}. [default: {BUILT_IN}]",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Your own text. [default: a story, and h repeated]"),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(min=16, help="Tokens the model sees at once. [default: 2048, or its limit]"),
+    ] = None,
+    download: Download = False,
+    trust_remote_code: TrustRemoteCode = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One window of each text.")] = False,
+    redraw: Redraw = False,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
+        "supportbasis-out/distribution"
+    ),
+) -> None:
+    """Entries of Q, K and V in every layer of a model, beside the bounds of the paper."""
+    with friendly("reproduce distribution"):
+        access = Access(download, trust_remote_code)
+        wish = Wish(model, text, window, access, 1 if quick else None)
+        run_distribution(wish, writable(out), console(), redraw=redraw)
+
+
+@reproduce.command()
+def downstream(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME_OR_DIR",
+            help="A model of your own, on the benchmarks of --tasks. [default: two small models "
+            "that come with the package, on generated tasks]",
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help=f"For --model, lm-eval's names. [default: {','.join(BENCHMARKS)}]"),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="For --model: items of each task, at most.")
+    ] = None,
+    models: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Folder with stories260K/. [default: $SUPPORTBASIS_MODELS]"
+        ),
+    ] = None,
+    download: Download = False,
+    trust_remote_code: TrustRemoteCode = False,
+    device: Annotated[
+        str, typer.Option(help="Where the models run: cpu, cuda, or another of PyTorch's.")
+    ] = "cpu",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few items: about two minutes; confirms nothing.")
+    ] = False,
+    redraw: Redraw = False,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
+        "supportbasis-out/downstream"
+    ),
+) -> None:
+    """Answers with approximate attention in every layer of a model, as in the paper's table."""
+    with friendly("reproduce downstream"):
+        if model is None:
+            if tasks is not None or limit is not None:
+                raise InputError("--tasks and --limit are for a model of your own: add --model")
+            extents = QUICK_DOWNSTREAM if quick else WHOLE_DOWNSTREAM
+            found = stories_folder(models)
+            run_downstream(extents, writable(out), found, console(), device=device, redraw=redraw)
+        else:
+            access = Access(download, trust_remote_code)
+            items = limit or (QUICK_ITEMS if quick else None)
+            wish = BenchmarkWish(model, chosen_tasks(tasks), items, access)
+            run_benchmarks(wish, writable(out), console(), device=device, redraw=redraw)
+
+
+@reproduce.command("all")
+def everything(
+    quick: Quick = False,
+    redraw: Redraw = False,
+    seed: Seed = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the reports.")] = Path("supportbasis-out"),
+) -> None:
+    """Every part of the paper's experiments, one after the other, each in a folder of its own."""
+    with friendly("reproduce all"):
+        check_installed()
+        writable(out)
+    efficiency(quick, redraw, seed, out / "efficiency")
+    distribution(quick=quick, redraw=redraw, out=out / "distribution")
+    downstream(quick=quick, redraw=redraw, out=out / "downstream")
+    with friendly("reproduce all"):
+        parts = {
+            "efficiency": "time and error",
+            "distribution": "entries of Q, K and V",
+            "downstream": "answers with approximate attention",
+        }
+        write_index(out, "supportbasis reproduce all", parts)
+
+
+@reproduce.command("polynomial-attention")
+def polynomial_attention(
+    quick: Annotated[bool, typer.Option("--quick", help="Short inputs and few seeds.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of inputs and sketches.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
+        "supportbasis-out/polynomial-attention"
+    ),
+) -> None:
+    """Softmax against one polynomial, one power and several, sketched or not."""
+    with friendly("reproduce polynomial-attention"):
+        extent = QUICK_STUDY if quick else WHOLE_STUDY
+        run_study(extent, writable(out), seed, console())

@@ -1,0 +1,16 @@
+"""The paper's figures on the entries of Q and K, for any model and any text.
+
+``models``    where a model comes from
+``texts``     what it is shown
+``stream``    distributions in a memory that does not grow with the text
+``rows``      what is kept of them
+``findings``, ``pictures``   what is made of the rows
+``study``     the command
+"""
+
+from __future__ import annotations
+
+from .models import BUILT_IN, PRESETS, Access, check_installed
+from .study import Wish, run_distribution
+
+__all__ = ["BUILT_IN", "PRESETS", "Access", "Wish", "check_installed", "run_distribution"]

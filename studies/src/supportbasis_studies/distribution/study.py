@@ -1,0 +1,213 @@
+"""``supportbasis reproduce distribution``: run the model where rows are missing, write, print."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from supportbasis import InputError
+from supportbasis.cli.report import write_page
+
+from ..figures import save
+from ..models import observed
+from ..study import Machine, Records, Section, Steps, Tick, in_short, publish
+from . import findings, pictures
+from .models import BUILT_IN, PRESETS, RANDOM, Access, Loaded, load
+from .rows import BinRow, Layer, Origin, SideRow, bin_rows, layers_of, side_rows
+from .stream import LayerStream
+from .texts import Shown, inputs_for
+
+TITLE = "supportbasis reproduce distribution"
+LEAD = (
+    "The entries of queries, keys and values as attention sees them, after rotary embeddings and "
+    "before the scale, in every layer of a model: the paper's figures of appendix L. Entries are "
+    "sub-Gaussian with variance proxy σ² when Pr(|x| ≥ t) ≤ 2·exp(−t²/σ²) for all t; σ² is the "
+    "smallest that covers all entries of a layer, and 2·E[x²] for a Gaussian. A large entry "
+    "exceeds T = √ln n, n being the tokens of a window; a matrix is one head of one window, of "
+    "n × d entries, and n^α of them are large. The bound is Lemma D.2's, 2nd·exp(−T²/σ²). A row "
+    "is large when one of its d entries is, and a pair is in A⁽ᴸ⁾ when its query row or its key "
+    "row is: that is what would be computed exactly."
+)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user wants to see."""
+
+    model: str | None = None
+    text: Path | None = None
+    window: int | None = None
+    access: Access = field(default_factory=Access)
+    windows: int | None = None  # at most
+
+    @property
+    def name(self) -> str:
+        """Of the model, in the rows."""
+        if self.model is None:
+            return BUILT_IN
+        folder = Path(self.model)
+        return folder.resolve().name if folder.is_dir() else PRESETS.get(self.model, self.model)
+
+    def unit(self, shown: Shown) -> str:
+        """The model, and exactly what it is shown."""
+        return f"{self.name}, {shown.name}, {shown.digest}"
+
+
+def run_distribution(wish: Wish, out: Path, console: Console, *, redraw: bool = False) -> None:
+    """Fill in the rows that the folder lacks; then the overview and a page for each layer."""
+    machine = Machine.here()
+    sides = Records(out / "layers.csv", SideRow, machine)
+    bins = Records(out / "histograms.csv", BinRow, machine)
+    if redraw:
+        latest = {row.text: row.unit for row in sides.rows if row.model == wish.name}
+        units = [unit for unit in latest.values() if bins.has(unit)]
+        if not units:
+            raise InputError(
+                f"--redraw: {sides.path} holds no rows of {wish.name}; run the same command "
+                "without --redraw"
+            )
+    else:
+        units = _measured(wish, sides, bins, console)
+    layers = layers_of(sides.of(units), bins.of(units))
+    _publish(layers, out, machine, console)
+
+
+# ---- running the model -----------------------------------------------------------------------
+
+
+def _measured(
+    wish: Wish, sides: Records[SideRow], bins: Records[BinRow], console: Console
+) -> list[str]:
+    loaded = load(wish.model, wish.access)
+    if loaded.is_random:
+        console.print(RANDOM, style="yellow")
+    inputs = inputs_for(loaded, wish.text, wish.window, wish.windows)
+    units = [wish.unit(shown) for shown in inputs]
+    with Steps(console, len(inputs)) as steps:
+        for shown, unit in zip(inputs, units, strict=True):
+            console.print(shown.said)
+            with steps.step(f"{wish.name}, {shown.name}") as tick:
+                if sides.has(unit) and bins.has(unit):
+                    console.print(f"{shown.name}: found in {sides.path.name} and kept.")
+                    continue
+                streams = _run(loaded, shown, tick)
+                bins.add(bin_rows(unit, streams))
+                count = len(shown.windows)
+                origin = Origin(unit, wish.name, loaded.is_random, shown.name, count)
+                sides.add(side_rows(origin, streams))
+    return units
+
+
+@torch.no_grad()
+def _run(loaded: Loaded, shown: Shown, tick: Tick) -> list[LayerStream]:
+    """Every window through the model; its layers are counted as they run."""
+    streams: list[LayerStream] = []
+
+    def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if layer == len(streams):
+            streams.append(LayerStream(query.shape[-2]))
+        streams[layer].add(query, key, value)
+
+    for done, window in enumerate(shown.windows):
+        name = loaded.model.main_input_name
+        options = {} if shown.is_picture else {"use_cache": False}
+        with observed(loaded.model, observe):
+            loaded.model(**{name: window.unsqueeze(0)}, **options)
+        tick((done + 1) / len(shown.windows))
+    if not streams:
+        raise InputError(
+            f"--model: {loaded.name} computes attention neither through transformers' interface "
+            "nor by PyTorch's attention; its queries and keys cannot be seen"
+        )
+    return streams
+
+
+# ---- the report ------------------------------------------------------------------------------
+
+
+def _publish(layers: Sequence[Layer], out: Path, machine: Machine, console: Console) -> None:
+    first = layers[0].sides["query"]
+    title = "The paper's statements on its figures, on this model"
+    said = [RANDOM] * first.random_weights + [f"Model: {first.model}."]
+    sections = [
+        in_short(title, findings.checks(layers), *said),
+        *(_text_section(layers, text, out) for text in findings.texts_of(layers)),
+        _layers_section(layers, out),
+        Section("One page for each layer", links=_layer_pages(layers, out)),
+    ]
+    publish(out, f"{TITLE}: {first.model}", LEAD, sections, machine, console)
+
+
+def _text_section(layers: Sequence[Layer], text: str, out: Path) -> Section:
+    picture = out / f"overview-{_slug(text)}.png"
+    pictures.draw_overview(layers, text, picture)
+    row = findings.shown(layers, text)[0].sides["query"]
+    told = f"{row.windows} window{'s' if row.windows > 1 else ''} of n={row.n} tokens."
+    caption = f"Entries of all layers, {text}; red: ±√ln n."
+    grids = [findings.layer_table(layers, text), findings.value_table(layers, text)]
+    shown = [findings.summary_table(layers, text)]
+    said = findings.text_findings(layers, text)
+    title = text[0].upper() + text[1:]
+    return Section(title, told, said, grids, [(picture, caption)], printed=shown)
+
+
+def _layers_section(layers: Sequence[Layer], out: Path) -> Section:
+    lines, bounds = out / "layers.png", out / "bounds.png"
+    pictures.draw_layers(layers, lines)
+    pictures.draw_bounds(layers, bounds)
+    shown = [
+        (lines, "Spread, tail, large entries, large rows and pairs of every layer."),
+        (bounds, "Large entries of a matrix beside the bound of the fitted proxy."),
+    ]
+    text = (
+        "Few large entries do not make few large rows: a row has d entries, and one is enough. "
+        "The bound uses the proxy fitted to the same entries, so that it always holds."
+    )
+    return Section("Layer by layer", text, figures=shown)
+
+
+def _layer_pages(layers: Sequence[Layer], out: Path) -> dict[str, str]:
+    """A page for each layer with the histograms and tails of all texts: addresses and names."""
+    folder = out / "layers"
+    folder.mkdir(exist_ok=True)
+    lead = (
+        "Left: entries, red lines at ±√ln n. Right: entries above a threshold, a matrix, and the "
+        "fitted sub-Gaussian envelope."
+    )
+    back = Section("Back", links={"../report.html": "all layers"})
+    pages = {}
+    for number in dict.fromkeys(layer.number for layer in layers):
+        mine = [layer for layer in layers if layer.number == number]
+        title = f"{mine[0].sides['query'].model}: layer {number}"
+        page = folder / f"layer-{number:02d}.html"
+        write_page(page, title, lead, [*(_layer_section(layer, folder) for layer in mine), back])
+        pages[f"layers/{page.name}"] = f"layer {number}"
+    return pages
+
+
+def _layer_section(layer: Layer, folder: Path) -> Section:
+    figures = []
+    for name, what, profile in (
+        ("qk", "queries and keys", layer.profile()),
+        ("v", "values", layer.value_profile()),
+    ):
+        path = folder / f"layer-{layer.number:02d}-{_slug(layer.text)}-{name}.png"
+        save(profile.plot(), path)
+        figures.append((path, f"Layer {layer.number}, {layer.text}: {what}."))
+    text = f"{layer.profile()}\n\n{layer.value_profile()}"
+    return Section(layer.text, figures=figures, verbatim=text)
+
+
+def _slug(text: str) -> str:
+    """A name for files.
+
+    >>> _slug("h repeated")
+    'h-repeated'
+    """
+    kept = "".join(letter if letter.isalnum() else "-" for letter in text.lower())
+    return kept.strip("-")

@@ -1,0 +1,45 @@
+"""``supportbasis selftest``: it passes where kernels are right, and says so where they are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from device_cases import CUDA, needs_triton
+
+pytest.importorskip("typer")
+
+from rich.console import Console
+
+from cli_cases import invoke
+from supportbasis.cli import selftest
+from supportbasis.errors import InputError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@needs_triton
+@pytest.mark.skipif(CUDA, reason="kernels are compiled in this process")
+def test_selftest_says_pass_or_fail(monkeypatch, capsys):
+    case = selftest.Case("exact", selftest.Exact(), torch.float32, d=16, dv=16)
+    monkeypatch.setattr(selftest, "IN_INTERPRETER", [case])
+    assert selftest.run_selftest("cpu", Console(width=200))
+    assert "PASS: all 1 cases" in capsys.readouterr().out
+    monkeypatch.setattr(selftest, "OUTPUT", 0.0)
+    code, text = invoke("selftest", "--device", "cpu")
+    assert code == 1
+    assert "FAIL: 1 of 1 cases are wrong on the CPU" in text
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of resources\nand more")
+
+    monkeypatch.setattr(selftest, "_compared", broken)
+    assert selftest.check(case, "cpu").problem == "RuntimeError: out of resources"
+
+
+def test_selftest_refuses_unknown_devices():
+    with pytest.raises(InputError, match="expected cpu or cuda"):
+        selftest.run_selftest("tpu", Console())
