@@ -9,8 +9,8 @@ import itertools
 
 import torch
 
-from supportbasis_studies.gpu.measure import milliseconds
 from supportbasis.cuda.lists.window_sorting import head_permutation, window_permutation
+from supportbasis_studies.gpu.measure import milliseconds
 
 HEADS, TOKENS = 8, 131072
 

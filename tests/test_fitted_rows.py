@@ -19,7 +19,7 @@ from supportbasis.engine.jensen import grouped_lse, least_lse, lower_lse
 from supportbasis.methods.fitted import FittedSearch
 from supportbasis.plans import ExactHead, FittedHead, Plan
 from supportbasis.polynomials import fitting as fitted
-from supportbasis.polynomials.balancing import balancing_transform, transformed
+from supportbasis.polynomials.balancing import balancing_transform, own_transform, transformed
 from supportbasis.polynomials.fitting import FittedKernel, PairSample, choose_spans
 from supportbasis.problem.validation import attention_problem
 

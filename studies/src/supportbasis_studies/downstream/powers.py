@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from supportbasis.paper.split import row_maxima
-from supportbasis.plans.plan import HeadPlan
+from supportbasis.plans import BucketHead
 from supportbasis.polynomials.powers import PowerKernel
 
 from ..models import allowed
@@ -24,7 +24,7 @@ ENTRIES = 2**24  # weights in memory at a time
 
 
 def by_powers(
-    plans: Sequence[HeadPlan],
+    plans: Sequence[BucketHead],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -63,7 +63,7 @@ def _log_weights(score: Tensor, numbers: Tensor, keys: Tensor) -> Tensor:
     return torch.where(power == 0, score, log)
 
 
-def _table(plans: Sequence[HeadPlan]) -> Tensor:
+def _table(plans: Sequence[BucketHead]) -> Tensor:
     """[heads, row buckets, key buckets, numbers]: of each pair the power p, the logarithm of its
     unit, 1/(p B) and the coefficients of its polynomial on [-B, B]; all 0 for an exact pair."""
     rows = max(len(plan.row_edges) for plan in plans)

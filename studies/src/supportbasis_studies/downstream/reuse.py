@@ -20,7 +20,7 @@ from torch import Tensor
 from supportbasis import Plan, attention
 from supportbasis import plan as make_plan
 from supportbasis.methods import Method, MultiThreshold
-from supportbasis.plans.plan import HeadPlan
+from supportbasis.plans import BucketHead, HeadPlan
 
 from ..models import exact
 from .powers import by_powers
@@ -64,7 +64,6 @@ class Reuse:
         self.method, self.layers, self.used = method, layers, Used()
         self._calls = 0
         self._first: dict[tuple[int, int], Plan] = {}  # by layer and length: of the first item
-        self._many: dict[tuple[int, int, int], Plan] = {}  # the same for many items
 
     @property
     def lasts(self) -> bool:
@@ -92,17 +91,14 @@ class Reuse:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool
     ) -> Plan:
         """That of the first item for all of them, if it lasts; otherwise one for each."""
-        items, heads, length, dim = query.shape
+        length = query.shape[2]
         if self.lasts:
             if (layer, length) not in self._first:
                 one = (x[:1] for x in (query, key, value))
                 self._first[layer, length] = self._made(scale, causal, *one)
-            first = self._first[layer, length].heads
-            if all(head.kind in LASTING for head in first):
-                at = (layer, length, items)
-                if at not in self._many:
-                    self._many[at] = Plan(self.method, items, heads, dim, first * items)
-                return self._many[at]
+            first = self._first[layer, length]
+            if all(head.kind in LASTING for head in first.heads):
+                return first
         return self._made(scale, causal, query, key, value)
 
     def _together(
@@ -115,7 +111,8 @@ class Reuse:
         long = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0).cpu() for x in (query, key, value))
         heads = self._made(scale, causal, *long).heads
         self.used.add(heads, len(query))
-        return by_powers(heads, query, key, value, scale, causal)
+        buckets = [head for head in heads if isinstance(head, BucketHead)]
+        return by_powers(buckets, query, key, value, scale, causal)
 
     def _made(self, scale: float, causal: bool, *tokens: Tensor) -> Plan:
         query, key, value = tokens

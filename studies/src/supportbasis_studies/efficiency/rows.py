@@ -10,7 +10,7 @@ from torch import Tensor
 from supportbasis.accuracy import reference
 from supportbasis.cli.measure import ROW_CHUNK, ExactRows
 from supportbasis.cli.settings import Setting
-from supportbasis.plans.plan import HeadPlan
+from supportbasis.plans import BucketHead, ExactHead, HeadPlan, ListHead, ThresholdHead
 from supportbasis.problem.problem import Head
 from supportbasis.problem.validation import attention_problem
 
@@ -91,10 +91,10 @@ class Truth:
 
 def exact_share(plan: HeadPlan) -> float | None:
     """Share of all pairs that are computed exactly; of lists of keys it is not known."""
-    if plan.kind == "exact":
+    if isinstance(plan, ExactHead):
         return 1.0
-    if plan.kind == "lists":
+    if isinstance(plan, ListHead):
         return None
-    if plan.large is not None:
+    if isinstance(plan, ThresholdHead):
         return 1 - (1 - plan.large[0] / plan.n) * (1 - plan.large[1] / plan.m)
-    return Powers.of(plan).exact_share if plan.pairs else 0.0
+    return Powers.of(plan).exact_share if isinstance(plan, BucketHead) else 0.0

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from supportbasis import Plan, attention, plan
 from supportbasis.cli.measure import exact_rows, sampled_rows
-from supportbasis.engine.dispatch import batches, said
+from supportbasis.engine.dispatch import groups, label
 from supportbasis.problem.validation import attention_problem
 
 from ..study import Row
@@ -145,7 +145,7 @@ class Bench:
             unit=case.unit,
             work=case.name,
             method=str(case.method),
-            implementation=said(batches(problem, made, case.implementation)),
+            implementation=label(groups(problem, made, case.implementation)),
             heads=case.heads,
             n=case.n,
             d=case.d,

@@ -14,7 +14,7 @@ from supportbasis import Plan, attention, plan
 from supportbasis.cli.measure import Tick, TimedCall, sdpa
 from supportbasis.cli.settings import Setting
 from supportbasis.methods import MultiThreshold
-from supportbasis.plans.plan import HeadPlan
+from supportbasis.plans import HeadPlan
 from supportbasis.problem.problem import Head
 
 from ..statistics import Interval
@@ -111,7 +111,7 @@ def measure_powers(extent: Extent, first_seed: int, tick: Tick) -> list[PowerRow
 
 
 def _whole(head: HeadPlan, case: Case) -> Plan:
-    return Plan(MultiThreshold(degree=DEGREE), 1, 1, case.setting.dim, (head,))
+    return Plan(MultiThreshold(degree=DEGREE), case.setting.dim, (head,))
 
 
 def equal_power(rows: Sequence[PowerRow], ratio: float) -> int | None:

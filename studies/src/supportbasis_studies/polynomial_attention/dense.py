@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from supportbasis.components.sketch_sum import Sketched
-from supportbasis.engine.basis import buckets_of
 from supportbasis.engine.jensen import least_lse
-from supportbasis.plans.plan import HeadPlan
+from supportbasis.plans import BucketHead, HeadPlan, PolynomialHead, PowerHead
 from supportbasis.polynomials.certified import CertifiedPolynomial
 from supportbasis.polynomials.powers import PowerKernel
 from supportbasis.problem.problem import Head
+
+from .variants import pairs_of
 
 ENTRIES = 2**18  # of a block of rows times all keys, about what stays in the caches
 
@@ -111,16 +112,17 @@ class Dense:
         self.head, self.unit = replace(head, precision=torch.float64), unit
         row_sets: Sequence[Tensor | None] = [None]
         key_sets: Sequence[Tensor | None] = [None]
-        if plan.pairs:
-            row_sets, key_sets = buckets_of(plan, head)
+        if isinstance(plan, BucketHead):
+            row_sets, key_sets = plan.buckets(head)
         members = [torch.arange(head.m) if keys is None else keys for keys in key_sets]
         self.order = torch.cat(members)
         ends = torch.tensor([0, *(len(keys) for keys in members)]).cumsum(0).tolist()
         places = [slice(ends[i], ends[i + 1]) for i in range(len(members))]
         self.groups = []
         for row, rows in enumerate(row_sets):
-            pairs = [pair for pair in plan.pairs if pair.row == row]
-            kernels = [(pair.kernel, pair.key) for pair in pairs] or [(plan.kernel, 0)]
+            pairs = [pair for pair in pairs_of(plan) if pair.row == row]
+            alone = plan.kernel if isinstance(plan, PowerHead) else None
+            kernels = [(pair.kernel, pair.key) for pair in pairs] or [(alone, 0)]
             blocks = [
                 self._block(kernel, plan, rows, key_sets[at], places[at]) for kernel, at in kernels
             ]
@@ -135,7 +137,8 @@ class Dense:
         place: slice,
     ) -> Block:
         if kernel is None or kernel.sketch_size is None:
-            return Block(place, kernel, plan.polynomial)
+            polynomial = plan.polynomial if isinstance(plan, PolynomialHead) else None
+            return Block(place, kernel, polynomial)
         sketched = Sketched(self.head, kernel)
         query = self.head.query if rows is None else self.head.query[rows]
         key = self.head.key if keys is None else self.head.key[keys]

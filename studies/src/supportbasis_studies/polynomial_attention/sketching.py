@@ -98,7 +98,7 @@ def _row(
         output_predicted=expected[0],
         inner_l2=pairs.measured_inner(method),
         inner_predicted=expected[1],
-        lost_rows=int(result.certificate.rescued_rows.sum()),
+        lost_rows=int(result.certificate.fallback_rows.sum()),
     )
 
 

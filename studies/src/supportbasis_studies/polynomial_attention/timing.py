@@ -15,11 +15,11 @@ from supportbasis import Result, kernel_sum
 from supportbasis.cli.measure import ExactRows, Tick, TimedCall, mean_value, sdpa, with_method
 from supportbasis.cli.settings import Setting
 from supportbasis.methods import Method, MultiThreshold, PowerAttention
-from supportbasis.plans.plan import HeadPlan
+from supportbasis.plans import HeadPlan
 
 from .errors import Line
 from .inputs import Extent, draw, fixed_buckets, normal, only_head
-from .variants import Powers
+from .variants import Powers, pairs_of
 
 DIM = 64
 SIZE = 32
@@ -219,7 +219,7 @@ def _sweep_row(
         d=setting.dim,
         largest_entry=theory.largest_entry,
         sketch_size=theory.size,
-        pairs=len(result.plan.heads[0].pairs),
+        pairs=len(pairs_of(result.plan.heads[0])),
         powers=Powers.of(result.plan.heads[0]),
         attention_seconds=ours.seconds,
         kernel_sum_seconds=kernel.seconds,
@@ -264,7 +264,7 @@ class Theory:
         head = only_head(setting)
         plan: HeadPlan = MultiThreshold(method.ratio, method.degree).plan_head(head)
         largest = max(float(head.query_maxima.max()), float(head.key_maxima.max()))
-        kernels = [(pair.kernel, pair.reach) for pair in plan.pairs]
+        kernels = [(pair.kernel, pair.reach) for pair in pairs_of(plan)]
         polynomials = [kernel.polynomial for kernel, _ in kernels if kernel is not None]
         return Theory(
             n=head.n,

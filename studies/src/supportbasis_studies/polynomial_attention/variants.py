@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from supportbasis.accuracy.scores import ScoreSample, best_polynomial
 from supportbasis.methods import Method, MultiThreshold, Polynomial, PowerAttention
 from supportbasis.methods.multi_threshold import MOST_PAIRS
-from supportbasis.plans.plan import HeadPlan
+from supportbasis.plans import BucketHead, BucketPair, HeadPlan, PowerHead
 from supportbasis.polynomials.powers import PowerKernel
 from supportbasis.problem.problem import Head
 
@@ -49,6 +49,7 @@ def all_sketched(plan: HeadPlan, size: int, seed: int, *, share: bool = False) -
     Pairs have independent sketches, or with ``share`` the same one where their powers agree.
     """
     pairs = []
+    assert isinstance(plan, BucketHead)
     for index, pair in enumerate(plan.pairs):
         assert pair.kernel is not None
         own = seed * MOST_PAIRS + (0 if share else index)
@@ -59,6 +60,7 @@ def all_sketched(plan: HeadPlan, size: int, seed: int, *, share: bool = False) -
 def one_power(head: Head, degree: int, power: int) -> HeadPlan:
     """The plan of one bucket with another power than the method would choose."""
     plan = MultiThreshold(math.inf, degree).plan_head(head)
+    assert isinstance(plan, BucketHead)
     (pair,) = plan.pairs
     sample = ScoreSample.draw(head, None, head.live_keys)
     polynomial = best_polynomial(sample, degree, pair.reach / power, power=power)
@@ -91,6 +93,11 @@ def _sketched(label: str, size: int, way: str = ALL_SKETCHED) -> str:
     return f"{label}, sketch {size}, {way}"
 
 
+def pairs_of(plan: HeadPlan) -> tuple[BucketPair, ...]:
+    """The bucket pairs of a plan; of other plans, none."""
+    return plan.pairs if isinstance(plan, BucketHead) else ()
+
+
 @dataclass(frozen=True)
 class Powers:
     """What a multi-threshold plan does with its pairs; of other plans, nothing."""
@@ -103,16 +110,17 @@ class Powers:
 
     @staticmethod
     def of(plan: HeadPlan) -> Powers:
-        shares = [(pair.kernel, pair.rows * pair.keys) for pair in plan.pairs]
-        if plan.kernel is not None:
+        shares = [(pair.kernel, pair.rows * pair.keys) for pair in pairs_of(plan)]
+        if isinstance(plan, PowerHead):
             shares = [(plan.kernel, plan.n * plan.m)]
+        edges = (plan.row_edges, plan.key_edges) if isinstance(plan, BucketHead) else ((), ())
         total = sum(count for _, count in shares)
         powers = [(kernel.power, count) for kernel, count in shares if kernel is not None]
         covered = sum(count for _, count in powers)
         mean = sum(power * count for power, count in powers) / covered if covered else 0.0
         return Powers(
-            len(plan.row_edges),
-            len(plan.key_edges),
+            len(edges[0]),
+            len(edges[1]),
             max((power for power, _ in powers), default=0),
             mean,
             1 - covered / total if total else 0.0,
