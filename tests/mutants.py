@@ -359,7 +359,7 @@ def run(base: Path, files: list[str], seconds: float, **variables: object) -> tu
     paths = os.pathsep.join((str(base / "src"), str(base / "tests")))
     fixed = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     options = ["-q", "-p", "mutants", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=no"]
-    options += ["-m", "not gpu and not slow"] + (["-x"] if "MUTANTS_ONLY" in variables else [])
+    options += ["-m", "not gpu"] + (["-x"] if "MUTANTS_ONLY" in variables else [])
     environment = os.environ | fixed | {name: str(value) for name, value in variables.items()}
     command = [sys.executable, "-m", "pytest", *options, *files]
     try:

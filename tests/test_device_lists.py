@@ -129,7 +129,7 @@ def test_a_workspace_that_does_not_fit_is_refused(monkeypatch):
     ("shape", "kind", "mode"),
     [
         ((100, 80, 1, 1, 5), "mask", "whole"),
-        ((100, 100, 2, 1, 8), "none", "causal"),
+        ((70, 70, 4, 2, 8), "none", "causal"),
         ((130, 100, 1, 1, 5), "mask", "strict"),
     ],
 )
