@@ -40,10 +40,11 @@ test: $(STAMP) ## run the tests in two processes (ARGS="-k name" to choose, "-m 
 fuzz: $(STAMP) ## random calls of every method, CASES=1000 (ARGS="--only bound --jobs 2 --resume")
 	@$(BIN)/python tests/fuzz.py --cases $(CASES) $(ARGS)
 
-lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict on both packages
+lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict, layers of imports
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache --no-logo
 
 format: $(STAMP) ## apply ruff's formatting and safe fixes
 	@$(BIN)/ruff check --fix .

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import supportbasis as sb
 from supportbasis.methods import Method
 from supportbasis.nn import rotated
-from supportbasis.plans.plan import HeadPlan
+from supportbasis.plans import HeadPlan, PolynomialHead, ThresholdHead
 
 BASIS = sb.SingleThreshold(2.0)  # rows with an entry beyond 2 exactly, the rest in degree 2
 RUNS = {
@@ -193,9 +193,9 @@ def evaluate(model: Model, text: Text, method: Method) -> Row:
 
 def by_polynomial(plan: HeadPlan) -> float:
     """The share of a head's square that its polynomial covers."""
-    if plan.polynomial is None:
+    if not isinstance(plan, PolynomialHead):
         return 0.0
-    rows, keys = plan.large or (0, 0)
+    rows, keys = plan.large if isinstance(plan, ThresholdHead) else (0, 0)
     return (1 - rows / plan.n) * (1 - keys / plan.m)
 
 

@@ -23,7 +23,7 @@ import supportbasis as sb
 from fuzz_cases import REFUSED_MASKS, TURNS, Case, Inputs, build
 from supportbasis.accuracy import certificate, reference
 from supportbasis.methods import auto
-from supportbasis.plans import HeadPlan
+from supportbasis.plans import BucketHead, HeadPlan, PolynomialHead
 from supportbasis.problem.validation import attention_problem
 
 Array = np.ndarray
@@ -357,9 +357,11 @@ def _log_distortion(plan: HeadPlan) -> tuple[float, float] | None:
         return 0.0, 0.0
     if plan.is_sketched or plan.kind not in ("polynomial", "single-threshold", "multi-threshold"):
         return None
-    ranges = [kernel.log_ratio for kernel in plan.kernels]
-    if plan.polynomial is not None:
-        ranges.append(plan.polynomial.log_ratio)
+    if isinstance(plan, PolynomialHead):
+        ranges = [plan.polynomial.log_ratio]
+    else:
+        assert isinstance(plan, BucketHead)
+        ranges = [pair.kernel.log_ratio for pair in plan.pairs if pair.kernel is not None]
     if plan.kind != "polynomial":
         ranges.append((0.0, 0.0))  # exact pairs
     low, high = min(r[0] for r in ranges), max(r[1] for r in ranges)

@@ -19,6 +19,7 @@ from polynomial_cases import (
     true_range,
 )
 from supportbasis.polynomials import certified as polynomials
+from supportbasis.polynomials import proofs
 from supportbasis.polynomials.certified import chebyshev, minimax, taylor
 
 BOUNDS = [1e-8, 1e-3, 0.1, 1.0, 3.0, 10.0, 30.0]
@@ -98,7 +99,7 @@ def test_a_flipped_sign_is_seen():
 
 def test_a_dip_between_two_grid_points_is_covered():
     # s = (t - m)^2 + d is smallest in mid-cell, 250 times below its values on the grid
-    middle = polynomials._WIDTH * 100.5 - 1.0
+    middle = proofs.WIDTH * 100.5 - 1.0
     dip = polynomials._certified("taylor", (middle**2 + 1e-9, -2 * middle, 1.0), 1.0)
     truth = float(mpmath.log(ratio(dip, mpmath.mpf(middle))))
     assert truth - 0.01 <= dip.log_ratio[0] <= truth

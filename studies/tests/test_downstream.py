@@ -264,7 +264,7 @@ def test_many_thresholds_at_once_are_those_of_the_library(
     assert len(first.row_edges) > 2
     with_exact = tuple(replace(pair, kernel=None) for pair in second.pairs[:2])
     heads = (first, replace(second, pairs=with_exact + second.pairs[2:]))
-    plan = Plan(method, 3, 2, 8, heads * 3)
+    plan = Plan(method, 8, heads)
     truth = sb.attention(query, key, value, is_causal=causal, scale=0.3, plan=plan)
     found = powers.by_powers(heads, query, key, value, 0.3, causal)
     torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-9)
@@ -304,7 +304,7 @@ def test_lists_are_planned_on_the_first_item_of_each_layer_and_length(
     assert {head.kind for head in first.heads + second.heads} == {"lists"}
     for _ in range(2):
         for x, plan in ((query, first), (key, second)):  # two layers, in turn
-            whole = Plan(method, 3, 2, 16, plan.heads * 3)
+            whole = Plan(method, 16, plan.heads)
             truth = sb.attention(x, x, value, plan=whole)
             found = reuse(x, x, value, 0.25, False)
             torch.testing.assert_close(found, truth, rtol=0, atol=0)

@@ -170,7 +170,7 @@ def test_errors_are_those_of_what_the_library_returns(case: str) -> None:
     problem = attention_problem(*tensors, None, 0.0, False, None, False)
     head = problem.head(0, 0)
     plan = method.plan_head(head)
-    output, _ = reference.execute(problem, Plan(method, 1, 1, head.dim, (plan,)))
+    output, _ = reference.execute(problem, Plan(method, head.dim, (plan,)))
     softmax = torch.nn.functional.scaled_dot_product_attention(*tensors)
     measured = measure_errors(head, plan, Exact.of(head), rescue=True)
     for norm, value in zip((1, 2, 4, math.inf), measured.output, strict=True):

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..problem.checks import check_finite
-
-BLOCK = 8192  # rows
+from ..problem.problem import largest_entries
 
 
 def row_maxima(x: Tensor) -> Tensor:
@@ -32,11 +31,7 @@ def row_maxima(x: Tensor) -> Tensor:
     [3.0, 0.5]
     """
     check_matrix("x", x)
-    if x.shape[-1] == 0:
-        return x.new_zeros(x.shape[:-1])
-    # in blocks: |x| of a long sequence is as large as x, and fresh memory is slow
-    blocks = [block.abs().amax(-1) for block in x.detach().split(BLOCK, -2)]
-    return torch.cat(blocks, -1)
+    return largest_entries(x)
 
 
 def split(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:

@@ -15,13 +15,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..components.cotangent import Gradients
 from ..problem.caching import WeakCache
 from ..problem.problem import Head
+
+if TYPE_CHECKING:
+    from ..components.cotangent import Gradients
 
 LARGEST_DEVIATION = 1.0  # of the log-weights that centring the queries gives the keys
 TRANSFORM_TOKENS = 1024  # of each side, at most, that the covariances are taken from

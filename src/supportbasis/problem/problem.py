@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..paper.split import row_maxima
 from .rounding import compute_dtype, unit_roundoff
 
 if TYPE_CHECKING:
     from ..plans.supports import RowGroup
+
+BLOCK = 8192  # rows at a time
 
 
 def in_rows(x: Tensor) -> Tensor:
@@ -26,6 +27,14 @@ def in_rows(x: Tensor) -> Tensor:
     """
     separate = x.stride(-1) == 1 and (x.shape[-2] < 2 or x.stride(-2) >= x.shape[-1])
     return (x if separate else x.contiguous()).resolve_neg()
+
+
+def largest_entries(x: Tensor) -> Tensor:
+    """max_j |x_ij| of each row, `[..., n, d]` -> `[..., n]`, same dtype. In blocks: |x| of a long
+    sequence is as large as x, and fresh memory is slow."""
+    if x.shape[-1] == 0:
+        return x.new_zeros(x.shape[:-1])
+    return torch.cat([block.abs().amax(-1) for block in x.detach().split(BLOCK, -2)], -1)
 
 
 def _norms(x: Tensor, maxima: Tensor) -> Tensor:
@@ -115,11 +124,11 @@ class Head:
     def query_maxima(self) -> Tensor:
         """Largest |entry| of each query row: what a threshold is compared with, in float64,
         since a comparison in half precision would round the threshold."""
-        return row_maxima(self.query.detach()).double()
+        return largest_entries(self.query.detach()).double()
 
     @cached_property
     def key_maxima(self) -> Tensor:
-        return row_maxima(self.key.detach()).double()
+        return largest_entries(self.key.detach()).double()
 
     @cached_property
     def live_keys(self) -> Tensor | None:

@@ -83,7 +83,7 @@ class Reuse:
                 return self._together(query, key, value, scale, causal)
             plan = self._plan(layer, query, key, value, scale, causal)
             output = attention(query, key, value, is_causal=causal, scale=scale, plan=plan)
-        self.used.add(plan.heads)
+        self.used.add(plan.heads, len(query))
         assert isinstance(output, Tensor)
         return output
 
