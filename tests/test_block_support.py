@@ -144,7 +144,7 @@ def test_what_cannot_be_is_exact_and_says_why():
         sb.BlockSupport(0.9), *clustered(1, 1, n=512), is_causal=True
     )
     assert "within a budget of 0.01" in reason_of(sb.BlockSupport(0.01), *some)
-    assert "a budget of 1 buys all keys" in reason_of(sb.BlockSupport(1.0), *some)
+    assert "a budget of 1 covers all keys" in reason_of(sb.BlockSupport(1.0), *some)
     noise = qkv(1, 1, n=1000, d=64, scale=4.0, dtype=torch.float32)
     assert "no lists within 0.0001" in reason_of(sb.BlockSupport(tolerance=1e-4), *noise)
 

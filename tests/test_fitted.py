@@ -216,14 +216,14 @@ EXACT = {
     "large": (
         qkv(1, 1, n=2000, d=4, scale=1e90),
         {},
-        "scores are too large, or all alike",
+        "scores are too large, or all equal",
     ),
     "concentrated": (
         qkv(1, 1, n=2000, d=4, scale=30.0),
         {},
-        "scores are too large, or all alike",
+        "scores are too large, or all equal",
     ),
-    "constant": (torch.ones(3, 1, 1, 400, 4), {}, "scores are too large, or all alike"),
+    "constant": (torch.ones(3, 1, 1, 400, 4), {}, "scores are too large, or all equal"),
     "negative": (qkv(1, 1, n=2000, d=4, scale=3.0), {}, "fails on more than 1 % of the rows"),
 }
 
