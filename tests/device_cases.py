@@ -46,6 +46,12 @@ def patch_language_once() -> None:
 if HAS_TRITON and not CUDA:
     patch_language_once()
 
+
+def slow_case(*values):
+    """Settings of a kernel that only the slow run has."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 on_device = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device"), needs_triton]
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}

@@ -242,7 +242,13 @@ def test_a_plan_serves_another_length(plan_of_2048, n):
 
 @pytest.mark.parametrize(
     ("causal", "strict", "biased"),
-    [(False, False, True), (True, False, False), (True, True, True)],
+    [
+        (True, True, True),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in ((False, False, True), (True, False, False))
+        ),
+    ],
 )
 def test_gradcheck(causal, strict, biased):
     """Every entry of the output by every entry of query, key, value and bias."""
@@ -257,7 +263,10 @@ def test_gradcheck(causal, strict, biased):
     assert torch.autograd.gradcheck(call, leaves)
 
 
-@pytest.mark.parametrize("mode", ["whole", "causal", "open", "strict"])
+@pytest.mark.parametrize(
+    "mode",
+    ["open", *(pytest.param(x, marks=pytest.mark.slow) for x in ("whole", "causal", "strict"))],
+)
 def test_a_graph_holds_a_plan_of_lists(mode):
     """Forward and backward, in one graph, as outside of it."""
     causal, strict = mode != "whole", {"open": None}.get(mode, mode == "strict")

@@ -13,7 +13,16 @@ from torch import Tensor
 
 import supportbasis as sb
 from cases import beyond, qkv
-from device_cases import CUDA, DEVICE, HAS_TRITON, UNIT, needs_triton, on_device, relative
+from device_cases import (
+    CUDA,
+    DEVICE,
+    HAS_TRITON,
+    UNIT,
+    needs_triton,
+    on_device,
+    relative,
+    slow_case,
+)
 from supportbasis.accuracy import reference
 from supportbasis.engine import dispatch
 from supportbasis.methods import Method
@@ -111,9 +120,10 @@ def _detached(call):
 @pytest.mark.parametrize(
     ("method", "bias", "causal"),
     [
-        ("single2", "heads", False), ("single2", "shared", True), ("single1", "padding", True),
-        ("polynomial2", "heads", True), ("polynomial2", "shared", False),
-        ("polynomial0", "none", False), ("exact", "none", True), ("exact", "shared", False),
+        ("single2", "heads", False), ("single1", "padding", True), ("polynomial2", "shared", False),
+        ("exact", "none", True), slow_case("single2", "shared", True),
+        slow_case("polynomial2", "heads", True), slow_case("polynomial0", "none", False),
+        slow_case("exact", "shared", False),
     ],
 )  # fmt: skip
 def test_kernels_equal_the_dense_reference(method, bias, causal):
@@ -168,7 +178,7 @@ def saved(plan: sb.Plan, folder: Path) -> sb.Plan:
 
 
 @needs_triton
-@pytest.mark.parametrize(("causal", "bias"), [(False, "heads"), (True, "none")])
+@pytest.mark.parametrize(("causal", "bias"), [(True, "heads"), slow_case(False, "none")])
 def test_a_loaded_plan_splits_again(tmp_path, causal, bias):
     """Calls with no large token, with some (beyond the capacity: all rows are exact), with as many,
     and with more than the capacity."""

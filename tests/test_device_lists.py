@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cases import centred_head, key_weights
-from device_cases import DEVICE, marks, needs_triton  # before kernels are imported
+from device_cases import DEVICE, marks, needs_triton, slow_case  # before kernels are imported
 
 import supportbasis as sb  # isort: skip
 from supportbasis.components.cotangent import SavedForward
@@ -55,9 +55,9 @@ def case_of(shape, kind, mode):
         ((150, 150, 2, 2, 8), "mask", "causal"),
         ((192, 192, 2, 1, 8), "none", "strict"),
         ((130, 100, 1, 1, 5), "bias", "whole"),
-        ((130, 100, 1, 1, 5), "bias", "strict"),
-        ((70, 130, 1, 1, 8), "none", "whole"),
-        ((70, 130, 1, 1, 8), "none", "causal"),
+        slow_case((130, 100, 1, 1, 5), "bias", "strict"),
+        slow_case((70, 130, 1, 1, 8), "none", "whole"),
+        slow_case((70, 130, 1, 1, 8), "none", "causal"),
     ],
 )
 def test_matches_the_evaluator_in_pytorch(shape, kind, mode):
@@ -104,6 +104,7 @@ def test_lists_are_the_same(mode):
                 assert found[h, rows] == {frozenset(x) for x in keys.tolist()}
 
 
+@pytest.mark.slow
 def test_ranges_of_a_small_workspace_give_the_same_bits(monkeypatch):
     q, k, v = tokens(130, heads=1, key_heads=1)
     for mode in MODES:
@@ -130,7 +131,7 @@ def test_a_workspace_that_does_not_fit_is_refused(monkeypatch):
     [
         ((100, 80, 1, 1, 5), "mask", "whole"),
         ((70, 70, 4, 2, 8), "none", "causal"),
-        ((130, 100, 1, 1, 5), "mask", "strict"),
+        slow_case((130, 100, 1, 1, 5), "mask", "strict"),
     ],
 )
 def test_gradients_match_those_in_pytorch(shape, kind, mode):

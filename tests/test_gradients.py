@@ -121,7 +121,7 @@ def test_gradcheck_of_every_entry(method, mask):
     assert torch.autograd.gradcheck(case.run, case.inputs)
 
 
-LONG = {"leading": (1, 2), "n": 150, "d": 3, "dv": 2}
+LONG = {"leading": (1, 2), "n": 110, "d": 3, "dv": 2}
 
 
 @pytest.fixture

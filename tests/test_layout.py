@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import supportbasis as sb
-from cases import dense_attention
+from cases import dense_attention, in_turn
 from supportbasis.components import flash
 from supportbasis.problem.problem import in_rows
 
@@ -43,9 +43,9 @@ def strided(layout):
 
 
 @pytest.mark.filterwarnings("ignore:supportbasis")  # sketches of a few rows lose some
-@pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "method", "causal"), in_turn(LAYOUTS, METHODS, [False, True]), ids=str
+)
 def test_layout_changes_nothing(layout, method, causal):
     inputs = strided(layout)
     plain = [x.clone(memory_format=torch.contiguous_format) for x in inputs]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_cases import DEVICE, UNIT, relative
+from device_cases import DEVICE, UNIT, relative, slow_case
 from list_kernel_cases import (
     CASES,
     HALF,
@@ -82,7 +82,10 @@ def price_of(given: Case) -> Tensor:
     return price
 
 
-@pytest.fixture(params=CASES, scope="module")
+SLOW = ("full-unweighted-whole", "causal-unweighted", "full-wide-leaf", "half-full-padding")
+
+
+@pytest.fixture(params=[slow_case(x) if x in SLOW else x for x in CASES], scope="module")
 def any_problem(request) -> Problem:
     given = case(**CASES[request.param])
     return problem(given, price_of(given))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cases import centred_head, key_weights
+from cases import centred_head, in_turn, key_weights
 from supportbasis.accuracy import reference
 from supportbasis.components.cotangent import Cotangent, Gradients
 from supportbasis.lists.list_sum import ListSum, head_tables, list_attention
@@ -16,6 +16,7 @@ from supportbasis.lists.sorting import head_permutation
 from supportbasis.lists.tables import ListSettings
 from supportbasis.problem.problem import Head
 
+MODES, KINDS = ["whole", "causal", "strict"], ["none", "bias", "mask"]
 DTYPES = {torch.float64: 1e-10, torch.float32: 3e-5}
 
 
@@ -48,9 +49,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["none", "bias", "mask"])
-@pytest.mark.parametrize("mode", ["whole", "causal", "strict"])
-@pytest.mark.parametrize("shape", CASES, ids=str)
+@pytest.mark.parametrize(("shape", "mode", "kind"), in_turn(CASES, MODES, KINDS), ids=str)
 def test_matches_the_reference(shape, mode, kind):
     n, m, d, dv = shape
     for price in (0.0, 1e-4, 1e-2, math.inf):
@@ -103,9 +102,11 @@ def test_a_tilted_key_is_exact_for_the_mean_and_never_too_heavy():
     assert (lse - score.logsumexp(1)).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("kind", ["none", "bias", "mask"])
-@pytest.mark.parametrize("mode", ["whole", "causal", "strict"])
-@pytest.mark.parametrize("shape", [(130, 130, 5, 5), (97, 150, 4, 3), (150, 97, 4, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "mode", "kind"),
+    in_turn([(130, 130, 5, 5), (97, 150, 4, 3), (150, 97, 4, 4)], MODES, KINDS),
+    ids=str,
+)
 def test_gradients_match_the_autograd_of_the_reference(shape, mode, kind):
     n, m, d, dv = shape
     generator = torch.Generator().manual_seed(5)

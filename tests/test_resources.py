@@ -90,6 +90,7 @@ import torch
 start = time.process_time()
 import supportbasis
 print(time.process_time() - start)
+import supportbasis.analysis
 heavy = {"triton", "transformers", "matplotlib", "typer", "rich", "numpy"} - {"numpy"}
 print(sorted(heavy & set(sys.modules)))
 """
