@@ -81,7 +81,7 @@ def test_the_next_call_reports_which_heads_left_their_range(method):
         q, k, v = (x.to(device) for x in tensors)
         q, k = q.clone(), k.clone()
         q[:, 1], k[:, 1] = (x[:, 1].sign() * 0.29 * factor for x in (q, k))
-        if plan.heads[0].threshold is not None:
+        if plan.heads[0].kind == "single-threshold":
             q[:, 0, 3], k[:, 0, 5] = 50.0, -50.0  # large tokens are exact, and do not count
         check.last = -math.inf
         check.start(attention_problem(q, k, v, None, 0.0, False, None, False))
