@@ -103,3 +103,27 @@ def test_rotary_scores_depend_on_distances_only():
 def test_bad_options_are_named(options, words):
     with pytest.raises(sb.InputError, match=words):
         sb.nn.SupportBasisAttention(**options)
+
+
+def test_a_module_keeps_its_plan(monkeypatch):
+    """Calls with a plan do not plan, whatever their batch and length; another method drops it."""
+    module = sb.nn.SupportBasisAttention(16, 2, method=sb.Polynomial(2)).double()
+    x = tokens(2, 50, 16)
+    before = module(x)
+    plan = module.plan(x)
+    assert module.kept_plan is plan and len(plan.heads) == 2
+    monkeypatch.setattr(sb.Polynomial, "plan_head", None)  # planning would fail
+    torch.testing.assert_close(module(x), before)
+    assert module(0.9 * tokens(3, 40, 16, seed=1)).shape == (3, 40, 16)
+    module.method = sb.Exact()
+    assert module.kept_plan is None
+
+
+def test_an_encoder_plans_every_layer_on_what_reaches_it():
+    model = sb.nn.SupportBasisEncoder(3, 16, 2, method=sb.Polynomial(2), is_causal=True).double()
+    x = tokens(2, 50, 16)
+    expected = model(x)
+    plans = model.plan(x)
+    assert [layer.attention.kept_plan for layer in model.layers] == list(plans)
+    assert len({plan.heads[0].bound for plan in plans}) == 3  # each from its own inputs
+    torch.testing.assert_close(model(x), expected)

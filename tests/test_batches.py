@@ -1,0 +1,119 @@
+"""One entry for each head, whatever the batch; and costs from a table."""
+
+import warnings
+
+import pytest
+import torch
+
+import supportbasis as sb
+from cases import beyond, clustered, dense_attention, qkv
+from supportbasis.plans import calibration
+from supportbasis.plans.supports import score_reach
+from supportbasis.problem.validation import attention_problem
+
+METHODS = [
+    sb.Exact(),
+    sb.Polynomial(2),
+    sb.SingleThreshold(1.2, 2),
+    sb.MultiThreshold(1.5, 2),
+    sb.PowerAttention(2),
+    sb.PowerAttention(4, sketch_size=12, seed=4),
+    sb.FittedPolynomial(20),
+    sb.Auto(0.1),
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_a_plan_serves_any_batch(method):
+    """Made for one batch element, for two, and used on three: each gets what it would get alone."""
+    q, k, v = qkv(3, 2, n=40, scale=0.5)
+    for made_for in (1, 2):
+        plan = beyond(sb.plan(*(x[:made_for] for x in (q, k, v)), method=method))
+        assert len(plan.heads) == 2
+        whole = sb.attention(q, k, v, plan=plan, return_result=True)
+        for b in range(3):
+            alone = sb.attention(*(x[b : b + 1] for x in (q, k, v)), plan=plan, return_result=True)
+            torch.testing.assert_close(whole.output[b : b + 1], alone.output)
+            torch.testing.assert_close(whole.lse[b : b + 1], alone.lse)
+
+
+def test_a_polynomial_covers_the_scores_of_all_batch_elements():
+    q, k, v = qkv(3, 2, n=40, scale=0.3)
+    q[1] *= 3  # the middle element has the largest scores
+    plan = sb.plan(q, k, v, method=sb.Polynomial(3))
+    for h, head in enumerate(plan.heads):
+        alone = sb.plan(q[1:2], k[1:2], v[1:2], method=sb.Polynomial(3)).heads[h]
+        assert head.bound == alone.bound
+        assert head.scores.largest == alone.scores.largest
+    result = sb.attention(q, k, v, plan=plan, return_result=True)
+    assert [head.kind for head in result.plan.heads] == ["polynomial"] * 2  # no one left its range
+
+
+def test_a_threshold_of_a_batch_is_the_smallest():
+    q, k, v = qkv(2, 1, n=300, d=4, scale=0.4)
+    q[1], k[1] = 1.3 * q[1], 1.3 * k[1]
+    method = sb.SingleThreshold(None, 2)
+    alone = [sb.plan(*(x[b : b + 1] for x in (q, k, v)), method=method).heads[0] for b in (0, 1)]
+    (head,) = sb.plan(q, k, v, method=method).heads
+    assert {each.kind for each in alone} == {"single-threshold"}
+    assert head.threshold == min(each.threshold for each in alone)
+    for b in (0, 1):  # certified for the small tokens of both
+        problem = attention_problem(q, k, v, None, 0.0, False, None, False)
+        assert score_reach(problem.head(b, 0), *head.smooth(problem.head(b, 0))) <= head.bound
+
+
+def test_lists_of_a_batch_keep_the_tolerance_of_every_element():
+    q, k, v = clustered(2, 1, n=2048)
+    q[1] *= 1.5  # sharper
+    alone = [
+        sb.plan(*(x[b : b + 1] for x in (q, k, v)), method=sb.BlockSupport(tolerance=0.1)).heads[0]
+        for b in (0, 1)
+    ]
+    (head,) = sb.plan(q, k, v, method=sb.BlockSupport(tolerance=0.1)).heads
+    assert {each.kind for each in alone} == {"lists"} == {head.kind}
+    assert head.lists.price == min(each.lists.price for each in alone)
+    result = sb.attention(q, k, v, method=sb.BlockSupport(tolerance=0.1), return_result=True)
+    exact, _ = dense_attention(q, k, v)
+    errors = (result.output - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
+    assert float(errors.max()) <= 0.125
+
+
+def test_lists_of_a_batch_keep_the_budget_for_every_element():
+    q, k, v = clustered(2, 1, n=2048)
+    q[1] *= 1.5
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alone = [
+            sb.plan(*(x[b : b + 1] for x in (q, k, v)), method=sb.BlockSupport(0.4)).heads[0]
+            for b in (0, 1)
+        ]
+        (head,) = sb.plan(q, k, v, method=sb.BlockSupport(0.4)).heads
+    assert head.lists.price == max(each.lists.price for each in alone)
+    assert head.cost <= 0.4 * 1.05  # measured on sampled rows
+
+
+def test_a_batch_without_a_common_plan_is_exact_and_says_so():
+    """A polynomial within the tolerance for one element is of no use for the other."""
+    q, k, v = qkv(2, 1, n=4096, d=16, scale=0.2, dtype=torch.float32)
+    q[1] *= 40
+    (head,) = sb.plan(q, k, v, method=sb.Auto(1e-3)).heads
+    assert head.kind == "exact" and head.reason
+    (first,) = sb.plan(q[:1], k[:1], v[:1], method=sb.Auto(1e-3)).heads
+    assert first.kind != "exact"
+
+
+def test_costs_come_from_a_table_in_deterministic_mode(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("timed")
+
+    monkeypatch.setattr(calibration, "calibrate", refuse)
+    q, k, v = qkv(1, 1, n=4096, d=16, scale=0.2, dtype=torch.float32)
+    assert sb.plan(q, k, v, method=sb.Auto(1e-2)).speedup > 1  # asked for in conftest
+    monkeypatch.setenv("SUPPORTBASIS_DETERMINISTIC", "0")
+    with pytest.raises(AssertionError, match="timed"):
+        sb.plan(q, k, v, method=sb.Auto(1e-2))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert sb.plan(q, k, v, method=sb.Auto(1e-2)).speedup > 1
+    finally:
+        torch.use_deterministic_algorithms(False)
