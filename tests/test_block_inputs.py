@@ -183,6 +183,7 @@ def test_the_bound_holds_and_is_said_to_be_vacuous_where_it_is(size, causal):
     assert error <= 1.25 * float(result.certificate.limit)
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_used_again_is_checked():
     """On the same tokens the certificate says that it holds; on others it says what is true."""
     tolerance = 0.05
@@ -225,7 +226,9 @@ def plan_of_2048(request):
     return tokens, sb.plan(*part, is_causal=causal, method=sb.BlockSupport(0.9)), causal
 
 
-@pytest.mark.parametrize("n", [0, 1, 31, 64, 300, 513, 1030, 2501])
+@pytest.mark.parametrize(
+    "n", [0, 1, 31, 64, 300, 513, 1030, pytest.param(2501, marks=pytest.mark.slow)]
+)
 def test_a_plan_serves_another_length(plan_of_2048, n):
     (q, k, v), plan, causal = plan_of_2048
     assert plan.heads[0].kind == "lists"

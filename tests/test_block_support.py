@@ -57,6 +57,7 @@ def test_a_budget_is_kept_and_used(causal, budget):
     assert (result.lse <= lse + 1e-4).all()
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_larger_budget_errs_less(causal):

@@ -138,6 +138,7 @@ def test_a_plan_for_all_pairs_is_causal_where_the_call_is(small):
     compare(wide, tokens, {**call, "is_causal": True}, plan, 1e-4)
 
 
+@pytest.mark.slow
 @needs_triton
 def test_weights_that_grow_along_the_sequence_lose_nothing(small):
     """By far more than float32 holds: every chunk and row has a unit of its own."""
@@ -161,6 +162,7 @@ def test_rows_without_keys_are_zero(small, causal):
         assert not part.any()
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_did_not_fit_goes_back_exactly(small, causal):
@@ -180,6 +182,7 @@ def test_what_did_not_fit_goes_back_exactly(small, causal):
         assert relative(mine, theirs) < 5e-6
 
 
+@pytest.mark.slow
 @needs_triton
 def test_failed_rows_are_warned_of_at_the_next_call():
     """Once for each plan, and only where they are many."""

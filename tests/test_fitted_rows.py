@@ -98,7 +98,8 @@ def error_of(problem, plan):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "far"), [(2, 0), (16, 80), pytest.param(60, 0, marks=pytest.mark.slow)]
+    ("wrong", "far"),
+    [(2, 0), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((16, 80), (60, 0)))],
 )
 def test_a_few_wrong_rows_are_found(wrong, far):
     problem, head, plan = skewed(wrong=wrong, far=far)
@@ -130,6 +131,7 @@ def test_a_fit_with_wrong_rows_is_not_taken():
     assert search.error(plan.heads[0]) > 0.2
 
 
+@pytest.mark.slow
 def test_the_certificate_looks_where_sums_are_small():
     """One row in thousands, which no sample would hold but for its small sum."""
     problem, _, plan = skewed(wrong=1)
@@ -195,6 +197,7 @@ def test_the_longest_tokens_are_fitted_to():
     assert bool((few.row_count == 1).all())
 
 
+@pytest.mark.slow
 def test_a_fit_to_a_sample_is_that_to_all_pairs(monkeypatch):
     """Tokens that were picked for their length count once, others for all that they stand for."""
     head = fitted_problem(3000, d=5).head(0, 0)

@@ -113,6 +113,7 @@ def test_cells_of_several_blocks_of_rows():
     compare(one.gradients(), one.known, given.rough)
 
 
+@pytest.mark.slow
 def test_gradients_repeat_to_the_bit_and_add_to_what_is_there():
     given = case("strict", n=150, heads=1)
     one = problem(given, gap_price(given.known, 0.3))

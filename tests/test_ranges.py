@@ -176,6 +176,7 @@ def test_a_plan_remembers_the_sign_of_its_scale():
         sb.attention(*tensors, scale=0.4, plan=plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("method", [sb.Exact(), sb.Polynomial(2)], ids=str)
 @pytest.mark.filterwarnings("ignore:supportbasis")
