@@ -17,6 +17,7 @@ def relative(output, exact):
     return float((output.double() - exact).norm() / exact.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("tolerance", [1e-1, 1e-3, 1e-5])
 def test_meets_its_tolerance_on_bounded_inputs(tolerance, causal):
@@ -83,6 +84,7 @@ def test_splits_off_outliers():
     assert relative(result.output[:, :, rows], exact) <= 1e-3
 
 
+@pytest.mark.slow
 def test_heads_are_planned_one_by_one():
     calm = qkv(1, 1, n=8192, d=16, scale=0.1, dtype=torch.float32)
     wild = qkv(1, 1, n=8192, d=16, scale=6.0, dtype=torch.float32, seed=1)
@@ -118,6 +120,7 @@ def test_the_row_check_sees_what_the_plan_does():
     assert check.error(plan.heads[0])[0] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_asked_for_may_take_longer_to_find(monkeypatch):
     """Within a call a search has to pay at once; a plan of its own may serve many calls."""
     monkeypatch.setattr(auto, "PLANNING_SECONDS", {"cpu": math.inf})

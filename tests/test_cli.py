@@ -153,6 +153,7 @@ def test_import_leaves_optional_packages_alone() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["typer", "rich", "matplotlib", "safetensors", "jinja2"])
 def test_without_the_extra_the_command_says_what_to_install(name: str) -> None:
     code = (

@@ -300,6 +300,7 @@ def test_rows_are_tidy(done: tuple[Path, str]) -> None:
         assert sum(int(b["count"]) for b in mine) == entries
 
 
+@pytest.mark.slow
 def test_what_is_there_is_kept_and_drawn_again(
     done: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -659,6 +659,7 @@ def invoke(*arguments: object) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.split())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_the_command_measures_resumes_and_redraws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -760,6 +761,7 @@ def test_the_models_answer_better_than_chance(kind: str) -> None:
     assert sum(answer.right for answer in found) >= 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(models.CONTEXT))
 def test_training_learns_and_saves_in_bf16(kind: str, tmp_path: Path) -> None:
     from safetensors import safe_open

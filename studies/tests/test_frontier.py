@@ -484,6 +484,7 @@ def test_models_that_are_missing_are_explained(
     assert "W_query is (4, 128, 32), expected 8 heads" in note()
 
 
+@pytest.mark.slow
 def test_every_model_of_the_folder_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -519,6 +520,7 @@ def test_every_model_of_the_folder_is_found(
     assert len(alone.encoders) == 2 and not alone.languages and "pip install" in alone.notes[0]
 
 
+@pytest.mark.slow
 def test_an_encoder_is_trained_and_found(tmp_path: Path) -> None:
     """By the script that makes models nobody has looked at."""
     script = Path(__file__).parents[2] / "benchmarks" / "train_encoder.py"
@@ -841,6 +843,7 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_the_command_measures_writes_and_says(tmp_path: Path) -> None:
     fake_encoder(tmp_path / "models" / "tsp50")

@@ -45,6 +45,7 @@ class Rates:
         return self.pairs[0][1]
 
 
+TABLE_THREADS = 2
 TABLE = {  # two cores at 2.5 GHz, and an H200
     "cpu": Rates(((4.0, 9e-10), (16.0, 6.5e-10), (64.0, 1.65e-9)), 2e-10, 1.2e-11, 1e-10),
     "cuda": Rates(((4.0, 4.5e-13), (16.0, 4.5e-13), (64.0, 5.4e-13)), 5e-12, 5.1e-14, 3e-12),
@@ -55,6 +56,11 @@ def is_deterministic() -> bool:
     """Whether plans must not depend on the clock."""
     asked = os.environ.get("SUPPORTBASIS_DETERMINISTIC", "") not in ("", "0")
     return asked or torch.are_deterministic_algorithms_enabled()
+
+
+def threads() -> int:
+    """Of PyTorch's operations on a CPU; those of the table where plans are deterministic."""
+    return TABLE_THREADS if is_deterministic() else torch.get_num_threads()
 
 
 def rates_of(head: Head) -> Rates:

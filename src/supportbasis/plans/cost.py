@@ -17,7 +17,7 @@ from ..polynomials.features import block_rows
 from ..polynomials.powers import PowerKernel
 from ..problem.problem import Head
 from ..sketch import PolySketch
-from .calibration import Rates, rates_of
+from .calibration import Rates, rates_of, threads
 
 # ---- of any head
 CALL_SECONDS = {"cpu": 3e-4, "cuda": 1e-4}  # fixed time of a head
@@ -136,8 +136,8 @@ class Work:
 def _move_seconds(head: Head, rates: Rates) -> float:
     if head.query.device.type != "cpu":
         return min(rates.scan, MOVE_SECONDS)
-    threads = torch.get_num_threads()
-    return MOVE_PAIRS * rates.pairs[-1][1] * threads * (MOVE_SERIAL + 1 / threads)
+    count = threads()
+    return MOVE_PAIRS * rates.pairs[-1][1] * count * (MOVE_SERIAL + 1 / count)
 
 
 def exact_seconds(head: Head) -> float:
@@ -146,7 +146,7 @@ def exact_seconds(head: Head) -> float:
     are long."""
     pair, causal = rates_of(head).pair(head), 1.0
     if head.is_causal and head.query.device.type == "cpu":
-        causal = 2 - 1 / torch.get_num_threads()
+        causal = 2 - 1 / threads()
     elif head.is_causal:
         causal = min(2.0, 1 + CAUSAL_TOKENS / max(1, head.n))
     return 2e-5 + head.pairs * pair * causal
