@@ -241,6 +241,6 @@ def test_causal_attention_waits_for_the_thread_with_the_last_rows(monkeypatch):
         for is_causal in (False, True)
     )
     for threads, part in ((1, 0.5), (2, 0.75), (4, 0.875)):  # of all pairs, in units of all threads
-        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        monkeypatch.setattr(cost, "threads", lambda count=threads: count)
         ratio = cost.exact_seconds(causal) / cost.exact_seconds(whole)
         assert ratio == pytest.approx(part, rel=0.05)
