@@ -20,7 +20,7 @@ from ...problem.caching import WeakCache
 from ...problem.problem import Problem
 from ..exact.rectangle import Rectangle, Tokens, exact_rows
 from .language import cdiv, power_of_two
-from .report import Report, capturing
+from .reporting import Report, capturing
 
 Result = TypeVar("Result")
 Sizes = tuple[int, ...]

@@ -19,7 +19,7 @@ from ...plans import Plan, ScoreRange, ThresholdHead
 from ...problem.caching import WeakCache
 from ...problem.problem import Problem
 from .lengths import lengths, rounded_down
-from .report import Report, capturing
+from .reporting import Report, capturing
 
 SECONDS = 0.02  # between two calls that are checked
 
