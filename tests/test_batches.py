@@ -7,6 +7,7 @@ import torch
 
 import supportbasis as sb
 from cases import beyond, clustered, dense_attention, qkv
+from supportbasis.methods import planning
 from supportbasis.plans import calibration
 from supportbasis.plans.supports import score_reach
 from supportbasis.problem.validation import attention_problem
@@ -64,18 +65,17 @@ def test_a_threshold_of_a_batch_is_the_smallest():
 
 def test_lists_of_a_batch_keep_the_tolerance_of_every_element():
     q, k, v = clustered(2, 1, n=2048)
-    q[1] *= 1.5  # sharper
-    alone = [
-        sb.plan(*(x[b : b + 1] for x in (q, k, v)), method=sb.BlockSupport(tolerance=0.1)).heads[0]
-        for b in (0, 1)
-    ]
-    (head,) = sb.plan(q, k, v, method=sb.BlockSupport(tolerance=0.1)).heads
-    assert {each.kind for each in alone} == {"lists"} == {head.kind}
-    assert head.lists.price == min(each.lists.price for each in alone)
-    result = sb.attention(q, k, v, method=sb.BlockSupport(tolerance=0.1), return_result=True)
-    exact, _ = dense_attention(q, k, v)
-    errors = (result.output - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
-    assert float(errors.max()) <= 0.125
+    q[1] *= 3  # sharper: it needs longer lists
+    method, tokens = sb.BlockSupport(tolerance=0.01), (q, k, v)
+    alone = [sb.plan(*(x[b : b + 1] for x in tokens), method=method).heads[0] for b in (0, 1)]
+    first, second = (each.lists.price for each in alone)
+    assert first != second
+    (head,) = sb.plan(*tokens, method=method).heads
+    assert head.lists.price == min(first, second)
+    output = sb.attention(*tokens, method=method)
+    exact, _ = dense_attention(*tokens)
+    errors = (output - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
+    assert float(errors.max()) <= 0.0125
 
 
 def test_lists_of_a_batch_keep_the_budget_for_every_element():
@@ -88,18 +88,43 @@ def test_lists_of_a_batch_keep_the_budget_for_every_element():
             for b in (0, 1)
         ]
         (head,) = sb.plan(q, k, v, method=sb.BlockSupport(0.4)).heads
-    assert head.lists.price == max(each.lists.price for each in alone)
+    first, second = (each.lists.price for each in alone)
+    assert first != second and head.lists.price == max(first, second)
     assert head.cost <= 0.4 * 1.05  # measured on sampled rows
 
 
-def test_a_batch_without_a_common_plan_is_exact_and_says_so():
-    """A polynomial within the tolerance for one element is of no use for the other."""
-    q, k, v = qkv(2, 1, n=4096, d=16, scale=0.2, dtype=torch.float32)
-    q[1] *= 40
-    (head,) = sb.plan(q, k, v, method=sb.Auto(1e-3)).heads
-    assert head.kind == "exact" and head.reason
-    (first,) = sb.plan(q[:1], k[:1], v[:1], method=sb.Auto(1e-3)).heads
-    assert first.kind != "exact"
+def test_a_head_that_is_exact_in_one_element_has_its_reason():
+    q, k, v = qkv(2, 1, n=2000, d=4, scale=0.1)
+    q[1] *= 3000
+    method = sb.SingleThreshold(None, 1)
+    first, second = (sb.plan(*(x[b : b + 1] for x in (q, k, v)), method=method) for b in (0, 1))
+    assert first.heads[0].kind == "single-threshold"
+    (second,), (head,) = second.heads, sb.plan(q, k, v, method=method).heads
+    assert second.kind == head.kind == "exact" and head.reason == second.reason
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_the_plan_of_one_element_is_checked_on_the_others(limit, monkeypatch):
+    """Its error there is that of the certificate; beyond the tolerance the head is exact."""
+    tokens = qkv(2, 1, n=4096, d=16, scale=0.2, dtype=torch.float32)
+    tokens[0][1] *= 1.3  # so that the second element has the wider range
+    true_error, found = planning._error, []
+
+    def error(method, plan, head):
+        found.append(true_error(method, plan, head))
+        return limit
+
+    monkeypatch.setattr(planning, "_error", error)
+    (head,) = sb.plan(*tokens, method=sb.Auto(1e-2)).heads
+    (second,) = sb.plan(*(x[1:] for x in tokens), method=sb.Auto(1e-2)).heads
+    assert second.kind == "polynomial" and len(found) == 1
+    if limit:
+        assert head.kind == "exact" and "no plan of one batch element" in head.reason
+        return
+    assert head.polynomial == second.polynomial
+    plan = sb.Plan(sb.Auto(1e-2), 16, (head,), 0.25, False)
+    result = sb.attention(*(x[:1] for x in tokens), plan=plan, return_result=True)
+    assert found == [pytest.approx(float(result.certificate.limit))]
 
 
 def test_costs_come_from_a_table_in_deterministic_mode(monkeypatch):

@@ -127,3 +127,19 @@ def test_an_encoder_plans_every_layer_on_what_reaches_it():
     assert [layer.attention.kept_plan for layer in model.layers] == list(plans)
     assert len({plan.heads[0].bound for plan in plans}) == 3  # each from its own inputs
     torch.testing.assert_close(model(x), expected)
+
+
+def test_a_plan_is_made_as_the_calls_will_run(monkeypatch):
+    """Where gradients are recorded, methods know it: causal lists are then measured as strict."""
+    module, recorded = sb.nn.SupportBasisAttention(16, 2, method=sb.Polynomial(2)), []
+    plan_head = sb.Polynomial.plan_head
+
+    def spy(self, head):
+        recorded.append(head.requires_grad)
+        return plan_head(self, head)
+
+    monkeypatch.setattr(sb.Polynomial, "plan_head", spy)
+    module.plan(tokens(1, 20, 16).float())
+    with torch.no_grad():
+        module.plan(tokens(1, 20, 16).float())
+    assert recorded == [True, True, False, False]

@@ -93,15 +93,18 @@ class SupportBasisAttention(nn.Module):
     def plan(
         self, x: Tensor, context: Tensor | None = None, *, key_mask: Tensor | None = None
     ) -> Plan:
-        """Make a plan from a batch, as `sb.plan`, and keep it for later calls."""
-        with torch.no_grad():
-            self.kept_plan = make_plan(
-                *self._projected(x, context),
-                _key_mask(key_mask),
-                is_causal=self.is_causal,
-                enable_gqa=self.num_key_heads < self.num_heads,
-                method=self.method,
-            )
+        """Make a plan from a batch, as `sb.plan`, and keep it for later calls.
+
+        Where gradients are recorded, errors of causal lists are measured on strict ones, which a
+        training step runs.
+        """
+        self.kept_plan = make_plan(
+            *self._projected(x, context),
+            _key_mask(key_mask),
+            is_causal=self.is_causal,
+            enable_gqa=self.num_key_heads < self.num_heads,
+            method=self.method,
+        )
         return self.kept_plan
 
     def _projected(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -241,10 +244,9 @@ class SupportBasisEncoder(nn.Module):
     def plan(self, x: Tensor, *, key_mask: Tensor | None = None) -> tuple[Plan, ...]:
         """Make a plan for every layer from a batch that runs through all of them, and keep it."""
         plans = []
-        with torch.no_grad():
-            for layer in self._each():
-                plans.append(layer.attention.plan(layer.attention_norm(x), key_mask=key_mask))
-                x = layer(x, key_mask)
+        for layer in self._each():
+            plans.append(layer.attention.plan(layer.attention_norm(x), key_mask=key_mask))
+            x = layer(x, key_mask).detach()
         return tuple(plans)
 
     def _each(self) -> list[_Layer]:

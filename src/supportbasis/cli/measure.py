@@ -30,7 +30,7 @@ LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 TURN_SECONDS, TURN_CALLS = 0.5, 3  # a short call is repeated within its turn
 ROW_CHUNK = 64
 
-Tick = Callable[[float], None]  # told which share of the time budget is used up
+Tick = Callable[[float], None]  # called with the used share of the time budget
 
 
 def part(tick: Tick, done: int, count: int) -> Tick:

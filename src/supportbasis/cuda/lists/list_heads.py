@@ -3,7 +3,7 @@
 
 Tilts are made for some windows at a time, within a workspace of fixed size, so that memory grows
 with the tokens alone. No call synchronises with the host. Calls so short that their launches take
-longer than their work are captured as CUDA graphs and replayed.
+longer than their work are captured as CUDA graphs, which synchronises once a shape, and replayed.
 """
 
 from __future__ import annotations
