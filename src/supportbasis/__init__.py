@@ -9,7 +9,7 @@ import gc as _gc
 _collects = _gc.isenabled()
 _gc.disable()  # a collection would go through all of torch, and find nothing
 try:
-    from . import analysis, gradient, nn, sketch
+    from . import analysis, gradient, integrations, models, nn, sketch
     from .accuracy.certificate import Certificate
     from .api import attention, gaussian_kde, kernel_sum, plan
     from .errors import InputError, SupportBasisError
@@ -23,7 +23,7 @@ try:
         PowerAttention,
         SingleThreshold,
     )
-    from .plans import Plan
+    from .plans import ModelPlan, Plan
     from .problem.result import Result
 except KeyboardInterrupt:  # torch takes seconds to import; half of this package is imported again
     raise KeyboardInterrupt("supportbasis was interrupted while it was imported") from None
@@ -40,6 +40,7 @@ __all__ = [
     "Exact",
     "FittedPolynomial",
     "InputError",
+    "ModelPlan",
     "MultiThreshold",
     "Plan",
     "Polynomial",
@@ -51,7 +52,9 @@ __all__ = [
     "attention",
     "gaussian_kde",
     "gradient",
+    "integrations",
     "kernel_sum",
+    "models",
     "nn",
     "plan",
     "sketch",

@@ -1,7 +1,7 @@
 """The exact component: a rectangle of rows and keys by online softmax.
 
-Where PyTorch's CPU kernel takes the rectangle it does the work; causal rectangles, masks and other
-devices go tile by tile. Both give the same sums; tests compare them.
+Where PyTorch's CPU kernel takes the rectangle it does the work; causal rectangles of some rows or
+keys, masks and other devices go tile by tile. Both give the same sums; tests compare them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ExactSum:
         if not keys or not count:
             return
         rounding = self._rounding(head, rows, keys)
-        if type(self) is ExactSum and _kernel_takes(head, self.keys):
+        if type(self) is ExactSum and _kernel_takes(head, rows, self.keys):
             _by_kernel(head, rows, self.keys, total, rounding)
             return
         for start, stop in _row_tiles(head, count, keys):
@@ -219,13 +219,16 @@ def _masked(score: Tensor, mask: Tensor) -> Tensor:
     return score.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else score + mask
 
 
-def _kernel_takes(head: Head, keys: Tensor | None) -> bool:
-    """Whether PyTorch's CPU kernel, which also returns the log-sum-exp, can do this rectangle."""
-    if head.is_causal or head.mask is not None or head.query.device.type != "cpu":
+def _kernel_takes(head: Head, rows: Tensor | None, keys: Tensor | None) -> bool:
+    """Whether PyTorch's CPU kernel, which also returns the log-sum-exp, can do this rectangle; of
+    causal heads it takes the whole, without biases."""
+    if head.mask is not None or head.query.device.type != "cpu":
         return False
     if head.value_dim == 0 or not flash.AVAILABLE:
         return False
     bias = head.key_log_weight
+    if head.is_causal and not (rows is None and keys is None and bias is None):
+        return False
     if bias is None:
         return True
     return bool((bias if keys is None else bias[keys]).isfinite().all())
@@ -243,10 +246,12 @@ def _by_kernel(
     bias = head.key_log_weight
     if bias is not None:
         bias = take(bias, keys, 0, head.m).to(head.dtype)
-    for start in range(0, len(total.den), KERNEL_ROWS):
-        block = slice(start, start + KERNEL_ROWS)
-        query = _padded(take(head.query, rows, start, start + KERNEL_ROWS).to(head.dtype), dim)
-        whole = len(key) // KERNEL_KEYS if len(query) <= KERNEL_KEYS else 0
+    step = len(total.den) if head.is_causal else KERNEL_ROWS
+    for start in range(0, len(total.den), step):
+        block = slice(start, start + step)
+        query = _padded(take(head.query, rows, start, start + step).to(head.dtype), dim)
+        few = len(query) <= KERNEL_KEYS and not head.is_causal
+        whole = len(key) // KERNEL_KEYS if few else 0
         edge = whole * KERNEL_KEYS
         for piece, count in ((slice(0, edge), whole), (slice(edge, None), 1)):
             if not len(key[piece]):
@@ -258,6 +263,7 @@ def _by_kernel(
                 value[piece].reshape(1, count, -1, dim),
                 None if mask is None else mask.expand(-1, -1, len(query), -1),
                 scale=head.scale,
+                is_causal=head.is_causal,
             )
             part = _joined(output[0, ..., : head.value_dim], lse[0].to(head.dtype))
             part.noise = part.den * noise[block]

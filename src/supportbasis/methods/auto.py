@@ -87,9 +87,9 @@ class Auto(Method):
         """Lists of exact and tilted keys within the tolerance, where they can be faster. Where few
         leaves have to be open, wider blocks are tried: they cost less."""
         head, best = first.head, None
-        if head.is_density or fastest_lists(head) <= speedup:
-            return None
-        for block in (None, WIDE_BLOCK):
+        for block in () if head.is_density else (None, WIDE_BLOCK):
+            if fastest_lists(head, block) <= speedup:
+                continue
             search = ListSearch.of(head, block, None, self.seed, self.tolerance)
             plan = None if isinstance(search, str) else search.within(self.tolerance, speedup)
             if plan is None:

@@ -8,6 +8,7 @@ one running sum over the differences gives the row's output at every price.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,7 +24,14 @@ from ..problem.problem import Head
 
 # From so many tokens on: queries of a block, keys of a leaf. Tilts and their attention take
 # n^2 (1 / block + 1 / leaf), so both grow with the length.
-SIZES = {0: (32, 16), 8192: (64, 32), 16384: (128, 64), 131072: (256, 64), 524288: (512, 128)}
+SIZES = {
+    0: (32, 16),
+    8192: (64, 32),
+    16384: (128, 64),
+    131072: (256, 64),
+    524288: (512, 128),
+    786432: (512, 256),
+}
 CAUSAL_SIZES = SIZES | {
     131072: (128, 64),
     262144: (256, 128),
@@ -57,15 +65,16 @@ def settings_for(head: Head, block: int | None, strict: bool | None) -> ListSett
     sizes = CAUSAL_SIZES if head.is_causal else SIZES
     chosen = max(pair for tokens, pair in sizes.items() if tokens <= head.n)
     if block is not None:
-        leaf = max(pair for pair in sizes.values() if pair[0] <= max(32, block))[1]
+        nearest = max(size for size, _ in sizes.values() if size <= max(32, block))
+        leaf = min(leaf for size, leaf in sizes.values() if size == nearest)
         chosen = (block, max(1, min(leaf, block // 2)))
     window = window_of(head.n, chosen[0]) if head.is_causal else 0
     return ListSettings(0.0, *chosen, window, strict and bool(window))
 
 
-def fastest_lists(head: Head) -> float:
+def fastest_lists(head: Head, block: int | None = None) -> float:
     """Predicted speedup of lists without open leaves."""
-    return list_work(head, settings_for(head, None, False), 0.0).speedup(head)
+    return list_work(head, settings_for(head, block, False), 0.0).speedup(head)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +146,16 @@ class ListSearch:
             curves = self._curves(PRICES, curves.prices[-1])
             at = self._cheapest(curves, budget)
         return None if at is None else self._plan(at, curves)
+
+    def with_open_leaves(self, shares: Sequence[float]) -> list[ListHead]:
+        """Plans of ascending cost: about these shares of the leaves that rows see are open."""
+        curves = self._curves(PRICES, None)
+        most = float(curves.opened[0])  # at the lowest price almost every leaf is open
+        found = {}
+        for share in shares:
+            at = int((curves.opened - share * most).abs().argmin())
+            found[at] = self._plan(at, curves)
+        return [found[at] for at in sorted(found, reverse=True)]
 
     def at(self, price: float) -> ListHead:
         """The plan of a given price."""

@@ -4,6 +4,7 @@
 `heads`         a class of settings for each kind of head, and its components
 `supports`      which rows and keys a component covers
 `plan`          `Plan`: the heads of a call
+`model_plan`    `ModelPlan`: the plans of a model; `model_drawing`: its picture
 `files`         plans as JSON; `schema`: fields, checked when they are read
 `head_fields`   the fields of each kind of head
 `drawing`       a picture of the components of a head
@@ -26,6 +27,7 @@ from .heads import (
     ScoreRange,
     ThresholdHead,
 )
+from .model_plan import LayerPlan, ModelPlan
 from .plan import Plan
 
 __all__ = [
@@ -34,7 +36,9 @@ __all__ = [
     "ExactHead",
     "FittedHead",
     "HeadPlan",
+    "LayerPlan",
     "ListHead",
+    "ModelPlan",
     "Plan",
     "PolynomialHead",
     "PowerHead",

@@ -35,7 +35,7 @@ FITTED_TOKEN, FITTED_FEATURE = 60, 3  # entries moved for each entry of a token,
 # ---- of fitted polynomials on a GPU, whose features are float32 and go through memory
 FEATURE_COST = 32  # multiply-adds of exact attention in the time of one multiply-add of a feature
 MOVE_COST = 700  # the same in the time of one moved entry
-FIT_ENTRY = 7.0  # entries moved for each entry of a token and its value
+FIT_ENTRY = 9.5  # entries moved for each entry of a token and its value
 FIT_FEATURE, FIT_PAIR = 3.5, 20.0  # the same for each feature and pair of a chunk of causal heads
 FIT_CHUNK = 256  # tokens of a chunk
 # ---- of lists on a CPU: entries moved for an entry of a token and its value, for a pair of a mean
@@ -43,8 +43,9 @@ FIT_CHUNK = 256  # tokens of a chunk
 LIST_TOKEN, LIST_TILT, LIST_COARSE, LIST_GATHERED, LIST_EXACT = 54.0, 20.0, 40.0, 14.0, 18.0
 LIST_SECONDS = 2e-3  # fixed time of a head
 # ---- of lists by GPU kernels, in exact pairs: a pair of a mean query and a key, a pair of a row
-# and a tilted key in `select`, in `attend`; and seconds to sort and gather an entry of a token
-TILT_PAIR, SELECT_PAIR, LIST_PAIR, TOKEN_SECONDS = 6.5, 1.0, 1.8, 4e-12
+# that is scored and a tilted key in `select`, of a row and a tilted key in `attend`; and seconds to
+# sort and gather an entry of a token
+TILT_PAIR, SELECT_PAIR, LIST_PAIR, TOKEN_SECONDS = 3.1, 4.0, 1.7, 4e-12
 
 
 def _has_kernels(head: Head) -> bool:
@@ -232,10 +233,12 @@ def list_work(head: Head, settings: ListSettings, opened: float) -> Work:
     exact = head.n * (opened * leaf + own)
     splits = 2 * math.log2(max(2.0, min(keys, SORTED) / leaf))
     sorting = (head.n + keys) * (dim * (dim + 2 * AXES) + splits * AXES * (AXES + 2))
-    scored *= dim if settings.strict or _has_kernels(head) else 0  # scores only for selection
-    made = sorting + tilted * (2 * dim + width) + coarse * (dim + width + scored)
+    selected = scored * coarse  # pairs of rows and tilted keys that `select` scores
+    only = settings.strict or _has_kernels(head)  # for selection, and again for attention
+    made = sorting + tilted * (2 * dim + width) + coarse * (dim + width)
+    made += selected * dim if only else 0
     if _has_kernels(head):
-        pairs = TILT_PAIR * tilted + SELECT_PAIR * coarse + LIST_PAIR * (coarse + exact)
+        pairs = TILT_PAIR * tilted + SELECT_PAIR * selected + LIST_PAIR * (coarse + exact)
         seconds = pairs * rates_of(head).pair(head)
         seconds += TOKEN_SECONDS * (head.n + keys) * (dim + width)
         return Work(equivalent=int(made + exact * (dim + width)), direct=seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ KINDS_OF: dict[type[Method], tuple[type[HeadPlan], ...]] = {
 METHOD = union(
     "name",
     {
-        method.__name__: record(method, {field.name: scalar() for field in fields(method)})
+        method.__name__: record(method, {field.name: scalar() for field in fields_of(method)})
         for method in KINDS_OF
     },
     lambda method: type(method).__name__,
@@ -70,19 +70,23 @@ METHOD = union(
 
 def save(plan: Plan, path: str | Path) -> None:
     """Write a plan."""
-    try:
-        content = {"format": FORMAT, **_schema(plan.method, plan.dim).write(plan)}
-    except ValueError as error:
-        raise InputError(f"the plan cannot be saved: {error}") from None
-    data = json.dumps(content, indent=1, allow_nan=False).encode()
+    data = json.dumps(plan_content(plan), indent=1, allow_nan=False).encode()
     if len(data) > LARGEST_FILE:
         raise InputError(f"the plan cannot be saved: {_too_large(len(data))}")
     Path(path).write_bytes(data)
 
 
+def plan_content(plan: Plan) -> dict[str, Any]:
+    """A plan as a JSON value."""
+    try:
+        return {"format": FORMAT, **_schema(plan.method, plan.dim).write(plan)}
+    except ValueError as error:
+        raise InputError(f"the plan cannot be saved: {error}") from None
+
+
 def load(path: str | Path) -> Plan:
     """Read a plan, or raise an `InputError` that names the path and what is wrong with the file."""
-    content = _content(path)
+    content = read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = shown(content.get("format")) if isinstance(content, dict) else shown(content)
         raise InputError(
@@ -90,16 +94,20 @@ def load(path: str | Path) -> Plan:
             "again and save it"
         )
     try:
-        method, dim = member(content, "method", METHOD), member(content, "dim", COUNT)
-        plan: Plan = _schema(method, dim).read(
-            {k: v for k, v in content.items() if k != "format"}, ""
-        )
+        return plan_of_content(content)
     except ValueError as error:
         raise InputError(f"path: {path} is a damaged plan: {error}") from None
+
+
+def plan_of_content(content: dict[str, Any]) -> Plan:
+    """The plan of a JSON value; raises a `ValueError` where it is damaged."""
+    method, dim = member(content, "method", METHOD), member(content, "dim", COUNT)
+    fields = {k: v for k, v in content.items() if k != "format"}
+    plan: Plan = _schema(method, dim).read(fields, "")
     return plan
 
 
-def _content(path: str | Path) -> Any:
+def read_json(path: str | Path) -> Any:
     """The JSON value in a file of sensible size."""
     try:
         file = Path(path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,12 +29,18 @@ class RangeCheck:
     """The range check of the calls of one plan on one device."""
 
     def __init__(self, plan: Plan, device: torch.device, batch: int) -> None:
-        limits = [
+        self.limits = batch * [
             head.threshold if isinstance(head, ThresholdHead) else math.inf for head in plan.heads
         ]
-        self.limit, self.batch = rounded_down(limits * batch).to(device), batch
+        self.device, self.batch = device, batch
         self.report, self.scale, self.last = Report(), 1.0, -math.inf
         self.instead: Plan | None = None  # with the heads exact that have left their range
+
+    @cached_property
+    def limit(self) -> Tensor:
+        """The thresholds on the device, copied by the first call that is checked: one that a CUDA
+        graph captures could not copy them."""
+        return rounded_down(self.limits).to(self.device)
 
     @staticmethod
     def of(plan: Plan, device: torch.device, batch: int) -> RangeCheck:
@@ -62,7 +69,7 @@ class RangeCheck:
             self.instead = ranges.exact_where(plan, left)
         if self.instead is None:
             return plan
-        return RangeCheck.of(self.instead, self.limit.device, self.batch).reported(self.instead)
+        return RangeCheck.of(self.instead, self.device, self.batch).reported(self.instead)
 
 
 _kept: WeakCache[Plan, tuple[torch.device, int], RangeCheck] = WeakCache()

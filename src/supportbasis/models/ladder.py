@@ -1,0 +1,115 @@
+"""The settings that a head may get, from those that change little to those that cost little."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ..engine.ranges import with_range
+from ..methods import Auto, FittedPolynomial, Method, Polynomial, SingleThreshold
+from ..methods.fitted import FEWEST
+from ..methods.list_search import ListSearch
+from ..methods.planning import plan_heads
+from ..plans import ExactHead, FittedHead, HeadPlan, ListHead, Plan, PolynomialHead, ThresholdHead
+from ..plans.cost import exact_seconds, fitted_work, list_work, pair_work, polynomial_work
+from ..problem.problem import Head, Problem
+
+SHARES = (0.0, 0.003, 0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.35)  # of far leaves that are open
+FITTED = tuple(FittedPolynomial(tolerance=tolerance) for tolerance in (0.03, 0.1, 0.3))
+CERTIFIED = {1: (Polynomial(1), SingleThreshold(degree=1)),
+             2: (Polynomial(2), SingleThreshold(degree=2))}  # fmt: skip
+FASTER = 1.05  # than exact attention, predicted: what is not, is no option
+LEAST = 512  # tokens below which a head is exact
+LENGTHS = (32768, 131072)  # at which speed is predicted
+
+
+def settings_of(head: Head, seed: int) -> list[HeadPlan]:
+    """Settings that are predicted to be faster than exact attention; the first is exact."""
+    found: list[HeadPlan] = [ExactHead(n=head.n, m=head.m)]
+    search = ListSearch.of(head, None, None, seed, 1.0)
+    if isinstance(search, ListSearch):
+        found += search.with_open_leaves(SHARES)
+    for method in _methods(head):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of methods that turn out not to suit this head
+            found.append(plan_heads(method, [head]))
+    return found[:1] + [
+        with_range(plan, [head]) if plan.scores is None else plan
+        for plan in found[1:]
+        if not isinstance(plan, ExactHead) and plan.speedup > FASTER
+    ]
+
+
+def _methods(head: Head) -> list[Method]:
+    """Methods that are predicted to be faster in the best case."""
+    found: list[Method] = []
+    if fitted_work(head, FEWEST, 0, 0).speedup(head) > FASTER:
+        found += FITTED
+    for degree, methods in CERTIFIED.items():
+        if polynomial_work(head, head.n, head.m, degree).speedup(head) > FASTER:
+            found += methods
+    return found
+
+
+def rungs(problem: Problem, seed: int) -> list[list[HeadPlan]]:
+    """The settings of each head of a layer, by its first batch element."""
+    with torch.no_grad():
+        return [settings_of(problem.head(0, number), seed) for number in range(problem.heads)]
+
+
+def layer_plan(problem: Problem, heads: Sequence[HeadPlan]) -> Plan:
+    """The plan of a layer whose heads have these settings."""
+    scale = -problem.scale if problem.is_flipped else problem.scale
+    dim = problem.query.shape[-1]
+    return Plan(Auto(), dim, tuple(heads), scale, problem.is_causal)
+
+
+def min_tokens(problem: Problem, heads: Sequence[HeadPlan]) -> int:
+    """Tokens from which on a layer is predicted to be faster than exact attention, a power of
+    two; lists need several windows."""
+    lists = [head.lists for head in heads if isinstance(head, ListHead)]
+    least = max([LEAST, *(2 * max(x.window, 2 * x.block) for x in lists)])
+    tokens = 1 << (least - 1).bit_length()
+    while tokens < max(problem.n, least):
+        if speedup_at(problem, heads, tokens) > FASTER:
+            break
+        tokens *= 2
+    return tokens
+
+
+def speedup_at(problem: Problem, heads: Sequence[HeadPlan], tokens: int) -> float:
+    """Predicted time of exact attention over that of these heads, with so many tokens."""
+    like = _with_tokens(problem.head(0, 0), tokens)
+    exact = exact_seconds(like)
+    return len(heads) * exact / sum(_seconds_at(head, like, exact) for head in heads)
+
+
+def _with_tokens(head: Head, tokens: int) -> Head:
+    """A head of so many tokens without entries, for predictions."""
+
+    def wide(x: torch.Tensor) -> torch.Tensor:
+        return x[:1].expand(tokens, -1)
+
+    query, key, value = wide(head.query), wide(head.key), wide(head.value)
+    return replace(head, query=query, key=key, value=value, key_log_weight=None)
+
+
+def _seconds_at(plan: HeadPlan, head: Head, exact: float) -> float:
+    if isinstance(plan, ListHead):
+        share = plan.keys / max(1, plan.m)
+        opened = math.ceil(share * head.m / plan.lists.leaf)
+        return list_work(head, plan.lists, opened).seconds(head)
+    if isinstance(plan, FittedHead):
+        return fitted_work(head, plan.fitted.features, 0, 0).seconds(head)
+    if isinstance(plan, PolynomialHead):
+        rows = keys = 0
+        if isinstance(plan, ThresholdHead):
+            rows, keys = (x * head.n // max(1, plan.n) for x in plan.large)
+        small = polynomial_work(head, head.n - rows, head.m - keys, plan.degree)
+        work = small + pair_work(head, rows, head.m) + pair_work(head, head.n - rows, keys)
+        return work.seconds(head)
+    return exact / plan.speedup

@@ -1,0 +1,172 @@
+"""`ModelPlan`: the plans of all attention modules of a model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+from .heads import ExactHead, HeadPlan
+from .plan import Plan
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMAT = "supportbasis-model-plan-1"
+PRINTED = 6  # heads on a line
+UNITS = {"kl": "nats per token", "change": "of the output's square"}
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPlan:
+    """One attention module: its plan, and the effect of each of its heads on the prediction."""
+
+    name: str
+    plan: Plan
+    effects: tuple[float, ...]  # predicted, of each head, in the unit of the model plan
+    min_tokens: int  # below, the module is exact: its plan is not predicted to be faster
+
+    @property
+    def heads(self) -> tuple[HeadPlan, ...]:
+        return self.plan.heads
+
+    @property
+    def dim(self) -> int:
+        return self.plan.dim
+
+
+@dataclass(frozen=True, eq=False)
+class ModelPlan:
+    """What every head of a model runs, and how far the prediction moves.
+
+    ``unit`` is "kl" (mean Kullback-Leibler divergence of the predicted distributions, nats per
+    token) or "change" (squared change of the output relative to its square). ``predicted`` is the
+    sum of the effects of all heads; ``measured`` was found by running the whole plan on batches
+    that were not used for it, with an upper limit at 95 % confidence.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    unit: str
+    limit: float  # that the caller allowed
+    tokens: int  # that it was made for
+    predicted: float
+    measured: float | None = None
+    upper: float | None = None
+    model: str = ""  # class of the model
+    speedups: tuple[tuple[int, float], ...] = ()  # predicted for attention, by tokens
+
+    @property
+    def cost(self) -> float:
+        """Multiply-adds of attention relative to exact attention, everything counted, mean over
+        heads."""
+        costs = [head.cost for layer in self.layers for head in layer.heads]
+        return sum(costs) / len(costs) if costs else 1.0
+
+    @property
+    def speedup(self) -> float:
+        """Predicted time of SDPA over predicted time of the plan, for attention alone."""
+        times = [1 / head.speedup for layer in self.layers for head in layer.heads]
+        return len(times) / sum(times) if times else 1.0
+
+    def __str__(self) -> str:
+        approximated = sum(
+            not isinstance(head, ExactHead) for layer in self.layers for head in layer.heads
+        )
+        total = sum(len(layer.heads) for layer in self.layers)
+        said = f"{self.unit} {self.predicted:.2g} predicted"
+        if self.measured is not None:
+            said += f", {self.measured:.2g} measured (below {self.upper:.2g} with confidence 0.95)"
+        lines = [
+            f"ModelPlan: {self.model or 'model'}, {len(self.layers)} attention modules, "
+            f"{approximated} of {total} heads approximated at {self.tokens} tokens; cost "
+            f"{self.cost:.3g} of exact, predicted {self.speedup:.3g}x SDPA"
+        ]
+        if self.speedups:
+            parts = ", ".join(f"{speed:.3g}x at {n}" for n, speed in self.speedups)
+            lines.append(f"  attention predicted {parts} tokens")
+        lines.append(f"  {said}, allowed {self.limit:.2g} ({UNITS[self.unit]})")
+        lines += [line for layer in self.layers for line in self._lines(layer)]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _lines(self, layer: LayerPlan) -> list[str]:
+        """Kind, cost and share of the effect of each head of a layer."""
+        cells = []
+        for number, (head, effect) in enumerate(zip(layer.heads, layer.effects, strict=True)):
+            share = effect / self.predicted if self.predicted else 0.0
+            numbers = "" if isinstance(head, ExactHead) else f" {head.cost:.2f} {share:.0%}"
+            cells.append(f"[{number}] {head.kind}{numbers}")
+        wide = max(map(len, cells))
+        rows = [cells[at : at + PRINTED] for at in range(0, len(cells), PRINTED)]
+        lines = ["    " + "  ".join(f"{cell:{wide}}" for cell in row).rstrip() for row in rows]
+        return [f"  {layer.name}, from {layer.min_tokens} tokens on", *lines]
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        from .files import plan_content
+
+        content = {
+            "format": FORMAT,
+            **{name: getattr(self, name) for name in _NUMBERS},
+            "speedups": [list(pair) for pair in self.speedups],
+            "layers": [
+                {
+                    "name": layer.name,
+                    "effects": list(layer.effects),
+                    "min_tokens": layer.min_tokens,
+                    "plan": plan_content(layer.plan),
+                }
+                for layer in self.layers
+            ],
+        }
+        Path(path).write_text(json.dumps(content, indent=1, allow_nan=False))
+
+    @staticmethod
+    def load(path: str | Path) -> ModelPlan:
+        """Read a plan written by `save`, or raise an `InputError` that says what is wrong."""
+        from .files import plan_of_content, read_json
+
+        content = read_json(path)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise InputError(
+                f"path: {path} is no model plan of this version ({FORMAT}); make it again by "
+                "sb.models.plan and save it"
+            )
+        try:
+            return _from_json(content, plan_of_content)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"path: {path} is a damaged model plan: {error!r}") from None
+
+    def draw(self, path: str | Path | None = None) -> Figure:
+        """Draw layer × head: the method and cost of each, and its share of the effect."""
+        from .model_drawing import draw_model
+
+        return draw_model(self, path)
+
+    def with_layers(self, layers: tuple[LayerPlan, ...]) -> ModelPlan:
+        predicted = sum(effect for layer in layers for effect in layer.effects)
+        return replace(self, layers=layers, predicted=predicted)
+
+
+_NUMBERS = ("unit", "limit", "tokens", "predicted", "measured", "upper", "model")
+
+
+def _from_json(content: dict[str, Any], plan_of_content: Any) -> ModelPlan:
+    unknown = set(content) - {"format", "speedups", "layers", *_NUMBERS}
+    if unknown:
+        raise ValueError(f"unknown fields {sorted(unknown)}")
+    if content["unit"] not in UNITS:
+        raise ValueError(f"unit {content['unit']!r}")
+    layers = []
+    for layer in content["layers"]:
+        plan = plan_of_content(layer["plan"])
+        effects = tuple(float(effect) for effect in layer["effects"])
+        if len(effects) != plan.num_heads:
+            raise ValueError(f"layer {layer['name']!r} has {len(effects)} effects for its heads")
+        layers.append(LayerPlan(str(layer["name"]), plan, effects, int(layer["min_tokens"])))
+    speedups = tuple((int(n), float(speed)) for n, speed in content["speedups"])
+    numbers = {name: content[name] for name in _NUMBERS}
+    return ModelPlan(layers=tuple(layers), speedups=speedups, **numbers)

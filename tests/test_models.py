@@ -1,0 +1,394 @@
+"""`sb.models`: effects of heads on the prediction, allocation, plans of whole models."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import supportbasis as sb
+from supportbasis.integrations.calls import Call
+from supportbasis.integrations.replacing import replaced
+from supportbasis.models import effects, ladder
+from supportbasis.models.allocation import Option, allocate
+from supportbasis.models.evaluation import CUE, LINE, evaluate, hidden_lines
+from supportbasis.models.planning import upper_limit
+from supportbasis.models.predictions import divergences, sample_labels, visible
+from supportbasis.plans import ExactHead
+
+transformers = pytest.importorskip("transformers")
+TOKENS, WORDS = 1536, 64
+
+
+class Toy(torch.nn.Module):
+    """One attention layer between linear maps; logits or the output itself."""
+
+    def __init__(self, is_distribution: bool = True, heads: int = 2, dim: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        width = heads * dim
+        self.heads, self.is_distribution = heads, is_distribution
+        self.maps = torch.nn.Linear(width, 3 * width)
+        self.head = torch.nn.Linear(width, WORDS if is_distribution else width)
+
+    def forward(self, x: torch.Tensor) -> object:
+        q, k, v = self.maps(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(2 * q, k, v, is_causal=True)
+        y = self.head(mixed.transpose(1, 2).flatten(2))
+        return {"logits": y} if self.is_distribution else y
+
+
+def tiny_llama(seed: int = 0, heads: int = 2, layers: int = 2) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=1, vocab_size=WORDS, max_position_embeddings=4 * TOKENS,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "proj" in name or "head" in name:
+                weight *= 6  # attention and predictions far from uniform
+    return model
+
+
+def texts(count: int, tokens: int = TOKENS) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(WORDS, (1, tokens), generator=generator) for _ in range(count)]
+
+
+@pytest.fixture
+def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every setting is an option, however slow, at any length."""
+    monkeypatch.setattr(ladder, "FASTER", 0.0)
+    monkeypatch.setattr(ladder, "SHARES", (0.0, 0.05, 0.3))
+    monkeypatch.setattr(ladder, "LEAST", 64)
+
+
+# ---- allocation ------------------------------------------------------------------------------
+
+
+def random_options(seed: int) -> list[list[Option]]:
+    generator = torch.Generator().manual_seed(seed)
+    heads = []
+    for _ in range(4):
+        drawn = torch.rand(3, 2, generator=generator).tolist()
+        heads.append([Option(1.0, 0.0), *(Option(time, effect**3) for time, effect in drawn)])
+    return heads
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("limit", [0.0, 1e-3, 0.1, 1.0, 10.0])
+def test_allocation_is_within_the_limit_and_close_to_the_best(seed: int, limit: float) -> None:
+    heads = random_options(seed)
+    chosen = allocate(heads, limit)
+    assert sum(x[i].effect for x, i in zip(heads, chosen, strict=True)) <= limit
+    time = sum(x[i].time for x, i in zip(heads, chosen, strict=True))
+    every = itertools.product(*(range(len(x)) for x in heads))
+    pairs = [[x[i] for x, i in zip(heads, all_of, strict=True)] for all_of in every]
+    best = min(
+        sum(o.time for o in options) for options in pairs if sum(o.effect for o in options) <= limit
+    )
+    assert best <= time <= best + 1.0  # one head's time: the gap of a multiplier
+    if limit in (0.0, 10.0):
+        assert time == pytest.approx(best)
+
+
+def test_infinite_effects_are_never_chosen() -> None:
+    heads = [[Option(1.0, 0.0), Option(0.1, float("inf"))]]
+    assert allocate(heads, 1e6) == [0]
+
+
+# ---- effects ---------------------------------------------------------------------------------
+
+
+def changed(model: torch.nn.Module, x: torch.Tensor, size: float) -> tuple[torch.Tensor, ...]:
+    """Exact output of a model and of one whose heads' outputs are changed, and the change."""
+    kept = {}
+
+    def handler(call: Call) -> torch.Tensor:
+        output = call.exact()
+        generator = torch.Generator().manual_seed(3)
+        scale = torch.tensor([1.0, 3.0]).view(1, 2, 1, 1)  # the second head changes three times
+        kept["change"] = size * scale * torch.randn(output.shape, generator=generator)
+        return output + kept["change"]
+
+    with torch.no_grad():
+        exact = model(x)
+        with replaced(model, handler):
+            other = model(x)
+    return exact, other, kept["change"]
+
+
+def test_predicted_divergence_is_the_measured_one() -> None:
+    """To second order, with enough samples; heads add up, and the second has 9 times the effect."""
+    model, x = Toy(), torch.randn(2, 300, 16, generator=torch.Generator().manual_seed(0))
+    exact, other, change = changed(model, x, 0.02)
+    measured = float(divergences(exact["logits"], other["logits"]).double().mean())
+    generator = torch.Generator().manual_seed(0)
+    (found,) = effects.sensitivities(model, x, [0], "kl", generator, samples=100)
+    predicted = found.effects(found.output + change)
+    assert float(predicted.sum()) == pytest.approx(measured, rel=0.1)
+    first, second = changed(model, x, 0.0)[2], predicted
+    assert float(first.abs().max()) == 0.0
+    assert float(second[1] / second[0]) == pytest.approx(9.0, rel=0.5)
+    assert found.effects(found.output).tolist() == [0.0, 0.0]
+
+
+def test_predicted_change_of_an_output_is_the_measured_one() -> None:
+    model, x = Toy(False), torch.randn(2, 300, 16, generator=torch.Generator().manual_seed(0))
+    exact, other, change = changed(model, x, 0.02)
+    measured = float((other - exact).square().sum() / exact.square().sum())
+    generator = torch.Generator().manual_seed(0)
+    (found,) = effects.sensitivities(model, x, [0], "change", generator, samples=100)
+    assert float(found.effects(found.output + change).sum()) == pytest.approx(measured, rel=0.1)
+
+
+def test_labels_follow_the_distribution_and_padding_does_not_count() -> None:
+    logits = torch.tensor([0.0, 1.0, 3.0]).expand(1, 20000, 3)
+    labels = sample_labels(logits, torch.Generator().manual_seed(0))
+    shares = labels.bincount(minlength=3) / 20000
+    torch.testing.assert_close(shares, logits[0, 0].softmax(0), atol=0.015, rtol=0)  # 4 sigma
+    mask = torch.tensor([[1, 1, 0]])
+    assert visible(logits[:, :3], {"attention_mask": mask}).tolist() == [True, True, False]
+
+
+def test_a_frozen_model_is_restored() -> None:
+    model = Toy().train()
+    model.maps.weight.requires_grad_(False)
+    seen = []
+
+    def look() -> None:
+        with effects.frozen(model):
+            seen.extend([model.training, *(x.requires_grad for x in model.parameters())])
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        look()
+    assert not any(seen)
+    assert model.training
+    assert model.maps.bias.requires_grad
+    assert not model.maps.weight.requires_grad
+
+
+def test_gradient_checkpointing_is_used_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same gradients; layers are computed again for each of them; then all is as it was."""
+    model, (ids,) = tiny_llama(), texts(1, 100)
+
+    def found() -> list[effects.Sensitivity]:
+        generator = torch.Generator().manual_seed(0)
+        return list(effects.sensitivities(model, ids, [0, 1], "kl", generator, samples=2))
+
+    plain, real, runs = found(), effects._sensitivities, []
+
+    def short(*given: object, checkpoint: bool = False) -> list[effects.Sensitivity]:
+        if not checkpoint:
+            raise torch.OutOfMemoryError
+        layer = model.model.layers[1]
+        hook = layer.self_attn.register_forward_pre_hook(lambda *_: runs.append(1))
+        try:
+            return real(*given, checkpoint=True)
+        finally:
+            hook.remove()
+
+    monkeypatch.setattr(effects, "_sensitivities", short)
+    for mine, other in zip(plain, found(), strict=True):
+        for one, two in zip(mine.gradients, other.gradients, strict=True):
+            torch.testing.assert_close(one, two)
+    assert len(runs) == 3  # forward, and in two backward passes
+    assert not model.is_gradient_checkpointing
+    assert not model.training
+    with pytest.raises(sb.InputError, match="do not fit into the device's memory"):
+        list(effects.sensitivities(Toy(), torch.zeros(1, 9, 16), [0], "kl", torch.Generator()))
+
+
+def test_sites_are_grouped_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1, 2, 8, 4)
+    calls = [Call(i, "", x, x, x) for i in range(5)]
+    monkeypatch.setattr(effects, "CPU_BYTES", 2 * 6 * x.numel() * 4)
+    assert effects.groups(calls, 2) == [[0, 1], [2, 3], [4]]
+    monkeypatch.setattr(effects, "CPU_BYTES", 1)
+    assert effects.groups(calls, 2) == [[0], [1], [2], [3], [4]]
+
+
+# ---- plans of models -------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("cheap")
+def test_a_plan_keeps_to_its_limit_on_batches_that_it_has_not_seen(tmp_path: Path) -> None:
+    model, batches = tiny_llama(), texts(4)
+    plan = sb.models.plan(model, batches[:3], kl=0.01, progress=False)
+    kinds = {head.kind for layer in plan.layers for head in layer.heads}
+    assert kinds - {"exact"}
+    assert plan.measured is not None
+    assert plan.upper is not None
+    assert plan.measured <= plan.upper <= 0.01
+    assert plan.predicted == pytest.approx(sum(e for layer in plan.layers for e in layer.effects))
+    with torch.no_grad():
+        exact = model(batches[3]).logits
+        with sb.models.use(model, plan, min_tokens=0) as answers:
+            other = model(batches[3]).logits
+    assert answers.approximated.total() > 0
+    kl = float(divergences(exact, other).mean())
+    assert 0 < kl <= 0.02
+    again = sb.models.plan(model, batches[:3], kl=0.01, progress=False)
+    plan.save(tmp_path / "one.json")
+    again.save(tmp_path / "two.json")
+    assert (tmp_path / "one.json").read_text() == (tmp_path / "two.json").read_text()
+    loaded = sb.ModelPlan.load(tmp_path / "one.json")
+    assert str(loaded) == str(plan)
+    with torch.no_grad(), sb.models.use(model, loaded, min_tokens=0):
+        assert torch.equal(model(batches[3]).logits, other)
+    plan.draw(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 5000
+
+
+@pytest.mark.usefixtures("cheap")
+def test_a_tiny_limit_leaves_every_head_exact_and_costs_nothing() -> None:
+    model = tiny_llama()
+    plan = sb.models.plan(model, texts(2), kl=1e-15, progress=False)
+    heads = [head for layer in plan.layers for head in layer.heads]
+    assert all(isinstance(head, ExactHead) for head in heads)
+    assert plan.predicted == plan.measured == 0
+    assert plan.cost == 1
+
+
+@pytest.mark.usefixtures("cheap")
+def test_models_without_logits_are_planned_by_the_change_of_their_output() -> None:
+    model = Toy(False)
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(2, 700, 16, generator=generator) for _ in range(2)]
+    plan = sb.models.plan(model, batches, change=0.1, minimise="cost", progress=False)
+    assert plan.unit == "change"
+    with torch.no_grad():
+        exact = model(batches[0])
+        with sb.models.use(model, plan, min_tokens=0):
+            other = model(batches[0])
+    change = float((other - exact).square().sum() / exact.square().sum())
+    assert 0 < change <= 0.1
+    assert plan.cost < 1
+    with pytest.raises(sb.InputError, match="no logits; give change="):
+        sb.models.plan(model, batches, kl=0.1, progress=False)
+
+
+@pytest.mark.usefixtures("cheap")
+def test_padding_of_batches_is_respected() -> None:
+    model, (ids,) = tiny_llama(), texts(1, 700)
+    ids = ids.expand(2, -1).clone()
+    mask = torch.ones_like(ids)
+    mask[1, :100] = 0
+    plan = sb.models.plan(
+        model, [{"input_ids": ids, "attention_mask": mask}], kl=0.05, progress=False
+    )
+    assert plan.upper is not None
+    assert plan.upper <= 0.05
+
+
+def test_what_a_plan_needs_is_said() -> None:
+    model, batches = tiny_llama(), texts(1, 600)
+    for given, message in (
+        ({}, "one of kl and change"),
+        ({"kl": 0.1, "change": 0.1}, "one of kl and change"),
+        ({"kl": -1.0}, "kl must be a finite number > 0"),
+        ({"kl": float("nan")}, "kl must be a finite number > 0"),
+        ({"kl": 0.1, "minimise": "heat"}, "minimise must be one of"),
+        ({"kl": 0.1, "samples": 0}, "samples must be an integer > 0"),
+    ):
+        with pytest.raises(sb.InputError, match=message):
+            sb.models.plan(model, batches, **given, progress=False)
+    for wrong, message in (
+        ([], "batches is empty"),
+        (batches[0], "put it in a list"),
+        (["text"], "batches: each must be"),
+        (texts(1, 100), "the longest has 100 tokens"),
+    ):
+        with pytest.raises(sb.InputError, match=message):
+            sb.models.plan(model, wrong, kl=0.1, progress=False)
+    with pytest.raises(sb.InputError, match=r"must be a torch\.nn\.Module"):
+        sb.models.plan("model", batches, kl=0.1, progress=False)
+
+
+@pytest.mark.usefixtures("cheap")
+def test_a_plan_of_another_model_is_refused() -> None:
+    model, batches = tiny_llama(), texts(1, 600)
+    plan = sb.models.plan(model, batches, kl=0.1, progress=False)
+    for other, message in (
+        (tiny_llama(heads=4), "another model"),
+        (tiny_llama(layers=3), "another model"),
+    ):
+        with (
+            torch.no_grad(),
+            pytest.raises(sb.InputError, match=message),
+            sb.models.use(other, plan),
+        ):
+            other(batches[0])
+        assert other.config._attn_implementation == "sdpa"
+
+
+def test_damaged_model_plans_are_refused(tmp_path: Path) -> None:
+    plan = sb.models.plan(Toy(), [torch.randn(1, 600, 16)], kl=0.1, progress=False)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    content = json.loads(path.read_text())
+    for damage, message in (
+        ({"format": "x"}, "no model plan of this version"),
+        ({"unit": "metres"}, "damaged"),
+        ({"layers": [{**content["layers"][0], "effects": []}]}, "damaged"),
+        ({"layers": [{"name": "x"}]}, "damaged"),
+        ({"more": 1}, "damaged"),
+    ):
+        path.write_text(json.dumps(content | damage))
+        with pytest.raises(sb.InputError, match=message):
+            sb.ModelPlan.load(path)
+
+
+# ---- evaluation ------------------------------------------------------------------------------
+
+
+def test_an_exact_plan_evaluates_to_nothing() -> None:
+    model, batches = tiny_llama(), texts(2)
+    plan = sb.models.plan(model, texts(1, 600), kl=1e-15, progress=False)
+    found = evaluate(model, plan, batches, copies=1, progress=False)
+    assert found.tokens == 2 * TOKENS
+    assert found.kl == found.kl_tail == 0
+    assert found.agreement == 1
+    assert found.loss_exact == found.loss_planned
+    labels = torch.cat([ids[0, 1:] for ids in batches])
+    with torch.no_grad():
+        logits = torch.cat([model(ids).logits[0, :-1] for ids in batches])
+    assert found.loss_exact == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-5)
+    assert [copy.distance for copy in found.copies] == [1024]
+    assert found.copies[0].exact == found.copies[0].planned
+    assert "copy from   1024" in str(found)
+    for wrong in ([], [torch.zeros(1, 4)], ["text"]):
+        with pytest.raises(sb.InputError, match="batches"):
+            evaluate(model, plan, wrong, progress=False)
+
+
+@pytest.mark.parametrize("tokens", [1600, 5000, 33000])
+def test_hidden_lines_come_again_at_their_distance(tokens: int) -> None:
+    ids = torch.arange(tokens).unsqueeze(0)
+    text, spans = hidden_lines(ids, 0)
+    assert text.shape == ids.shape
+    assert spans
+    for distance, first in spans.items():
+        assert torch.equal(text[0, first : first + LINE], text[0, first - distance :][:LINE])
+        assert first + LINE <= tokens
+    assert 0 < CUE < LINE
+    with pytest.raises(sb.InputError, match="too short"):
+        hidden_lines(ids[:, :1000], 0)
+
+
+def test_upper_limits_are_those_of_the_t_distribution() -> None:
+    observed = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0])
+    mean, upper = upper_limit(observed)
+    assert mean == 5.5
+    wanted = 5.5 + 1.833 * float(observed.std()) / 10**0.5  # t of 9 degrees of freedom
+    assert upper == pytest.approx(wanted, rel=1e-3)
+    assert upper_limit(observed[:1]) == (1.0, 2.0)
