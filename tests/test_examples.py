@@ -7,6 +7,7 @@ import itertools
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import torch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -59,3 +60,40 @@ def test_train_text(tmp_path):
 def test_the_text_is_there():
     texts = list(itertools.islice(load("train_text").docstrings(), 300))
     assert sum(len(text.split()) for text in texts) > 1000
+
+
+def test_transformers_model(tmp_path, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    text = "".join(f"{i} times {i} is {i * i}.\n" for i in range(300))
+    letters = {letter: number for number, letter in enumerate(sorted(set(text)))}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="."))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=len(letters), max_position_embeddings=1024, pad_token_id=0, bos_token_id=None,
+        eos_token_id=None,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    (tmp_path / "text.txt").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    plan = load("transformers_model").main(str(tmp_path), "text.txt")
+    assert plan.upper <= plan.limit
+    assert (tmp_path / "model.plan.json").exists()
+    assert "calls by the plan" in capsys.readouterr().out
+
+
+def test_diffusers_model(capsys):
+    pytest.importorskip("diffusers")
+    example = load("diffusers_model")
+    example.PIXELS, example.STEPS = 32, 4
+    assert example.main() < example.LIMIT
+    assert "calls; the sample changed" in capsys.readouterr().out
+
+
+def test_tabpfn_model(capsys):
+    pytest.importorskip("tabpfn")
+    assert load("tabpfn_model").main(600) < 0.03
+    assert "long calls" in capsys.readouterr().out

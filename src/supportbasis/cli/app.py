@@ -10,8 +10,11 @@ import typer
 
 from .. import __version__
 from ..errors import InputError
+from ..plans import ModelPlan
+from . import model_commands
 from .bench import FULL, QUICK, run_bench
 from .demo import run_demo
+from .loading import Access, LoadedModel, chosen_device, chosen_dtype, load_model
 from .selftest import run_selftest
 from .settings import GENERATED, Setting, load_qkv
 from .terminal import console, friendly, writable
@@ -126,6 +129,116 @@ def _demo_settings(n: int | None, qkv: Path | None, seed: int, causal: bool) -> 
     if n is not None:
         raise InputError("--n is the length of generated inputs; leave it out with --qkv")
     return [load_qkv(qkv, causal)]
+
+
+# ---- models ----------------------------------------------------------------------------------
+
+ModelName = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Folder of a model of transformers, or its name.")
+]
+Text = Annotated[Path, typer.Option(metavar="FILE", help="Text that the model reads.")]
+Tokens = Annotated[
+    int | None,
+    typer.Option(min=2, help="Tokens of a batch. [default: 32768 on a GPU, 8192 on a CPU]"),
+]
+Device = Annotated[str | None, typer.Option(help="[default: cuda if there is one]")]
+Dtype = Annotated[
+    str | None, typer.Option(help="[default: float32 on a CPU, elsewhere that of the file]")
+]
+Download = Annotated[bool, typer.Option("--download", help="Fetch the model if need be.")]
+RemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+]
+Seed = Annotated[int, typer.Option(min=0)]
+
+
+def _loaded(
+    model: str, device: str | None, dtype: str | None, download: bool, remote_code: bool
+) -> LoadedModel:
+    access = Access(download, remote_code)
+    return load_model(model, access, chosen_device(device), chosen_dtype(dtype))
+
+
+@app.command("plan")
+def plan_model(
+    model: ModelName,
+    text: Text,
+    kl: Annotated[
+        float | None, typer.Option(help="Nats per token that the prediction may move, on average.")
+    ] = None,
+    change: Annotated[
+        float | None,
+        typer.Option(help="Models without logits: allowed relative squared change of the output."),
+    ] = None,
+    tokens: Tokens = None,
+    batches: Annotated[int, typer.Option(min=1, help="The last third is held back.")] = 3,
+    minimise: Annotated[str, typer.Option(help="time on this device, or cost.")] = "time",
+    device: Device = None,
+    dtype: Dtype = None,
+    download: Download = False,
+    trust_remote_code: RemoteCode = False,
+    seed: Seed = 0,
+    out: Annotated[
+        Path,
+        typer.Option(metavar="FILE.json", help="The plan; its report is in a folder beside it."),
+    ] = Path("supportbasis-out/plan.json"),
+) -> None:
+    """Plan the attention of every head of a model within a change of its prediction."""
+    with friendly("plan"):
+        if out.suffix != ".json":
+            raise InputError(f"--out: got {out}, expected a file that ends in .json")
+        writable(out.parent)
+        loaded = _loaded(model, device, dtype, download, trust_remote_code)
+        ids = model_commands.batch_tokens(loaded, text, tokens, batches)
+        wish = {"kl": kl, "change": change, "minimise": minimise, "seed": seed}
+        model_commands.run_plan(loaded, ids, wish, out, console())
+
+
+@app.command("profile")
+def profile_model(
+    model: ModelName,
+    text: Text,
+    tolerance: Annotated[float, typer.Option(help="Of the output of a head.")] = 0.05,
+    tokens: Tokens = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    download: Download = False,
+    trust_remote_code: RemoteCode = False,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
+        "supportbasis-out/profile"
+    ),
+) -> None:
+    """Entries, scores and entropy of every head of a model, and what each would get."""
+    with friendly("profile"):
+        folder = writable(out)
+        loaded = _loaded(model, device, dtype, download, trust_remote_code)
+        ids = model_commands.batch_tokens(loaded, text, tokens, 1)
+        model_commands.run_profile(loaded, ids, tolerance, folder, console())
+
+
+@app.command("eval")
+def evaluate_model(
+    model: ModelName,
+    plan: Annotated[Path, typer.Option(metavar="FILE.json", help="A plan of this model.")],
+    text: Text,
+    tokens: Tokens = None,
+    batches: Annotated[int, typer.Option(min=1)] = 1,
+    copies: Annotated[int, typer.Option(min=0, help="Rounds of the copy test.")] = 4,
+    device: Device = None,
+    dtype: Dtype = None,
+    download: Download = False,
+    trust_remote_code: RemoteCode = False,
+    seed: Seed = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
+        "supportbasis-out/eval"
+    ),
+) -> None:
+    """Loss and predictions of a language model with a plan, paired with exact attention."""
+    with friendly("eval"):
+        folder, made = writable(out), ModelPlan.load(plan)
+        loaded = _loaded(model, device, dtype, download, trust_remote_code)
+        ids = model_commands.batch_tokens(loaded, text, tokens, batches)
+        model_commands.run_eval(loaded, made, ids, copies, seed, folder, console())
 
 
 # ---- commands of the studies, a package of their own -----------------------------------------

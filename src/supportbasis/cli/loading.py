@@ -1,0 +1,161 @@
+"""Models and texts that commands read: folders, or names on the hub. Needs transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+
+INSTALL = 'reading a model needs transformers: pip install "supportbasis[hf]"'
+CHARACTERS = 6  # of a token, about: how much text the tokenizer is given at first
+
+
+@dataclass(frozen=True)
+class Access:
+    """What the user allows while a model is loaded."""
+
+    download: bool = False
+    remote_code: bool = False
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """Arguments of ``from_pretrained``."""
+        return {"local_files_only": not self.download, "trust_remote_code": self.remote_code}
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model of transformers in evaluation, and its tokenizer."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    context: int | None  # most tokens it can take; None: no limit known
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    def tokens(self, path: Path, count: int) -> Tensor:
+        """The first ``count`` tokens of a text, or all that there are, [tokens]."""
+        text, length = read_text(path), CHARACTERS * count
+        found: list[int] = []
+        while len(found) <= count:  # the last may be half a word
+            found = self.tokenizer(text[:length], verbose=False).input_ids
+            if length >= len(text):
+                break
+            length *= 2
+        if not found:
+            raise InputError(f"--text: {path} has no tokens of {self.name}")
+        return torch.tensor(found[:count], device=self.device)
+
+
+def load_model(
+    name: str,
+    access: Access,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> LoadedModel:
+    """A model with logits where it has any: causal, masked, or with code of its own. Without a
+    ``dtype``, float32 on a CPU, elsewhere that of its file."""
+    check_installed()
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    check_folder(name)
+    device = torch.device(device)
+    chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
+    try:
+        config = AutoConfig.from_pretrained(name, **access.options)
+        tokenizer = AutoTokenizer.from_pretrained(name, **access.options)
+        model = _auto_class(config).from_pretrained(name, dtype=chosen, **access.options)
+        model.to(device).eval()
+    except Exception as error:  # code of others fails in ways of its own
+        raise InputError(why(name, access, error)) from None
+    label = Path(name).resolve().name if Path(name).is_dir() else name
+    return LoadedModel(label, model, tokenizer, getattr(config, "max_position_embeddings", None))
+
+
+def _auto_class(config: Any) -> Any:
+    """The class of transformers that loads a model with the outputs it was trained for."""
+    import transformers
+
+    brought = getattr(config, "auto_map", None) or {}
+    for name in ("AutoModelForCausalLM", "AutoModelForMaskedLM"):
+        found = getattr(transformers, name)
+        if name in brought or type(config) in found._model_mapping:
+            return found
+    return transformers.AutoModel
+
+
+def check_installed() -> None:
+    """Raise an `InputError` with the line to install where transformers is missing."""
+    if find_spec("transformers") is None:
+        raise InputError(INSTALL)
+
+
+def check_folder(name: str) -> None:
+    """A name that can only be a folder must be one."""
+    folder = Path(name)
+    if not folder.is_dir() and (folder.is_absolute() or name.startswith(".")):
+        raise InputError(f"model: there is no folder {name}")
+
+
+def why(name: str, access: Access, error: Exception) -> str:
+    """One line: what is missing and the way out."""
+    text = str(error)
+    if "trust_remote_code" in text:
+        return f"model: {name} brings its own code; read it, then add --trust-remote-code"
+    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    if Path(name).is_dir():
+        return f"model: {name} cannot be read as a model of transformers ({first})"
+    if not access.download:
+        return (
+            f"model: {name} is neither a folder nor among the models on this machine; add "
+            "--download to fetch it"
+        )
+    return (
+        f"model: {name} could not be fetched ({first}); check the name and the network, or give "
+        "the folder of a model that you have"
+    )
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="ignore")
+    except OSError as error:
+        raise InputError(f"--text: {path} cannot be read ({error.strerror})") from None
+
+
+def chosen_device(name: str | None) -> torch.device:
+    """A device that PyTorch sees and that knows float64; None: a GPU if there is one."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, dtype=torch.float64, device=device).item()
+    except (RuntimeError, AssertionError, TypeError):
+        raise InputError(
+            f"--device: PyTorch sees no device {name!r} here; expected cpu, or one that it sees "
+            "and that knows float64, for example cuda or cuda:1"
+        ) from None
+    return device
+
+
+def chosen_dtype(name: str | None) -> torch.dtype | None:
+    """A floating-point type of PyTorch by its name."""
+    names = ("float32", "float16", "bfloat16", "float64")
+    if name is None:
+        return None
+    if name not in names:
+        raise InputError(f"--dtype: got {name!r}, expected one of {', '.join(names)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
