@@ -345,6 +345,7 @@ def test_a_part_is_answered_the_same_whatever_was_answered_before(weights: Path)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.filterwarnings("ignore:supportbasis. BlockSupport")  # of random tokens
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", methods.LIBRARY)
 def test_the_library_in_a_model_on_a_gpu(name: str, causal: bool) -> None:

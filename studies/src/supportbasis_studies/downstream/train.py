@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models import exact, use
 from .documents import KIND, KINDS, row
 from .language import MASK
 from .models import CONTEXT, FOLDER, load_model, new_model, save_model
@@ -164,7 +163,6 @@ def train(settings: Settings, model: Any, out: Path) -> None:
     """Train, and save in ``out``."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device).train()
-    use(model, exact)
     if device == "cuda":
         torch.set_float32_matmul_precision("high")
         for layer in model.model.layers:

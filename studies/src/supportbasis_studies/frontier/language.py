@@ -38,6 +38,7 @@ class Language:
     layers: int
     heads: int
     context: int  # most tokens
+    dim: int  # of a head
 
     @staticmethod
     def of(folder: Path) -> Language:
@@ -56,7 +57,9 @@ class Language:
             raise InputError(f"{CONFIG} cannot be used ({error})") from None
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise InputError(f"{CONFIG} is of {config.model_type}, no causal language model")
-        return Language(folder, *sizes)
+        dim = getattr(config, "head_dim", None) or config.hidden_size // sizes[1]
+        layers, heads, context = sizes
+        return Language(folder, layers, heads, context, int(dim))
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Benchmark cases of lists: heads on a curved surface, and those of trained encoders at hand.
+"""Benchmark cases of lists: heads on a curved surface, and those of trained models at hand.
 
 Independent Gaussian tokens have no short lists, whatever the method; heads as models have them do,
 because their tokens lie close to something of few dimensions.
@@ -16,11 +16,14 @@ from supportbasis.methods import Auto, BlockSupport
 
 from ..frontier import Models
 from ..frontier.encoder import HEADS, LAYERS, Encoder
+from ..frontier.heads import stacked
+from ..frontier.language import Language
 from ..study import models_from_environment
-from .cases import LONG, Case, Inputs
+from .cases import LONG, MILLION, Case, Inputs
 
 DIMENSIONS, SPREAD = 3, 2.0  # of the surface; of the scores
-TOLERANCE = 0.03
+TOLERANCE, CAUSAL = 0.03, 0.05  # of encoders; of causal language models
+TEXTS = (32768, 65536)  # tokens of causal language models
 FAIR, LARGE = 2e-2, 5e-2  # errors; from the second on a plan by budget is warned about
 
 
@@ -46,7 +49,7 @@ def curved(heads: int, n: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def list_cases() -> list[Case]:
-    """Lists by budget, and the layers of the encoders in the folder that the environment names."""
+    """Lists by budget, and heads of the models in the folder that the environment names."""
     few, more = BlockSupport(0.05), BlockSupport(0.1)  # own windows and tilts are counted, too
     name = "lists, budget {}, curved"
     return [
@@ -56,6 +59,20 @@ def list_cases() -> list[Case]:
         Case(name.format(0.05), few, curved, LONG, 128, causal=True, limit=LARGE),
         Case(name.format(0.05), few, curved, LONG, 64, causal=True, backward=True, limit=LARGE),
         Case(name.format(0.1), more, curved, LONG, 64, causal=True, backward=True, limit=LARGE),
+        *(
+            Case(
+                "lists, tolerance 0.1, curved",
+                BlockSupport(tolerance=0.1),
+                curved,
+                n,
+                64,
+                causal=causal,
+                limit=0.1,
+                baseline_n=LONG if n > LONG else 0,
+            )
+            for causal in (False, True)
+            for n in (LONG, MILLION)
+        ),
         *_trained(),
     ]
 
@@ -66,7 +83,21 @@ def _trained() -> list[Case]:
     found = Models.find(None)
     for note in found.notes:
         warnings.warn(f"supportbasis: {note}", UserWarning, stacklevel=3)
-    return [
+    method = BlockSupport(tolerance=CAUSAL)
+    text = [
+        Case(
+            f"lists, {model.name}",
+            method,
+            _heads_of(model),
+            n,
+            model.dim,
+            causal=True,
+            limit=CAUSAL,
+        )
+        for model in found.languages
+        for n in model.within(TEXTS)
+    ]
+    return text + [
         Case(f"Auto, {model.name} layer {layer}", Auto(TOLERANCE), _layer_of(model, layer), LONG,
              model.dim, heads=HEADS, limit=TOLERANCE)
         for model in found.encoders
@@ -84,5 +115,19 @@ def _layer_of(model: Encoder, layer: int) -> Inputs:
         )
         query, key, value = (torch.stack(side).bfloat16().unsqueeze(0) for side in sides)
         return query, key, value
+
+    return make
+
+
+def _heads_of(model: Language) -> Inputs:
+    """Heads spread evenly over the layers of a language model."""
+
+    def make(heads: int, n: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
+        total = model.layers * model.heads
+        numbers = [total * (2 * i + 1) // (2 * heads) for i in range(heads)]
+        chosen = [divmod(number, model.heads) for number in numbers]
+        found = list(model.captures(n, chosen, None, torch.device("cuda")))
+        query, key, value = stacked(found)
+        return query.bfloat16(), key.bfloat16(), value.bfloat16()
 
     return make
