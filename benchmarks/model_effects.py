@@ -27,7 +27,7 @@ def single(layers: list[planning.Layer], number: int, head: int, rung: int) -> M
     made = []
     for at, layer in enumerate(layers):
         chosen = [rung if (at, h) == (number, head) else 0 for h in range(len(layer.settings))]
-        made.append(replace(layer.site(chosen, layer.options("time")), min_tokens=0))
+        made.append(replace(layer.site(chosen, layer.options("cost")), min_tokens=0))
     return ModelPlan(tuple(made), "kl", 1.0, 0, 0.0).with_layers(tuple(made))
 
 
@@ -45,7 +45,7 @@ def main() -> None:
     ids = Language.of(given.model)._tokens(None, given.tokens).unsqueeze(0).to(given.device)
     calls = planning._calls(model, ids)
     with Progress(True, len(calls)) as bar:
-        layers = planning._layers(model, [ids], calls, "kl", effects.SAMPLES, 0, bar)
+        layers = planning._layers(model, [ids], calls, "kl", "cost", effects.SAMPLES, 0, bar)
     exact, pairs = planning._predictions(model, ids, "kl"), []
     for number, layer in enumerate(layers):
         for head, plans in enumerate(layer.settings):

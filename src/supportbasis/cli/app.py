@@ -172,7 +172,7 @@ def plan_model(
     ] = None,
     tokens: Tokens = None,
     batches: Annotated[int, typer.Option(min=1, help="The last third is held back.")] = 3,
-    minimise: Annotated[str, typer.Option(help="time on this device, or cost.")] = "time",
+    minimise: Annotated[str, typer.Option(help="cost, or time on this device.")] = "cost",
     device: Device = None,
     dtype: Dtype = None,
     download: Download = False,

@@ -12,13 +12,16 @@ import torch
 from ..engine.ranges import with_range
 from ..methods import Auto, FittedPolynomial, Method, Polynomial, SingleThreshold
 from ..methods.fitted import FEWEST
-from ..methods.list_search import ListSearch
+from ..methods.list_search import ListSearch, settings_for
 from ..methods.planning import plan_heads
 from ..plans import ExactHead, FittedHead, HeadPlan, ListHead, Plan, PolynomialHead, ThresholdHead
 from ..plans.cost import exact_seconds, fitted_work, list_work, pair_work, polynomial_work
 from ..problem.problem import Head, Problem
 
-SHARES = (0.0, 0.003, 0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.35)  # of far leaves that are open
+# of far leaves that are open, with blocks of the usual size and of half of it: small blocks have
+# smaller errors and a higher cost with no leaf open
+SHARES, FINE_SHARES = (0.0, 0.003, 0.01, 0.02, 0.04, 0.08), (0.01, 0.02, 0.04, 0.08, 0.15, 0.3)
+FINEST = 32  # queries of a block, at least
 FITTED = tuple(FittedPolynomial(tolerance=tolerance) for tolerance in (0.03, 0.1, 0.3))
 CERTIFIED = {1: (Polynomial(1), SingleThreshold(degree=1)),
              2: (Polynomial(2), SingleThreshold(degree=2))}  # fmt: skip
@@ -27,12 +30,10 @@ LEAST = 512  # tokens below which a head is exact
 LENGTHS = (32768, 131072)  # at which speed is predicted
 
 
-def settings_of(head: Head, seed: int) -> list[HeadPlan]:
-    """Settings that are predicted to be faster than exact attention; the first is exact."""
+def settings_of(head: Head, minimise: str, seed: int) -> list[HeadPlan]:
+    """Settings that save time or cost; the first is exact."""
     found: list[HeadPlan] = [ExactHead(n=head.n, m=head.m)]
-    search = ListSearch.of(head, None, None, seed, 1.0)
-    if isinstance(search, ListSearch):
-        found += search.with_open_leaves(SHARES)
+    found += _lists(head, seed)
     for method in _methods(head):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of methods that turn out not to suit this head
@@ -40,8 +41,30 @@ def settings_of(head: Head, seed: int) -> list[HeadPlan]:
     return found[:1] + [
         with_range(plan, [head]) if plan.scores is None else plan
         for plan in found[1:]
-        if not isinstance(plan, ExactHead) and plan.speedup > FASTER
+        if not isinstance(plan, ExactHead) and _saves(plan, head, minimise)
     ]
+
+
+def _lists(head: Head, seed: int) -> list[HeadPlan]:
+    found: list[HeadPlan] = []
+    half = settings_for(head, None, None).block // 2
+    for block, shares in ((None, SHARES), (half, FINE_SHARES)):
+        if block is not None and block < FINEST:
+            continue
+        search = ListSearch.of(head, block, None, seed, 1.0)
+        if isinstance(search, ListSearch):
+            found += search.with_open_leaves(shares)
+    return found
+
+
+def _saves(plan: HeadPlan, head: Head, minimise: str) -> bool:
+    """Whether a setting is predicted to be faster than exact attention: at the head's length, or,
+    where cost is minimised, at one of `LENGTHS`."""
+    if minimise == "time":
+        return plan.speedup > FASTER
+    longest = _with_tokens(head, max(head.n, *LENGTHS))
+    exact = exact_seconds(longest)
+    return plan.cost < 1 and exact > FASTER * _seconds_at(plan, longest, exact)
 
 
 def _methods(head: Head) -> list[Method]:
@@ -55,10 +78,11 @@ def _methods(head: Head) -> list[Method]:
     return found
 
 
-def rungs(problem: Problem, seed: int) -> list[list[HeadPlan]]:
+def rungs(problem: Problem, minimise: str, seed: int) -> list[list[HeadPlan]]:
     """The settings of each head of a layer, by its first batch element."""
     with torch.no_grad():
-        return [settings_of(problem.head(0, number), seed) for number in range(problem.heads)]
+        heads = (problem.head(0, number) for number in range(problem.heads))
+        return [settings_of(head, minimise, seed) for head in heads]
 
 
 def layer_plan(problem: Problem, heads: Sequence[HeadPlan]) -> Plan:
