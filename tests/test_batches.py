@@ -80,7 +80,7 @@ def test_lists_of_a_batch_keep_the_tolerance_of_every_element():
 
 def test_lists_of_a_batch_keep_the_budget_for_every_element():
     q, k, v = clustered(2, 1, n=2048)
-    q[1] *= 1.5
+    q[1] *= 2.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         alone = [

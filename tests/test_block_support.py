@@ -105,10 +105,10 @@ def test_a_tighter_tolerance_opens_more():
 def test_longer_heads_open_a_smaller_share():
     shares = []
     for n in (2048, 8192):
-        (head,) = sb.plan(
-            *clustered(1, 1, n=n), method=sb.BlockSupport(tolerance=1e-3, block_size=64)
-        ).heads
-        shares.append(head.keys / n)
+        tokens = clustered(1, 1, n=n)
+        methods = (sb.BlockSupport(tolerance=1e-3, block_size=64, seed=seed) for seed in range(3))
+        heads = [sb.plan(*tokens, method=method).heads[0] for method in methods]
+        shares.append(sorted(head.keys / n for head in heads)[1])  # of samples that differ
     assert shares[1] < 0.7 * shares[0]
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -103,7 +104,7 @@ def _sketch(head: Head, seed: int) -> Sketch:
     value_size = (value - value.mean(0)).double().square().sum(1)
     pilots = min(head.n, max(16, min(PILOT_ROWS, PILOT_ENTRIES // max(1, head.m))))
     chance = probabilities(torch.ones_like(lengths), (lengths, rare), pilots)
-    rows = draw_rows(chance, pilots, generator)
+    rows = draw_rows(chance, pilots, seed + 4)
     outliers = _top(head.key_norms[live], OUTLIER_KEYS) + _top(
         spread_out(_unit(key[live])), OUTLIER_KEYS
     )
@@ -123,15 +124,22 @@ def _top(x: Tensor, count: int) -> list[int]:
     return x.topk(min(count, len(x))).indices.tolist()
 
 
-def draw_rows(chance: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def draw_rows(chance: Tensor, count: int, seed: int) -> Tensor:
     """``count`` rows drawn with these probabilities, which add up to it: systematically along a
     random permutation. Sorted."""
-    permutation = torch.randperm(len(chance), generator=generator).to(chance.device)
+    permutation, start = _permutation(len(chance), seed, chance.device)
     steps = chance[permutation].cumsum(0)
-    start = float(torch.rand((), generator=generator, dtype=torch.float64))
     steps = (steps * (count / max(float(steps[-1]), 1e-300)) + start).floor().clamp(max=count)
     before = torch.cat([steps.new_zeros(1), steps[:-1]])
     return permutation[steps > before].sort().values
+
+
+@lru_cache(maxsize=4)  # a search draws several samples of a head, and heads are equally long
+def _permutation(count: int, seed: int, device: torch.device) -> tuple[Tensor, float]:
+    """A random permutation, and a number between 0 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+    permutation = torch.randperm(count, generator=generator).to(device)
+    return permutation, float(torch.rand((), generator=generator, dtype=torch.float64))
 
 
 def _scores(head: Head, rows: Tensor, keys: Tensor) -> Tensor:

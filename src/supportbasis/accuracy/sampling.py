@@ -48,7 +48,7 @@ class RowSample:
         """``count`` of these rows; measures are of these."""
         weighted = tuple(measure.double() * self.weight for measure in measures)
         chance = probabilities(self.weight, weighted, count)
-        at = draw_rows(chance, count, torch.Generator().manual_seed(seed))
+        at = draw_rows(chance, count, seed)
         return RowSample(self.rows[at], self.weight[at] / chance[at], self.n)
 
     def total(self, x: Tensor) -> float:

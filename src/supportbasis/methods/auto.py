@@ -85,19 +85,25 @@ class Auto(Method):
 
     def _lists(self, first: _Search, speedup: float) -> ListHead | None:
         """Lists of exact and tilted keys within the tolerance, where they can be faster. Where few
-        leaves have to be open, wider blocks are tried: they cost less."""
-        head, best = first.head, None
-        for block in () if head.is_density else (None, WIDE_BLOCK):
-            if fastest_lists(head, block) <= speedup:
-                continue
-            search = ListSearch.of(head, block, None, self.seed, self.tolerance)
-            plan = None if isinstance(search, str) else search.within(self.tolerance, speedup)
-            if plan is None:
-                break
-            best, speedup = plan, plan.speedup
-            if plan.keys > FEW_KEYS * head.m:
-                break
-        return best
+        leaves have to be open, wider blocks are tried first: they cost less."""
+        head = first.head
+        if head.is_density or fastest_lists(head) <= speedup:
+            return None
+        search = self._search(head, None)
+        likely = None if search is None else search.likely(self.tolerance)
+        if search is None or likely is None:
+            return None
+        least = max(speedup, likely.speedup)
+        if likely.keys <= FEW_KEYS * head.m and fastest_lists(head, WIDE_BLOCK) > least:
+            wide = self._search(head, WIDE_BLOCK)
+            plan = None if wide is None else wide.within(self.tolerance, least)
+            if plan is not None:
+                return plan
+        return search.within(self.tolerance, speedup)
+
+    def _search(self, head: Head, block: int | None) -> ListSearch | None:
+        search = ListSearch.of(head, block, None, self.seed, self.tolerance)
+        return None if isinstance(search, str) else search
 
 
 class _Search:
@@ -106,7 +112,7 @@ class _Search:
     def __init__(self, head: Head, tolerance: float, seed: int):
         self.head, self.tolerance, self.seed = head, tolerance, seed
         self.limit = exact_seconds(head)
-        self.maxima = torch.cat([head.query_maxima, head.key_maxima])
+        self.maxima = torch.cat([head.query_maxima, head.key_maxima]).sort().values
         self.samples: dict[float, ScoreSample] = {}
         self.bins: dict[float, NormBins] = {}
         self.top_degree = self._top_degree()
@@ -130,6 +136,9 @@ class _Search:
         """Plans whose estimated error is within the margin, fastest first; each is followed by
         the same threshold one degree higher, in case the estimate was too low."""
         plans: list[PolynomialHead] = []
+        best = self.plan(self.threshold(SHARES[-1]), self.top_degree)
+        if best is not None and not self.is_within(best):
+            return  # nor is any plan of a lower degree or of a higher threshold
         features = polynomial_work(self.head, self.head.n, self.head.m, 0).seconds(self.head)
         fastest = self.limit
         for share in SHARES:
@@ -151,8 +160,7 @@ class _Search:
     def threshold(self, share: float) -> float:
         """T that makes about this share of the tokens large."""
         position = math.ceil((1 - share) * (len(self.maxima) - 1))
-        value = self.maxima.kthvalue(position + 1).values if share else self.maxima.max()
-        return max(float(value), torch.finfo(torch.float64).tiny)
+        return max(float(self.maxima[position]), torch.finfo(torch.float64).tiny)
 
     def smallest_degree(self, share: float) -> PolynomialHead | None:
         """The plan of least degree whose estimated error is within the margin."""
@@ -163,7 +171,7 @@ class _Search:
             plan = self.plan(threshold, degree)
             if plan is None:
                 return None
-            if self.estimate(plan) <= MARGIN * self.tolerance:
+            if self.is_within(plan):
                 found, high = plan, degree - 1
             else:
                 low = degree + 1
@@ -181,6 +189,9 @@ class _Search:
         return PolynomialHead(
             n=plan.n, m=plan.m, cost=plan.cost, speedup=plan.speedup, polynomial=plan.polynomial
         )
+
+    def is_within(self, plan: PolynomialHead) -> bool:
+        return self.estimate(plan) <= MARGIN * self.tolerance
 
     def estimate(self, plan: PolynomialHead) -> float:
         """Expected error from a sample of scores; for a density, an upper bound."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -136,7 +137,7 @@ class ListSearch:
     def affordable(self, budget: float) -> ListHead | None:
         """The plan of the lowest price whose cost is within the budget: first on a grid of prices,
         then between two of them."""
-        curves = self._curves(PRICES, None)
+        curves = self._first
         at = self._cheapest(curves, budget)
         if at is None:
             return None
@@ -149,7 +150,7 @@ class ListSearch:
 
     def with_open_leaves(self, shares: Sequence[float]) -> list[ListHead]:
         """Plans of ascending cost: about these shares of the leaves that rows see are open."""
-        curves = self._curves(PRICES, None)
+        curves = self._first
         most = float(curves.opened[0])  # at the lowest price almost every leaf is open
         found = {}
         for share in shares:
@@ -172,10 +173,15 @@ class ListSearch:
             low, high = (low, middle) if good else (middle + 1, high)
         return low
 
+    def likely(self, tolerance: float) -> ListHead | None:
+        """The plan within a tolerance by the first sample alone."""
+        at = self._first.highest(tolerance, len(PRICES) - 1)
+        return None if at < 0 else self._plan(at, self._first)
+
     def within(self, tolerance: float, speedup: float = 0.0) -> ListHead | None:
         """The plan of the highest price whose error, at its upper limit, is within tolerance; None
         where it is not cheaper than exact attention or not predicted to be faster than that."""
-        curves = self._curves(PRICES, None)
+        curves = self._first
         at = curves.highest(tolerance, len(PRICES) - 1)
         for _ in range(ROUNDS):
             plan = None if at < 0 else self._plan(at, curves)
@@ -206,13 +212,23 @@ class ListSearch:
             settings = replace(self.settings, price=drawn_for)
             count, measures = ROWS, (row_risks(head, settings, self.made),)
         sample = RowSample.draw(head, count, self.seed, measures)
-        return Curves(prices, sample, *_measured(head, self.made, self.settings, sample, prices))
+        return Curves(prices, sample, *_measured(head, self.made, self._own, sample, prices))
+
+    @cached_property
+    def _own(self) -> tuple[Tensor, Tensor] | None:
+        """Output and lse of all rows over their own windows."""
+        return own_windows(self.head, self.settings.window) if self.settings.window else None
+
+    @cached_property
+    def _first(self) -> Curves:
+        """Curves on a first, small sample."""
+        return self._curves(PRICES, None)
 
 
 def _measured(
     head: Head,
     made: Tables,
-    settings: ListSettings,
+    own: tuple[Tensor, Tensor] | None,
     sample: RowSample,
     at_prices: tuple[float, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,7 +237,6 @@ def _measured(
     cell = _cells_of_rows(head.n, made)[sample.rows]
     squared = prices.new_zeros(len(prices), len(sample.rows))
     size, opened = squared.new_zeros(len(sample.rows)), squared.new_zeros(len(prices))
-    own = own_windows(head, settings.window) if settings.window else None
     listed = (cell >= 0) & (made.visible[cell.clamp(min=0)] > 0)
     if own is not None:
         size[~listed] = own[0][sample.rows[~listed]].double().square().sum(1)
@@ -234,7 +249,7 @@ def _measured(
 
 
 def _rows_at_once(head: Head) -> int:
-    return max(8, min(64, entries(head) // max(1, head.m)))
+    return max(8, min(256 if head.query.is_cuda else 64, entries(head) // max(1, head.m)))
 
 
 def _cells_of_rows(n: int, made: Tables) -> Tensor:
