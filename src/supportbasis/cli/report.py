@@ -23,46 +23,18 @@ from rich.text import Text
 import supportbasis
 
 from ..errors import InputError
-from .measure import Measurement
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HEADINGS = ("method", "time", "speed-up", "rel. error", "max error", "bound", "cost")
-LOST = 0.1  # a relative error beyond which the answer is useless
 KEPT = (".csv", ".png", ".svg")
-INK, GREY = "#1f2933", "#7b8794"
-COLOURS = ("#2f6fab", "#2f855a", "#b7791f", "#805ad5", "#c05621", "#d53f8c", "#319795")
-
-EXPLAINED = """Time is the best of several whole calls, planning included, taking turns with the
-baseline in one loop; “speed-up” is the baseline's time over it. Errors are against float64
-attention of sampled query rows (up to 512) over all keys: the relative Frobenius error, and the
-largest error over max|V|. “Bound” is the certified upper bound on the largest error over max|V|
-for all rows. “Cost” counts multiply-adds relative to exact attention."""
-
 
 # ---- numbers ---------------------------------------------------------------------------------
 
 
-def seconds(value: float | None) -> str:
-    if value is None:
-        return "—"
-    if value < 1e-3:
-        return f"{1e6 * value:.0f} µs"
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.3g} ms"
-
-
-def small(value: float | None) -> str:
-    return "—" if value is None else f"{value:.1e}"
-
-
 def times(value: float | None) -> str:
     return "—" if value is None else f"{value:.2g}×" if value < 10 else f"{value:.0f}×"
-
-
-def percent(value: float) -> str:
-    return f"{value:.2g} %" if value < 10 else f"{value:.0f} %" if value < 1e6 else f"{value:.1e} %"
 
 
 # ---- tables ----------------------------------------------------------------------------------
@@ -100,30 +72,6 @@ def _styled(name: str) -> Text:
     for line in rest:
         text.append(f"\n{line}", style="yellow" if line.startswith("!") else "dim default")
     return text
-
-
-def is_lost(row: Measurement) -> bool:
-    """Whether the answer is useless: failed, not a number, or wrong by more than 10 %."""
-    return row.relative_error is None or not row.relative_error <= LOST
-
-
-def is_approximate(row: Measurement) -> bool:
-    """Whether an approximation ran and gave numbers. Exact work has cost 1."""
-    return row.ratio is not None and row.relative_error is not None and row.cost != 1.0
-
-
-def measurement_table(title: str, rows: Sequence[Measurement], *, named: bool = False) -> Grid:
-    """A line for each measurement; what ran stands below the method."""
-    lost = frozenset(index for index, row in enumerate(rows) if is_lost(row))
-    return Grid(title, HEADINGS, [_cells(row, named) for row in rows], lost)
-
-
-def _cells(row: Measurement, named: bool) -> list[str]:
-    label = f"{row.name}: {row.method}" if named else row.method
-    name = "\n".join([label, row.ran, *([f"! {row.note}"] if row.note else [])])
-    cost = "—" if row.cost is None else f"{row.cost:.3g}"
-    errors = (small(row.relative_error), small(row.max_error), small(row.bound))
-    return [name, seconds(row.seconds), times(row.ratio), *errors, cost]
 
 
 # ---- CSV -------------------------------------------------------------------------------------
