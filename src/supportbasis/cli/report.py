@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from jinja2 import Environment
+from jinja2 import Environment, PackageLoader
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -186,78 +186,6 @@ def length_label(n: float, _: object = None) -> str:
 
 # ---- pages -----------------------------------------------------------------------------------
 
-PAGE = """\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title>
-<style>
-:root { color-scheme: light; }
-body { font: 16px/1.55 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif;
-  color: #1f2933; background: #fff; max-width: 62rem; margin: 2.5rem auto; padding: 0 1.25rem; }
-h1 { font-size: 1.7rem; margin: 0 0 .3rem; } h2 { font-size: 1.25rem; margin: 2.6rem 0 .4rem; }
-p.lead { color: #52606d; margin-top: 0; } p.finding { border-left: 4px solid #2f6fab;
-  background: #f2f7fc; padding: .6rem .9rem; margin: .8rem 0; }
-p.caption { font-weight: 600; margin: 1.4rem 0 .2rem; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .87rem; }
-th { text-align: right; white-space: nowrap; border-bottom: 2px solid #9aa5b1;
-  padding: .35rem .6rem; }
-td { text-align: right; border-bottom: 1px solid #e4e7eb; padding: .35rem .6rem;
-  vertical-align: top; font-variant-numeric: tabular-nums; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 17rem; }
-td .ran { display: block; color: #66788a; font-size: .8rem; }
-td .note { display: block; color: #9c4221; font-size: .8rem; }
-tr.lost td { color: #a61b1b; } tr.lost .ran { color: #b9605f; }
-table.facts { width: auto; } table.facts td { text-align: left; white-space: normal; border: 0;
-  padding: .1rem 1rem .1rem 0; min-width: 0; } table.facts td:first-child { color: #66788a; }
-figure { margin: 1.2rem 0; } img { max-width: 100%; height: auto; }
-figcaption { color: #66788a; font-size: .85rem; }
-</style>
-</head>
-<body>
-<h1>{{ title }}</h1>
-<p class="lead">{{ lead }}</p>
-{% for section in sections %}
-<h2>{{ section.title }}</h2>
-{% if section.text %}<p>{{ section.text }}</p>{% endif %}
-{% for finding in section.findings %}<p class="finding">{{ finding }}</p>{% endfor %}
-{% if section.verbatim %}<div class="scroll"><pre>{{ section.verbatim }}</pre></div>{% endif %}
-{% for grid in section.grids %}
-{% if grid.title %}<p class="caption">{{ grid.title }}</p>{% endif %}
-<div class="scroll"><table>
-<thead><tr>{% for heading in grid.headings %}<th>{{ heading }}</th>{% endfor %}</tr></thead>
-<tbody>
-{% for line in grid.lines %}
-<tr{% if loop.index0 in grid.lost %} class="lost"{% endif %}>
-{%- for cell in line %}{% set parts = cell.split("\\n") %}<td>
-{%- if parts | length > 1 %}<b>{{ parts[0] }}</b>
-{%- for part in parts[1:] %}
-<span class="{{ 'note' if part.startswith('!') else 'ran' }}">{{ part }}</span>
-{%- endfor %}{% else %}{{ cell }}{% endif %}</td>{% endfor %}</tr>
-{% endfor %}
-</tbody></table></div>
-{% endfor %}
-{% for path, caption in section.figures %}
-<figure><img src="{{ path | inline }}" alt="{{ caption }}"><figcaption>{{ caption }}</figcaption>
-</figure>
-{% endfor %}
-{% for target, text in section.links.items() %}
-<p><a href="{{ target }}">{{ text }}</a></p>
-{% endfor %}
-{% endfor %}
-{% if facts %}
-<h2>Machine and versions</h2>
-<table class="facts">
-{% for name, value in facts %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>
-{% endfor %}
-</table>
-{% endif %}
-</body>
-</html>
-"""
-
 
 @dataclass(frozen=True, eq=False)
 class Section:
@@ -288,10 +216,15 @@ def write_page(
     path: Path, title: str, lead: str, sections: Sequence[Section], machine: Machine | None = None
 ) -> None:
     """One file that needs no other: pictures are inlined."""
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=PackageLoader("supportbasis.cli", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters["inline"] = _inline
     facts = machine.facts() if machine else []
-    page = environment.from_string(PAGE).render(
+    page = environment.get_template("report.html").render(
         title=title, lead=lead, sections=sections, facts=facts
     )
     path.write_text(page, encoding="utf-8")
