@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import InputError
-from ..problem.checks import check_seed
+from ..problem.checks import check_integer, check_seed
 from ..problem.rounding import compute_dtype
-from .draws import Source, check_integer
+from .draws import Source
 
 
 class SketchCost(NamedTuple):
