@@ -1,10 +1,9 @@
-"""What the tests of the commands share: how to call one, what it wrote, a made-up measurement."""
+"""What the tests of the commands share: how to call one, what it wrote."""
 
 from __future__ import annotations
 
 import csv
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("matplotlib")
 
-from supportbasis.cli import demo, measure
 from supportbasis.cli.app import app
-
-MACHINE = ["date", "device", "cpu", "cores", "torch", "version", "commit"]
-NUMBERS = ["seconds", "baseline", "baseline_seconds", "ratio", "relative_error", "max_error"]
-NUMBERS += ["bound", "cost", "repeats"]
 
 
 def invoke(*arguments: object) -> tuple[int, str]:
@@ -32,37 +26,9 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def row(**changes: object) -> measure.Measurement:
-    """A measurement with round numbers."""
-    plain = measure.Measurement(
-        name="job",
-        method="Auto(1e-3)",
-        n=1024,
-        d=64,
-        causal=False,
-        seconds=1.0,
-        baseline="SDPA",
-        baseline_seconds=2.0,
-        ratio=2.0,
-        relative_error=1e-4,
-        max_error=1e-5,
-        bound=1e-2,
-        cost=0.5,
-        repeats=2,
-    )
-    return replace(plain, **changes)
-
-
 def assert_stands_alone(page: str) -> None:
     """Nothing is fetched: every source is inline, and no address appears."""
     assert not re.search(r"https?:|file:|<script|<link|@import|url\(", page)
     sources = re.findall(r'(?:src|href)="([^"]{0,30})', page)
     assert sources
     assert all(source.startswith("data:image/png;base64,") for source in sources)
-
-
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rounds of every call, whatever the machine."""
-    monkeypatch.setattr(demo, "BUDGET", 0.01)
-    monkeypatch.setattr(measure, "MOST_ROUNDS", 2)

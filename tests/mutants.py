@@ -45,7 +45,7 @@ LEFT_OUT = {
 }
 # Tests of the command line, of kernels and of devices: slow, and not what tests the core.
 OTHER_TESTS = (
-    *("bench", "cli", "demo", "examples", "selftest"),
+    *("cli", "examples", "selftest"),
     *("device", "device_fitted", "device_lists", "device_ranges", "fused"),
     *(
         "gpu",

@@ -57,7 +57,7 @@ def test_operators_pass_opcheck(method, causal, bias):
     output, lse, fallback, _ = ops.attention(*plain, None, *settings)
     torch.library.opcheck(
         ops.attention_backward,
-        (output.cos(), lse.cos(), *plain, None, output, lse, fallback, *settings, bias),
+        (output.cos(), lse.cos(), output, lse, fallback, bias, *plain, None, *settings),
     )
 
 

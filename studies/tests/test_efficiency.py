@@ -18,10 +18,10 @@ pytest.importorskip("matplotlib")
 
 import supportbasis as sb
 from supportbasis import InputError
-from supportbasis.cli.measure import with_method
 from supportbasis.cli.terminal import console
 from supportbasis_studies import commands
 from supportbasis_studies import study as shared
+from supportbasis_studies.comparison.measure import with_method
 from supportbasis_studies.efficiency import Extent, findings, inputs, measure, methods, rows, study
 from supportbasis_studies.study import Machine, Records, Row
 

@@ -24,7 +24,7 @@ pytest.importorskip("matplotlib")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 import supportbasis as sb  # noqa: E402
-from supportbasis_studies import commands  # noqa: E402
+from supportbasis_studies import bench_commands  # noqa: E402
 from supportbasis_studies.frontier import (  # noqa: E402
     findings,
     language,
@@ -817,7 +817,7 @@ TINY = sources.Extent((256, 512), (256, 512), (512,), (), (0.4, 0.8), (0.1,), 2)
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little is measured, of ours a budget and a tolerance."""
-    monkeypatch.setattr(commands, "QUICK_FRONTIER", TINY)
+    monkeypatch.setattr(bench_commands, "QUICK_FRONTIER", TINY)
     monkeypatch.setattr(measure, "TURN_SECONDS", 0.0)
     monkeypatch.delenv(sources.MODELS, raising=False)
     monkeypatch.setattr(
@@ -832,7 +832,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def invoke(*arguments: object) -> tuple[int, str]:
     chosen = [str(argument) for argument in arguments]
-    result = CliRunner().invoke(commands.bench_frontier, chosen)
+    result = CliRunner().invoke(bench_commands.bench, ["frontier", *chosen])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, " ".join(result.output.split())

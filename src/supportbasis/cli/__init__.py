@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-NEEDS = ("typer", "rich", "matplotlib", "safetensors", "jinja2")
+NEEDS = ("typer", "rich", "matplotlib", "jinja2")
 
 
 def main() -> None:

@@ -12,14 +12,10 @@ from .. import __version__
 from ..errors import InputError
 from ..plans import ModelPlan
 from . import model_commands
-from .bench import FULL, QUICK, run_bench
-from .demo import run_demo
 from .loading import Access, LoadedModel, chosen_device, chosen_dtype, load_model
 from .selftest import run_selftest
-from .settings import GENERATED, Setting, load_qkv
 from .terminal import console, friendly, writable
 
-DEFAULT_N = 16384
 GROUP = "supportbasis.commands"
 PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
@@ -29,8 +25,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-benchmarks = typer.Typer(invoke_without_command=True)
-app.add_typer(benchmarks, name="bench")
 
 
 @app.callback(invoke_without_command=True)
@@ -41,28 +35,6 @@ def about(
     if version:
         typer.echo(f"supportbasis {__version__}")
         raise typer.Exit
-
-
-@app.command()
-def demo(
-    n: Annotated[int | None, typer.Option(min=2, help=f"Tokens. [default: {DEFAULT_N}]")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
-        "supportbasis-out/demo"
-    ),
-    qkv: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.safetensors",
-            help="Your own tensors named q, k, v: [..., heads, tokens, dim] or [tokens, dim].",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of generated inputs and sampled rows.")] = 0,
-    causal: Annotated[bool, typer.Option("--causal", help="Causal attention.")] = False,
-) -> None:
-    """Compare the methods with PyTorch's exact attention, on generated inputs or on yours."""
-    with friendly("demo"):
-        settings = _demo_settings(n, qkv, seed, causal)
-        run_demo(settings, writable(out), seed, console())
 
 
 @app.command()
@@ -77,58 +49,6 @@ def selftest(
         passed = run_selftest(device, console())
     if not passed:
         raise typer.Exit(1)
-
-
-@benchmarks.callback()
-def bench(
-    context: typer.Context,
-    quick: Annotated[bool, typer.Option("--quick", help="At most 8192 tokens.")] = False,
-    only: Annotated[
-        str | None, typer.Option(help="Only the benchmarks whose name starts with this.")
-    ] = None,
-    device: Annotated[
-        str, typer.Option(help="cpu, or cuda: the kernels against every backend of PyTorch.")
-    ] = "cpu",
-    redraw: Annotated[
-        bool, typer.Option("--redraw", help="With cuda: only report what --out holds already.")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the report. [default: supportbasis-out/bench, or bench-cuda]"),
-    ] = None,
-) -> None:
-    """Time the methods against PyTorch's exact attention, each with its error."""
-    with friendly("bench"):
-        if context.invoked_subcommand is not None:
-            _refuse_options(context)
-        elif device == "cuda":
-            run_gpu_bench = study("bench-cuda")
-            folder = writable(out or Path("supportbasis-out/bench-cuda"))
-            run_gpu_bench(only, folder, console(), quick=quick, redraw=redraw)
-        elif device != "cpu":
-            raise InputError(f"--device: got {device!r}, expected cpu or cuda")
-        elif redraw:
-            raise InputError("--redraw is for --device cuda; leave it out")
-        else:
-            folder = writable(out or Path("supportbasis-out/bench"))
-            run_bench(QUICK if quick else FULL, only, folder, console())
-
-
-def _refuse_options(context: typer.Context) -> None:
-    """Options before the name of a sub-command would be ignored."""
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            command = context.invoked_subcommand
-            raise InputError(f"--{name} must come after {command}: bench {command} --{name} ...")
-
-
-def _demo_settings(n: int | None, qkv: Path | None, seed: int, causal: bool) -> list[Setting]:
-    if qkv is None:
-        return [make(n or DEFAULT_N, seed, causal) for make in GENERATED]
-    if n is not None:
-        raise InputError("--n is the length of generated inputs; leave it out with --qkv")
-    return [load_qkv(qkv, causal)]
 
 
 # ---- models ----------------------------------------------------------------------------------
@@ -243,9 +163,22 @@ def evaluate_model(
 
 # ---- commands of the studies, a package of their own -----------------------------------------
 
+STUDIES = {
+    "demo": "Compare the methods with PyTorch's exact attention, on generated inputs or on yours.",
+    "bench": "Time the methods against PyTorch's exact attention, each with its error.",
+    "reproduce": "Studies of the paper's claims, each with a report.",
+}
 
-def study(name: str) -> Any:
-    """What the studies register under ``name``; loaded only where it is asked for."""
+
+def run_study(context: typer.Context) -> None:
+    """Pass the user's words on to the command that the studies register under this name."""
+    name = context.command.name or ""
+    with friendly(name):
+        command = _registered(name)
+    command(args=context.args, prog_name=f"supportbasis {name}")
+
+
+def _registered(name: str) -> Any:
     for found in entry_points(group=GROUP, name=name):
         return found.load()
     raise InputError(
@@ -254,19 +187,5 @@ def study(name: str) -> Any:
     )
 
 
-@app.command(add_help_option=False, context_settings=PASSED_ON)
-def reproduce(context: typer.Context) -> None:
-    """Studies of the paper's claims, each with a report."""
-    _pass_on("reproduce", context)
-
-
-@benchmarks.command(add_help_option=False, context_settings=PASSED_ON)
-def frontier(context: typer.Context) -> None:
-    """Error against cost and time of our methods and published ones, on trained heads."""
-    _pass_on("bench frontier", context)
-
-
-def _pass_on(command: str, context: typer.Context) -> None:
-    with friendly(command):
-        commands = study(command.replace(" ", "-"))
-    commands(args=context.args, prog_name=f"supportbasis {command}")
+for study, purpose in STUDIES.items():
+    app.command(study, help=purpose, add_help_option=False, context_settings=PASSED_ON)(run_study)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from jinja2 import Environment
+from jinja2 import Environment, PackageLoader
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -23,46 +23,18 @@ from rich.text import Text
 import supportbasis
 
 from ..errors import InputError
-from .measure import Measurement
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HEADINGS = ("method", "time", "speed-up", "rel. error", "max error", "bound", "cost")
-LOST = 0.1  # a relative error beyond which the answer is useless
 KEPT = (".csv", ".png", ".svg")
-INK, GREY = "#1f2933", "#7b8794"
-COLOURS = ("#2f6fab", "#2f855a", "#b7791f", "#805ad5", "#c05621", "#d53f8c", "#319795")
-
-EXPLAINED = """Time is the best of several whole calls, planning included, taking turns with the
-baseline in one loop; “speed-up” is the baseline's time over it. Errors are against float64
-attention of sampled query rows (up to 512) over all keys: the relative Frobenius error, and the
-largest error over max|V|. “Bound” is the certified upper bound on the largest error over max|V|
-for all rows. “Cost” counts multiply-adds relative to exact attention."""
-
 
 # ---- numbers ---------------------------------------------------------------------------------
 
 
-def seconds(value: float | None) -> str:
-    if value is None:
-        return "—"
-    if value < 1e-3:
-        return f"{1e6 * value:.0f} µs"
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.3g} ms"
-
-
-def small(value: float | None) -> str:
-    return "—" if value is None else f"{value:.1e}"
-
-
 def times(value: float | None) -> str:
     return "—" if value is None else f"{value:.2g}×" if value < 10 else f"{value:.0f}×"
-
-
-def percent(value: float) -> str:
-    return f"{value:.2g} %" if value < 10 else f"{value:.0f} %" if value < 1e6 else f"{value:.1e} %"
 
 
 # ---- tables ----------------------------------------------------------------------------------
@@ -100,30 +72,6 @@ def _styled(name: str) -> Text:
     for line in rest:
         text.append(f"\n{line}", style="yellow" if line.startswith("!") else "dim default")
     return text
-
-
-def is_lost(row: Measurement) -> bool:
-    """Whether the answer is useless: failed, not a number, or wrong by more than 10 %."""
-    return row.relative_error is None or not row.relative_error <= LOST
-
-
-def is_approximate(row: Measurement) -> bool:
-    """Whether an approximation ran and gave numbers. Exact work has cost 1."""
-    return row.ratio is not None and row.relative_error is not None and row.cost != 1.0
-
-
-def measurement_table(title: str, rows: Sequence[Measurement], *, named: bool = False) -> Grid:
-    """A line for each measurement; what ran stands below the method."""
-    lost = frozenset(index for index, row in enumerate(rows) if is_lost(row))
-    return Grid(title, HEADINGS, [_cells(row, named) for row in rows], lost)
-
-
-def _cells(row: Measurement, named: bool) -> list[str]:
-    label = f"{row.name}: {row.method}" if named else row.method
-    name = "\n".join([label, row.ran, *([f"! {row.note}"] if row.note else [])])
-    cost = "—" if row.cost is None else f"{row.cost:.3g}"
-    errors = (small(row.relative_error), small(row.max_error), small(row.bound))
-    return [name, seconds(row.seconds), times(row.ratio), *errors, cost]
 
 
 # ---- CSV -------------------------------------------------------------------------------------
@@ -238,78 +186,6 @@ def length_label(n: float, _: object = None) -> str:
 
 # ---- pages -----------------------------------------------------------------------------------
 
-PAGE = """\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title>
-<style>
-:root { color-scheme: light; }
-body { font: 16px/1.55 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif;
-  color: #1f2933; background: #fff; max-width: 62rem; margin: 2.5rem auto; padding: 0 1.25rem; }
-h1 { font-size: 1.7rem; margin: 0 0 .3rem; } h2 { font-size: 1.25rem; margin: 2.6rem 0 .4rem; }
-p.lead { color: #52606d; margin-top: 0; } p.finding { border-left: 4px solid #2f6fab;
-  background: #f2f7fc; padding: .6rem .9rem; margin: .8rem 0; }
-p.caption { font-weight: 600; margin: 1.4rem 0 .2rem; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .87rem; }
-th { text-align: right; white-space: nowrap; border-bottom: 2px solid #9aa5b1;
-  padding: .35rem .6rem; }
-td { text-align: right; border-bottom: 1px solid #e4e7eb; padding: .35rem .6rem;
-  vertical-align: top; font-variant-numeric: tabular-nums; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 17rem; }
-td .ran { display: block; color: #66788a; font-size: .8rem; }
-td .note { display: block; color: #9c4221; font-size: .8rem; }
-tr.lost td { color: #a61b1b; } tr.lost .ran { color: #b9605f; }
-table.facts { width: auto; } table.facts td { text-align: left; white-space: normal; border: 0;
-  padding: .1rem 1rem .1rem 0; min-width: 0; } table.facts td:first-child { color: #66788a; }
-figure { margin: 1.2rem 0; } img { max-width: 100%; height: auto; }
-figcaption { color: #66788a; font-size: .85rem; }
-</style>
-</head>
-<body>
-<h1>{{ title }}</h1>
-<p class="lead">{{ lead }}</p>
-{% for section in sections %}
-<h2>{{ section.title }}</h2>
-{% if section.text %}<p>{{ section.text }}</p>{% endif %}
-{% for finding in section.findings %}<p class="finding">{{ finding }}</p>{% endfor %}
-{% if section.verbatim %}<div class="scroll"><pre>{{ section.verbatim }}</pre></div>{% endif %}
-{% for grid in section.grids %}
-{% if grid.title %}<p class="caption">{{ grid.title }}</p>{% endif %}
-<div class="scroll"><table>
-<thead><tr>{% for heading in grid.headings %}<th>{{ heading }}</th>{% endfor %}</tr></thead>
-<tbody>
-{% for line in grid.lines %}
-<tr{% if loop.index0 in grid.lost %} class="lost"{% endif %}>
-{%- for cell in line %}{% set parts = cell.split("\\n") %}<td>
-{%- if parts | length > 1 %}<b>{{ parts[0] }}</b>
-{%- for part in parts[1:] %}
-<span class="{{ 'note' if part.startswith('!') else 'ran' }}">{{ part }}</span>
-{%- endfor %}{% else %}{{ cell }}{% endif %}</td>{% endfor %}</tr>
-{% endfor %}
-</tbody></table></div>
-{% endfor %}
-{% for path, caption in section.figures %}
-<figure><img src="{{ path | inline }}" alt="{{ caption }}"><figcaption>{{ caption }}</figcaption>
-</figure>
-{% endfor %}
-{% for target, text in section.links.items() %}
-<p><a href="{{ target }}">{{ text }}</a></p>
-{% endfor %}
-{% endfor %}
-{% if facts %}
-<h2>Machine and versions</h2>
-<table class="facts">
-{% for name, value in facts %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>
-{% endfor %}
-</table>
-{% endif %}
-</body>
-</html>
-"""
-
 
 @dataclass(frozen=True, eq=False)
 class Section:
@@ -340,10 +216,15 @@ def write_page(
     path: Path, title: str, lead: str, sections: Sequence[Section], machine: Machine | None = None
 ) -> None:
     """One file that needs no other: pictures are inlined."""
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=PackageLoader("supportbasis.cli", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters["inline"] = _inline
     facts = machine.facts() if machine else []
-    page = environment.from_string(PAGE).render(
+    page = environment.get_template("report.html").render(
         title=title, lead=lead, sections=sections, facts=facts
     )
     path.write_text(page, encoding="utf-8")

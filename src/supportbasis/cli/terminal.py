@@ -1,4 +1,4 @@
-"""What the commands share: the console, the folder of results, progress, errors as sentences."""
+"""What the commands share: the console, the folder of results, errors as sentences."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..errors import InputError, SupportBasisError
-from .measure import Tick
 
 NO_SPACE = (
     "no space left on the disk of --out; free some, or give another folder, and repeat the command "
@@ -51,21 +49,3 @@ def console() -> Console:
     """The terminal, or lines wide enough for a table when the output goes to a file."""
     width = None if Console().is_terminal else 120
     return Console(width=width, markup=False, highlight=False)
-
-
-class Steps(Progress):
-    """A bar of ``count`` steps; each step moves it by the share of its own time that is over."""
-
-    def __init__(self, console: Console, count: int):
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-        super().__init__(*columns, console=console, transient=True)
-        self._bar = self.add_task("starting", total=max(1, count))
-        self._done = 0
-
-    @contextmanager
-    def step(self, description: str) -> Iterator[Tick]:
-        """Name a step; the tick it gives takes the share of the step that is over."""
-        self.update(self._bar, description=description)
-        yield lambda share: self.update(self._bar, completed=self._done + share)
-        self._done += 1
-        self.update(self._bar, completed=self._done)

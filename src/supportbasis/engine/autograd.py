@@ -97,23 +97,12 @@ TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? key_log_weight, Tenso
 SETTINGS = "str plan, str implementation, float scale, bool is_causal"
 
 
-def _run_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_log_weight: Tensor | None,
-    mask: Tensor | None,
-    plan: str,
-    implementation: str,
-    scale: float,
-    is_causal: bool,
-    kept: Kept | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output and lse, which rows fell back to exact sums, and counts [3, batch, heads]."""
-    problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal, kept)
-    the_plan = _plan_of(problem, plan, implementation)
-    with torch.autocast(query.device.type, enabled=False):
-        outcome = compute(problem, the_plan, implementation)
+    problem, handle, implementation = _call_of(*inputs)
+    plan = _plan_of(problem, handle, implementation)
+    with torch.autocast(problem.query.device.type, enabled=False):
+        outcome = compute(problem, plan, implementation)
     counts = torch.stack([outcome.invalid_rows, outcome.fallback_rows, outcome.rounding])
     made = (outcome.output, outcome.lse, outcome.fallback, counts)
     output, lse, fallback, counts = (x.contiguous() for x in made)
@@ -140,22 +129,12 @@ _attention = torch.library.custom_op(
 
 
 @_attention.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_log_weight: Tensor | None,
-    mask: Tensor | None,
-    plan: str,
-    implementation: str,
-    scale: float,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _in_graphs[plan] = Plan.known(plan)
-    problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal)
-    rows = query.shape[:3]
+def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    problem, handle, _ = _call_of(*inputs)
+    _in_graphs[handle] = Plan.known(handle)
+    query, rows = problem.query, problem.query.shape[:3]
     return (
-        query.new_empty(*rows, value.shape[-1]),
+        query.new_empty(*rows, problem.value.shape[-1]),
         query.new_empty(rows, dtype=problem.dtype),
         query.new_empty(rows, dtype=torch.bool),
         query.new_empty(3, *rows[:2], dtype=problem.dtype),
@@ -165,82 +144,63 @@ def _(
 def _run_backward(
     grad: Tensor,
     grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_log_weight: Tensor | None,
-    mask: Tensor | None,
     output: Tensor,
     lse: Tensor,
     fallback: Tensor,
-    plan: str,
-    implementation: str,
-    scale: float,
-    is_causal: bool,
     for_weights: bool,
-    kept: Kept | None = None,
+    *inputs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and, if asked for, of the key log-weights (else empty)."""
-    problem = _problem(query, key, value, key_log_weight, mask, scale, is_causal, kept)
-    grad, output = in_rows(grad), in_rows(output)
-    with torch.autocast(query.device.type, enabled=False):
-        the_plan = _plan_of(problem, plan, implementation)
-        groups = dispatch.groups(problem, the_plan, implementation)
-        saved = SavedForward(output, lse, fallback, grad, grad_lse, for_weights)
-        total = dispatch.gradients(problem, groups, saved)
-    weight = total.key_log_weight
-    grads = (total.query.to(query.dtype), total.key.to(key.dtype), total.value.to(value.dtype))
-    made = (*grads, lse.new_empty(0) if weight is None else weight)
-    for_query, for_key, for_value, for_weight = (x.contiguous() for x in made)
-    return for_query, for_key, for_value, for_weight
+    problem, handle, implementation = _call_of(*inputs)
+    saved = SavedForward(in_rows(output), lse, fallback, in_rows(grad), grad_lse, for_weights)
+    with torch.autocast(problem.query.device.type, enabled=False):
+        plan = _plan_of(problem, handle, implementation)
+        total = dispatch.gradients(problem, dispatch.groups(problem, plan, implementation), saved)
+    weight = lse.new_empty(0) if total.key_log_weight is None else total.key_log_weight
+    query, key, value = (
+        made.to(x.dtype).contiguous()
+        for made, x in zip((total.query, total.key, total.value), inputs[:3], strict=True)
+    )
+    return query, key, value, weight.contiguous()
 
 
 _backward = torch.library.custom_op(
     "supportbasis::attention_backward",
     _run_backward,
     mutates_args=(),
-    schema=f"(Tensor grad, Tensor? grad_lse, {TENSORS}, Tensor output, Tensor lse, "
-    f"Tensor fallback, {SETTINGS}, bool for_weights) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor grad, Tensor? grad_lse, Tensor output, Tensor lse, Tensor fallback, "
+    f"bool for_weights, {TENSORS}, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
 @_backward.register_fake
 def _(
-    grad: Tensor,
-    grad_lse: Tensor | None,
+    grad: Tensor, grad_lse: Any, output: Any, lse: Tensor, fallback: Any, for_weights: bool,
+    *inputs: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    query, key, value = (x.new_empty(x.shape) for x in inputs[:3])
+    weight = (*query.shape[:2], key.shape[2]) if for_weights else (0,)
+    return query, key, value, lse.new_empty(weight)
+
+
+def _call_of(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     key_log_weight: Tensor | None,
     mask: Tensor | None,
-    output: Tensor,
-    lse: Tensor,
-    fallback: Tensor,
     plan: str,
     implementation: str,
     scale: float,
     is_causal: bool,
-    for_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    weight = (*query.shape[:2], key.shape[2]) if for_weights else (0,)
-    grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in (query, key, value))
-    return grad_query, grad_key, grad_value, lse.new_empty(weight)
-
-
-def _problem(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_log_weight: Tensor | None,
-    mask: Tensor | None,
-    scale: float,
-    is_causal: bool,
     kept: Kept | None = None,
-) -> Problem:
+) -> tuple[Problem, str, str]:
+    """Inputs of both operators as a problem, the handle of its plan and the implementation."""
     leading = tuple(query.shape[:2])
-    return Problem(
+    problem = Problem(
         query, key, value, key_log_weight, None, mask, 0.0, is_causal, scale, True, leading, kept
     )
+    return problem, plan, implementation
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -259,7 +219,7 @@ def _gradients(operator: Any, ctx: Any, *grads: Tensor | None) -> tuple[Tensor |
     if grad is None:
         grad = torch.zeros_like(output)
     *parts, weight = operator(
-        grad, grad_lse, *tensors, output, lse, fallback, *ctx.settings, ctx.for_weights, *ctx.kept
+        grad, grad_lse, output, lse, fallback, ctx.for_weights, *tensors, *ctx.settings, *ctx.kept
     )
     rest = (None,) * (len(ctx.needs_input_grad) - 4)
     return (*parts, weight if ctx.for_weights else None, *rest)

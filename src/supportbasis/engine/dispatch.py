@@ -185,17 +185,7 @@ def run(problem: Problem, found: Sequence[Group]) -> Outcome:
     """Run the groups of a call."""
     if len(found) == 1:
         return _outcome(problem, found[0])
-    new, shape = problem.query.new_zeros, (problem.batch, problem.heads)
-    log_scale, invalid, fallback, rounding = new(4, *shape, dtype=problem.dtype).unbind(0)
-    total = Outcome(
-        new(*shape, problem.n, problem.value.shape[-1]),
-        new(*shape, problem.n, dtype=problem.dtype),
-        log_scale,
-        invalid,
-        fallback,
-        rounding,
-        new(*shape, problem.n, dtype=torch.bool),
-    )
+    total = Outcome.empty(problem)
     for group in found:
         part = _outcome(_own_problem(problem, group), group)
         for name in vars(total):

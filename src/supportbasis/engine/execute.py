@@ -22,18 +22,7 @@ from .jensen import least_lse
 
 def execute(problem: Problem, plan: Plan) -> Outcome:
     """Run every head of the plan through the component engine."""
-    batch, heads, n = problem.batch, problem.heads, problem.n
-    new = problem.query.new_zeros
-    log_scale, invalid, fallback, rounding = new(4, batch, heads, dtype=problem.dtype).unbind(0)
-    outcome = Outcome(
-        problem.query.new_empty(batch, heads, n, problem.value.shape[-1]),
-        problem.query.new_empty(batch, heads, n, dtype=problem.dtype),
-        log_scale,
-        invalid,
-        fallback,
-        rounding,
-        new(batch, heads, n, dtype=torch.bool),
-    )
+    outcome = Outcome.empty(problem)
     for b, h, head in problem.each_head():
         basis = plan.heads[h].basis(head)
         run_head(head, plan.heads[h], basis, outcome, (b, h))

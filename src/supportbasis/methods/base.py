@@ -12,6 +12,7 @@ from typing import TypeGuard
 from ..errors import InputError
 from ..plans import ExactHead, HeadPlan
 from ..polynomials.features import RANK_LIMIT
+from ..problem.checks import check_integer
 from ..problem.problem import Head
 
 LARGEST_SKETCH = math.isqrt(RANK_LIMIT)  # its square, halved by symmetry, is the number of features
@@ -46,9 +47,7 @@ def exact_plan(head: Head, reason: str) -> ExactHead:
 
 def check_degree(degree: object) -> int:
     """A degree as a plain int, or an error."""
-    if isinstance(degree, bool) or not isinstance(degree, Integral) or degree < 0:
-        raise InputError(f"degree must be an integer >= 0, got {degree!r}")
-    return int(degree)
+    return check_integer("degree", degree, 0)
 
 
 def check_sketch_size(size: object) -> int | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..problem.checks import check_finite
+from ..problem.checks import check_finite, check_integer
 from .split import check_pair, check_threshold
 
 _BINS = 4096  # magnitude bins that locate the binding order statistic
@@ -73,8 +73,8 @@ def expected_large_entries(n: int, d: int, threshold: float, proxy: float) -> fl
     >>> round(expected_large_entries(n=1000, d=10, threshold=2.0, proxy=1.0), 1)
     366.3
     """
-    check_count("n", n, 0)
-    check_count("d", d, 0)
+    check_integer("n", n, 0)
+    check_integer("d", d, 0)
     check_threshold(threshold)
     check_not_negative("proxy", proxy)
     return 2.0 * n * d * math.exp(-threshold * threshold / proxy) if proxy > 0 else 0.0
@@ -106,7 +106,7 @@ def support_exponent(count: float, n: int) -> float:
     0.5
     """
     check_not_negative("count", count)
-    check_count("n", n, 2)
+    check_integer("n", n, 2)
     return math.log(count) / math.log(n) if count > 0 else -math.inf
 
 
@@ -116,7 +116,7 @@ def log_threshold(n: int, c: float = 1.0) -> float:
     >>> round(log_threshold(4096), 3)
     2.884
     """
-    check_count("n", n, 2)
+    check_integer("n", n, 2)
     if not (c > 0 and math.isfinite(c)):
         raise InputError(f"c must be a finite number > 0, got {c!r}")
     return math.sqrt(c * math.log(n))
@@ -133,8 +133,8 @@ def sharpest_threshold(n: int, d: int, proxy: float, alpha: float) -> float:
     >>> round(expected_large_entries(1024, 8, T, proxy=2.0), 6)  # 1024^0.5
     32.0
     """
-    check_count("n", n, 1)
-    check_count("d", d, 1)
+    check_integer("n", n, 1)
+    check_integer("d", d, 1)
     check_not_negative("proxy", proxy)
     check_alpha(alpha)
     threshold = math.sqrt(proxy * (math.log(2 * d) + (1 - alpha) * math.log(n)))
@@ -168,11 +168,6 @@ def check_entries(name: str, x: Tensor) -> None:
     if x.numel() == 0:
         raise InputError(f"{name} has shape {tuple(x.shape)}; expected at least one entry")
     check_finite(**{name: x})
-
-
-def check_count(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name} must be an integer >= {least}, got {value!r}")
 
 
 def check_not_negative(name: str, value: float) -> None:

@@ -30,6 +30,7 @@ from .heads import (
     PowerHead,
     ThresholdHead,
 )
+from .model_plan import UNITS, LayerPlan, ModelPlan
 from .plan import Plan
 from .schema import (
     Field,
@@ -42,10 +43,11 @@ from .schema import (
     record,
     scalar,
     shown,
+    text,
     union,
 )
 
-FORMAT = "supportbasis-plan-3"
+FORMAT, MODEL_FORMAT = "supportbasis-plan-3", "supportbasis-model-plan-1"
 LARGEST_FILE = 256 * 2**20  # bytes: about 400 balancing transforms of dim 128
 
 KINDS_OF: dict[type[Method], tuple[type[HeadPlan], ...]] = {
@@ -68,46 +70,51 @@ METHOD = union(
 )
 
 
-def save(plan: Plan, path: str | Path) -> None:
+def save(plan: Plan | ModelPlan, path: str | Path) -> None:
     """Write a plan."""
-    data = json.dumps(plan_content(plan), indent=1, allow_nan=False).encode()
+    try:
+        field = MODEL if isinstance(plan, ModelPlan) else PLAN
+        data = json.dumps(field.write(plan), indent=1, allow_nan=False).encode()
+    except ValueError as error:
+        raise InputError(f"the plan cannot be saved: {error}") from None
     if len(data) > LARGEST_FILE:
         raise InputError(f"the plan cannot be saved: {_too_large(len(data))}")
     Path(path).write_bytes(data)
 
 
-def plan_content(plan: Plan) -> dict[str, Any]:
-    """A plan as a JSON value."""
-    try:
-        return {"format": FORMAT, **_schema(plan.method, plan.dim).write(plan)}
-    except ValueError as error:
-        raise InputError(f"the plan cannot be saved: {error}") from None
-
-
 def load(path: str | Path) -> Plan:
     """Read a plan, or raise an `InputError` that names the path and what is wrong with the file."""
-    content = read_json(path)
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        found = shown(content.get("format")) if isinstance(content, dict) else shown(content)
+    content = _read_json(path)
+    found = content.get("format") if isinstance(content, dict) else content
+    if found != FORMAT:
         raise InputError(
-            f"path: {path} has format {found}, but this version reads {FORMAT!r}; make the plan "
-            "again and save it"
+            f"path: {path} has format {shown(found)}, but this version reads {FORMAT!r}; make the "
+            "plan again and save it"
         )
-    try:
-        return plan_of_content(content)
-    except ValueError as error:
-        raise InputError(f"path: {path} is a damaged plan: {error}") from None
-
-
-def plan_of_content(content: dict[str, Any]) -> Plan:
-    """The plan of a JSON value; raises a `ValueError` where it is damaged."""
-    method, dim = member(content, "method", METHOD), member(content, "dim", COUNT)
-    fields = {k: v for k, v in content.items() if k != "format"}
-    plan: Plan = _schema(method, dim).read(fields, "")
+    plan: Plan = _checked(path, "plan", PLAN, content)
     return plan
 
 
-def read_json(path: str | Path) -> Any:
+def load_model(path: str | Path) -> ModelPlan:
+    """The same for the plan of a model."""
+    content = _read_json(path)
+    if not isinstance(content, dict) or content.get("format") != MODEL_FORMAT:
+        raise InputError(
+            f"path: {path} is no model plan of this version ({MODEL_FORMAT}); make it again by "
+            "sb.models.plan and save it"
+        )
+    plan: ModelPlan = _checked(path, "model plan", MODEL, content)
+    return plan
+
+
+def _checked(path: str | Path, kind: str, field: Field, content: Any) -> Any:
+    try:
+        return field.read(content, "")
+    except ValueError as error:
+        raise InputError(f"path: {path} is a damaged {kind}: {error}") from None
+
+
+def _read_json(path: str | Path) -> Any:
     """The JSON value in a file of sensible size."""
     try:
         file = Path(path)
@@ -137,20 +144,22 @@ def _too_large(size: int) -> str:
 def _schema(method: Method, dim: int) -> Field:
     """A plan of this method for heads of this dim."""
     own = own_fields(method, dim)
-    kinds = KINDS_OF.get(type(method), ())
-    head = union(
-        "kind", {kind.kind: head_field(kind, own[kind]) for kind in kinds}, lambda h: h.kind
-    )
-    return record(
-        _plan,
-        {
-            "method": METHOD,
-            "dim": COUNT,
-            "scale": optional(number()),
-            "is_causal": optional(choice(False, True)),
-            "heads": array(head),
-        },
-    )
+    kinds = {kind.kind: head_field(kind, own[kind]) for kind in KINDS_OF.get(type(method), ())}
+    settings = {
+        "method": METHOD,
+        "dim": COUNT,
+        "scale": optional(number()),
+        "is_causal": optional(choice(False, True)),
+        "heads": array(union("kind", kinds, lambda head: head.kind)),
+    }
+    return union("format", {FORMAT: record(_plan, settings)}, lambda _: FORMAT)
+
+
+def _read_plan(content: Any, at: str) -> Plan:
+    """Method and dim say what the fields of the heads are."""
+    method, dim = member(content, "method", METHOD, at), member(content, "dim", COUNT, at)
+    plan: Plan = _schema(method, dim).read(content, at)
+    return plan
 
 
 def _plan(**content: Any) -> Plan:
@@ -161,3 +170,42 @@ def _plan(**content: Any) -> Plan:
     if any(bool(settings.window) != plan.is_causal for settings in lists):
         raise ValueError("lists have windows where, and only where, is_causal is true")
     return plan
+
+
+PLAN = Field(_read_plan, lambda plan: _schema(plan.method, plan.dim).write(plan))
+
+
+def _layer(**content: Any) -> LayerPlan:
+    layer = LayerPlan(**content)
+    if len(layer.effects) != len(layer.heads):
+        raise ValueError(f"{len(layer.effects)} effects for {len(layer.heads)} heads")
+    return layer
+
+
+def _model_plan(speedups: tuple[tuple[float, float], ...], **content: Any) -> ModelPlan:
+    return ModelPlan(speedups=tuple((int(n), speed) for n, speed in speedups), **content)
+
+
+LAYER = record(
+    _layer, {"name": text(), "effects": array(number()), "min_tokens": COUNT, "plan": PLAN}
+)
+MODEL = union(
+    "format",
+    {
+        MODEL_FORMAT: record(
+            _model_plan,
+            {
+                "unit": choice(*UNITS),
+                "limit": number(0.0),
+                "tokens": COUNT,
+                "predicted": number(),
+                "measured": optional(number()),
+                "upper": optional(number()),
+                "model": text(),
+                "speedups": array(array(number(0.0), 2, 2)),
+                "layers": array(LAYER),
+            },
+        )
+    },
+    lambda _: MODEL_FORMAT,
+)

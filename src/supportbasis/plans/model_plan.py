@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..errors import InputError
 from .heads import ExactHead, HeadPlan
 from .plan import Plan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMAT = "supportbasis-model-plan-1"
 PRINTED = 6  # heads on a line
 UNITS = {"kl": "nats per token", "change": "of the output's square"}
 
@@ -106,39 +103,16 @@ class ModelPlan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        from .files import plan_content
+        from . import files
 
-        content = {
-            "format": FORMAT,
-            **{name: getattr(self, name) for name in _NUMBERS},
-            "speedups": [list(pair) for pair in self.speedups],
-            "layers": [
-                {
-                    "name": layer.name,
-                    "effects": list(layer.effects),
-                    "min_tokens": layer.min_tokens,
-                    "plan": plan_content(layer.plan),
-                }
-                for layer in self.layers
-            ],
-        }
-        Path(path).write_text(json.dumps(content, indent=1, allow_nan=False))
+        files.save(self, path)
 
     @staticmethod
     def load(path: str | Path) -> ModelPlan:
         """Read a plan written by `save`, or raise an `InputError` that says what is wrong."""
-        from .files import plan_of_content, read_json
+        from . import files
 
-        content = read_json(path)
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise InputError(
-                f"path: {path} is no model plan of this version ({FORMAT}); make it again by "
-                "sb.models.plan and save it"
-            )
-        try:
-            return _from_json(content, plan_of_content)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"path: {path} is a damaged model plan: {error!r}") from None
+        return files.load_model(path)
 
     def draw(self, path: str | Path | None = None) -> Figure:
         """Draw layer × head: the method and cost of each, and its share of the effect."""
@@ -149,24 +123,3 @@ class ModelPlan:
     def with_layers(self, layers: tuple[LayerPlan, ...]) -> ModelPlan:
         predicted = sum(effect for layer in layers for effect in layer.effects)
         return replace(self, layers=layers, predicted=predicted)
-
-
-_NUMBERS = ("unit", "limit", "tokens", "predicted", "measured", "upper", "model")
-
-
-def _from_json(content: dict[str, Any], plan_of_content: Any) -> ModelPlan:
-    unknown = set(content) - {"format", "speedups", "layers", *_NUMBERS}
-    if unknown:
-        raise ValueError(f"unknown fields {sorted(unknown)}")
-    if content["unit"] not in UNITS:
-        raise ValueError(f"unit {content['unit']!r}")
-    layers = []
-    for layer in content["layers"]:
-        plan = plan_of_content(layer["plan"])
-        effects = tuple(float(effect) for effect in layer["effects"])
-        if len(effects) != plan.num_heads:
-            raise ValueError(f"layer {layer['name']!r} has {len(effects)} effects for its heads")
-        layers.append(LayerPlan(str(layer["name"]), plan, effects, int(layer["min_tokens"])))
-    speedups = tuple((int(n), float(speed)) for n, speed in content["speedups"])
-    numbers = {name: content[name] for name in _NUMBERS}
-    return ModelPlan(layers=tuple(layers), speedups=speedups, **numbers)

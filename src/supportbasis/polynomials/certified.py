@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..problem.checks import check_integer
 from .coefficients import COEFFICIENTS, remez
 from .proofs import TINY, UNIT, certify, exp
 
@@ -288,7 +289,7 @@ def paper_rank(dim: int, degree: int) -> int:
     >>> paper_rank(64, 2)
     12082785
     """
-    dim, degree = _checked_degree(dim, "dim"), _checked_degree(degree)
+    dim, degree = check_integer("dim", dim, 0), check_integer("degree", degree, 0)
     return math.comb(2 * (dim + degree), 2 * degree)
 
 
@@ -298,7 +299,7 @@ def true_rank(dim: int, degree: int) -> int:
     >>> [true_rank(64, g) for g in (1, 2, 3)]
     [65, 2145, 47905]
     """
-    dim, degree = _checked_degree(dim, "dim"), _checked_degree(degree)
+    dim, degree = check_integer("dim", dim, 0), check_integer("degree", degree, 0)
     return math.comb(dim + degree, degree)
 
 
@@ -354,17 +355,9 @@ def _certified(
 # --------------------------------------------------------------------------------------- checks
 
 
-def _checked_degree(degree: int, name: str = "degree") -> int:
-    if isinstance(degree, bool) or not isinstance(degree, int) or degree < 0:
-        raise InputError(f"{name} must be an integer >= 0, got {degree!r}.")
-    return degree
-
-
 def _built_degree(degree: int, name: str = "degree") -> int:
     """A degree that a polynomial can be certified at."""
-    if _checked_degree(degree, name) > LARGEST_DEGREE:
-        raise InputError(f"{name} must be an integer from 0 to {LARGEST_DEGREE}, got {degree!r}.")
-    return degree
+    return check_integer(name, degree, 0, LARGEST_DEGREE)
 
 
 def _checked_bound(bound: float) -> float:

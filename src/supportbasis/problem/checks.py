@@ -12,7 +12,7 @@ from ..errors import InputError
 from .rounding import compute_dtype
 from .tracing import check_visible, is_tracing
 
-__all__ = ["check_bias", "check_finite", "check_seed", "is_tracing"]
+__all__ = ["check_bias", "check_finite", "check_integer", "check_seed", "is_tracing"]
 
 
 def check_finite(**tensors: Tensor) -> None:
@@ -30,6 +30,16 @@ def check_finite(**tensors: Tensor) -> None:
                 f"{name} has {count} non-finite entries (NaN or Inf), the first at {first}; "
                 "expected finite numbers"
             )
+
+
+def check_integer(name: str, value: object, least: int, most: int | None = None) -> int:
+    """A plain int of this range, or an error."""
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    if number is None or number < least:
+        raise InputError(f"{name} must be an integer >= {least}, got {value!r}")
+    if most is not None and number > most:
+        raise InputError(f"{name} must be an integer from {least} to {most}, got {value!r}")
+    return number
 
 
 def check_seed(seed: object) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from ..accuracy.certificate import Certificate
     from ..plans import Plan
+    from .problem import Problem
 
 
 FAILED_SHARE = 0.01  # of a head's rows: a plan on which more rows fail is reported
@@ -26,6 +28,16 @@ class Outcome:
     fallback_rows: Tensor  # [batch, heads]: of those, how many were computed exactly
     rounding: Tensor  # [batch, heads]: largest relative rounding error of a row's sums
     fallback: Tensor  # [batch, heads, n]: failed rows that were computed exactly
+
+    @staticmethod
+    def empty(problem: Problem) -> Outcome:
+        """Memory for output and lse of all heads; the rest is zero."""
+        query, rows = problem.query, (problem.batch, problem.heads, problem.n)
+        output = query.new_empty(*rows, problem.value.shape[-1])
+        lse = query.new_empty(rows, dtype=problem.dtype)
+        failed = query.new_zeros(rows, dtype=torch.bool)
+        units, invalid, fallback, rounding = lse.new_zeros(4, *rows[:2]).unbind(0)
+        return Outcome(output, lse, units, invalid, fallback, rounding, failed)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,8 +3,6 @@ for derivatives that do not exist."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -40,17 +38,6 @@ def check_visible(name: str, tensor: Tensor) -> None:
         inner = functorch.get_unwrapped(inner)
     if _in_dual_level():
         first_order(tensor)  # raises if there is a tangent
-
-
-@contextmanager
-def recording() -> Iterator[None]:
-    """A region in which autograd records operations, also inside an operator of a compiled graph:
-    such an operator runs below autograd, and `torch.enable_grad` alone records nothing there."""
-    torch_c, excluded = torch._C, torch._C._dispatch_tls_local_exclude_set()
-    for name in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView"):
-        excluded = excluded.remove(getattr(torch_c.DispatchKey, name))
-    with torch_c._ForceDispatchKeyGuard(torch_c._dispatch_tls_local_include_set(), excluded):
-        yield
 
 
 def refuse_second(ctx: Any, *grads: Tensor | None) -> NoReturn:

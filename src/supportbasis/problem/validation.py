@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from numbers import Real
 
 import torch
@@ -77,19 +78,14 @@ def kernel_problem(
 ) -> Problem:
     """The same for an unnormalised kernel sum: no mask, no dropout, not causal."""
     problem = attention_problem(query, key, value, None, 0.0, False, scale, False, finite=finite)
-    return _replace(problem, normalise=False)
-
-
-def _replace(problem: Problem, **changes: object) -> Problem:
-    fields = {name: getattr(problem, name) for name in problem.__dataclass_fields__}
-    return Problem(**{**fields, **changes})
+    return replace(problem, normalise=False)
 
 
 def with_weights(problem: Problem, key: Tensor, query: Tensor) -> Problem:
     """The same kernel sum with log-weights [..., m] of the keys and [..., n] of the rows."""
     n, m = problem.n, problem.m
     shape = (problem.batch, problem.heads)
-    return _replace(
+    return replace(
         problem,
         key_log_weight=key.expand(*problem.leading, m).reshape(*shape, m),
         query_log_weight=query.expand(*problem.leading, n).reshape(*shape, n),

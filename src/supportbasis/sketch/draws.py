@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from ..errors import InputError
 
 
 class Source(NamedTuple):
@@ -42,10 +39,3 @@ class Source(NamedTuple):
 
     def _to_device(self, draw: Tensor) -> Tensor:
         return draw.to(self.dtype).to(self.device)
-
-
-def check_integer(name: str, value: object, least: int) -> int:
-    """A plain int, or an error."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise InputError(f"{name} must be an integer >= {least}, got {value!r}")
-    return int(value)

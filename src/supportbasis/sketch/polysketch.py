@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import InputError
-from ..problem.checks import check_seed
+from ..problem.checks import check_integer, check_seed
 from ..problem.rounding import compute_dtype
-from .draws import Source, check_integer
+from .draws import Source
 
 
 class SketchCost(NamedTuple):
@@ -100,7 +100,7 @@ class PolySketch:
         _check_vectors(x)
         x = x.to(compute_dtype(x.dtype))
         tree = _draw_tree(self, x.shape[-1], x.dtype, x.device)
-        return tree.root(tree.leaves(x), iter(tree.inner))
+        return tree.root(tree.leaves(x), iter(tree.inner))[0]
 
     def nonnegative(self, x: Tensor) -> Tensor:
         """φ'(x) = (S x^{⊗power/2})^{⊗2} of every vector in ``x`` [..., d]: [..., size²].
@@ -126,7 +126,7 @@ class PolySketch:
         if self.base != "gaussian":
             raise InputError(f"base is {self.base!r}; only gaussian sketches have a pull-back")
         tree = _draw_tree(self, x.shape[-1], x.dtype, x.device)
-        _, pull = tree.traced(tree.leaves(x), iter(tree.inner))
+        _, pull = tree.root(tree.leaves(x), iter(tree.inner))
         return tree.leaves.adjoint(pull(grad))
 
     @property
@@ -229,37 +229,24 @@ class _Tree(NamedTuple):
     leaves: _Maps
     inner: tuple[_Maps, ...]
 
-    def root(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> Tensor:
-        """The node over the images of some leaves, taking the maps it needs from ``inner``."""
-        if len(images) == 1:
-            return images[0]
-        middle = (len(images) + 1) // 2
-        left, right = (self._image(part, inner) for part in (images[:middle], images[middle:]))
-        return self.leaves.join(left, right)
-
-    def traced(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> tuple[Tensor, Pullback]:
-        """`root` of Gaussian maps, and the function from its gradient to those of the images."""
+    def root(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> tuple[Tensor, Pullback]:
+        """The node over the images of some leaves, taking the maps it needs from ``inner``, and
+        for Gaussian maps the function from its gradient to those of the images."""
         if len(images) == 1:
             return images[0], lambda grad: [grad]
         middle = (len(images) + 1) // 2
         (a, pull_a), (b, pull_b) = (
-            self._traced_image(part, inner) for part in (images[:middle], images[middle:])
+            self._image(part, inner) for part in (images[:middle], images[middle:])
         )
-        return a * b, lambda grad: pull_a(grad * b) + pull_b(grad * a)
+        return self.leaves.join(a, b), lambda grad: pull_a(grad * b) + pull_b(grad * a)
 
-    def _traced_image(
-        self, images: Sequence[Tensor], inner: Iterator[_Maps]
-    ) -> tuple[Tensor, Pullback]:
-        node, pull = self.traced(images, inner)
+    def _image(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> tuple[Tensor, Pullback]:
+        """The image of a child: a leaf's as it is, a node's after a map of its own."""
+        node, pull = self.root(images, inner)
         if len(images) == 1:
             return node, pull
         maps = next(inner)
         return maps(node)[0], lambda grad: pull(maps.adjoint([grad]))
-
-    def _image(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> Tensor:
-        """The image of a child: a leaf's as it is, a node's after a map of its own."""
-        node = self.root(images, inner)
-        return node if len(images) == 1 else next(inner)(node)[0]
 
 
 Pullback = Callable[[Tensor], list[Tensor]]  # from the gradient of a node to those of its leaves

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..problem.checks import check_finite, check_seed
+from ..problem.checks import check_finite, check_integer, check_seed
 from ..problem.rounding import compute_dtype
-from .draws import Source, check_integer
+from .draws import Source
 
 STACKED = 4  # CountSketches in one sketch: q above
 ENTRIES = 2**20  # non-zeros at a time

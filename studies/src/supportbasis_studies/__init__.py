@@ -1,5 +1,5 @@
-"""Studies of support-basis attention: the paper's experiments, trained heads, GPU benchmarks.
+"""Studies of support-basis attention: the paper's experiments, trained heads, benchmarks.
 
-They are commands of ``supportbasis``, registered as entry points: ``supportbasis reproduce``,
-``supportbasis bench frontier`` and ``supportbasis bench --device cuda``.
+They are commands of ``supportbasis``, registered as entry points: ``supportbasis demo``,
+``supportbasis bench`` and ``supportbasis reproduce``.
 """

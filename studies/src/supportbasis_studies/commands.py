@@ -1,4 +1,4 @@
-"""What `supportbasis reproduce`, `bench frontier` and `bench --device cuda` stand for."""
+"""``supportbasis reproduce``: the paper's experiments and a study of polynomial attention."""
 
 from __future__ import annotations
 
@@ -18,14 +18,10 @@ from .downstream import Wish as BenchmarkWish
 from .efficiency import FULL as WHOLE_EFFICIENCY
 from .efficiency import QUICK as QUICK_EFFICIENCY
 from .efficiency import run_efficiency
-from .frontier import FULL as WHOLE_FRONTIER
-from .frontier import QUICK as QUICK_FRONTIER
-from .frontier import Models, frontier_extent, parse_heads, parse_lengths, run_frontier
-from .frontier import Wish as FrontierWish
 from .polynomial_attention import FULL as WHOLE_STUDY
 from .polynomial_attention import QUICK as QUICK_STUDY
 from .polynomial_attention import run_study
-from .study import chosen_device, write_index
+from .study import write_index
 
 QUICK_ITEMS = 10  # of each benchmark, for a model of the user's
 
@@ -35,64 +31,6 @@ reproduce = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench_frontier = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-@bench_frontier.command()
-def frontier(
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="One model and nothing else: a causal language model of transformers, or an "
-            "encoder of points.",
-        ),
-    ] = None,
-    models: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder of such models, a folder each. [default: $SUPPORTBASIS_MODELS]",
-        ),
-    ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="What language models read. [default: the standard library's modules]",
-        ),
-    ] = None,
-    lengths: Annotated[
-        str | None,
-        typer.Option(metavar="N,N,...", help="Tokens, at most a language model's context."),
-    ] = None,
-    heads: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COUNT|LAYER.HEAD,...",
-            help="How many heads of each model, or which. [default: 6 of a language model, 12 of a "
-            "model of the package, all of an encoder]",
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
-    quick: Annotated[bool, typer.Option("--quick", help="Short inputs, few settings.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of inputs, samples and rows.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
-        "supportbasis-out/frontier"
-    ),
-) -> None:
-    """Error against cost and time of our methods and published ones, on trained heads."""
-    with friendly("bench frontier"):
-        if model is not None and models is not None:
-            raise InputError(
-                "--model is one model, --models a folder of them; expected one of the two"
-            )
-        asked = parse_lengths(lengths)
-        extent = QUICK_FRONTIER if quick else WHOLE_FRONTIER
-        extent = frontier_extent(extent, asked, parse_heads(heads))
-        wish = FrontierWish(extent, text, chosen_device(device), seed)
-        found = Models.find(models) if model is None else Models.only(model, asked)
-        run_frontier(wish, found, writable(out), console())
 
 
 Quick = Annotated[bool, typer.Option("--quick", help="Short inputs: about a minute.")]

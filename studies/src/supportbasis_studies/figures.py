@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from supportbasis.cli.report import COLOURS, GREY, INK, length_label, new_figure, plain_axes
+from supportbasis.cli.report import length_label, new_figure, plain_axes
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["COLOURS", "GREY", "INK", "Line", "Panel", "draw", "legend_below", "length_label",
            "new_figure", "plain_axes", "save"]  # fmt: skip
+
+INK, GREY = "#1f2933", "#7b8794"
+COLOURS = ("#2f6fab", "#2f855a", "#b7791f", "#805ad5", "#c05621", "#d53f8c", "#319795")
 
 
 @dataclass(frozen=True, eq=False)

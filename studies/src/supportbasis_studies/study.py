@@ -18,9 +18,9 @@ import torch
 from rich.console import Console
 
 from supportbasis import InputError
-from supportbasis.cli.measure import Tick
 from supportbasis.cli.report import Grid, Machine, Section, publish, write_csv, write_page
-from supportbasis.cli.terminal import Steps
+
+from .progress import Steps, Tick
 
 __all__ = ["Check", "Grid", "Machine", "Records", "Row", "Section", "Steps", "Tick", "Unit",
            "check_table", "chosen_device", "in_short", "measure", "models_from_environment",

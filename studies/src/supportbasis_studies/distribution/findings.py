@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from supportbasis.cli.report import percent
-
+from ..numbers import percent
 from ..study import Check, Grid, table
 from .rows import Layer, SideRow
 from .texts import REPEATED

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from supportbasis.cli.report import small
-
+from ..numbers import small
 from ..statistics import Estimate, mean_of_sets
 from ..study import Grid, table
 from .harness import BENCHMARKS as LABELLED

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from supportbasis.cli.report import Grid, percent, seconds, small, times
-
-from ..study import Check
+from ..numbers import percent, seconds, small, times
+from ..study import Check, Grid
 from . import methods as made
 from .inputs import EXPERIMENTS
 from .measure import MAP, THRESHOLDS

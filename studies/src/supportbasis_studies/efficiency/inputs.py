@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from supportbasis.cli.settings import (
+from ..comparison.settings import (
     DIM,
     OUTLIER_FACTOR,
     OUTLIER_SHARE,

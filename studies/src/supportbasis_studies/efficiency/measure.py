@@ -14,21 +14,20 @@ from torch import Tensor
 
 from supportbasis import attention
 from supportbasis import plan as make_plan
-from supportbasis.cli.measure import (
+from supportbasis.methods import Method, SingleThreshold
+
+from ..comparison.measure import (
     TURN_CALLS,
     TURN_SECONDS,
-    Tick,
     TimedCall,
     describe,
     interleave,
     mean_value,
-    part,
     sdpa,
     with_method,
 )
-from supportbasis.cli.settings import Setting
-from supportbasis.methods import Method, SingleThreshold
-
+from ..comparison.settings import Setting
+from ..progress import Tick, part
 from ..study import Records, Unit
 from . import methods as made
 from .inputs import EXPERIMENTS, PAPER_SIGMA, SCALES, Extent, harder_setting, paper_setting

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from supportbasis.cli.measure import TimedCall
-from supportbasis.cli.settings import Setting
 from supportbasis.methods import Auto, Method, MultiThreshold, Polynomial, SingleThreshold
+
+from ..comparison.measure import TimedCall
+from ..comparison.settings import Setting
 
 DEGREE = 2
 SKETCH = 64

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from supportbasis.accuracy import reference
-from supportbasis.cli.measure import ROW_CHUNK, ExactRows
-from supportbasis.cli.settings import Setting
 from supportbasis.plans import BucketHead, ExactHead, HeadPlan, ListHead, ThresholdHead
 from supportbasis.problem.problem import Head
 from supportbasis.problem.validation import attention_problem
 
+from ..comparison.measure import ROW_CHUNK, ExactRows
+from ..comparison.settings import Setting
 from ..polynomial_attention.variants import Powers
 from ..study import Row
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from supportbasis.cli.measure import SAMPLED_ROWS
-from supportbasis.cli.settings import DIM
-
+from ..comparison.measure import SAMPLED_ROWS
+from ..comparison.settings import DIM
 from ..study import Machine, Records, Section, in_short, measure, publish
 from . import findings, pictures
 from .inputs import EXPERIMENTS, SCALES, THEORY, Extent

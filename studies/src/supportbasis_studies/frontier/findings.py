@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from supportbasis.cli.report import Grid, seconds, times
-
+from ..numbers import seconds, times
 from ..statistics import log_slope, quantile
+from ..study import Grid
 from .measure import AUTO, LISTS, MEAN, OURS, Row
 from .summary import Group, Point
 

@@ -22,8 +22,9 @@ from torch.nn.attention import sdpa_kernel
 
 from supportbasis import Plan, attention, methods
 from supportbasis import plan as make_plan
-from supportbasis.cli.measure import Tick, exact_rows, sampled_rows
 
+from ..comparison.measure import exact_rows, sampled_rows
+from ..progress import Tick
 from .baselines import BASELINES, ORACLES, Case
 from .heads import SYNTHETIC, Capture, stacked
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from supportbasis import Plan, attention, plan
-from supportbasis.cli.measure import exact_rows, sampled_rows
 from supportbasis.engine.dispatch import groups, label
 from supportbasis.problem.validation import attention_problem
 
+from ..comparison.measure import exact_rows, sampled_rows
 from ..study import Row
 from .cases import Case
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from supportbasis import Plan, attention, plan
-from supportbasis.cli.measure import Tick, TimedCall, sdpa
-from supportbasis.cli.settings import Setting
 from supportbasis.methods import MultiThreshold
 from supportbasis.plans import HeadPlan
 from supportbasis.problem.problem import Head
 
+from ..comparison.measure import TimedCall, sdpa
+from ..comparison.settings import Setting
+from ..progress import Tick
 from ..statistics import Interval
 from .dense import Exact, measure_errors
 from .inputs import Extent, draw, only_head

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
-from supportbasis.cli.measure import Tick
 from supportbasis.problem.problem import Head
 
+from ..progress import Tick
 from ..statistics import Interval
 from .dense import NORMS, Errors, Exact, measure_errors
 from .inputs import DRAWS, Extent, draw, only_head

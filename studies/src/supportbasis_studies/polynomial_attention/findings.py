@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from supportbasis.cli.report import seconds, times
-
+from ..numbers import seconds, times
 from ..statistics import Interval
 from ..study import Check
 from .buying import FACTORS, Bought, PowerRow, SketchRow, equal_power

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from supportbasis.cli.settings import Setting
 from supportbasis.problem.problem import Head
 from supportbasis.problem.validation import attention_problem
+
+from ..comparison.settings import Setting
 
 DIM = 16
 VARIANCE = 0.3  # of an entry, before its row is scaled

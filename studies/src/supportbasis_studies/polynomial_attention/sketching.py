@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from supportbasis import Result, attention
-from supportbasis.cli.measure import Tick
-from supportbasis.cli.settings import Setting
 from supportbasis.methods import PowerAttention
 from supportbasis.sketch import PolySketch
 
+from ..comparison.settings import Setting
+from ..progress import Tick
 from ..statistics import log_slope
 from .inputs import Extent, normal
 

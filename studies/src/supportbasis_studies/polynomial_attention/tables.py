@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from supportbasis.cli.report import Grid, seconds, times
-
+from ..numbers import seconds, times
 from ..statistics import Interval
+from ..study import Grid
 from .buying import RATIOS, WAYS, Bought, PowerRow, equal_power
 from .dense import NORMS
 from .errors import ErrorRow, Summary, Verdict, measures

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from supportbasis import Result, kernel_sum
-from supportbasis.cli.measure import ExactRows, Tick, TimedCall, mean_value, sdpa, with_method
-from supportbasis.cli.settings import Setting
 from supportbasis.methods import Method, MultiThreshold, PowerAttention
 from supportbasis.plans import HeadPlan
 
+from ..comparison.measure import ExactRows, TimedCall, mean_value, sdpa, with_method
+from ..comparison.settings import Setting
+from ..progress import Tick
 from .errors import Line
 from .inputs import Extent, draw, fixed_buckets, normal, only_head
 from .variants import Powers, pairs_of

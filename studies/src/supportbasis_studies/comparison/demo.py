@@ -9,27 +9,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..api import plan
-from ..methods import Auto, Method, Polynomial, SingleThreshold
+from supportbasis import Auto, Polynomial, SingleThreshold, plan
+from supportbasis.cli.report import write_csv
+from supportbasis.methods import Method
+
+from ..figures import INK, new_figure, plain_axes
+from ..numbers import percent, small, times
+from ..progress import Steps
+from ..study import Machine, Section, publish
 from .measure import Measurement, compare
-from .report import (
-    EXPLAINED,
-    INK,
-    Machine,
-    Section,
-    is_approximate,
-    is_lost,
-    measurement_table,
-    new_figure,
-    percent,
-    plain_axes,
-    publish,
-    small,
-    times,
-    write_csv,
-)
 from .settings import GENERATED, Setting, outliers
-from .terminal import Steps
+from .tables import EXPLAINED, is_approximate, is_lost, measurement_table
 
 BUDGET = 9.0  # seconds of timing for each setting
 PICTURE_N = 1024  # few enough tokens that one large row is visible

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from supportbasis import InputError
 
 DIM = 64
 SIGMA = 0.1

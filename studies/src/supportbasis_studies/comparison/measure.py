@@ -18,24 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..api import attention
-from ..errors import SupportBasisError
-from ..methods import Method
-from ..plans.plan import Plan
-from ..problem.result import Result
+from supportbasis import Plan, Result, SupportBasisError, attention
+from supportbasis.methods import Method
+
+from ..progress import Tick
 from .settings import Setting
 
 SAMPLED_ROWS = 512
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 TURN_SECONDS, TURN_CALLS = 0.5, 3  # a short call is repeated within its turn
 ROW_CHUNK = 64
-
-Tick = Callable[[float], None]  # called with the used share of the time budget
-
-
-def part(tick: Tick, done: int, count: int) -> Tick:
-    """The tick of one of ``count`` equal parts, ``done`` of which are over."""
-    return lambda share: tick((done + share) / count)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,16 @@ import torch
 import torch.nn.functional as F
 
 import supportbasis as sb
-from cli_cases import MACHINE, NUMBERS, assert_stands_alone, invoke, read, row, short  # noqa: F401
-from supportbasis.cli import demo, measure, report, settings
+from comparison_cases import (  # noqa: F401
+    MACHINE,
+    NUMBERS,
+    assert_stands_alone,
+    invoke,
+    read,
+    row,
+    short,
+)
+from supportbasis_studies.comparison import demo, measure, settings, tables
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.usefixtures("short")
@@ -91,6 +99,21 @@ def test_demo_causal_is_measured_against_causal_attention(tmp_path: Path) -> Non
     assert all(float(r["relative_error"]) < 1e-5 for r in exact)
 
 
+@pytest.mark.parametrize("n", [1, 0, -5, "many"])
+def test_demo_needs_at_least_two_tokens(n: object) -> None:
+    code, text = invoke("demo", "--n", n)
+    assert code == 2
+    assert "--n" in text
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for command in ("demo", "bench"):
+        code, text = invoke(command, "--out", tmp_path / "file" / "out")
+        assert code == 2
+        assert "--out: cannot write to" in text
+
+
 # ---- the user's tensors ----------------------------------------------------------------------
 
 
@@ -124,6 +147,12 @@ def test_shared_key_heads_serve_groups_of_query_heads(tmp_path: Path) -> None:
     expected = F.scaled_dot_product_attention(q[None], k[None], v[None], enable_gqa=True)
     exact = measure.ExactRows.of(setting, 0)
     assert max(exact.errors(expected)) < 1e-5
+
+
+def test_length_and_own_tensors_exclude_each_other(tmp_path: Path) -> None:
+    code, text = invoke("demo", "--n", 64, "--qkv", tmp_path / "a.safetensors")
+    assert code == 2
+    assert "leave it out with --qkv" in text
 
 
 def test_missing_tensor_is_named_with_what_is_there(tmp_path: Path) -> None:
@@ -182,7 +211,7 @@ def test_a_method_that_refuses_the_tensors_is_a_line_of_its_own(tmp_path: Path) 
     assert refused.note == "head dim is too large"
     assert exact.relative_error is not None and exact.relative_error < 1e-5
     assert "Refusing() lost the answer" in demo.findings([refused, exact])
-    assert "—" in report.measurement_table("", [refused]).lines[0]
+    assert "—" in tables.measurement_table("", [refused]).lines[0]
     demo.plot_errors([refused, exact], "two", tmp_path / "two.png")
 
 

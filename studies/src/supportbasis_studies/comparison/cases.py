@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..api import attention, gaussian_kde, plan
-from ..methods import Auto, SingleThreshold
-from ..problem.result import Result
-from .measure import Measurement, Tick, TimedCall, describe, interleave, measurement
+from supportbasis import Auto, Result, SingleThreshold, attention, gaussian_kde, plan
+
+from ..progress import Tick
+from .measure import Measurement, TimedCall, describe, interleave, measurement
 from .settings import gaussian
 
 TRAINED = SingleThreshold(0.4, 2)

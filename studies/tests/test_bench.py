@@ -11,9 +11,18 @@ import torch
 import torch.nn.functional as F
 
 import supportbasis as sb
-from cli_cases import MACHINE, NUMBERS, assert_stands_alone, invoke, read, row, short  # noqa: F401
-from supportbasis.cli import app as app_module
-from supportbasis.cli import bench, cases, measure, report, settings
+from comparison_cases import (  # noqa: F401
+    MACHINE,
+    NUMBERS,
+    assert_stands_alone,
+    invoke,
+    read,
+    row,
+    short,
+)
+from supportbasis.cli import report
+from supportbasis_studies import bench_commands
+from supportbasis_studies.comparison import bench, cases, measure, settings
 
 TINY = bench.Sizes((128, 256), 256, 256, (64, 256), 0.01, 0.01)
 
@@ -94,7 +103,7 @@ def test_warnings_become_notes() -> None:
 def test_bench_runs_every_work_and_appends_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app_module, "QUICK", TINY)
+    monkeypatch.setattr(bench_commands, "QUICK_BENCH", TINY)
     code, text = invoke("bench", "--quick", "--out", tmp_path)
     assert code == 0
     rows = read(tmp_path / "results.csv")
@@ -112,6 +121,33 @@ def test_bench_runs_every_work_and_appends_its_rows(
     code, _ = invoke("bench", "--quick", "--only", "degree1", "--out", tmp_path)
     assert code == 0
     assert [r["name"] for r in read(tmp_path / "results.csv")][len(rows) :] == ["degree1-n256"] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--device", "tpu"), "expected cpu or cuda"),
+        (("--redraw",), "--redraw is for --device cuda"),
+        (("frontier",), "--quick must come after frontier"),
+    ],
+)
+def test_options_that_bench_cannot_follow_are_refused(
+    arguments: tuple[str, ...], said: str
+) -> None:
+    code, text = invoke("bench", "--quick", *arguments)
+    assert code == 2 and said in text
+
+
+def test_help_lists_the_frontier() -> None:
+    assert "frontier" in invoke("bench", "--help")[1]
+
+
+def test_bench_on_a_gpu_gets_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    received = []
+    monkeypatch.setattr(bench_commands, "run_gpu_bench", lambda *a, **k: received.append((a, k)))
+    assert invoke("bench", "--device", "cuda", "--quick", "--out", tmp_path)[0] == 0
+    (((only, out, _), options),) = received
+    assert (only, out, options) == (None, tmp_path, {"quick": True, "redraw": False})
 
 
 def test_bench_names_what_there_is(tmp_path: Path) -> None:

@@ -11,30 +11,18 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from ..errors import InputError
-from ..methods import Auto, Method, Polynomial, SingleThreshold
+from supportbasis import Auto, InputError, Polynomial, SingleThreshold
+from supportbasis.cli.report import write_csv
+from supportbasis.methods import Method
+
+from ..figures import COLOURS, INK, length_label, new_figure, plain_axes
+from ..numbers import small, times
+from ..progress import Steps, Tick, part
+from ..study import Grid, Machine, Section, publish
 from .cases import measure_density, measure_training
-from .measure import Measurement, Tick, compare, part
-from .report import (
-    COLOURS,
-    EXPLAINED,
-    INK,
-    Grid,
-    Machine,
-    Section,
-    is_approximate,
-    is_lost,
-    length_label,
-    measurement_table,
-    new_figure,
-    plain_axes,
-    publish,
-    small,
-    times,
-    write_csv,
-)
+from .measure import Measurement, compare
 from .settings import Setting, gaussian, outliers
-from .terminal import Steps
+from .tables import EXPLAINED, is_approximate, is_lost, measurement_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
