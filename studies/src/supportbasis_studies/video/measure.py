@@ -46,7 +46,7 @@ class Extent:
     parts: int = 2  # ranges of timesteps with a plan of their own
     clips: int = 8
     batch: int = 4
-    changes: tuple[float, ...] = (1e-3, 1e-2, 5e-2)
+    changes: tuple[float, ...] = (2e-3, 2e-2, 2e-1)
 
     @property
     def grid(self) -> tuple[int, int, int]:
