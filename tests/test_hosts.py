@@ -415,7 +415,7 @@ def registry() -> Iterator[Any]:
 def test_flash_attention_of_pytorch_is_answered_while_it_is_active(registry: Any) -> None:
     model, x = Views(), torch.randn(6, 50, 16, generator=torch.Generator().manual_seed(0))
     method = sb.Polynomial(1)
-    answers = sb.integrations.flash.register(method=method, min_tokens=100)
+    answers = sb.integrations.torch_flash.register(method=method, min_tokens=100)
     with torch.no_grad():
         exact = model(x)
         registry.activate_flash_attention_impl("support_basis")
@@ -430,7 +430,7 @@ def test_flash_attention_of_pytorch_is_answered_while_it_is_active(registry: Any
 
 
 def test_flash_attention_with_gradients_masks_or_dropout_is_pytorchs_own(registry: Any) -> None:
-    answers = sb.integrations.flash.register(method=sb.Polynomial(1), min_tokens=0)
+    answers = sb.integrations.torch_flash.register(method=sb.Polynomial(1), min_tokens=0)
     q, k, v = torch.randn(3, 1, 2, 111, 8, generator=torch.Generator().manual_seed(0))
     mask = torch.rand(1, 1, 1, 111, generator=torch.Generator().manual_seed(1)) > 0.3
     wanted = F.scaled_dot_product_attention(q, k, v, mask.expand(-1, -1, 111, -1))
@@ -451,10 +451,10 @@ def test_flash_attention_with_gradients_masks_or_dropout_is_pytorchs_own(registr
 
 def test_registrations_of_flash_attention_are_checked(registry: Any) -> None:
     with pytest.raises(sb.InputError, match="name must be"):
-        sb.integrations.flash.register("a b")
+        sb.integrations.torch_flash.register("a b")
     with pytest.raises(sb.InputError, match=r"plan must be an sb\.Plan"):
-        sb.integrations.flash.register(plan=sb.ModelPlan((), "kl", 0.1, 0, 0.0))  # type: ignore[arg-type]
+        sb.integrations.torch_flash.register(plan=sb.ModelPlan((), "kl", 0.1, 0, 0.0))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(torch.nn.attention, "register_flash_attention_impl")
         with pytest.raises(sb.InputError, match="has no registry"):
-            sb.integrations.flash.register()
+            sb.integrations.torch_flash.register()

@@ -94,8 +94,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, keys: Tensor
         if bool((theirs < 0).any()):
             mask = (theirs >= 0)[None, :, None]
         mine, theirs = some.clamp(min=0), theirs.clamp(min=0)
-        tokens = (x.unsqueeze(0) for x in (query[mine], key[theirs], value[theirs]))
-        part = F.scaled_dot_product_attention(*tokens, mask)[0]  # groups as heads
+        q, k, v = (x.unsqueeze(0) for x in (query[mine], key[theirs], value[theirs]))
+        part = F.scaled_dot_product_attention(q, k, v, mask)[0]  # groups as heads
         output[some[some >= 0]] = part[some >= 0]
     return output
 

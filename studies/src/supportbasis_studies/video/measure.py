@@ -275,14 +275,15 @@ class Lab:
 
 def rows_of(one: Sampled, exact: Sampled) -> list[VideoRow]:
     """A row for each clip, beside the one of exact attention."""
-    measured = [
+    psnr, ssim, distance = (
         measure(one.clips, exact.clips).tolist()
         for measure in (quality.psnr, quality.ssim, quality.feature_distance)
-    ]
+    )
     return [
         VideoRow(
-            one.method, one.change, clip, *numbers, one.cost, one.attention, one.planned,
-            one.whole, exact.attention, exact.planned, exact.whole, one.note,
+            one.method, one.change, clip, psnr[clip], ssim[clip], distance[clip], one.cost,
+            one.attention, one.planned, one.whole, exact.attention, exact.planned, exact.whole,
+            one.note,
         )
-        for clip, numbers in enumerate(zip(*measured, strict=True))
+        for clip in range(len(one.clips))
     ]  # fmt: skip

@@ -130,7 +130,8 @@ def train(
 
 @torch.no_grad()
 def _average(mean: Denoiser, model: Denoiser, decay: float) -> None:
-    old, new = list(mean.parameters()), list(model.parameters())
+    old: list[Tensor] = list(mean.parameters())
+    new: list[Tensor] = list(model.parameters())
     torch._foreach_lerp_(old, new, 1 - decay)
 
 

@@ -1,6 +1,6 @@
 """A flash attention of PyTorch's own registry (`torch.nn.attention`, newer versions of PyTorch).
 
-    sb.integrations.flash.register(method=sb.Auto(0.05))
+    sb.integrations.torch_flash.register(method=sb.Auto(0.05))
     torch.nn.attention.activate_flash_attention_impl("support_basis")
 
 From then on ``F.scaled_dot_product_attention`` runs by a method wherever PyTorch chooses its flash
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..components.flash import OPERATOR
 from ..errors import InputError
 from ..methods import Method
 from ..plans import Plan
@@ -26,7 +27,6 @@ from .answers import Answers
 from .sdpa import call_of
 
 NAME = "support_basis"
-CPU = "_scaled_dot_product_flash_attention_for_cpu"
 CUDA = "_scaled_dot_product_flash_attention"
 LEAST = 1024  # tokens: shorter calls are exact
 
@@ -66,7 +66,7 @@ class Handle:
 
     def __init__(self, answers: Answers) -> None:
         self._library = torch.library.Library("aten", "IMPL")
-        self._put(CPU, "CPU", _cpu_kernel, answers)
+        self._put(OPERATOR, "CPU", _cpu_kernel, answers)
         if torch.cuda.is_available():
             self._put(CUDA, "CUDA", _cuda_kernel, answers)
 
