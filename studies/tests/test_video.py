@@ -112,6 +112,16 @@ def test_sampling_integrates_the_velocity() -> None:
     assert told == denoiser.timesteps(5)[:-1]
 
 
+def test_the_loss_is_that_of_the_velocity_of_straight_paths() -> None:
+    clip = torch.randn(3, 3, 2, 8, 8, generator=generator())
+
+    def straight(z: torch.Tensor, t: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return (z - clip) / t.view(-1, 1, 1, 1, 1)
+
+    t = torch.tensor([0.2, 0.5, 1.0])
+    assert float(train.velocity_loss(straight, clip, clip, t)) < 1e-9  # type: ignore[arg-type]
+
+
 def test_training_lowers_the_loss_and_writes_weights(tmp_path: Path) -> None:
     out = tmp_path / "weights" / "model.safetensors"
     made = denoiser.Denoiser(SIZES)
