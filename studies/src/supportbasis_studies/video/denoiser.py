@@ -59,7 +59,7 @@ class Block(nn.Module):
         width = sizes.width
         self.heads = sizes.heads
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.query_norm, self.key_norm = nn.RMSNorm(sizes.dim), nn.RMSNorm(sizes.dim)
+        self.query_scale, self.key_scale = (nn.Parameter(torch.ones(sizes.dim)) for _ in range(2))
         self.up, self.down = nn.Linear(width, sizes.hidden), nn.Linear(sizes.hidden, width)
         self.table = nn.Parameter(torch.zeros(6 * width))
         self.attend = Attend()
@@ -71,8 +71,8 @@ class Block(nn.Module):
         y = self.qkv(_normed(x) * (1 + scale) + shift)
         query, key, value = y.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         query, key = (
-            rotated(norm(z), turn).to(value.dtype)
-            for norm, z in ((self.query_norm, query), (self.key_norm, key))
+            rotated(F.rms_norm(z, z.shape[-1:]) * size.to(z.dtype), turn).to(value.dtype)
+            for z, size in ((query, self.query_scale), (key, self.key_scale))
         )
         x = x + gate * self.out(self.attend(query, key, value).transpose(1, 2).flatten(2))
         y = _normed(x) * (1 + scale2) + shift2
