@@ -97,3 +97,14 @@ def test_tabpfn_model(capsys):
     pytest.importorskip("tabpfn")
     assert load("tabpfn_model").main(600) < 0.03
     assert "long calls" in capsys.readouterr().out
+
+
+def test_training_model(capsys):
+    state = torch.get_rng_state()
+    try:
+        losses, plans = load("training_model").main(1024, 10)
+    finally:
+        torch.set_rng_state(state)
+    assert min(losses[-3:]) < 0.7 * losses[0]
+    assert 1 <= plans < 10
+    assert "exact: " in capsys.readouterr().out

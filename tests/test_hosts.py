@@ -158,6 +158,69 @@ def test_a_denoiser_is_planned_and_its_first_steps_stay_dense(diffusers: Any) ->
             model(x, **{**given, "timestep": torch.tensor([600])})
 
 
+@pytest.mark.filterwarnings("ignore:supportbasis. heads")  # of a tiny model, at other timesteps
+def test_a_pipeline_samples_by_plans_of_its_timesteps(diffusers: Any) -> None:
+    """Wan's pipeline, three steps with guidance: 2 forward passes of 4 calls each."""
+    from supportbasis.models import ladder
+
+    model, _ = wan(diffusers)
+    pipe = diffusers.WanPipeline(
+        None, None, None, diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), transformer=model
+    )
+    pipe.set_progress_bar_config(disable=True)
+    words = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(1))
+
+    def sample() -> torch.Tensor:
+        return pipe(
+            prompt_embeds=words, negative_prompt_embeds=-words, height=128, width=128,
+            num_frames=9, num_inference_steps=3, guidance_scale=2.0, output_type="latent",
+            generator=torch.Generator().manual_seed(0),
+        ).frames  # fmt: skip
+
+    with sb.integrations.diffusers.recorded(model) as batches:
+        exact = sample()
+    assert len(batches) == 6
+    answers = sb.integrations.diffusers.register(method=sb.Exact(), min_tokens=0)
+    model.set_attention_backend("support_basis")
+    close(exact, sample())
+    assert answers.calls == 24
+    model.set_attention_backend("native")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ladder, "FASTER", 0.0)
+        patch.setattr(ladder, "LEAST", 64)
+        plan = sb.models.plan(model, batches[2:], change=0.05, minimise="cost", progress=False)
+    with sb.models.use(model, {(0, 800): plan, (800, 1000): sb.Exact()}, min_tokens=0) as used:
+        other = sample()
+    assert used.calls == 24
+    assert 0 < float((other - exact).square().sum() / exact.square().sum()) < 0.05
+
+
+@pytest.mark.parametrize("name", ["flux", "hunyuan"])
+def test_masks_and_joint_attention_reach_a_method(name: str, diffusers: Any) -> None:
+    """Text and image attend together; Hunyuan masks words by a key mask."""
+    model, given = MAKE[name](diffusers)
+    answers = sb.integrations.diffusers.register(method=sb.Polynomial(6), min_tokens=0)
+    with torch.no_grad():
+        native = model(**given).sample
+        model.set_attention_backend("support_basis")
+        other = model(**given).sample
+    assert answers.approximated.total() == CALLS[name]
+    assert 0 < float((other - native).norm() / native.norm()) < 0.1
+
+
+def test_scale_and_shared_keys_are_those_of_the_call(diffusers: Any) -> None:
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    sb.integrations.diffusers.register(method=sb.Exact(), min_tokens=0)
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 50, heads, 8, generator=generator) for heads in (4, 2))
+    found = dispatch_attention_fn(q, k, k, scale=0.7, enable_gqa=True, backend="support_basis")
+    wanted = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, k)), scale=0.7, enable_gqa=True
+    )
+    close(wanted.transpose(1, 2), found)
+
+
 def test_partial_results_are_merged_by_their_log_sum_exps(diffusers: Any) -> None:
     """As diffusers' ring does, [batch, tokens, heads]."""
     from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -265,6 +328,21 @@ def test_plans_are_kept_in_the_order_of_layers_and_checked(tabpfn: Any) -> None:
     assert backend.planned == 3
 
 
+def test_half_precision_and_one_shared_key_head_run(tabpfn: Any) -> None:
+    """As TabPFN stores keys of in-context learning: fp16, all heads share one."""
+    backend = sb.integrations.tabpfn.register(0.05, min_tokens=4096)
+    q, k = (smooth(1, heads, 6000, 16, seed=heads).transpose(1, 2).half() for heads in (4, 1))
+    with torch.no_grad():
+        found = backend.run(q, k, k)
+    wanted = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2).float() for x in (q, k, k)), enable_gqa=True
+    ).transpose(1, 2)
+    assert found.dtype == torch.float16
+    assert backend.planned == 1
+    assert backend.exact == 0
+    assert 1e-4 < float((found - wanted).norm() / wanted.norm()) < 0.06
+
+
 def test_calls_that_would_not_pay_are_declined(tabpfn: Any) -> None:
     from tabpfn.architectures.shared.attention_backends import AttentionSpec
 
@@ -320,3 +398,63 @@ def test_attention_over_all_views_is_replaced_and_that_within_one_is_not() -> No
             close(exact, model(x))
     assert (answers.approximated, answers.exact) == ({1: 1, 3: 1}, {0: 1, 2: 1})
     assert 0 < float((other - exact).norm() / exact.norm()) < 0.1
+
+
+# ---- PyTorch's registry ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def registry() -> Iterator[Any]:
+    found = torch.nn.attention
+    if not hasattr(found, "register_flash_attention_impl"):
+        pytest.skip("this PyTorch has no registry of flash attention")
+    yield found
+    found.restore_flash_attention_impl(_raise_warn=False)
+
+
+def test_flash_attention_of_pytorch_is_answered_while_it_is_active(registry: Any) -> None:
+    model, x = Views(), torch.randn(6, 50, 16, generator=torch.Generator().manual_seed(0))
+    method = sb.Polynomial(1)
+    answers = sb.integrations.torch_flash.register(method=method, min_tokens=100)
+    with torch.no_grad():
+        exact = model(x)
+        registry.activate_flash_attention_impl("support_basis")
+        found = model(x)
+        assert answers.approximated.total() == 2  # over all views; within one PyTorch's kernel
+        with sb.integrations.sdpa.override(method, min_tokens=100):
+            close(model(x), found)
+        registry.restore_flash_attention_impl()
+        close(exact, model(x))
+    assert answers.calls == 2
+    assert float((found - exact).norm() / exact.norm()) > 1e-4
+
+
+def test_flash_attention_with_gradients_masks_or_dropout_is_pytorchs_own(registry: Any) -> None:
+    answers = sb.integrations.torch_flash.register(method=sb.Polynomial(1), min_tokens=0)
+    q, k, v = torch.randn(3, 1, 2, 111, 8, generator=torch.Generator().manual_seed(0))
+    mask = torch.rand(1, 1, 1, 111, generator=torch.Generator().manual_seed(1)) > 0.3
+    wanted = F.scaled_dot_product_attention(q, k, v, mask.expand(-1, -1, 111, -1))
+    leaf = q.clone().requires_grad_()
+    F.scaled_dot_product_attention(leaf, k, v).square().sum().backward()
+    gradient, leaf.grad = leaf.grad, None
+    registry.activate_flash_attention_impl("support_basis")
+    close(wanted, F.scaled_dot_product_attention(q, k, v, mask.expand(-1, -1, 111, -1)))
+    F.scaled_dot_product_attention(leaf, k, v).square().sum().backward()
+    assert gradient is not None and leaf.grad is not None
+    close(gradient, leaf.grad)
+    with torch.random.fork_rng():
+        F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    assert answers.calls == 0
+    F.scaled_dot_product_attention(q, k, v)
+    assert answers.calls == 1
+
+
+def test_registrations_of_flash_attention_are_checked(registry: Any) -> None:
+    with pytest.raises(sb.InputError, match="name must be"):
+        sb.integrations.torch_flash.register("a b")
+    with pytest.raises(sb.InputError, match=r"plan must be an sb\.Plan"):
+        sb.integrations.torch_flash.register(plan=sb.ModelPlan((), "kl", 0.1, 0, 0.0))  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(torch.nn.attention, "register_flash_attention_impl")
+        with pytest.raises(sb.InputError, match="has no registry"):
+            sb.integrations.torch_flash.register()

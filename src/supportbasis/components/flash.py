@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ..problem.problem import in_rows
 
-_NAME = "_scaled_dot_product_flash_attention_for_cpu"  # private: another version may lack it
-AVAILABLE = hasattr(torch.ops.aten, _NAME)
+OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"  # private: another version may lack it
+AVAILABLE = hasattr(torch.ops.aten, OPERATOR)
 
 
 def attention(
@@ -27,7 +27,7 @@ def attention(
     """
     assert key.shape == value.shape and query.shape[:2] == key.shape[:2], (query.shape, key.shape)
     assert query.shape[3] == key.shape[3], (query.shape, key.shape)
-    operator = getattr(torch.ops.aten, _NAME)
+    operator = getattr(torch.ops.aten, OPERATOR)
     query, key, value = (in_rows(x) for x in (query, key, value))
     output, lse = operator(
         query, key, value, is_causal=is_causal, attn_mask=bias, scale=scale

@@ -57,13 +57,11 @@ class Answers:
         return self.approximated.total() + self.exact.total()
 
     def __call__(self, call: Call) -> Tensor:
-        plan, least = self._plan_of(call)
-        if call.n < max(SINGLE, least) or call.m < least:
+        if not self.approximates(call):
             return self._exact(call)
         if call.own is not None or call.reason or call.dropout:
             return self._exact(call, call.reason or ("it has dropout" if call.dropout else ""))
-        if plan is not None and plan.is_exact:
-            return self._exact(call)
+        plan, _ = self._plan_of(call)
         self.approximated[call.site] += 1
         if call.is_causal and call.offset:
             return continued(call, self.method, plan)
@@ -77,17 +75,22 @@ class Answers:
 
     def with_lse(self, call: Call) -> tuple[Tensor, Tensor]:
         """Output, and the log-sum-exp of scores [batch, heads, tokens]."""
-        plan, least = self._plan_of(call)
-        short = call.n < max(SINGLE, least) or call.m < least
         if call.reason or call.dropout:
             raise InputError(f"return_lse: {call.name} has none: {call.reason or 'it has dropout'}")
-        exactly = short or (plan is not None and plan.is_exact)
+        plan, exactly = self._plan_of(call)[0], not self.approximates(call)
         (self.exact if exactly else self.approximated)[call.site] += 1
         method = Exact() if exactly else self.method
         return with_lse(
             call, slice(0, call.m), call.attn_mask, call.is_causal, method,
             None if exactly else plan,
         )  # fmt: skip
+
+    def approximates(self, call: Call) -> bool:
+        """Whether a call is long enough for its plan or method, and its plan not exact."""
+        plan, least = self._plan_of(call)
+        if call.n < max(SINGLE, least) or call.m < least:
+            return False
+        return plan is None or not plan.is_exact
 
     def _plan_of(self, call: Call) -> tuple[Plan | None, int]:
         """The plan of a call's site, and the tokens below which it is exact."""

@@ -39,9 +39,10 @@ def register(
 
     Without a plan every call is planned by ``method`` (None: ``Auto()``); calls with fewer than
     ``min_tokens`` queries or keys (None: 1024) are exact. Of a `ModelPlan` with s layers the calls
-    number 0, s, 2s, ... belong to the first layer; `sb.models.use` also checks that each forward
-    pass has s of them. ``return_lse`` and diffusers' context parallelism are supported, the latter
-    for inference. The object that is returned counts calls.
+    number 0, s, 2s, ... belong to the first layer, so all attention of the model must go through
+    diffusers' backends (not that of HunyuanVideo's text refiner); `sb.models.use` needs no backend,
+    and checks that each forward pass has s calls. ``return_lse`` and diffusers' context parallelism
+    are supported, the latter for inference. The object that is returned counts calls.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise InputError(f"name must be an identifier, got {name!r}")

@@ -18,9 +18,9 @@ from ..plans import ExactHead, FittedHead, HeadPlan, ListHead, Plan, PolynomialH
 from ..plans.cost import exact_seconds, fitted_work, list_work, pair_work, polynomial_work
 from ..problem.problem import Head, Problem
 
-# of far leaves that are open, with blocks of the usual size and of half of it: small blocks have
-# smaller errors and a higher cost with no leaf open
-SHARES, FINE_SHARES = (0.0, 0.003, 0.01, 0.02, 0.04, 0.08), (0.01, 0.02, 0.04, 0.08, 0.15, 0.3)
+# of far leaves that are open, with blocks of the usual size; and of half of it, which have smaller
+# errors where many leaves are open, and take longer where few are
+SHARES, FINE_SHARES = (0.0, 0.003, 0.01, 0.02, 0.04, 0.07, 0.12), (0.07, 0.12, 0.2, 0.35)
 FINEST = 32  # queries of a block, at least
 FITTED = tuple(FittedPolynomial(tolerance=tolerance) for tolerance in (0.03, 0.1, 0.3))
 CERTIFIED = {1: (Polynomial(1), SingleThreshold(degree=1)),

@@ -67,20 +67,10 @@ def plan(
     plan. A bar shows the progress if tqdm is installed.
     """
     unit, limit = _limit(kl, change)
-    if minimise not in MINIMISE:
-        raise InputError(f"minimise must be one of {', '.join(MINIMISE)}, got {minimise!r}")
-    if type(samples) is not int or samples < 1:
-        raise InputError(f"samples must be an integer > 0, got {samples!r}")
-    given = check_batches(batches)
-    held = max(1, len(given) // 3) if len(given) > 1 else 0
-    used, unseen = (given[:-held], given[-held:]) if held else (given, given)
-    calls = _calls(model, used[0])
-    with Progress(progress, len(used) * len(calls) + 1) as bar:
-        layers = _layers(model, used, calls, unit, minimise, samples, seed, bar)
-        found = _verified(model, layers, unseen, unit, limit, minimise, bar)
-    tokens = max(call.n for call in calls)
-    speedups = tuple((n, _speedup(layers, found, n)) for n in ladder.LENGTHS)
-    return replace(found, tokens=tokens, model=type(model).__name__, speedups=speedups)
+    search = Search.of(
+        model, batches, unit, minimise=minimise, samples=samples, seed=seed, progress=progress
+    )
+    return search.plan(limit)
 
 
 def _limit(kl: float | None, change: float | None) -> tuple[str, float]:
@@ -142,6 +132,50 @@ class Layer:
 
 def _relative(plan: HeadPlan, minimise: str) -> float:
     return 1 / plan.speedup if minimise == "time" else plan.cost
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """Settings of all heads of a model and their effects: plans for any limit are chosen from
+    them, each verified on the batches that were held back."""
+
+    model: Any
+    layers: list[Layer]
+    unseen: Sequence[Batch]
+    unit: str
+    minimise: str
+
+    @staticmethod
+    def of(
+        model: Any,
+        batches: Iterable[Batch],
+        unit: str,
+        *,
+        minimise: str = "cost",
+        samples: int = effects.SAMPLES,
+        seed: int = 0,
+        progress: bool = True,
+    ) -> Search:
+        """Arguments as of `plan`; ``unit`` is "kl" or "change"."""
+        if minimise not in MINIMISE:
+            raise InputError(f"minimise must be one of {', '.join(MINIMISE)}, got {minimise!r}")
+        if type(samples) is not int or samples < 1:
+            raise InputError(f"samples must be an integer > 0, got {samples!r}")
+        given = check_batches(batches)
+        held = max(1, len(given) // 3) if len(given) > 1 else 0
+        used, unseen = (given[:-held], given[-held:]) if held else (given, given)
+        calls = _calls(model, used[0])
+        with Progress(progress, len(used) * len(calls)) as bar:
+            layers = _layers(model, used, calls, unit, minimise, samples, seed, bar)
+        return Search(model, layers, unseen, unit, minimise)
+
+    def plan(self, limit: float) -> ModelPlan:
+        """The cheapest plan that keeps the prediction within a limit."""
+        found = _verified(self.model, self.layers, self.unseen, self.unit, limit, self.minimise)
+        tokens = max(layer.problem.n for layer in self.layers)
+        speedups = tuple((n, _speedup(self.layers, found, n)) for n in ladder.LENGTHS)
+        name = type(self.model).__name__
+        return replace(found, tokens=tokens, model=name, speedups=speedups)
 
 
 def problem_of(call: Call) -> Problem:
@@ -223,14 +257,12 @@ def _verified(
     unit: str,
     limit: float,
     minimise: str,
-    bar: Progress,
 ) -> ModelPlan:
     """The plan whose measured effect, at its upper limit, is allowed."""
     options = [layer.options(minimise) for layer in layers]
     exact = [_predictions(model, batch, unit) for batch in batches]
     allowed = aim = MARGIN * limit
     for _ in range(ROUNDS):
-        bar.say(f"running the plan on {len(batches)} batches")
         made = _allocated(layers, options, unit, limit, allowed)
         with use(model, made):
             observed = torch.cat([

@@ -21,7 +21,10 @@ from .efficiency import run_efficiency
 from .polynomial_attention import FULL as WHOLE_STUDY
 from .polynomial_attention import QUICK as QUICK_STUDY
 from .polynomial_attention import run_study
-from .study import write_index
+from .study import chosen_device, write_index
+from .video import FULL as WHOLE_VIDEO
+from .video import QUICK as QUICK_VIDEO
+from .video import WEIGHTS, run_video, video_extent
 
 QUICK_ITEMS = 10  # of each benchmark, for a model of the user's
 
@@ -178,3 +181,24 @@ def polynomial_attention(
     with friendly("reproduce polynomial-attention"):
         extent = QUICK_STUDY if quick else WHOLE_STUDY
         run_study(extent, writable(out), seed, console())
+
+
+@reproduce.command()
+def video(
+    changes: Annotated[
+        str | None,
+        typer.Option(metavar="X,X,...", help="Of the prediction, squared, that plans allow."),
+    ] = None,
+    clips: Annotated[int | None, typer.Option(min=1, help="How many. [default: 8]")] = None,
+    weights: Annotated[Path, typer.Option(help="Of the model.")] = WEIGHTS,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="Clips of 2048 tokens.")] = False,
+    seed: Seed = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
+        "supportbasis-out/video"
+    ),
+) -> None:
+    """Clips of a small video model by exact attention, by plans and by sparse attention."""
+    with friendly("reproduce video"):
+        extent = video_extent(QUICK_VIDEO if quick else WHOLE_VIDEO, changes, clips)
+        run_video(extent, writable(out), weights, seed, chosen_device(device), console())

@@ -24,6 +24,8 @@ from .cases import LONG, MILLION, Case, Inputs
 DIMENSIONS, SPREAD = 3, 2.0  # of the surface; of the scores
 TOLERANCE, CAUSAL = 0.03, 0.05  # of encoders; of causal language models
 TEXTS = (32768, 65536)  # tokens of causal language models
+VIDEO = (32760, 115456)  # tokens of a clip
+COLUMNS = 10  # of a table
 FAIR, LARGE = 2e-2, 5e-2  # errors; from the second on a plan by budget is warned about
 
 
@@ -46,6 +48,34 @@ def curved(heads: int, n: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
     value = torch.tanh(key @ normal(heads, d, d) / math.sqrt(d))
     query, key, value = (x.bfloat16().unsqueeze(0) for x in (query, key, value))
     return query, key, value
+
+
+def table_rows(heads: int, n: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads of random weights over rows of a random table: 10 columns, a layer of neurons, a norm
+    and three linear maps with PyTorch's initial weights, as a table model has them."""
+    torch.manual_seed(0)
+    width = heads * d
+    first, *maps = (torch.nn.Linear(size, width).cuda() for size in (COLUMNS, width, width, width))
+    with torch.no_grad():
+        x = torch.randn(n, COLUMNS, device="cuda")
+        x = torch.nn.functional.layer_norm(torch.nn.functional.gelu(first(x)), (width,))
+        query, key, value = (
+            each(x).bfloat16().view(n, heads, d).transpose(0, 1).contiguous().unsqueeze(0)
+            for each in maps
+        )
+    return query, key, value
+
+
+def host_cases() -> list[Case]:
+    """Shapes of video denoisers (Wan 480p, HunyuanVideo 720p) and of table models."""
+    return [
+        *(
+            Case("video, budget 0.1, curved", BlockSupport(0.1), curved, n, 128, heads=24,
+                 limit=LARGE)
+            for n in VIDEO
+        ),
+        Case("table rows, random weights", Auto(TOLERANCE), table_rows, LONG, 64, limit=TOLERANCE),
+    ]  # fmt: skip
 
 
 def list_cases() -> list[Case]:

@@ -16,7 +16,7 @@ from supportbasis import InputError
 from ..figures import COLOURS, Line, Panel, draw
 from ..study import Grid, Machine, Records, Section, Unit, measure, publish, table
 from .cases import CASES, CROSSOVER, Case, sweep
-from .lists import list_cases
+from .lists import host_cases, list_cases
 from .measure import SAMPLED_ROWS, Bench, GpuRow
 
 MODES = {
@@ -69,7 +69,7 @@ def run_gpu_bench(
     """Measure the cases that the folder lacks; then table, picture and report."""
     machine = Machine.here("cpu" if redraw else "cuda")
     records = Records(out / "gpu.csv", GpuRow, machine)
-    cases = [*CASES, *list_cases(), *CROSSOVER, *sweep(LENGTHS)]
+    cases = [*CASES, *list_cases(), *host_cases(), *CROSSOVER, *sweep(LENGTHS)]
     if quick:
         cases = [case for case in cases if case.n <= QUICK]
     chosen = [case for case in cases if only is None or case.unit.startswith(only)]
