@@ -81,8 +81,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("model.plan.json"))
     parser.add_argument("--plan", type=Path, help="a saved plan instead of a new one")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
     given = parser.parse_args()
-    dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
+    default = "bfloat16" if given.device == "cuda" else "float32"
+    dtype = getattr(torch, given.dtype or default)
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype).to(given.device)
     wanted = max(given.tokens * (given.batches + 2), max(map(int, given.run.split(","))))
     ids = Language.of(given.model)._tokens(None, min(TOKENS, wanted)).unsqueeze(0)

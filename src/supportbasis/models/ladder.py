@@ -18,9 +18,9 @@ from ..plans import ExactHead, FittedHead, HeadPlan, ListHead, Plan, PolynomialH
 from ..plans.cost import exact_seconds, fitted_work, list_work, pair_work, polynomial_work
 from ..problem.problem import Head, Problem
 
-# of far leaves that are open, with blocks of the usual size; and of half of it, which have smaller
-# errors where many leaves are open, and take longer where few are
-SHARES, FINE_SHARES = (0.0, 0.003, 0.01, 0.02, 0.04, 0.07, 0.12), (0.07, 0.12, 0.2, 0.35)
+# of far leaves that are open; and with blocks of half the size, which have smaller errors where
+# many leaves are open (on a CPU: on a GPU heads of other sizes run one after the other)
+SHARES, FINE_SHARES = (0.0, 0.003, 0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.35), (0.07, 0.12, 0.2, 0.35)
 FINEST = 32  # queries of a block, at least
 FITTED = tuple(FittedPolynomial(tolerance=tolerance) for tolerance in (0.03, 0.1, 0.3))
 CERTIFIED = {1: (Polynomial(1), SingleThreshold(degree=1)),
@@ -49,7 +49,7 @@ def _lists(head: Head, seed: int) -> list[HeadPlan]:
     found: list[HeadPlan] = []
     half = settings_for(head, None, None).block // 2
     for block, shares in ((None, SHARES), (half, FINE_SHARES)):
-        if block is not None and block < FINEST:
+        if block is not None and (block < FINEST or head.query.is_cuda):
             continue
         search = ListSearch.of(head, block, None, seed, 1.0)
         if isinstance(search, ListSearch):

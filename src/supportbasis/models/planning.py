@@ -273,7 +273,7 @@ def _verified(
         made = replace(made, measured=mean, upper=upper)
         if upper <= aim or not made.predicted:
             return made
-        allowed *= min(0.8, 0.9 * aim / upper)
+        allowed *= min(0.9, 0.97 * aim / upper)
     made = _allocated(layers, options, unit, limit, 0.0)
     return replace(made, measured=0.0, upper=0.0)
 

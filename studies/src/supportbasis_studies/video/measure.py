@@ -136,7 +136,7 @@ class Lab:
         return [
             Search.of(
                 self.model, [mine[0], mine[-1], mine[len(mine) // 2]], "change",
-                seed=self.seed, progress=progress,
+                minimise="time", seed=self.seed, progress=progress,
             )
             for mine in by_part
         ]  # fmt: skip
