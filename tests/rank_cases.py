@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle  # of the standard library: tensors are copied, not shared
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,9 +24,9 @@ def _work(rank: int, size: int, path: Path, timeout: float, work: Callable[..., 
         timeout=timedelta(seconds=timeout),
     )  # fmt: skip
     try:
-        pipe.send((work(*args), None))
+        pipe.send_bytes(pickle.dumps((work(*args), None)))
     except Exception as error:
-        pipe.send((error, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((error, traceback.format_exc())))
     finally:
         pipe.close()
         dist.destroy_process_group()
@@ -51,7 +52,11 @@ def outcomes(
         found = []
         for pipe, process in zip(pipes, processes, strict=True):
             try:
-                found.append(pipe.recv() if pipe.poll(4 * timeout) else (None, "no answer"))
+                found.append(
+                    pickle.loads(pipe.recv_bytes())
+                    if pipe.poll(4 * timeout)
+                    else (None, "no answer")
+                )
             except EOFError:
                 found.append((None, None))  # the rank has died
             process.join(timeout)

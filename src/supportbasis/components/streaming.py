@@ -176,11 +176,6 @@ class State:
         self.top = -math.inf
         self.count = 0  # of tokens
 
-    @staticmethod
-    def size(task: Task) -> int:
-        """Number of entries of `flat`."""
-        return task.features.count * (task.head.value_dim + 1) + 1
-
     def flat(self) -> Tensor:
         """The sums as one vector in units of exp(top), which adds up over tokens."""
         ends = self.constant.new_tensor([self.mass, self.count])
@@ -195,7 +190,7 @@ class State:
         values, ones, constant, ends = flat.split(
             [rows * task.head.value_dim, rows, task.head.value_dim, 2]
         )
-        state.values[0], state.ones[0, :, 0] = values.view(rows, -1), ones
+        state.values[0], state.ones[0, :, 0] = values.view(rows, task.head.value_dim), ones
         state.constant += constant
         state.mass, count = ends.tolist()
         state.count, state.top = round(count), top
