@@ -25,8 +25,15 @@ _prints: WeakCache[Plan, str, int] = WeakCache()
 
 
 def fingerprint(plan: Plan) -> int:
-    """A number that plans with the same content share."""
-    return _prints.get(plan, "crc", lambda: crc32(repr(plan_content(plan)).encode()))
+    """A number that plans with the same settings share, whatever times were predicted for them."""
+
+    def make() -> int:
+        content = plan_content(plan)
+        for head in content["heads"]:
+            head.pop("speedup")
+        return crc32(repr(content).encode())
+
+    return _prints.get(plan, "crc", make)
 
 
 def together(ranks: Ranks, make: Callable[[], Made], what: str) -> list[Made]:
@@ -51,8 +58,10 @@ def agreed(
     ``make`` returns also the facts in which all ranks must agree, by name; raises everywhere if
     they do not, or if ``make`` raises anywhere.
     """
-    error, facts, tokens = None, {}, (0, 0)
+    error: Exception | None = None
     made: Made | None = None
+    facts: Mapping[str, Any] = {}
+    tokens = (0, 0)
     try:
         made, facts, tokens = make()
     except (SupportBasisError, TypeError) as raised:

@@ -89,6 +89,9 @@ class _Exchange(torch.autograd.Function):
         return (None, None, *moved)
 
 
+_exchange: Any = _Exchange.apply
+
+
 def attend(
     problem: Problem, plan: Plan, ranks: Ranks, queries: TokenLayout, keys: TokenLayout
 ) -> Tensor:
@@ -97,7 +100,7 @@ def attend(
     swaps = _swaps(problem, ranks, queries, keys)
     tensors = (problem.query, problem.key, problem.value)
     there = [swap.to_heads for swap in swaps]
-    query, key, value = _Exchange.apply(there, [swap.to_tokens for swap in swaps], *tensors)
+    query, key, value = _exchange(there, [swap.to_tokens for swap in swaps], *tensors)
     mask = _moved_weights(problem, swaps[0], keys)
     if len(swaps[0].own):
         made = _own_plan(plan, swaps[0].own)
@@ -110,7 +113,7 @@ def attend(
         if mask is not None:
             nothing = nothing + mask.sum()
         output = query.new_zeros(*query.shape[:3], value.shape[3]) + nothing
-    (moved,) = _Exchange.apply([swaps[0].to_tokens], [swaps[0].to_heads], output)
+    (moved,) = _exchange([swaps[0].to_tokens], [swaps[0].to_heads], output)
     return moved
 
 
@@ -136,7 +139,7 @@ def _moved_weights(problem: Problem, heads: Swap, keys: TokenLayout) -> Tensor |
     if weight is None:
         return None
     swap = replace(heads, tokens=keys)
-    moved = _Exchange.apply([swap.to_heads], [swap.to_tokens], weight.unsqueeze(-1))[0]
+    moved = _exchange([swap.to_heads], [swap.to_tokens], weight.unsqueeze(-1))[0]
     return moved.transpose(2, 3)
 
 

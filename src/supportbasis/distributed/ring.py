@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,8 +39,8 @@ class Ring:
 
     def attend(self) -> Tensor:
         """Output [batch, heads, own tokens, dv] of the local problem."""
-        p = self.problem
-        return _Ring.apply(self, p.query, p.key, p.value, p.key_log_weight)[0]
+        p, operator = self.problem, cast(Any, _Ring.apply)
+        return operator(self, p.query, p.key, p.value, p.key_log_weight)[0]
 
     def pairs(self, source: int) -> Iterator[tuple[Chunk, Chunk, bool]]:
         """Own chunks of queries, the chunks of a rank's keys they attend to, and whether causally:
@@ -119,8 +119,8 @@ def _backward(
         source = (rank - step) % size
         for rows, keys, causal in ring.pairs(source):
             problem = ring.part(rows, keys, causal, here)
-            tensors = (rows.of(x) for x in (output, lse, none, grad))
-            saved = SavedForward(*tensors, None, for_weights)
+            own, own_lse, no_row, own_grad = (rows.of(x) for x in (output, lse, none, grad))
+            saved = SavedForward(own, own_lse, no_row, own_grad, None, for_weights)
             groups = dispatch.groups(problem, ring.plan, "auto")
             made = dispatch.gradients(problem, groups, saved)
             rows.of(of_query).add_(made.query)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from ..plans import FittedHead, Plan, PolynomialHead
 from ..problem.problem import Head, Problem
 from ..problem.result import Outcome
 from .ranks import Ranks
-from .related_sums import Chunks, Gathered
+from .related_sums import Chunks, Gathered, Relation
 from .state_units import NORM_SUMS, Unit, norm_width, units_of
 from .token_layout import TokenLayout
 
@@ -60,7 +60,8 @@ class StateExchange:
         ]
         own, part = plan, problem
         if len(heads) < problem.heads:
-            part = of_heads(problem, torch.tensor(heads, device=problem.query.device, dtype=int))
+            index = torch.tensor(heads, dtype=torch.long, device=problem.query.device)
+            part = of_heads(problem, index)
             own = plan.with_heads(plan.heads[h] for h in heads)
         if not problem.is_causal:  # nothing depends on positions: one chunk for each rank
             queries, keys = (TokenLayout(x.lengths, "contiguous") for x in (queries, keys))
@@ -78,8 +79,8 @@ class StateExchange:
 
     def attend(self) -> Tensor:
         """Output [batch, heads, own tokens, dv]."""
-        p = self.problem
-        return _StateAttention.apply(self, p.query, p.key, p.value, p.key_log_weight)[0]
+        p, operator = self.problem, cast(Any, _StateAttention.apply)
+        return operator(self, p.query, p.key, p.value, p.key_log_weight)[0]
 
     # ---- what all ranks know -------------------------------------------------------------------
 
@@ -111,9 +112,14 @@ class StateExchange:
         return self.facts[..., -1].long()
 
     @property
-    def seen(self) -> str:
+    def seen(self) -> Relation:
         """Chunks whose keys a row attends to, besides, in causal attention, those of its own."""
         return "before" if self.problem.is_causal else "all"
+
+    @property
+    def seeing(self) -> Relation:
+        """Chunks whose rows attend to a key, likewise."""
+        return "after" if self.problem.is_causal else "all"
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -145,7 +151,9 @@ class StateExchange:
             if isinstance(unit.plan, FittedHead):
                 extra.append((unit, *group_sums(unit.plan, unit.head)))
         vectors = [(state.flat(), state.top) for state in states]
-        found = self._related(vectors, [(sums.flatten(), top) for _, sums, top in extra], self.seen)
+        found = self.related_sums(
+            vectors, [(sums.flatten(), top) for _, sums, top in extra], self.seen
+        )
         for unit, (flat, top) in zip(self.units, found, strict=False):
             unit.task.given = State.of_flat(unit.task, flat, top)
         least: dict[Unit, Tensor] = {}
@@ -155,8 +163,11 @@ class StateExchange:
             least[unit] = least_lse_with(unit.plan, unit.head, unit.rows.small, groups, top)
         return [least.get(unit) for unit in self.units]
 
-    def _related(
-        self, first: list[tuple[Tensor, float]], more: list[tuple[Tensor, float]], relation: Any
+    def related_sums(
+        self,
+        first: list[tuple[Tensor, float]],
+        more: list[tuple[Tensor, float]],
+        relation: Relation,
     ) -> list[tuple[Tensor, float]]:
         """Sums over related chunks, of vectors and tops of all units, chunk by chunk."""
         own = len(self.chunks.own)
@@ -257,8 +268,7 @@ class StateExchange:
         """Exact rows of other chunks that attend to the keys of a unit, as a head, and their
         places."""
         assert self.exact is not None
-        relation = "after" if self.problem.is_causal else "all"
-        index = self.exact.spans(unit.number, self.chunks.related(unit.chunk, relation))
+        index = self.exact.spans(unit.number, self.chunks.related(unit.chunk, self.seeing))
         return replace(unit.head, query=self.exact.tokens[index], is_causal=False), index
 
     def _with_own_keys(self, sums: Partial) -> list[Partial | None]:

@@ -16,6 +16,7 @@ from ..components import ExactSum
 from ..components.cotangent import Cotangent, Gradients, add_tokens
 from ..components.streaming import State
 from ..components.streaming_backward import Backward
+from ..problem.problem import Head
 from .related_sums import Gathered
 from .state_exchange import StateExchange, attends
 from .state_units import Unit
@@ -70,8 +71,8 @@ class StateGradients:
             step = Backward(unit.task, inner, self._small(unit, cotangent))
             states.append(step.add_rows(summed=True) if attends(unit) else State(unit.task))
             steps.append((inner, step))
-        relation = "after" if self.call.problem.is_causal else "all"
-        found = self.call._related([(x.flat(), x.top) for x in states], [], relation)
+        vectors = [(state.flat(), state.top) for state in states]
+        found = self.call.related_sums(vectors, [], self.call.seeing)
         for (unit, part, _), (inner, step), (flat, top) in zip(
             self._each(), steps, found, strict=True
         ):
@@ -131,8 +132,8 @@ class StateGradients:
         grads = torch.zeros_like(exact.tokens)
         for unit, part, _ in self._each():
             head, index = self.call.rows_head(unit)
-            rows = found[index]
-            sums = Cotangent(rows[:, :-2], rows[:, -2], rows[:, -1])
+            num, den, log_scale = found[index].split([width - 2, 1, 1], 1)
+            sums = Cotangent(num, den.squeeze(1), log_scale.squeeze(1))
             made = Gradients(
                 torch.zeros_like(head.query), part.key, part.value, part.key_log_weight
             )
@@ -144,7 +145,7 @@ class StateGradients:
             start += len(unit.exact)
 
 
-def _like(head, query: Tensor) -> Gradients:
+def _like(head: Head, query: Tensor) -> Gradients:
     """Zeros for keys from elsewhere, with the gradients of own queries."""
     key, value, weight = (
         None if x is None else torch.zeros_like(x)

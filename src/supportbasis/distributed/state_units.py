@@ -48,8 +48,10 @@ class Unit:
             return plan, rows, keys, FittedSum(plan.fitted, plan.transform, keys.small)
         assert isinstance(plan, PolynomialHead)
         none = torch.arange(0, device=head.query.device)
-        is_split = isinstance(plan, ThresholdHead)
-        rows, keys = plan.split(head) if is_split else sides(head, none, none)
+        if isinstance(plan, ThresholdHead):
+            rows, keys = plan.split(head)
+        else:
+            rows, keys = sides(head, none, none)
         return plan, rows, keys, PolynomialSum(plan.polynomial, keys.small)
 
     @property
