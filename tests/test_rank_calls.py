@@ -336,3 +336,31 @@ def test_the_others_end_when_a_rank_dies_or_does_not_come(how):
     assert isinstance(error, sb.SupportBasisError), text
     assert "rank 0 of 2: the exchange failed, because another rank has ended" in str(error)
     assert second is None
+
+
+# ---- diffusers ---------------------------------------------------------------------------------
+
+
+def ring_of_diffusers() -> None:
+    from diffusers import ContextParallelConfig, ParallelConfig
+    from diffusers.models import attention_dispatch
+
+    sb.integrations.diffusers.register("support_basis_ring", method=sb.Exact())
+    names, registry = (
+        attention_dispatch.AttentionBackendName, attention_dispatch._AttentionBackendRegistry,
+    )  # fmt: skip
+    backend = registry._backends[names("support_basis_ring")]
+    parallel = ParallelConfig(context_parallel_config=ContextParallelConfig(ring_degree=2))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ring", "ulysses"))
+    parallel.setup(dist.get_rank(), 2, torch.device("cpu"), mesh=mesh)
+    own = sliced(tokens())
+    theirs = backend(*(x.transpose(1, 2) for x in own), _parallel_config=parallel)
+    ours = context.attention(*own, method=sb.Exact(), exchange="ring")
+    torch.testing.assert_close(theirs.transpose(1, 2), ours)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # diffusers calls deprecated collectives
+def test_the_ring_of_diffusers_merges_the_same_parts():
+    pytest.importorskip("diffusers")
+    on_ranks(2, ring_of_diffusers)
