@@ -261,7 +261,7 @@ def draw(path: Path) -> None:
         axis.set_xlabel("GPUs")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("seconds for a layer of 8 heads, d = 128")
-    axes[2].legend(fontsize=7)
+    axes[0].legend(fontsize=7)
     figure.savefig(path, dpi=120)
 
 

@@ -128,9 +128,8 @@ def timed(run: Callable[[], Tensor], repeats: int = 3) -> float:
 
 def show(options: argparse.Namespace, rows: list[Row]) -> None:
     shape = f"{options.tokens} tokens, {options.heads} heads of dim {options.dim}"
-    print(
-        f"{dist.get_world_size()} ranks, {shape}, {'not causal' if options.not_causal else 'causal'}"
-    )
+    kind = "not causal" if options.not_causal else "causal"
+    print(f"{dist.get_world_size()} ranks, {shape}, {kind}")
     print(f"{'':24}{'error':>9}{'of grad.':>10}{'kB sent':>10}{'backward':>10}{'s':>9}{'alone':>8}")
     for row in rows:
         sizes = f"{row.forward_bytes / 1e3:10.0f}{row.backward_bytes / 1e3:10.0f}"
