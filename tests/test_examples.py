@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -108,3 +111,20 @@ def test_training_model(capsys):
     assert min(losses[-3:]) < 0.7 * losses[0]
     assert 1 <= plans < 10
     assert "exact: " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_context_parallel_by_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    script = [str(EXAMPLES / "context_parallel.py"), "--tokens", "700", "--dim", "8"]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *script], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    header, _, *rows = done.stdout.splitlines()
+    assert header == "4 ranks, 700 tokens, 4 heads of dim 8, causal"
+    assert len(rows) == 4
+    for row in rows:
+        *_, output, gradient, sent, _, _, _ = row.split()
+        assert float(output) < 1e-5 and float(gradient) < 1e-4 and float(sent) > 0, row

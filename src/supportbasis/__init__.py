@@ -9,7 +9,7 @@ import gc as _gc
 _collects = _gc.isenabled()
 _gc.disable()  # a collection would go through all of torch, and find nothing
 try:
-    from . import analysis, gradient, integrations, models, nn, sketch
+    from . import analysis, distributed, gradient, integrations, models, nn, sketch
     from .accuracy.certificate import Certificate
     from .api import attention, gaussian_kde, kernel_sum, plan
     from .errors import InputError, SupportBasisError
@@ -50,6 +50,7 @@ __all__ = [
     "SupportBasisError",
     "analysis",
     "attention",
+    "distributed",
     "gaussian_kde",
     "gradient",
     "integrations",

@@ -136,7 +136,7 @@ def attention(
         if output is not None:
             return output
     implementation = check_implementation(implementation)
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast(query, key, value)
     problem = attention_problem(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=plan is None
     )
@@ -312,7 +312,7 @@ def _fits_graph(
     return attn_mask is None or attn_mask.dim() < 2 or attn_mask.shape[-2] == 1
 
 
-def _autocast(*tensors: Tensor) -> Sequence[Tensor]:
+def autocast(*tensors: Tensor) -> Sequence[Tensor]:
     """Inputs in the dtype of autocast for matrix products, as in SDPA."""
     if not all(isinstance(x, Tensor) for x in tensors):
         return tensors  # validation will say so

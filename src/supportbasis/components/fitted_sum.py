@@ -35,22 +35,46 @@ class FittedSum:
 
     def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
         """Add the sums over these keys to ``total``, which holds the given rows."""
+        self.task(head, rows).run(total)
+
+    def task(self, head: Head, rows: Tensor | None, norms: Tensor | None = None) -> Task:
+        """The evaluation for some rows, in units of the given norms (None: of their own)."""
+        norms = self.norms(head, rows) if norms is None else norms
         shift = self.transform.row_shift(head, rows)
-        _FittedTask(transformed(head, self.transform), rows, self.keys, self.kernel, shift).run(
-            total
-        )
+        balanced = transformed(head, self.transform)
+        return _FittedTask(balanced, rows, self.keys, self.kernel, shift, norms)
+
+    def norms(self, head: Head, rows: Tensor | None) -> Tensor:
+        """Norms of the longest of these rows and of these keys in the leading coordinates of each
+        degree, [2, degree]."""
+        balanced = transformed(head, self.transform)
+        found = []
+        for x, index in ((balanced.query, rows), (balanced.key, self.keys)):
+            tokens = x if index is None else x[index]
+            for span in self.kernel.spans:
+                norms = tokens[:, :span].norm(dim=1)
+                found.append(norms.max() if len(norms) else norms.new_zeros(()))
+        return torch.stack(found).view(2, -1)
 
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
     ) -> None:
         """Add the gradients of the tokens from those of the rows' sums, through the transform."""
-        balanced, shift = transformed(head, self.transform), self.transform.row_shift(head, rows)
+        inner = self.inner_gradients(total, head)
+        add_gradients(self.task(head, rows), inner, cotangent)
+        self.pull_back(inner, total, head)
+
+    def inner_gradients(self, total: Gradients, head: Head) -> Gradients:
+        """What the evaluation adds gradients of the transformed tokens to."""
         weight, of_shift = total.key.new_zeros(head.m), total.query.new_zeros(head.n)
         query, key = torch.zeros_like(total.query), torch.zeros_like(total.key)
-        part = Gradients(query, key, total.value, weight, of_shift)
-        task = _FittedTask(balanced, rows, self.keys, self.kernel, shift)
-        add_gradients(task, part, cotangent)
-        self.transform.pull_back(part, weight, of_shift, total, head.scale)
+        return Gradients(query, key, total.value, weight, of_shift)
+
+    def pull_back(self, inner: Gradients, total: Gradients, head: Head) -> None:
+        """Add the gradients of the tokens from those of the transformed ones."""
+        weight, shift = inner.key_log_weight, inner.query_log_weight
+        assert weight is not None and shift is not None
+        self.transform.pull_back(inner, weight, shift, total, head.scale)
 
 
 class _FittedTask(Task):
@@ -63,12 +87,11 @@ class _FittedTask(Task):
         keys: Tensor | None,
         kernel: FittedKernel,
         shift: Tensor,
+        norms: Tensor,
     ):
-        self.fitted, self.shift = kernel, shift
+        self.fitted, self.shift, self.norms = kernel, shift, norms
         span = kernel.spans[0]
-        query_norms, key_norms = (x[:, :span].norm(dim=1) for x in (head.query, head.key))
-        self.query_norm = largest_norm(query_norms if rows is None else query_norms[rows])
-        self.key_norm = largest_norm(key_norms if keys is None else key_norms[keys])
+        self.query_norm, self.key_norm = (largest_norm(norm[:1]) for norm in norms)
         reach = self.query_norm * self.key_norm
         coefficients = [a * reach**k for k, a in enumerate(kernel.coefficients)]
         features = FeatureMap(span, kernel.degree, kernel.spans)
@@ -104,17 +127,16 @@ class _FittedTask(Task):
     def magnitude(self) -> Tensor:
         """sum_k |a_k| |x_i|_k^k max_j |y_j|_k^k, norms in the leading r_k coordinates, [rows]."""
         query = self.head.query if self.rows is None else self.head.query[self.rows]
-        key = self.head.key if self.keys is None else self.head.key[self.keys]
         magnitude = query.new_full((len(query),), abs(self.fitted.coefficients[0]))
         for k, span in enumerate(self.fitted.spans, 1):
-            reach = query[:, :span].norm(dim=1) * largest_norm(key[:, :span].norm(dim=1))
+            reach = query[:, :span].norm(dim=1) * largest_norm(self.norms[1, k - 1 : k])
             magnitude += abs(self.fitted.coefficients[k]) * reach**k
         return magnitude
 
     def noise(self, mass: Tensor | float, block: int) -> Tensor:
         """Typical rounding error, with independent errors of the terms: no bound is proved for a
         fitted polynomial, and worst cases would exclude most rows."""
-        depth = 4 * math.sqrt(self.key_count + self.features.count)
+        depth = 4 * math.sqrt(self.all_keys + self.features.count)
         return self.magnitude() * gamma(math.ceil(depth), product_roundoff(self.head.dtype)) * mass
 
     def _leading(self, tokens: Tensor) -> Tensor:

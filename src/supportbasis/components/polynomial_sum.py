@@ -35,16 +35,33 @@ class PolynomialSum:
 
     def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
         """Add the sums over these keys to ``total``, which holds the given rows."""
-        task = _PolynomialTask(head, rows, self.keys, self.polynomial)
+        task = self.task(head, rows)
         task.run(total)
         self.last[:] = [task]
+
+    def task(self, head: Head, rows: Tensor | None, norms: Tensor | None = None) -> Task:
+        """The evaluation for some rows, in units of the given norms (None: of their own)."""
+        return _PolynomialTask(head, rows, self.keys, self.polynomial, norms)
+
+    def norms(self, head: Head, rows: Tensor | None) -> Tensor:
+        """Norms of the longest of these rows and of these keys, [2, 1]."""
+        sides = ((head.query_norms, rows), (head.key_norms, self.keys))
+        found = [x if index is None else x[index] for x, index in sides]
+        return torch.stack([x.max() if x.numel() else x.new_zeros(()) for x in found]).unsqueeze(1)
+
+    def inner_gradients(self, total: Gradients, head: Head) -> Gradients:
+        """What the evaluation adds gradients to: ``total`` itself."""
+        return total
+
+    def pull_back(self, inner: Gradients, total: Gradients, head: Head) -> None:
+        """Nothing is transformed."""
 
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
     ) -> None:
         """Add the gradients of the tokens from those of the rows' sums."""
         same = [task for task in self.last if task.head is head and task.rows is rows]
-        task = same[0] if same else _PolynomialTask(head, rows, self.keys, self.polynomial)
+        task = same[0] if same else self.task(head, rows)
         add_gradients(task, total, cotangent)
 
 
@@ -52,11 +69,17 @@ class _PolynomialTask(Task):
     """Normalised queries and keys, and the polynomial in t."""
 
     def __init__(
-        self, head: Head, rows: Tensor | None, keys: Tensor | None, poly: CertifiedPolynomial
+        self,
+        head: Head,
+        rows: Tensor | None,
+        keys: Tensor | None,
+        poly: CertifiedPolynomial,
+        norms: Tensor | None = None,
     ):
         query_norms = head.query_norms if rows is None else head.query_norms[rows]
-        key_norms = head.key_norms if keys is None else head.key_norms[keys]
-        self.query_norm, self.key_norm = largest_norm(query_norms), largest_norm(key_norms)
+        if norms is None:
+            norms = PolynomialSum(poly, keys).norms(head, rows)
+        self.query_norm, self.key_norm = (largest_norm(norm) for norm in norms)
         reach = abs(head.scale) * self.query_norm * self.key_norm
         features = FeatureMap(head.dim, poly.degree)
         coefficients, self.log_scale = rescaled(poly, reach)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -81,6 +82,9 @@ class Task(ABC):
         layout = features.multiplicity * coefficient[features.degrees]
         self.weights = layout.to(head.dtype).to(head.query.device)
         self.reader: Reader | None = None  # of the keys, once they are summed
+        # sums over keys on other devices: of causal heads those of all keys before the own ones,
+        # else those of all keys, the own ones included; None: every key is here
+        self.given: State | None = None
 
     @abstractmethod
     def queries(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -115,8 +119,15 @@ class Task(ABC):
 
     def run(self, total: Partial) -> None:
         """Add the sums to ``total``, which holds the rows of this task."""
-        if self.row_count and self.key_count:
+        if self.row_count and (self.key_count or self.given is not None):
             (_add_causal if self.head.is_causal else _add_full)(self, total)
+
+    @property
+    def all_keys(self) -> int:
+        """Number of keys that a row may attend to, those on other devices included."""
+        if self.given is None:
+            return self.key_count
+        return self.given.count + (self.key_count if self.head.is_causal else 0)
 
     def key_block(self, start: int, stop: int) -> Block:
         """Tokens, log-weights and values of some keys."""
@@ -145,7 +156,7 @@ class Task(ABC):
         """Rounding of a row's sums: depth of the sums times the magnitude of their terms, and
         times the smallest normal number, the most that underflow takes from one of them. So the
         reciprocal of a denominator above it is finite, and gradients can use it."""
-        depth = sum_depth(self.key_count, block) + self.features.count
+        depth = sum_depth(self.all_keys, block) + self.features.count
         depth += 2 * self.features.degree + self.head.dim + 16
         dtype = self.head.dtype
         rounding = self.magnitude() * gamma(depth, product_roundoff(dtype))
@@ -163,6 +174,34 @@ class State:
         self.constant = new(head.value_dim, dtype=head.dtype)  # of the constant feature
         self.mass = 0.0
         self.top = -math.inf
+        self.count = 0  # of tokens
+
+    def flat(self) -> Tensor:
+        """The sums as one vector in units of exp(top), which adds up over tokens."""
+        ends = self.constant.new_tensor([self.mass, self.count])
+        return torch.cat(
+            [self.values.sum(0).flatten(), self.ones.sum(0)[:, 0], self.constant, ends]
+        )
+
+    @staticmethod
+    def of_flat(task: Task, flat: Tensor, top: float) -> State:
+        """The state of such a vector."""
+        state, rows = State(task), task.features.count - 1
+        values, ones, constant, ends = flat.split(
+            [rows * task.head.value_dim, rows, task.head.value_dim, 2]
+        )
+        state.values[0], state.ones[0, :, 0] = values.view(rows, task.head.value_dim), ones
+        state.constant += constant
+        state.mass, count = ends.tolist()
+        state.count, state.top = round(count), top
+        return state
+
+    def copy(self) -> State:
+        """A state to go on from."""
+        other = copy(self)
+        other.values, other.ones = self.values.clone(), self.ones.clone()
+        other.constant = self.constant.clone()
+        return other
 
     def add(self, task: Task, block: Block, features: Tensor) -> None:
         """Add a block of tokens, whose features have been written."""
@@ -177,6 +216,7 @@ class State:
         if column is not None:
             weight = weight * column
         self.mass += float(weight.sum())
+        self.count += len(tokens)
         _add_products(self.ones, features, task.in_lanes(weight).unsqueeze(2))
         if not task.head.is_density:
             self.constant += value.sum(0)
@@ -262,9 +302,10 @@ def _add_full(task: Task, total: Partial) -> None:
     """Every row attends to every key: one pass over the keys, one over the rows."""
     lane = lane_rows(task)
     buffer, block = task.features.buffer(task.lanes, lane, task.weights), lane * task.lanes
-    state = sum_keys(task, lane, buffer)
+    state = sum_keys(task, lane, buffer) if task.given is None else task.given
     reader = Reader(state, task)
-    if task.features.count <= task.key_count:  # else it would hold more than the tokens do
+    # a reader of many features would hold more than the tokens do
+    if task.given is not None or task.features.count <= task.key_count:
         task.reader = reader
     noise = task.noise(state.mass, block)
     for start in range(0, task.row_count, block):
@@ -272,6 +313,12 @@ def _add_full(task: Task, total: Partial) -> None:
         query, log_scale = task.queries(rows.start, rows.stop)
         num, den = reader.read(query, buffer)
         total[rows].add_(Partial(num, den, log_scale + state.top, noise[rows]))
+
+
+def own_sums(task: Task) -> State:
+    """Sums over the keys of a task, for other devices."""
+    lane = lane_rows(task)
+    return sum_keys(task, lane, task.features.buffer(task.lanes, lane, task.weights))
 
 
 def sum_keys(task: Task, lane: int, buffer: Buffer) -> State:
@@ -287,7 +334,7 @@ def _add_causal(task: Task, total: Partial) -> None:
     """Chunks of positions: earlier chunks through the running state, the chunk itself densely."""
     chunk, spans = causal_chunks(task)
     buffer = task.features.buffer(task.lanes, math.ceil(chunk / task.lanes), task.weights)
-    state = State(task)
+    state = State(task) if task.given is None else task.given.copy()
     reach = task.noise(1.0, chunk)
     for rows, keys in spans:
         block = task.key_block(*keys) if keys[0] < keys[1] else None

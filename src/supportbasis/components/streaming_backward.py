@@ -26,12 +26,16 @@ from .streaming import Block, Reader, Span, State, Task, causal_chunks, lane_row
 def add_gradients(task: Task, total: Gradients, cotangent: Cotangent) -> None:
     """Add the gradients of the tokens from those of the sums of the task's rows."""
     if task.row_count and task.key_count:
-        backward = _Backward(task, total, cotangent)
-        (backward.causal if task.head.is_causal else backward.full)()
+        backward = Backward(task, total, cotangent)
+        backward.add_keys(backward.add_rows(summed=not task.head.is_causal))
 
 
-class _Backward:
-    """One evaluation: the task, its cotangent, the total to add to, and memory for a block."""
+class Backward:
+    """One evaluation: the task, its cotangent, the total to add to, and memory for a block.
+
+    First `add_rows`, then `add_keys` with the state of the rows that attend to all keys. Between
+    the two, rows on other devices can be added to that state.
+    """
 
     def __init__(self, task: Task, total: Gradients, cotangent: Cotangent):
         self.task, self.total, self.cotangent = task, total, cotangent
@@ -40,8 +44,17 @@ class _Backward:
     def _allocate(self, lane: int) -> None:
         self.features = self.task.features.buffer(self.task.lanes, lane, self.task.weights)
 
-    def full(self) -> None:
-        """Not causal: S over the keys, one pass over the rows, one pass over the keys."""
+    def add_rows(self, summed: bool) -> State:
+        """Gradients of the rows, and, if ``summed``, the state T of all of them (else empty)."""
+        return self._causal_rows(summed) if self.task.head.is_causal else self._rows(summed)
+
+    def add_keys(self, rows: State) -> None:
+        """Gradients of the keys, from the state of all rows, or in causal attention of the rows
+        after those of the task."""
+        (self._causal_keys if self.task.head.is_causal else self._keys)(rows)
+
+    def _rows(self, summed: bool) -> State:
+        """Not causal: S over the keys, one pass over the rows."""
         task, lane = self.task, lane_rows(self.task)
         self._allocate(lane)
         reader = task.reader or Reader(sum_keys(task, lane, self.features), task)
@@ -51,20 +64,36 @@ class _Backward:
             features = task.write(block.tokens, self.features)
             task.add_query_gradient(self.total, span[0], self._read(reader, block))
             self._add_row_weights(reader, block, features, span)
-            rows.add(task, block, features)
-        reader = Reader(rows, task)
-        for span in _spans(task.key_count, lane * task.lanes):
+            if summed:
+                rows.add(task, block, features)
+        return rows
+
+    def _keys(self, rows: State) -> None:
+        """Not causal: one pass over the keys."""
+        lane, reader = lane_rows(self.task), Reader(rows, self.task)
+        self._allocate(lane)
+        for span in _spans(self.task.key_count, lane * self.task.lanes):
             self._finish_keys(reader, span)
 
-    def causal(self) -> None:
-        """Chunks in order for the rows, which read what is before them, then backwards for the
-        keys, which read what is after."""
+    def _causal_rows(self, summed: bool) -> State:
+        """Chunks in order: rows read what is before them."""
         task = self.task
         chunk, chunks = causal_chunks(task)
         self._allocate(math.ceil(chunk / task.lanes))
-        keys, rows = State(task), State(task)
+        keys = State(task) if task.given is None else task.given.copy()
+        rows = State(task)
         for row_span, key_span in chunks:
             self._chunk(keys, row_span, key_span)
+            if summed and row_span[0] < row_span[1]:
+                block = self._row_block(row_span)
+                rows.add(task, block, task.write(block.tokens, self.features))
+        return rows
+
+    def _causal_keys(self, rows: State) -> None:
+        """Chunks backwards: keys read what is after them."""
+        task = self.task
+        chunk, chunks = causal_chunks(task)
+        self._allocate(math.ceil(chunk / task.lanes))
         for row_span, key_span in reversed(chunks):
             if key_span[0] < key_span[1] and rows.top > -math.inf:
                 self._finish_keys(Reader(rows, task), key_span)

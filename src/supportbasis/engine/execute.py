@@ -43,18 +43,18 @@ def run_head(
     finished = []
     for group in basis:
         total = evaluate(group.components, head, group.rows)
-        valid = total.has_keys & _usable(plan, head, group.rows, total)
+        valid = total.has_keys & usable_rows(plan, head, group.rows, total)
         failed = total.has_keys & ~valid
         if bool(failed.any()):
             outcome.invalid_rows[at] += failed.sum()
-            if isinstance(plan, ThresholdHead) or plan.may_fail:
+            if falls_back(plan):
                 _fall_back(plan, head, group.rows, failed, total)
                 valid = total.has_keys & (total.usable if head.normalise else total.finite)
                 fallback = failed & valid
                 outcome.fallback_rows[at] += fallback.sum()
                 outcome.fallback[at][slice(None) if group.rows is None else group.rows] = fallback
         if type(plan) is not PolynomialHead and bool((total.has_keys & ~total.finite).any()):
-            _check_values(head)
+            check_values(head)
         if bool(valid.any()):
             relative = (total.noise / total.den.abs())[valid].max()
             relative = relative.nan_to_num(1.0 if head.normalise else math.inf, posinf=math.inf)
@@ -64,7 +64,12 @@ def run_head(
     write(head, finished, outcome, at)
 
 
-def _check_values(head: Head) -> None:
+def falls_back(plan: HeadPlan) -> bool:
+    """Whether failed rows are computed exactly."""
+    return isinstance(plan, ThresholdHead) or plan.may_fail
+
+
+def check_values(head: Head) -> None:
     """Raise if sums may have overflowed because of their values: weights are about 1 at most."""
     largest = float(head.value.abs().max())
     if not 4 * head.m * largest < torch.finfo(head.dtype).max:
@@ -74,13 +79,16 @@ def _check_values(head: Head) -> None:
         )
 
 
-def _usable(plan: HeadPlan, head: Head, rows: Tensor | None, total: Partial) -> Tensor:
+def usable_rows(
+    plan: HeadPlan, head: Head, rows: Tensor | None, total: Partial, least: Tensor | None = None
+) -> Tensor:
     """Rows that have not failed: sums are finite, above their rounding error, and, for sketches and
-    fitted polynomials, above the lower bound of Jensen's inequality."""
+    fitted polynomials, above the lower bound of Jensen's inequality (``least``, unless its keys
+    are those of the head)."""
     usable = total.usable if head.normalise else total.finite
     if plan.may_fail:
         log_sum = total.den.double().log() + total.log_scale
-        usable &= log_sum >= least_lse(plan, head, rows)
+        usable &= log_sum >= (least_lse(plan, head, rows) if least is None else least)
     if isinstance(plan, PolynomialHead) and head.normalise and head.value_dim:
         # over a sum that nearly vanishes values may leave the dtype of the output
         largest = torch.finfo(head.query.dtype).max

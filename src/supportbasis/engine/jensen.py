@@ -13,6 +13,7 @@ leading coordinates, and the bounds of the groups are added up; not those of cau
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -41,22 +42,72 @@ def least_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:
 def _grouped_lse(plan: FittedHead, head: Head, rows: Tensor | None) -> Tensor:
     """The bound by groups of keys, of the transformed head."""
     balanced = transformed(head, plan.transform)
-    query = balanced.query if rows is None else balanced.query[rows]
-    least = grouped_lse(query[None], balanced.key[None], balanced.key_log_weight[None])
+    return _lse_of_groups(plan, head, rows, balanced.key, balanced.key_log_weight)
+
+
+def _lse_of_groups(
+    plan: FittedHead, head: Head, rows: Tensor | None, key: Tensor, log_weight: Tensor
+) -> Tensor:
+    """The bound for the rows of a head by transformed keys."""
+    query = transformed(head, plan.transform).query
+    query = query if rows is None else query[rows]
+    least = grouped_lse(query[None], key[None], log_weight[None])
     return (least[0] + plan.transform.row_shift(head, rows)).double()
+
+
+def group_sums(plan: FittedHead, head: Head) -> tuple[Tensor, float]:
+    """Weights and weighted sums of the keys of a head in units of exp(top), and top: [1, 1 + d] of
+    a causal head, else [groups, 1 + d] of its transformed keys. They add up over devices."""
+    if head.is_causal:
+        key, log_weight = head.key.to(head.dtype), head.key_log_weight
+        log_weight = key.new_zeros(len(key)) if log_weight is None else log_weight.to(head.dtype)
+        member = key.new_ones(1, len(key))
+    else:
+        balanced = transformed(head, plan.transform)
+        key, log_weight = balanced.key, balanced.key_log_weight
+        member = (_labels(key) == _group_numbers(key).unsqueeze(1)).to(key.dtype)
+    top = float(log_weight.max()) if len(key) else -math.inf
+    weight = (log_weight - top).exp() if top > -math.inf else torch.zeros_like(log_weight)
+    member = member * weight
+    return torch.cat([member.sum(1, keepdim=True), member @ key], 1), top
+
+
+def least_lse_with(
+    plan: FittedHead, head: Head, rows: Tensor | None, sums: Tensor, top: float
+) -> Tensor:
+    """`least_lse` where keys are on other devices: ``sums`` are the `group_sums` of all keys, or in
+    causal attention of those before the own ones. A group stands for itself as one key, its mean:
+    it has the signs, and so the label, of its members."""
+    mass = sums[:, 0]
+    some = mass > 0
+    mean, log_mass = sums[some, 1:] / mass[some].unsqueeze(1), mass[some].log() + top
+    if not head.is_causal:
+        bound = _lse_of_groups(plan, head, rows, mean, log_mass)
+        return bound + math.log(FITTED_SHARE)
+    if not len(mean):
+        return least_lse(plan, head, rows)
+    own = head.key_log_weight
+    own = mass.new_zeros(head.m) if own is None else own.to(mass.dtype)
+    first = head.query.new_zeros(1, head.dim)
+    joined = replace(
+        head,
+        query=torch.cat([first, head.query]),
+        key=torch.cat([mean, head.key.to(mean.dtype)]),
+        key_log_weight=torch.cat([log_mass, own]),
+    )
+    after = torch.arange(head.n, device=mass.device) if rows is None else rows
+    return least_lse(plan, joined, after + 1)
 
 
 def grouped_lse(query: Tensor, key: Tensor, log_weight: Tensor) -> Tensor:
     """Log of the bound [heads, n] for transformed queries [heads, n, d] and keys [heads, m, d].
     Keys with the same signs in their leading coordinates are a group; a group whose weight
     vanishes is left out."""
-    signs = min(SIGNS, key.shape[2])
-    bits = 2 ** torch.arange(signs, device=key.device)
-    label = ((key[..., :signs] > 0) * bits).sum(-1).unsqueeze(1)
+    label = _labels(key).unsqueeze(1)
     top = log_weight.amax(1, keepdim=True)
     top = torch.where(top > -math.inf, top, 0.0)
     weight = (log_weight - top).exp().unsqueeze(1)
-    member = (label == torch.arange(2**signs, device=key.device).unsqueeze(1)) * weight
+    member = (label == _group_numbers(key).unsqueeze(1)) * weight
     mass = member.sum(2, keepdim=True)
     # one product so long and thin would keep few units of a GPU busy
     parts = math.gcd(key.shape[1], PRODUCTS)
@@ -68,6 +119,16 @@ def grouped_lse(query: Tensor, key: Tensor, log_weight: Tensor) -> Tensor:
     best = torch.where(best > -math.inf, best, 0.0)
     least = (score - best).exp_().sum(1).log_() + best.squeeze(1)
     return torch.where(least.isnan(), math.inf, least)  # scores that overflow: nothing is known
+
+
+def _labels(key: Tensor) -> Tensor:
+    """The group of each key [..., m, d]: the signs of its leading coordinates."""
+    signs = min(SIGNS, key.shape[-1])
+    return ((key[..., :signs] > 0) * 2 ** torch.arange(signs, device=key.device)).sum(-1)
+
+
+def _group_numbers(key: Tensor) -> Tensor:
+    return torch.arange(2 ** min(SIGNS, key.shape[-1]), device=key.device)
 
 
 def lower_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:

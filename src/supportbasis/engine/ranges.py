@@ -11,9 +11,10 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NoReturn
+from typing import NoReturn, TypeGuard
 
 import torch
+from torch import Tensor
 
 from ..components.polynomial_sum import LARGEST_REACH
 from ..errors import InputError
@@ -42,31 +43,48 @@ def score_range(plan: HeadPlan, head: Head) -> ScoreRange | None:
     """
     if isinstance(plan, (ExactHead, PowerHead)):
         return None
+    return range_of(plan, head.scale, norm_sums(plan, head))
+
+
+def norm_sums(plan: HeadPlan, head: Head) -> Tensor:
+    """Count, sum and largest of the norms of the approximated rows, of the approximated keys, of
+    the transformed queries and of the transformed live keys, [4, 3] in float64. Tokens of the same
+    norm in other directions may be longer after a transform. Without one the last two are zero."""
     rows, keys = plan.smooth(head)
-    query = head.query_norms if rows is None else head.query_norms[rows]
-    key = head.key_norms if keys is None else head.key_norms[keys]
+    found = [
+        head.query_norms if rows is None else head.query_norms[rows],
+        head.key_norms if keys is None else head.key_norms[keys],
+    ]
+    if _is_balanced(plan):
+        with torch.no_grad():
+            balanced, live = transformed(head, plan.transform), head.live_keys
+            key = balanced.key if live is None else balanced.key[live]
+            found += [x.norm(dim=1) for x in (balanced.query, key)]
+    sums = torch.zeros(4, 3, dtype=torch.float64)
+    for number, norms in enumerate(found):
+        if norms.numel():
+            total = float(norms.mean()) * norms.numel()
+            sums[number] = torch.tensor([norms.numel(), total, float(norms.max())])
+    return sums
+
+
+def range_of(plan: HeadPlan, scale: float, sums: Tensor) -> ScoreRange:
+    """The range of scores that `norm_sums` allow."""
     certified = not isinstance(plan, (ListHead, FittedHead))
-    some = query.numel() and key.numel()
+    means, tops = (sums[:, 1] / sums[:, 0].clamp(min=1)).tolist(), sums[:, 2].tolist()
     largest, mean = (
-        min(LARGEST_REACH, abs(head.scale) * float(of(query)) * float(of(key))) if some else 0.0
-        for of in (torch.max, torch.mean)
+        min(LARGEST_REACH, abs(scale) * query * key) for query, key in (tops[:2], means[:2])
     )
     is_measured = plan.measured is not None or not certified
     return ScoreRange(
-        largest if certified else None, mean if is_measured else None, _balanced(plan, head)
+        largest if certified else None,
+        mean if is_measured else None,
+        means[2] * means[3] if _is_balanced(plan) else None,
     )
 
 
-def _balanced(plan: HeadPlan, head: Head) -> float | None:
-    """mean|x| mean|y| of the transformed tokens x, y of a head; None without a transform. Tokens of
-    the same norm in other directions may be longer after the transform."""
-    if not isinstance(plan, FittedHead) or plan.transform.is_identity:
-        return None
-    with torch.no_grad():
-        balanced, live = transformed(head, plan.transform), head.live_keys
-        key = balanced.key if live is None else balanced.key[live]
-        means = [float(x.norm(dim=1).mean()) if len(x) else 0.0 for x in (balanced.query, key)]
-    return means[0] * means[1]
+def _is_balanced(plan: HeadPlan) -> TypeGuard[FittedHead]:
+    return isinstance(plan, FittedHead) and not plan.transform.is_identity
 
 
 def with_range(plan: HeadPlan, heads: Sequence[Head]) -> HeadPlan:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
+from ..engine.merging import merged
 from ..engine.run import run
 from ..methods import Method
 from ..methods.planning import plan_of
@@ -26,10 +26,8 @@ def continued(call: Call, method: Method | None, plan: Plan | None) -> Tensor:
         part = None if mask is None else mask[..., keys]
         given = plan if causal or plan is None else without_windows(plan)
         found.append(with_lse(call, keys, part, causal, method, given))
-    (first, first_lse), (second, second_lse) = found
-    share = torch.sigmoid(first_lse - second_lse).nan_to_num(0.0).unsqueeze(-1)  # -inf: no keys
-    joined = torch.lerp(second.to(share.dtype), first.to(share.dtype), share)
-    return joined.to(call.query.dtype)
+    output, _ = merged(*found[0], *found[1])
+    return output.to(call.query.dtype)
 
 
 def with_lse(
