@@ -100,6 +100,17 @@ Download = Annotated[bool, typer.Option("--download", help="Fetch the model if n
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
 ]
+Device = Annotated[
+    str, typer.Option(help="Where the models run: cpu, cuda, or another of PyTorch's.")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Of the model, for example bfloat16. [default: float32 on a CPU, else that of its "
+        "file]",
+    ),
+]
 Redraw = Annotated[
     bool, typer.Option("--redraw", help="Only draw and report what --out holds already.")
 ]
@@ -139,6 +150,8 @@ def distribution(
         int | None,
         typer.Option(min=16, help="Tokens the model sees at once. [default: 2048, or its limit]"),
     ] = None,
+    device: Device = "cpu",
+    dtype: Dtype = None,
     download: Download = False,
     trust_remote_code: TrustRemoteCode = False,
     quick: Annotated[bool, typer.Option("--quick", help="One window of each text.")] = False,
@@ -150,7 +163,7 @@ def distribution(
     """Entries of Q, K and V in every layer of a model, beside the bounds of the paper."""
     with friendly("reproduce distribution"):
         access = Access(download, trust_remote_code)
-        wish = Wish(model, text, window, access, 1 if quick else None)
+        wish = Wish(model, text, window, access, 1 if quick else None, device, dtype)
         run_distribution(wish, writable(out), console(), redraw=redraw)
 
 
@@ -179,9 +192,7 @@ def downstream(
     ] = None,
     download: Download = False,
     trust_remote_code: TrustRemoteCode = False,
-    device: Annotated[
-        str, typer.Option(help="Where the models run: cpu, cuda, or another of PyTorch's.")
-    ] = "cpu",
+    device: Device = "cpu",
     quick: Annotated[
         bool, typer.Option("--quick", help="Few items: about two minutes; confirms nothing.")
     ] = False,

@@ -2,6 +2,7 @@
 
 ``models``    where a model comes from
 ``texts``     what it is shown
+``capture``   queries, keys and values of every layer, before and after rotary embedding
 ``stream``    distributions in a memory that does not grow with the text
 ``rows``      what is kept of them
 ``findings``, ``pictures``   what is made of the rows
