@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
-from llada_cases import save_llada
-
 import supportbasis as sb
+from llada_cases import save_llada
 from supportbasis import InputError
 from supportbasis.cli.loading import Access, load_model
 from supportbasis_studies import commands

@@ -45,7 +45,7 @@ from .schema import (
     union,
 )
 
-FORMAT = "supportbasis-plan-3"
+FORMAT = "supportbasis-plan-4"
 LARGEST_FILE = 256 * 2**20  # bytes: about 400 balancing transforms of dim 128
 
 KINDS_OF: dict[type[Method], tuple[type[HeadPlan], ...]] = {

@@ -66,7 +66,7 @@ def attending(model: Any, attend: Attend) -> Iterator[None]:
 
 @contextmanager
 def one_line(name: str) -> Iterator[None]:
-    """Whatever goes wrong inside, for example in code that comes with a model, is said in a line."""
+    """Whatever goes wrong inside, in code that comes with a model too, is said in one line."""
     try:
         yield
     except (SupportBasisError, torch.OutOfMemoryError):
