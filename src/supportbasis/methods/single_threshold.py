@@ -99,8 +99,8 @@ class SingleThreshold(Method):
         found = [plan.threshold for plan in plans if isinstance(plan, ThresholdHead)]
         if len(set(found)) <= 1 or len(found) < len(plans):
             return plans
-        degree = max(plan.degree for plan in plans if isinstance(plan, ThresholdHead))
-        degree = degree if self.threshold is None else None
+        highest = max(plan.degree for plan in plans if isinstance(plan, ThresholdHead))
+        degree = highest if self.threshold is None else None
         return [self._at(head, min(found), degree) for head in heads]
 
     def _at(self, head: Head, threshold: float, degree: int | None = None) -> HeadPlan:

@@ -11,7 +11,9 @@
 
 from __future__ import annotations
 
-from .models import BUILT_IN, PRESETS, Access, check_installed
+from supportbasis.cli.loading import Access, check_installed
+
+from .models import BUILT_IN, PRESETS
 from .study import Wish, run_distribution
 
 __all__ = ["BUILT_IN", "PRESETS", "Access", "Wish", "check_installed", "run_distribution"]

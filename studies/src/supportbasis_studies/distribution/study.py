@@ -11,14 +11,14 @@ import torch
 from rich.console import Console
 
 from supportbasis import InputError
-from supportbasis.cli.loading import chosen_device, chosen_dtype
+from supportbasis.cli.loading import Access, chosen_device, chosen_dtype
 from supportbasis.cli.report import write_page
 
 from ..figures import save
 from ..models import one_line
 from ..study import Machine, Records, Section, Steps, Tick, in_short, publish
 from . import capture, findings, pictures
-from .models import BUILT_IN, PRESETS, RANDOM, Access, Loaded, load
+from .models import BUILT_IN, PRESETS, RANDOM, Loaded, load
 from .rows import (
     BinRow,
     Layer,
