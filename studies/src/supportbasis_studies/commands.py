@@ -45,6 +45,7 @@ from .study import chosen_device, write_index
 
 QUICK_ITEMS = 10  # of each benchmark, for a model of the user's
 PROTOCOL_ITEMS = 2000  # of each task, in the authors' protocol
+ALL_ITEMS, FEW_ITEMS = 100, 2  # of the same in `all`, which would take a day otherwise
 
 reproduce = typer.Typer(
     help="Studies of the paper's claims, each with a report.",
@@ -291,18 +292,25 @@ def everything(
     seed: Seed = 0,
     out: Annotated[Path, typer.Option(help="Folder of the reports.")] = Path("supportbasis-out"),
 ) -> None:
-    """Every part of the paper's experiments, one after the other, each in a folder of its own."""
+    """All five studies of the paper's claims, one after the other, each in a folder of its own."""
     with friendly("reproduce all"):
         check_installed()
         writable(out)
     efficiency(quick, redraw, seed, out / "efficiency")
     distribution(quick=quick, redraw=redraw, out=out / "distribution")
     downstream(quick=quick, redraw=redraw, out=out / "downstream")
+    items = FEW_ITEMS if quick else ALL_ITEMS
+    protocol = out / "downstream-protocol"
+    downstream(protocol="paper", limit=items, quick=quick, redraw=redraw, out=protocol)
+    if not (redraw and (out / "polynomial-attention" / "report.html").is_file()):
+        polynomial_attention(quick, seed, out / "polynomial-attention")
     with friendly("reproduce all"):
         parts = {
             "efficiency": "time and error",
             "distribution": "entries of Q, K and V",
             "downstream": "answers with approximate attention",
+            "downstream-protocol": "the same in the authors' protocol",
+            "polynomial-attention": "one polynomial attention against several",
         }
         write_index(out, "supportbasis reproduce all", parts)
 
