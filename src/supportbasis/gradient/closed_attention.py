@@ -22,7 +22,7 @@ from torch import Tensor
 from ..components.cotangent import Cotangent, Gradients, SavedForward
 from ..components.polynomial_sum import PolynomialSum
 from ..engine.backward import backward_head
-from ..engine.call_checks import checked
+from ..engine.call_checks import checked, warn_about
 from ..engine.execute import execute
 from ..errors import InputError
 from ..methods import Method
@@ -86,12 +86,13 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         plain = replace(problem, query=query, key=key, value=value)
         outcome = execute(plain, plan)
+        warn_about(plain, plan, outcome)
         ctx.save_for_backward(query, key, value, outcome.output, outcome.lse, outcome.fallback)
         ctx.problem, ctx.plan = problem, plan
         return outcome.output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse, fallback = ctx.saved_tensors
         problem = replace(ctx.problem, query=query, key=key, value=value)
         saved = SavedForward(output, lse, fallback, grad.contiguous(), None, for_weights=False)

@@ -66,8 +66,9 @@ class AttentionLossGradient:
     x: Tensor | None  # ∂L/∂X [n, d]; None where it was not asked for
     output: Tensor  # ÂXY [n, dv]
     plan: Plan
-    invalid_rows: int = 0  # rows whose polynomial weights do not add up to a usable sum,
-    fallback_rows: int = 0  # of which so many were computed exactly; the others have output 0
+    invalid_rows: int | None  # rows whose polynomial weights do not add up to a usable sum,
+    fallback_rows: int | None  # of which so many were computed exactly; the others have output 0
+    # (None: not counted, of several heads, causal ones and gradients from above; warned about)
     low_rank: LowRankPart | None = None
     _layer: Layer | None = field(default=None, repr=False)
     _head: Head | None = field(default=None, repr=False)

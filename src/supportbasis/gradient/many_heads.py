@@ -62,14 +62,18 @@ def layer_gradient(
         x=of_x,
         output=output.detach(),
         plan=plan,
+        invalid_rows=None,
+        fallback_rows=None,
     )
 
 
 def _plan(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None, method: Method
 ) -> Plan:
-    tokens = (y.detach() for y in (query, key, value))
-    return make_plan(attention_problem(*tokens, None, 0.0, causal, scale, False), method)
+    problem = attention_problem(
+        query.detach(), key.detach(), value.detach(), None, 0.0, causal, scale, False
+    )
+    return make_plan(problem, method)
 
 
 def _check_shapes(
