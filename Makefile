@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml studies/pyproject.toml constraints.txt
 	  || { echo "supportbasis needs Python 3.10 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }; }
 	@echo "installing supportbasis and its development tools into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -m pip install -qq -c constraints.txt -e ".[dev]" -e ./studies
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e ".[dev]" -e "./studies[eval]"
 	@touch $@
 
 demo: $(STAMP) ## compare the methods on a small problem and write a report

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from .api import attention
 from .api import plan as make_plan
 from .errors import InputError
+from .gradient import closed_form_attention
 from .methods import Auto, Method
 from .plans import Plan
 
 __all__ = ["SupportBasisAttention", "SupportBasisEncoder"]
+
+GRADIENTS = ("function", "closed-form")
 
 
 class SupportBasisAttention(nn.Module):
@@ -25,6 +28,10 @@ class SupportBasisAttention(nn.Module):
     attention); ``rope`` turns queries and keys by their positions before they meet. ``method`` is
     any method of the library, by default ``Auto(tolerance)``. ``dropout`` on the weights is for
     training only, and with it attention runs exactly.
+
+    ``gradient`` says what the backward pass computes: "function", the gradient of the function that
+    ran, or "closed-form", the paper's, which puts approximate weights into the gradient of exact
+    attention (`sb.gradient.closed_form_attention`: `Polynomial` and `SingleThreshold`).
 
     Without a plan every call plans anew. `plan` makes one from a batch and keeps it: later calls
     use it, whatever their batch size and length. Setting ``method`` drops it.
@@ -51,8 +58,11 @@ class SupportBasisAttention(nn.Module):
         rope: bool = False,
         bias: bool = True,
         dropout: float = 0.0,
+        gradient: str = "function",
     ):
         super().__init__()
+        _check_gradient(gradient, dropout)
+        self.gradient = gradient
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.num_key_heads = num_heads if num_key_heads is None else num_key_heads
         self.head_dim = _head_dim(embed_dim, num_heads, self.num_key_heads, rope)
@@ -79,16 +89,22 @@ class SupportBasisAttention(nn.Module):
         this module's method is used instead of the one that the module keeps.
         """
         plan = self.kept_plan if plan is None else plan
-        output = attention(
-            *self._projected(x, context),
-            _key_mask(key_mask),
-            self.dropout if self.training else 0.0,
-            self.is_causal,
-            enable_gqa=self.num_key_heads < self.num_heads,
-            method=None if plan is not None else self.method,
-            plan=plan,
-        )
+        output = self._attention(*self._projected(x, context), _key_mask(key_mask), plan)
         return self.output_projection(output.transpose(-2, -3).flatten(-2))
+
+    def _attention(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, plan: Plan | None
+    ) -> Tensor:
+        shared = self.num_key_heads < self.num_heads
+        method = None if plan is not None else self.method
+        if self.gradient == "closed-form" and torch.is_grad_enabled():
+            return closed_form_attention(
+                query, key, value, mask, self.is_causal, None, shared, method=method, plan=plan
+            )
+        dropout = self.dropout if self.training else 0.0
+        return attention(
+            query, key, value, mask, dropout, self.is_causal, None, shared, method=method, plan=plan
+        )
 
     def plan(
         self, x: Tensor, context: Tensor | None = None, *, key_mask: Tensor | None = None
@@ -201,6 +217,7 @@ class SupportBasisEncoder(nn.Module):
         rope: bool = False,
         bias: bool = True,
         dropout: float = 0.0,
+        gradient: str = "function",
     ):
         super().__init__()
         if num_layers < 0:
@@ -218,6 +235,7 @@ class SupportBasisEncoder(nn.Module):
                     rope=rope,
                     bias=bias,
                     dropout=dropout,
+                    gradient=gradient,
                 ),
                 hidden,
             )
@@ -301,6 +319,13 @@ def _method(method: Method | None, tolerance: float | None) -> Method:
     if method is not None:
         return method
     return Auto() if tolerance is None else Auto(tolerance)
+
+
+def _check_gradient(gradient: object, dropout: float) -> None:
+    if gradient not in GRADIENTS:
+        raise InputError(f"gradient must be one of {GRADIENTS}, got {gradient!r}")
+    if gradient == "closed-form" and dropout:
+        raise InputError(f"gradient='closed-form' has no dropout, got dropout={dropout}")
 
 
 def _head_dim(embed_dim: int, heads: int, key_heads: int, rope: bool) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+collect_ignore = ["data"]  # code that comes with models
+
 WHOLE = {"done", "study"}  # fixtures that run one
 
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 pytest.importorskip("matplotlib")
 
 from supportbasis import InputError, analysis
+from supportbasis.cli import loading
 from supportbasis_studies import commands
 from supportbasis_studies.distribution import models, texts
 from supportbasis_studies.distribution.stream import EntrySketch, LayerStream
@@ -131,7 +132,7 @@ def test_a_short_text_names_the_way_out(tmp_path: Path) -> None:
 def test_without_transformers_the_install_line_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
     result = CliRunner().invoke(commands.reproduce, ["distribution", "--out", str(tmp_path)])
     assert result.exit_code == 2 and 'pip install "supportbasis[hf]"' in result.output
     assert len(result.output.strip().splitlines()) == 1
@@ -273,7 +274,7 @@ def test_it_says_that_the_weights_are_random_and_counts_tokens(done: tuple[Path,
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "weights of the built-in model are random" in page
     assert not re.search(r"https?:|file:|<script|<link|@import|url\(", page)
-    assert page.count("<img ") == 4
+    assert page.count("<img ") == 6
 
 
 def test_there_is_a_page_for_each_layer_and_all_links_lead_somewhere(
@@ -291,7 +292,7 @@ def test_there_is_a_page_for_each_layer_and_all_links_lead_somewhere(
 
 def test_rows_are_tidy(done: tuple[Path, str]) -> None:
     rows = read(done[0] / "layers.csv")
-    assert len(rows) == 2 * 2 * 3
+    assert len(rows) == 2 * 2 * 2 * 3  # texts, before and after rotation, layers, sides
     assert all(float(row["std"]) > 0 and row["n"] == "64" for row in rows)
     bins = read(done[0] / "histograms.csv")
     for row in rows:
@@ -339,8 +340,10 @@ def test_all_parts_run_in_their_folders_and_an_index_leads_to_them(
     monkeypatch.setattr(commands, "run_efficiency", run)
     monkeypatch.setattr(commands, "run_distribution", run)
     monkeypatch.setattr(commands, "run_downstream", run)
+    monkeypatch.setattr(commands, "run_protocol", run)
+    monkeypatch.setattr(commands, "run_study", run)
     result = CliRunner().invoke(commands.reproduce, ["all", "--quick", "--out", str(tmp_path)])
     assert result.exit_code == 0
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     links = re.findall(r'href="([^"]+)"', page)
-    assert len(links) == 3 and all((tmp_path / target).is_file() for target in links)
+    assert len(links) == 5 and all((tmp_path / target).is_file() for target in links)

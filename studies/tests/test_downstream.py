@@ -27,9 +27,10 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
 import supportbasis as sb
+from llada_cases import save_llada
 from supportbasis import InputError, Plan
+from supportbasis.cli import loading
 from supportbasis_studies import commands
-from supportbasis_studies.distribution import models as loading
 from supportbasis_studies.downstream import (
     answers,
     documents,
@@ -860,6 +861,29 @@ def test_a_model_of_the_users_goes_through_lm_eval(
     assert invoke(*given)[0] == 0 and len(lm_eval) == 2  # kept
     code, text = invoke("--model", own_model / kind, "--tasks", "offline", "--out", tmp_path)
     assert code == 2 and "offline could not be run" in text and "network" in text
+
+
+@pytest.mark.usefixtures("lm_eval")
+def test_a_model_with_code_of_its_own_goes_through_lm_eval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In LLaDA's shape; the answers of the stand-in are sums of logits, which must differ."""
+    scores = []
+    row = harness.benchmark_row
+
+    def keep(unit: str, model: str, method: str, task: str, found: dict[str, Any]) -> Any:
+        scores.append(float(found["samples"][task][1]["filtered_resps"][0]))
+        return row(unit, model, method, task, found)
+
+    monkeypatch.setattr(harness, "benchmark_row", keep)
+    monkeypatch.setattr(study, "NAMES", (methods.EXACT, methods.AS23[4], methods.MEAN))
+    folder = save_llada(tmp_path / "llada")
+    given = ("--model", folder, "--tasks", "gsm8k", "--limit", 1, "--out", tmp_path / "out")
+    code, text = invoke(*given)
+    assert code == 2 and "--trust-remote-code" in text
+    code, text = invoke(*given, "--trust-remote-code")
+    assert code == 0, text
+    assert len(scores) == 3 and len({round(score, 2) for score in scores}) == 3
 
 
 @pytest.fixture

@@ -22,7 +22,16 @@ from supportbasis.cli.terminal import console
 from supportbasis_studies import commands
 from supportbasis_studies import study as shared
 from supportbasis_studies.comparison.measure import with_method
-from supportbasis_studies.efficiency import Extent, findings, inputs, measure, methods, rows, study
+from supportbasis_studies.efficiency import (
+    Extent,
+    authors,
+    findings,
+    inputs,
+    measure,
+    methods,
+    rows,
+    study,
+)
 from supportbasis_studies.study import Machine, Records, Row
 
 TINY = Extent(
@@ -32,6 +41,7 @@ TINY = Extent(
     budget=0.01,
     map_lengths=(128,),
     sigmas=(inputs.PAPER_SIGMA, 1.0),
+    authors=(96, 4),
 )
 PICTURES = {"thresholds", "thresholds-theory", "errors", "map"}
 
@@ -63,7 +73,11 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_it_writes_rows_pictures_and_a_report_that_stands_alone(done: tuple[Path, str]) -> None:
     out, text = done
     expected = {f"{name}.{kind}" for name in PICTURES for kind in ("png", "svg")}
-    assert {path.name for path in out.iterdir()} == expected | {"efficiency.csv", "report.html"}
+    assert {path.name for path in out.iterdir()} == expected | {
+        "efficiency.csv",
+        "authors.csv",
+        "report.html",
+    }
     page = (out / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"https?:|file:|<script|<link|@import|url\(", page)
     assert page.count("<img ") == len(PICTURES)
@@ -80,9 +94,11 @@ def test_rows_cover_every_curve_of_both_scales(done: tuple[Path, str]) -> None:
     for n in TINY.lengths:
         for scale in inputs.SCALES:
             mine = [r for r in sweep if (r["n"], r["scale"]) == (str(n), scale)]
-            assert {r["method"] for r in mine} == lines | {methods.SINGLE}
-            thresholds = [float(r["threshold"]) for r in mine if r["threshold"]]
-            assert thresholds == TINY.thresholds
+            sweeps = {methods.SINGLE, methods.SINGLE_CHEBYSHEV}
+            assert {r["method"] for r in mine} == lines | sweeps
+            for method in sweeps:
+                found_at = [float(r["threshold"]) for r in mine if r["method"] == method]
+                assert found_at == TINY.thresholds
     mapped = [row for row in found if row["part"] == "map"]
     assert len(mapped) == 2 * len(TINY.sigmas) * (2 + len(methods.map_methods()))
     assert all(float(row["sdpa_seconds"]) > 0 for row in found)
@@ -95,6 +111,21 @@ def test_the_full_study_is_the_papers() -> None:
     assert {0.1, 0.3, 1.0, 2.0} < set(full.sigmas) and max(full.map_lengths) == 131072
     names = [unit.name for unit in measure.units(None, full, 0)]
     assert len(set(names)) == len(names)
+
+
+def test_the_authors_script_is_repeated() -> None:
+    """Its numbers, and that disjoint parts and a better polynomial err less than it does."""
+    assert inputs.FULL.authors == (4096, 30) and len(authors.thresholds(30)) == 29
+    assert (authors.D, authors.DEGREE, authors.SIGMA) == (64, 2, 0.1)
+    found = authors.measured("unit", 256, [0.3, 0.4], 0, lambda _: None)
+    errors = {row.method: row.error for row in found if row.threshold == 0.4}
+    assert errors[authors.OURS_BEST] <= errors[authors.OURS] < errors[authors.AS23]
+    assert errors[authors.AUTHORS] < errors[authors.AS23] < errors[authors.ONES]
+    exact = authors.measured("unit", 64, [0.01], 0, lambda _: None)  # all rows are large
+    by_method = {row.method: row for row in exact}
+    assert by_method[authors.OURS].error == 0.0 and by_method[authors.OURS].exact_share == 1.0
+    assert by_method[authors.AUTHORS].error > 0  # p(0) is not 1
+    assert "fair ratios" in " ".join(authors.findings(found))
 
 
 def test_a_second_run_measures_nothing(

@@ -13,6 +13,7 @@ from ..polynomials.certified import CertifiedPolynomial, chebyshev, minimax, tay
 from ..problem.problem import Head
 
 ROWS, KEYS = 64, 256
+BUILDERS = {"taylor": taylor, "chebyshev": chebyshev, "minimax": minimax}
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,19 +68,27 @@ def pick(index: Tensor | None, total: int, count: int, seed: int, device: torch.
 
 
 def best_polynomial(
-    sample: ScoreSample, degree: int, reach: float, epsilon: float = math.inf, power: int = 1
+    sample: ScoreSample,
+    degree: int,
+    reach: float,
+    epsilon: float = math.inf,
+    power: int = 1,
+    kind: str = "auto",
 ) -> CertifiedPolynomial:
     """Of Taylor, Chebyshev and relative minimax on [-reach, reach], the one of least expected
     error on the sample among those certified positive and, if epsilon is given, to epsilon; if
-    there is none, the one of least certified error. With a power, of z / power on that range.
+    there is none, the one of least certified error. With a power, of z / power on that range. A
+    ``kind`` other than "auto" is taken as it is.
 
     The sum of a density has no denominator to lose: there any sign will do, and minimax, which
     weighs all scores equally, is left out.
     """
+    if kind != "auto":
+        return BUILDERS[kind](degree, reach)
     if sample.is_density:
         kinds = (taylor(degree, reach), chebyshev(degree, reach))
         return min(kinds, key=lambda poly: sample.expected_error(poly, power))
-    candidates = [kind(degree, reach) for kind in (taylor, chebyshev, minimax)]
+    candidates = [build(degree, reach) for build in BUILDERS.values()]
     usable = [poly for poly in candidates if poly.positive and poly.error <= epsilon]
     if not usable:
         return min(candidates, key=lambda poly: poly.error)

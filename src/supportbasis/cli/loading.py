@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from .remote_code import mend
 
 INSTALL = 'reading a model needs transformers: pip install "supportbasis[hf]"'
+CONTEXT = ("max_position_embeddings", "max_sequence_length")  # in a configuration
 CHARACTERS = 6  # of a token, about: how much text the tokenizer is given at first
 
 
@@ -35,7 +37,7 @@ class LoadedModel:
 
     name: str
     model: Any
-    tokenizer: Any
+    tokenizer: Any  # None: the model takes pictures
     context: int | None  # most tokens it can take; None: no limit known
 
     @property
@@ -45,6 +47,8 @@ class LoadedModel:
 
     def tokens(self, path: Path, count: int) -> Tensor:
         """The first ``count`` tokens of a text, or all that there are, [tokens]."""
+        if self.tokenizer is None:
+            raise InputError(f"--text: {self.name} takes pictures, not text")
         text, length = read_text(path), CHARACTERS * count
         found: list[int] = []
         while len(found) <= count:  # the last may be half a word
@@ -76,13 +80,17 @@ def load_model(
     chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
     try:
         config = AutoConfig.from_pretrained(name, **access.options)
-        tokenizer = AutoTokenizer.from_pretrained(name, **access.options)
-        model = _auto_class(config).from_pretrained(name, dtype=chosen, **access.options)
+        kind = _auto_class(config)
+        mend(name, config, kind.__name__, access.options)
+        model = kind.from_pretrained(name, config=config, dtype=chosen, **access.options)
         model.to(device).eval()
+        is_visual = model.main_input_name == "pixel_values"
+        tokenizer = None if is_visual else AutoTokenizer.from_pretrained(name, **access.options)
     except Exception as error:  # code of others fails in ways of its own
         raise InputError(why(name, access, error)) from None
     label = Path(name).resolve().name if Path(name).is_dir() else name
-    return LoadedModel(label, model, tokenizer, getattr(config, "max_position_embeddings", None))
+    limits = (getattr(config, key, None) for key in CONTEXT)
+    return LoadedModel(label, model, tokenizer, next((n for n in limits if n is not None), None))
 
 
 def _auto_class(config: Any) -> Any:

@@ -16,8 +16,9 @@ from ..problem.validation import attention_problem
 from ..sketch import approximate_svd
 from .closed_form import Layer, Sums
 from .factors import Factors, SvdFactors, moment_columns
-from .loss_inputs import Call, check_settings, checked_call
+from .loss_inputs import Call, check_goal, check_settings, checked_call
 from .loss_result import AttentionLossGradient, LowRankPart
+from .many_heads import layer_gradient
 from .weights import BlockWeights, RowGroup, block_weights, row_groups, sparse_part
 
 EPS, SEED = 0.5, 0  # of the approximate SVD
@@ -28,10 +29,12 @@ def attention_loss_gradient(
     x: Tensor,
     weight_qk: Tensor | Sequence[Tensor],
     weight_v: Tensor,
-    target: Tensor,
+    target: Tensor | None = None,
     *,
     scale: float | None,
     method: Method,
+    upstream: Tensor | None = None,
+    is_causal: bool = False,
     low_rank: int | None = None,
     input_gradient: bool = True,
 ) -> AttentionLossGradient:
@@ -44,6 +47,12 @@ def attention_loss_gradient(
     of size n x n is ever formed. ``low_rank=k`` replaces the exact part of a `SingleThreshold` by
     an approximate SVD of rank k, as the paper does. ``input_gradient=False`` leaves ∂L/∂X out,
     which is most of the work of a polynomial of degree 2 or more.
+
+    ``upstream`` in place of ``target`` is the gradient of any loss by the layer's output, for
+    example ∂L/∂X of the layer above it, so that layers chain by the closed form (``loss`` is None
+    then). Several heads have weights [heads, d, h] and [heads, d, dv], with target, upstream and
+    output [heads, n, dv]; ``is_causal`` hides later tokens. Such calls have no ``low_rank`` and no
+    ``error``, and polynomials need the features of one degree more.
 
     The inputs may require grad; the results carry no graph. Float16 and bfloat16 inputs are
     computed, and returned, in float32.
@@ -58,8 +67,18 @@ def attention_loss_gradient(
     >>> result.weight_qk  # 2 x·cov·(1/2 - 1) for the second row, whose tokens have variance 1/4
     tensor([[-0.2500]])
     """
-    call = checked_call(x, weight_qk, weight_v, target)
     check_settings(len(x), method, low_rank, input_gradient)
+    check_goal(target, upstream)
+    if upstream is not None or is_causal or weight_v.dim() == 3:
+        if low_rank is not None:
+            raise InputError(
+                f"low_rank is {low_rank}, which is for one head with a target, not causal"
+            )
+        return layer_gradient(
+            x, weight_qk, weight_v, target, upstream, scale, method, is_causal, input_gradient
+        )
+    assert target is not None
+    call = checked_call(x, weight_qk, weight_v, target)
     with torch.no_grad():
         head, scale = _head(call, scale)
         plan = Plan(method, head.dim, (method.plan_head(head),))

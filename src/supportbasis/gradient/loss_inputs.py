@@ -58,11 +58,16 @@ def checked_call(
     return Call(x, tuple(weights), weight_v, target)
 
 
-def check_settings(n: int, method: Method, low_rank: int | None, input_gradient: bool) -> None:
-    """Raise for a method, a rank or a switch that cannot be used."""
+def check_method(method: Method | None) -> None:
+    """Raise unless the closed form knows the weights of this method."""
     if type(method) not in METHODS:
         names = ", ".join(f"sb.{kind.__name__}" for kind in METHODS)
         raise InputError(f"method must be one of {names} for this gradient, got {method!r}")
+
+
+def check_settings(n: int, method: Method, low_rank: int | None, input_gradient: bool) -> None:
+    """Raise for a method, a rank or a switch that cannot be used."""
+    check_method(method)
     if not isinstance(input_gradient, bool):
         raise InputError(f"input_gradient must be True or False, got {input_gradient!r}")
     if low_rank is None:
@@ -74,6 +79,16 @@ def check_settings(n: int, method: Method, low_rank: int | None, input_gradient:
     if not isinstance(method, SingleThreshold):
         raise InputError(
             f"low_rank replaces the exact part of sb.SingleThreshold; {method!r} has none"
+        )
+
+
+def check_goal(target: Tensor | None, upstream: Tensor | None) -> None:
+    """Raise unless there is a target or a gradient from above."""
+    if (target is None) == (upstream is None):
+        given = "neither is" if target is None else "both are"
+        raise InputError(
+            f"target or upstream: {given} given; expected the target of the loss, or the gradient "
+            "of another loss by the output"
         )
 
 

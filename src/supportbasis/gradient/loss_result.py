@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..accuracy.certificate import CONFIDENCE, SAMPLED_ROWS
 from ..accuracy.sampling import RowSample
+from ..errors import InputError
 from ..plans import Plan
 from ..problem.problem import Head
 from .closed_form import Layer, row_gradients
@@ -57,39 +58,44 @@ class GradientError:
 class AttentionLossGradient:
     """The loss |ÂXY - E|²_F, its gradients under the names of the arguments, and what ran."""
 
-    loss: Tensor
-    weight_qk: Tensor  # ∂L/∂W [d, d]
+    loss: Tensor | None  # None: the gradient came from above
+    weight_qk: Tensor | None  # ∂L/∂W [d, d]; None: of several heads with a pair
     weight_q: Tensor | None  # ∂L/∂W_Q and ∂L/∂W_K [d, h], where W came as a pair
     weight_k: Tensor | None
     weight_v: Tensor  # ∂L/∂Y [d, dv]
     x: Tensor | None  # ∂L/∂X [n, d]; None where it was not asked for
     output: Tensor  # ÂXY [n, dv]
     plan: Plan
-    invalid_rows: int  # rows whose polynomial weights do not add up to a usable sum,
-    fallback_rows: int  # of which so many were computed exactly; the others have output 0
-    low_rank: LowRankPart | None
-    _layer: Layer = field(repr=False)
-    _head: Head = field(repr=False)
-    _rows: Tensor = field(repr=False)  # (Â∘𝒬 - diag(r) Â) X
+    invalid_rows: int | None  # rows whose polynomial weights do not add up to a usable sum,
+    fallback_rows: int | None  # of which so many were computed exactly; the others have output 0
+    # (None: not counted, of several heads, causal ones and gradients from above; warned about)
+    low_rank: LowRankPart | None = None
+    _layer: Layer | None = field(default=None, repr=False)
+    _head: Head | None = field(default=None, repr=False)
+    _rows: Tensor | None = field(default=None, repr=False)  # (Â∘𝒬 - diag(r) Â) X
 
     @cached_property
     def error(self) -> GradientError:
         """Errors on 256 rows against exact float64 values, measured at the first access."""
-        sizes = tuple(x.double().square().sum(1) for x in (self.output, self._rows))
-        sample = RowSample.draw(self._head, SAMPLED_ROWS, seed=0, measures=sizes)
-        output, rows = row_gradients(self._layer.double(), self._head, sample.rows)
+        layer, head, ours = self._layer, self._head, self._rows
+        if layer is None or head is None or ours is None:
+            raise InputError("error is measured for one head with a target, not causal")
+        sizes = tuple(x.double().square().sum(1) for x in (self.output, ours))
+        sample = RowSample.draw(head, SAMPLED_ROWS, seed=0, measures=sizes)
+        output, rows = row_gradients(layer.double(), head, sample.rows)
 
-        def measured(ours: Tensor, exact: Tensor) -> tuple[float, float]:
-            error = (ours[sample.rows].double() - exact).square().sum(1)
+        def measured(given: Tensor, exact: Tensor) -> tuple[float, float]:
+            error = (given[sample.rows].double() - exact).square().sum(1)
             return sample.frobenius_limit(error, exact.square().sum(1))
 
         count = len(sample.rows)
-        confidence = 1.0 if count == self._head.n else CONFIDENCE
-        of_output, of_rows = measured(self.output, output), measured(self._rows, rows)
+        confidence = 1.0 if count == head.n else CONFIDENCE
+        of_output, of_rows = measured(self.output, output), measured(ours, rows)
         return GradientError(*of_output, *of_rows, count, confidence)
 
     def __str__(self) -> str:
-        lines = [f"AttentionLossGradient: loss {float(self.loss):.6g}", str(self.plan)]
+        loss = "from above" if self.loss is None else f"loss {float(self.loss):.6g}"
+        lines = [f"AttentionLossGradient: {loss}", str(self.plan)]
         if self.low_rank is not None:
             lines.append(str(self.low_rank))
         if self.invalid_rows:

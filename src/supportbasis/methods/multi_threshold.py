@@ -21,6 +21,7 @@ from ..polynomials.powers import LARGEST_POWER, PowerKernel, normalising_constan
 from ..problem.checks import check_seed
 from ..problem.problem import Head
 from .base import Method, check_degree, check_sketch_size, exact_plan
+from .choice import check_polynomial, short_repr
 
 MOST_PAIRS = 4096
 MOST_POLYNOMIALS = 64  # largest bucket pairs, which always get a polynomial
@@ -31,7 +32,7 @@ EXACT_OVER_SKETCH = 4.0  # times the work of the sketch
 HIGHEST_POWER = 64  # that is sketched
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MultiThreshold(Method):
     """Rows and keys in buckets by their largest entry; each pair of buckets is a power.
 
@@ -47,19 +48,27 @@ class MultiThreshold(Method):
     one with p > 8 where it takes at most four times the work, and one with p > 64 always: the
     variance of a sketch grows with p. Rows whose sketched denominator is provably too small are
     computed exactly. Of the pairs that are left, the 64 largest get a polynomial; smaller ones are
-    exact where finding one would take longer than their sums, and the plan says how many.
+    exact where finding one would take longer than their sums, and the plan says how many. It also
+    says where the whole costs more than exact attention.
+
+    ``polynomial`` is the kind of the polynomials: "taylor", "chebyshev" (the paper's), "minimax"
+    (of least relative error), or "auto", the one of least expected error on a sample of the scores.
     """
 
     ratio: float = 2.0
     degree: int = 1
     sketch_size: int | None = None
     seed: int = 0
+    polynomial: str = "auto"
 
     def __post_init__(self) -> None:
+        check_polynomial(self.polynomial)
         object.__setattr__(self, "ratio", check_ratio(self.ratio))
         object.__setattr__(self, "degree", check_degree(self.degree))
         object.__setattr__(self, "sketch_size", check_sketch_size(self.sketch_size))
         object.__setattr__(self, "seed", check_seed(self.seed))
+
+    __repr__ = short_repr
 
     def plan_head(self, head: Head) -> HeadPlan:
         if self.sketch_size is not None:
@@ -100,14 +109,17 @@ class MultiThreshold(Method):
             pairs.append(bucket_pair)
             work = work + its_work
         left_out = len(powers) - len(chosen)
-        reason = (
+        reasons = [
             f"{left_out} of {count} bucket pairs, the smallest, are exact: finding their "
             "polynomials would take longer than their sums"
-        )
+        ] * bool(left_out)
+        cost = work.cost(head)
+        if cost > 1:
+            reasons.append(f"costs {cost:.3g} times exact attention")
         return replace(
             plan,
-            reason=reason if left_out else "",
-            cost=work.cost(head),
+            reason="; ".join(reasons),
+            cost=cost,
             speedup=work.speedup(head),
             pairs=tuple(pairs),
         )
@@ -125,7 +137,9 @@ class MultiThreshold(Method):
         kernel, work = None, pair_work(head, rows.size, keys.size)
         if is_power:
             sample = ScoreSample.draw(head, rows.members, keys.members)
-            poly = best_polynomial(sample, self.degree, pair.reach / power, power=power)
+            poly = best_polynomial(
+                sample, self.degree, pair.reach / power, power=power, kind=self.polynomial
+            )
             # pairs of equal power share a sketch: its common factor then cancels in the division
             kernel = PowerKernel(power, poly, self.sketch_size, self.seed, _balance(rows, keys))
             work = kernel_work(head, rows.size, keys.size, kernel)

@@ -16,15 +16,16 @@ from ..plans import ExactHead, HeadPlan, ThresholdHead
 from ..plans.cost import Work, polynomial_work
 from ..plans.supports import Side, entry_reach, large_tokens, score_reach, sides
 from ..polynomials.certified import largest_bound
-from ..polynomials.features import check_rank
+from ..polynomials.features import check_rank, largest_degree
 from ..problem.problem import Head
-from .base import Method, check_degree, exact_plan, is_positive
+from .base import Method, exact_plan, is_positive
+from .choice import check_polynomial, degree_or_error, derived_degree, short_repr, strictest
 
 EPSILON = 0.05  # certified relative error that threshold=None asks of the polynomial
 RULES = ("sqrt-log", "sub-gaussian")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SingleThreshold(Method):
     """Rows with an entry beyond T exactly, the rest by a certified polynomial.
 
@@ -33,16 +34,42 @@ class SingleThreshold(Method):
     - a number: that T for every head;
     - None: the cheapest T for which some polynomial of this degree is certified to 5 %; where
       none is cheaper than exact attention, everything is exact and the plan says so;
-    - "sqrt-log": sqrt(ln n), the paper's choice; "sub-gaussian": from a sub-Gaussian fit of the
-      entries, so that about sqrt(n) of them are large. For other constants pass the number that
-      `sb.analysis.log_threshold` or `sb.analysis.sub_gaussian_threshold` returns.
+    - "sqrt-log": sqrt(c ln n), the paper's choice, with ``c`` 1 unless it is given (Theorem 1.3 has
+      c < 1); "sub-gaussian": from a sub-Gaussian fit of the entries, so that about sqrt(n) of them
+      are large. For other constants pass the number that `sb.analysis.sub_gaussian_threshold`
+      returns.
+
+    ``degree`` is 2 unless it is given, or derived from ``epsilon``: the smallest one at which the
+    polynomial is certified to |p(z) - exp(z)| <= epsilon exp(z) on all scores of small rows, as in
+    Algorithm 1. With ``threshold=None`` T and degree are those of least cost. ``polynomial`` is the
+    kind: "taylor", "chebyshev" (the paper's), "minimax" (of least relative error), or "auto", the
+    one of least expected error on a sample of the scores.
+
+    >>> import supportbasis as sb
+    >>> sb.SingleThreshold("sqrt-log", epsilon=0.01, c=0.5)
+    SingleThreshold(threshold='sqrt-log', epsilon=0.01, c=0.5)
     """
 
     threshold: float | str | None = None
-    degree: int = 2
+    degree: int | None = None
+    epsilon: float | None = None
+    polynomial: str = "auto"
+    c: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "degree", check_degree(self.degree))
+        degree, epsilon = degree_or_error(self.degree, self.epsilon)
+        object.__setattr__(self, "degree", degree)
+        object.__setattr__(self, "epsilon", epsilon)
+        check_polynomial(self.polynomial)
+        if self.c is not None:
+            if self.threshold != "sqrt-log":
+                raise InputError(
+                    f"c is {self.c!r}, but only threshold='sqrt-log' has a constant; got "
+                    f"threshold={self.threshold!r}"
+                )
+            if not is_positive(self.c):
+                raise InputError(f"c must be a finite number > 0 or None, got {self.c!r}")
+            object.__setattr__(self, "c", float(self.c))
         if is_positive(self.threshold):
             object.__setattr__(self, "threshold", float(self.threshold))
             return
@@ -52,22 +79,19 @@ class SingleThreshold(Method):
             f"threshold must be a finite number > 0, None or one of {RULES}, got {self.threshold!r}"
         )
 
+    __repr__ = short_repr
+
     def plan_head(self, head: Head) -> HeadPlan:
-        check_rank(head.dim, self.degree)
+        if self.degree is not None:
+            check_rank(head.dim, self.degree)
         if not head.pairs:
             return exact_plan(head, "there are no pairs")
+        if self.threshold is None:
+            return self._cheapest(head)
         threshold = self._threshold(head)
         if threshold is None:
-            return exact_plan(
-                head, f"no threshold has a degree-{self.degree} polynomial within {EPSILON:.0%}"
-            )
-        epsilon = EPSILON if self.threshold is None else math.inf
-        plan = threshold_plan(head, threshold, self.degree, epsilon)
-        if self.threshold is None and plan.cost >= 1:
-            return exact_plan(
-                head, f"T={threshold:.4g} would cost {plan.cost:.3g} times exact attention"
-            )
-        return plan
+            return exact_plan(head, "there are no keys")
+        return self._at(head, threshold)
 
     def plan_batch(self, heads: Sequence[Head]) -> list[HeadPlan]:
         """With the smallest threshold of all batch elements, beyond which more is exact."""
@@ -75,34 +99,77 @@ class SingleThreshold(Method):
         found = [plan.threshold for plan in plans if isinstance(plan, ThresholdHead)]
         if len(set(found)) <= 1 or len(found) < len(plans):
             return plans
-        epsilon = EPSILON if self.threshold is None else math.inf
-        return [threshold_plan(head, min(found), self.degree, epsilon) for head in heads]
+        highest = max(plan.degree for plan in plans if isinstance(plan, ThresholdHead))
+        degree = highest if self.threshold is None else None
+        return [self._at(head, min(found), degree) for head in heads]
+
+    def _at(self, head: Head, threshold: float, degree: int | None = None) -> HeadPlan:
+        """The plan at a threshold, with the method's degree or one derived from epsilon."""
+        degree = self.degree if degree is None else degree
+        epsilon = self.epsilon
+        if epsilon is None:
+            epsilon = EPSILON if self.threshold is None else math.inf
+        return threshold_plan(head, threshold, degree, epsilon, kind=self.polynomial)
+
+    def _cheapest(self, head: Head) -> HeadPlan:
+        """The cheapest threshold whose polynomial is certified, of all degrees if none is given."""
+        epsilon = EPSILON if self.epsilon is None else self.epsilon
+        degrees = range(largest_degree(head.dim) + 1) if self.degree is None else [self.degree]
+        found: list[ExactHead | ThresholdHead] = []
+        for degree in degrees:
+            if self.degree is None and polynomial_work(head, head.n, head.m, degree).cost(head) > 1:
+                break  # small rows alone would cost more than exact attention
+            reach = largest_bound(degree, epsilon, strictest(self.polynomial))
+            threshold = largest_threshold(head, reach)
+            if threshold is None:
+                continue
+            plan = threshold_plan(head, threshold, degree, epsilon, kind=self.polynomial)
+            found.append(plan)
+            if isinstance(plan, ThresholdHead) and plan.large == (0, 0):
+                break  # a higher degree has nothing to gain
+        if not found:
+            which = f"degree-{self.degree} polynomial" if self.degree is not None else "polynomial"
+            return exact_plan(head, f"no threshold has a {which} within {epsilon:.3g}")
+        best = min(found, key=lambda plan: plan.cost)
+        if isinstance(best, ThresholdHead) and best.cost >= 1:
+            return exact_plan(
+                head, f"T={best.threshold:.4g} would cost {best.cost:.3g} times exact attention"
+            )
+        return best
 
     def _threshold(self, head: Head) -> float | None:
         if isinstance(self.threshold, (int, float)):
             return float(self.threshold)
         if self.threshold == "sqrt-log":
-            return sub_gaussian.log_threshold(max(2, head.n, head.m))
-        if self.threshold == "sub-gaussian":
-            live = head.live_keys
-            key = head.key if live is None else head.key[live]
-            return sub_gaussian.sub_gaussian_threshold(head.query, key) if len(key) else None
-        return largest_threshold(head, largest_bound(self.degree, EPSILON))
+            return sub_gaussian.log_threshold(max(2, head.n, head.m), self.c or 1.0)
+        live = head.live_keys
+        key = head.key if live is None else head.key[live]
+        return sub_gaussian.sub_gaussian_threshold(head.query, key) if len(key) else None
 
 
 def threshold_plan(
     head: Head,
     threshold: float,
-    degree: int,
+    degree: int | None,
     epsilon: float = math.inf,
     sample: ScoreSample | None = None,
+    kind: str = "auto",
 ) -> ExactHead | ThresholdHead:
-    """Split at a threshold and pick the polynomial for what is small, certified to epsilon."""
+    """Split at a threshold and pick the polynomial for what is small, certified to epsilon; without
+    a degree, of the smallest one that can be."""
     tokens = large_tokens(head, threshold)
     rows, keys = sides(head, *tokens)
     if _none(rows.small) or _none(keys.small):
         return exact_plan(head, f"at T={threshold:.4g} every row or every key is large")
     reach = min(entry_reach(head, threshold), score_reach(head, rows.small, keys.small))
+    if degree is None:
+        degree = derived_degree(epsilon, reach, head.dim, kind)
+    if degree is None:
+        return exact_plan(
+            head,
+            f"at T={threshold:.4g} scores reach {reach:.4g}, where epsilon={epsilon:.3g} needs a "
+            f"degree above {largest_degree(head.dim)}: too many features in dim {head.dim}",
+        )
     sample = sample or ScoreSample.draw(head, rows.small, keys.small)
     work = split_work(head, rows, keys, degree)
     return ThresholdHead(
@@ -110,7 +177,7 @@ def threshold_plan(
         m=head.m,
         cost=work.cost(head),
         speedup=work.speedup(head),
-        polynomial=best_polynomial(sample, degree, reach, epsilon),
+        polynomial=best_polynomial(sample, degree, reach, epsilon, kind=kind),
         threshold=threshold,
         large=(len(tokens[0]), len(tokens[1])),
     )

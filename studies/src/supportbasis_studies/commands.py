@@ -8,10 +8,26 @@ from typing import Annotated
 import typer
 
 from supportbasis import InputError
+from supportbasis.cli.loading import chosen_dtype
 from supportbasis.cli.terminal import console, friendly, writable
 
 from .distribution import BUILT_IN, PRESETS, Access, Wish, check_installed, run_distribution
-from .downstream import BENCHMARKS, chosen_tasks, run_benchmarks, run_downstream, stories_folder
+from .downstream import (
+    BENCHMARKS,
+    METHODS,
+    Chat,
+    OwnChat,
+    ProtocolExtent,
+    UserChat,
+    chosen_methods,
+    chosen_tasks,
+    only,
+    own_subject,
+    run_benchmarks,
+    run_downstream,
+    run_protocol,
+    stories_folder,
+)
 from .downstream import FULL as WHOLE_DOWNSTREAM
 from .downstream import QUICK as QUICK_DOWNSTREAM
 from .downstream import Wish as BenchmarkWish
@@ -27,6 +43,8 @@ from .video import QUICK as QUICK_VIDEO
 from .video import WEIGHTS, run_video, video_extent
 
 QUICK_ITEMS = 10  # of each benchmark, for a model of the user's
+PROTOCOL_ITEMS = 2000  # of each task, in the authors' protocol
+ALL_ITEMS, FEW_ITEMS = 100, 2  # of the same in `all`, which would take a day otherwise
 
 reproduce = typer.Typer(
     help="Studies of the paper's claims, each with a report.",
@@ -40,6 +58,17 @@ Quick = Annotated[bool, typer.Option("--quick", help="Short inputs: about a minu
 Download = Annotated[bool, typer.Option("--download", help="Fetch the model if need be.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+]
+Device = Annotated[
+    str, typer.Option(help="Where the models run: cpu, cuda, or another of PyTorch's.")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Of the model, for example bfloat16. [default: float32 on a CPU, else that of its "
+        "file]",
+    ),
 ]
 Redraw = Annotated[
     bool, typer.Option("--redraw", help="Only draw and report what --out holds already.")
@@ -80,6 +109,8 @@ def distribution(
         int | None,
         typer.Option(min=16, help="Tokens the model sees at once. [default: 2048, or its limit]"),
     ] = None,
+    device: Device = "cpu",
+    dtype: Dtype = None,
     download: Download = False,
     trust_remote_code: TrustRemoteCode = False,
     quick: Annotated[bool, typer.Option("--quick", help="One window of each text.")] = False,
@@ -91,7 +122,7 @@ def distribution(
     """Entries of Q, K and V in every layer of a model, beside the bounds of the paper."""
     with friendly("reproduce distribution"):
         access = Access(download, trust_remote_code)
-        wish = Wish(model, text, window, access, 1 if quick else None)
+        wish = Wish(model, text, window, access, 1 if quick else None, device, dtype)
         run_distribution(wish, writable(out), console(), redraw=redraw)
 
 
@@ -105,13 +136,38 @@ def downstream(
             "that come with the package, on generated tasks]",
         ),
     ] = None,
+    protocol: Annotated[
+        str,
+        typer.Option(
+            metavar="lm-eval|paper",
+            help="How a model of your own is asked: by lm-eval, or as the authors ask LLaDA, with "
+            "the benchmarks of --data. Without --model, paper asks the diffusion model of the "
+            "package.",
+        ),
+    ] = "lm-eval",
     tasks: Annotated[
         str | None,
-        typer.Option(help=f"For --model, lm-eval's names. [default: {','.join(BENCHMARKS)}]"),
+        typer.Option(help=f"For --model, names. [default: {','.join(BENCHMARKS)}]"),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="For --protocol paper and --model: folder of gsm8k_test.jsonl, arc_easy.jsonl, "
+            "arc_challenge.jsonl, hellaswag_val*.jsonl, mmlu_test/*.csv.",
+        ),
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(help=f"For --protocol paper: {','.join(METHODS)}. [default: all]"),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="For --model: items of each task, at most.")
+        int | None,
+        typer.Option(min=1, help="For --model or --protocol paper: items of each task, at most."),
     ] = None,
+    batch: Annotated[
+        int, typer.Option(min=1, help="For --protocol paper: items answered at once.")
+    ] = 10,
     models: Annotated[
         Path | None,
         typer.Option(
@@ -120,9 +176,8 @@ def downstream(
     ] = None,
     download: Download = False,
     trust_remote_code: TrustRemoteCode = False,
-    device: Annotated[
-        str, typer.Option(help="Where the models run: cpu, cuda, or another of PyTorch's.")
-    ] = "cpu",
+    device: Device = "cpu",
+    dtype: Dtype = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Few items: about two minutes; confirms nothing.")
     ] = False,
@@ -133,17 +188,42 @@ def downstream(
 ) -> None:
     """Answers with approximate attention in every layer of a model, as in the paper's table."""
     with friendly("reproduce downstream"):
-        if model is None:
+        if protocol not in ("lm-eval", "paper"):
+            raise InputError(f"--protocol: got {protocol!r}, expected lm-eval or paper")
+        if protocol == "lm-eval" and (data is not None or methods is not None):
+            raise InputError("--data and --methods are for --protocol paper: add it")
+        wish = None
+        if model is not None:
+            access = Access(download, trust_remote_code)
+            items = limit or (QUICK_ITEMS if quick else None)
+            wish = BenchmarkWish(
+                model, chosen_tasks(tasks), items, access, dtype=chosen_dtype(dtype)
+            )
+        if protocol == "paper":
+            chat = _chat(wish, data, device, tasks)
+            items = limit or (QUICK_ITEMS if quick else PROTOCOL_ITEMS)
+            extent = ProtocolExtent(chosen_methods(methods), items, batch)
+            run_protocol(chat, extent, writable(out), console(), redraw=redraw)
+        elif wish is None:
             if tasks is not None or limit is not None:
                 raise InputError("--tasks and --limit are for a model of your own: add --model")
             extents = QUICK_DOWNSTREAM if quick else WHOLE_DOWNSTREAM
             found = stories_folder(models)
             run_downstream(extents, writable(out), found, console(), device=device, redraw=redraw)
         else:
-            access = Access(download, trust_remote_code)
-            items = limit or (QUICK_ITEMS if quick else None)
-            wish = BenchmarkWish(model, chosen_tasks(tasks), items, access)
             run_benchmarks(wish, writable(out), console(), device=device, redraw=redraw)
+
+
+def _chat(wish: BenchmarkWish | None, data: Path | None, device: str, tasks: str | None) -> Chat:
+    """Who is asked in the authors' protocol."""
+    if wish is not None:
+        if data is None:
+            raise InputError("--data: --protocol paper reads benchmarks from files; add a folder")
+        return UserChat(wish, data, chosen_device(device))
+    if data is not None:
+        raise InputError("--data is for a model of your own: add --model")
+    chat = OwnChat(own_subject("diffusion", device))
+    return chat if tasks is None else only(chat, chosen_tasks(tasks))
 
 
 @reproduce.command("all")
@@ -153,18 +233,25 @@ def everything(
     seed: Seed = 0,
     out: Annotated[Path, typer.Option(help="Folder of the reports.")] = Path("supportbasis-out"),
 ) -> None:
-    """Every part of the paper's experiments, one after the other, each in a folder of its own."""
+    """All five studies of the paper's claims, one after the other, each in a folder of its own."""
     with friendly("reproduce all"):
         check_installed()
         writable(out)
     efficiency(quick, redraw, seed, out / "efficiency")
     distribution(quick=quick, redraw=redraw, out=out / "distribution")
     downstream(quick=quick, redraw=redraw, out=out / "downstream")
+    items = FEW_ITEMS if quick else ALL_ITEMS
+    protocol = out / "downstream-protocol"
+    downstream(protocol="paper", limit=items, quick=quick, redraw=redraw, out=protocol)
+    if not (redraw and (out / "polynomial-attention" / "report.html").is_file()):
+        polynomial_attention(quick, seed, out / "polynomial-attention")
     with friendly("reproduce all"):
         parts = {
             "efficiency": "time and error",
             "distribution": "entries of Q, K and V",
             "downstream": "answers with approximate attention",
+            "downstream-protocol": "the same in the authors' protocol",
+            "polynomial-attention": "one polynomial attention against several",
         }
         write_index(out, "supportbasis reproduce all", parts)
 

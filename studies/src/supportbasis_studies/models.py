@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from supportbasis import InputError
+from supportbasis import InputError, SupportBasisError
 from supportbasis.integrations.calls import Call
 from supportbasis.integrations.replacing import replaced
 
@@ -62,6 +62,20 @@ def attending(model: Any, attend: Attend) -> Iterator[None]:
 
     with replaced(model, handler):
         yield
+
+
+@contextmanager
+def one_line(name: str) -> Iterator[None]:
+    """Whatever goes wrong inside, in code that comes with a model too, is said in one line."""
+    try:
+        yield
+    except (SupportBasisError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise InputError(
+            f"--model: {name} failed as it ran ({type(error).__name__}: {first})"
+        ) from error
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:

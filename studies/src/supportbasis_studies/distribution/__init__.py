@@ -2,6 +2,7 @@
 
 ``models``    where a model comes from
 ``texts``     what it is shown
+``capture``   queries, keys and values of every layer, before and after rotary embedding
 ``stream``    distributions in a memory that does not grow with the text
 ``rows``      what is kept of them
 ``findings``, ``pictures``   what is made of the rows
@@ -10,7 +11,9 @@
 
 from __future__ import annotations
 
-from .models import BUILT_IN, PRESETS, Access, check_installed
+from supportbasis.cli.loading import Access, check_installed
+
+from .models import BUILT_IN, PRESETS
 from .study import Wish, run_distribution
 
 __all__ = ["BUILT_IN", "PRESETS", "Access", "Wish", "check_installed", "run_distribution"]

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from supportbasis import InputError
+from supportbasis.cli.loading import Access, check_installed, load_model
 
 PRESETS = {
     "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
     "opt": "facebook/opt-1.3b",
     "llada": "GSAI-ML/LLaDA-8B-Base",
+    "llada-instruct": "GSAI-ML/LLaDA-8B-Instruct",
     "phi-2": "microsoft/phi-2",
     "vit": "google/vit-base-patch16-224",
 }
@@ -26,7 +25,6 @@ RANDOM = (
     "The weights of the built-in model are random: it shows that everything works offline, and "
     "says nothing about trained models."
 )
-INSTALL = 'reading a model needs transformers: pip install "supportbasis[hf]"'
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,37 +39,25 @@ class Loaded:
     is_random: bool = False
 
 
-@dataclass(frozen=True)
-class Access:
-    """What the user allows while a model is loaded."""
-
-    download: bool = False
-    remote_code: bool = False
-
-
-def check_installed() -> None:
-    if find_spec("transformers") is None:
-        raise InputError(INSTALL)
-
-
-def check_folder(name: str) -> None:
-    """A name that can only be a folder must be one."""
-    folder = Path(name)
-    if not folder.is_dir() and (folder.is_absolute() or name.startswith(".")):
-        raise InputError(f"--model: there is no folder {name}")
-
-
-def load(name: str | None, access: Access) -> Loaded:
-    """The model of this name; without one, the built-in."""
+def load(
+    name: str | None,
+    access: Access,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Loaded:
+    """The model of this name; without one, the built-in. Without a ``dtype``, float32 on a CPU,
+    elsewhere that of its file."""
     check_installed()
+    device = torch.device(device)
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if name is None or name == BUILT_IN:
-        return _built_in()
-    check_folder(name)
-    return _from_files(PRESETS.get(name, name), access)
+        made = _built_in()
+        made.model.to(device, dtype or torch.float32)
+        return made
+    return _from_files(PRESETS.get(name.lower(), name), access, device, dtype)
 
 
 def _built_in() -> Loaded:
@@ -93,49 +79,16 @@ def _built_in() -> Loaded:
     return Loaded(BUILT_IN, model, encode, 4096, is_random=True)
 
 
-def _from_files(name: str, access: Access) -> Loaded:
-    from transformers import AutoConfig, AutoModel
-
-    options = {"local_files_only": not access.download, "trust_remote_code": access.remote_code}
-    try:
-        config = AutoConfig.from_pretrained(name, **options)
-        model = AutoModel.from_pretrained(name, dtype="auto", **options).eval()
-        is_visual = model.main_input_name == "pixel_values"
-        encode = None if is_visual else _tokenizer(name, options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise InputError(why(name, access, error)) from None
-    label = Path(name).name if Path(name).is_dir() else name
-    context = getattr(config, "max_position_embeddings", None)
-    if not is_visual:
-        return Loaded(label, model, encode, context)
-    return Loaded(label, model, None, None, (config.num_channels, config.image_size))
-
-
-def _tokenizer(name: str, options: dict[str, bool]) -> Callable[[str], Tensor]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(name, **options)
+def _from_files(
+    name: str, access: Access, device: torch.device, dtype: torch.dtype | None
+) -> Loaded:
+    found = load_model(name, access, device, dtype)
+    if found.tokenizer is None:
+        config = found.model.config
+        return Loaded(found.name, found.model, None, None, (config.num_channels, config.image_size))
 
     def encode(text: str) -> Tensor:
-        return tokenizer(text, return_tensors="pt").input_ids[0]
+        ids: Tensor = found.tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+        return ids
 
-    return encode
-
-
-def why(name: str, access: Access, error: Exception) -> str:
-    """One line: what is missing and the way out."""
-    text = str(error)
-    if "trust_remote_code" in text:
-        return f"--model: {name} brings its own code; read it, then add --trust-remote-code"
-    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
-    if Path(name).is_dir():
-        return f"--model: {name} cannot be read as a model of transformers ({first})"
-    if not access.download:
-        return (
-            f"--model: {name} is neither a folder nor among the models on this machine; add "
-            "--download to fetch it, or leave --model out for what is built in"
-        )
-    return (
-        f"--model: {name} could not be fetched ({first}); check the name and the network, or give "
-        "the folder of a model that you have"
-    )
+    return Loaded(found.name, found.model, encode, found.context)

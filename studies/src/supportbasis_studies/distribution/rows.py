@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from supportbasis.analysis import EntryProfile, LargeEntries, SideProfile
 
@@ -72,6 +72,19 @@ class Origin:
     random_weights: bool
     text: str
     windows: int
+
+
+BEFORE = "before rotary embedding"
+
+
+def before_unit(unit: str) -> str:
+    """The unit of the same model and text whose entries are those of the projections."""
+    return f"{unit}, {BEFORE}"
+
+
+def before(origin: Origin) -> Origin:
+    """The same with entries of the projections."""
+    return replace(origin, unit=before_unit(origin.unit), text=f"{origin.text}, {BEFORE}")
 
 
 def side_rows(origin: Origin, streams: Sequence[LayerStream]) -> list[SideRow]:

@@ -4,28 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
 from supportbasis import InputError
+from supportbasis.cli.loading import Access, chosen_device, chosen_dtype
 from supportbasis.cli.report import write_page
 
 from ..figures import save
-from ..models import observed
+from ..models import one_line
 from ..study import Machine, Records, Section, Steps, Tick, in_short, publish
-from . import findings, pictures
-from .models import BUILT_IN, PRESETS, RANDOM, Access, Loaded, load
-from .rows import BinRow, Layer, Origin, SideRow, bin_rows, layers_of, side_rows
+from . import capture, findings, pictures
+from .models import BUILT_IN, PRESETS, RANDOM, Loaded, load
+from .rows import (
+    BinRow,
+    Layer,
+    Origin,
+    SideRow,
+    before,
+    before_unit,
+    bin_rows,
+    layers_of,
+    side_rows,
+)
 from .stream import LayerStream
 from .texts import Shown, inputs_for
 
 TITLE = "supportbasis reproduce distribution"
 LEAD = (
-    "The entries of queries, keys and values as attention sees them, after rotary embeddings and "
-    "before the scale, in every layer of a model: the paper's figures of appendix L. Entries are "
+    "The entries of queries, keys and values in every layer of a model: the paper's figures of "
+    "appendix L. They are shown as attention sees them, after rotary embeddings and before the "
+    "scale, and of models with rotary embeddings also before those, as the projections give them: "
+    "that is where the authors' scripts look. Entries are "
     "sub-Gaussian with variance proxy σ² when Pr(|x| ≥ t) ≤ 2·exp(−t²/σ²) for all t; σ² is the "
     "smallest that covers all entries of a layer, and 2·E[x²] for a Gaussian. A large entry "
     "exceeds T = √ln n, n being the tokens of a window; a matrix is one head of one window, of "
@@ -44,6 +57,8 @@ class Wish:
     window: int | None = None
     access: Access = field(default_factory=Access)
     windows: int | None = None  # at most
+    device: str = "cpu"
+    dtype: str | None = None  # None: float32 on a CPU, elsewhere that of the file
 
     @property
     def name(self) -> str:
@@ -51,11 +66,14 @@ class Wish:
         if self.model is None:
             return BUILT_IN
         folder = Path(self.model)
-        return folder.resolve().name if folder.is_dir() else PRESETS.get(self.model, self.model)
+        if folder.is_dir():
+            return folder.resolve().name
+        return PRESETS.get(self.model.lower(), self.model)
 
     def unit(self, shown: Shown) -> str:
-        """The model, and exactly what it is shown."""
-        return f"{self.name}, {shown.name}, {shown.digest}"
+        """The model, exactly what it is shown, and in which dtype if one is asked for."""
+        dtype = f", {self.dtype}" if self.dtype else ""
+        return f"{self.name}, {shown.name}, {shown.digest}{dtype}"
 
 
 def run_distribution(wish: Wish, out: Path, console: Console, *, redraw: bool = False) -> None:
@@ -83,48 +101,74 @@ def run_distribution(wish: Wish, out: Path, console: Console, *, redraw: bool = 
 def _measured(
     wish: Wish, sides: Records[SideRow], bins: Records[BinRow], console: Console
 ) -> list[str]:
-    loaded = load(wish.model, wish.access)
+    device, dtype = chosen_device(wish.device), chosen_dtype(wish.dtype)
+    loaded = load(wish.model, wish.access, device, dtype)
     if loaded.is_random:
         console.print(RANDOM, style="yellow")
     inputs = inputs_for(loaded, wish.text, wish.window, wish.windows)
-    units = [wish.unit(shown) for shown in inputs]
+    units: list[str] = []
     with Steps(console, len(inputs)) as steps:
-        for shown, unit in zip(inputs, units, strict=True):
+        for shown in inputs:
+            unit = wish.unit(shown)
             console.print(shown.said)
             with steps.step(f"{wish.name}, {shown.name}") as tick:
                 if sides.has(unit) and bins.has(unit):
                     console.print(f"{shown.name}: found in {sides.path.name} and kept.")
-                    continue
-                streams = _run(loaded, shown, tick)
-                bins.add(bin_rows(unit, streams))
-                count = len(shown.windows)
-                origin = Origin(unit, wish.name, loaded.is_random, shown.name, count)
-                sides.add(side_rows(origin, streams))
+                else:
+                    seen, projected = _run(loaded, shown, device, tick)
+                    count = len(shown.windows)
+                    origin = Origin(unit, wish.name, loaded.is_random, shown.name, count)
+                    if projected:
+                        _add(before(origin), projected, sides, bins)
+                    _add(origin, seen, sides, bins)
+            units += [unit] + [before_unit(unit)] * sides.has(before_unit(unit))
     return units
 
 
+def _add(
+    origin: Origin,
+    streams: Sequence[LayerStream],
+    sides: Records[SideRow],
+    bins: Records[BinRow],
+) -> None:
+    bins.add(bin_rows(origin.unit, streams))
+    sides.add(side_rows(origin, streams))
+
+
 @torch.no_grad()
-def _run(loaded: Loaded, shown: Shown, tick: Tick) -> list[LayerStream]:
-    """Every window through the model; its layers are counted as they run."""
-    streams: list[LayerStream] = []
+def _run(
+    loaded: Loaded, shown: Shown, device: torch.device, tick: Tick
+) -> tuple[list[LayerStream], list[LayerStream]]:
+    """Every window through the model: its layers as attention sees them, and as the projections
+    give them where that differs."""
+    seen: list[LayerStream] = []
+    projected: list[LayerStream] = []
+    is_rotated = False
 
-    def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        if layer == len(streams):
-            streams.append(LayerStream(query.shape[-2]))
-        streams[layer].add(query, key, value)
+    def show(layer: capture.Layer) -> None:
+        nonlocal is_rotated
+        is_rotated = is_rotated or layer.is_rotated
+        _stream(seen, layer.number, layer.seen)
+        if layer.projected is not None:
+            _stream(projected, layer.number, layer.projected)
 
+    parameters = signature(loaded.model.forward).parameters
+    options = {"use_cache": False} if "use_cache" in parameters else {}
     for done, window in enumerate(shown.windows):
-        name = loaded.model.main_input_name
-        options = {} if shown.is_picture else {"use_cache": False}
-        with observed(loaded.model, observe):
-            loaded.model(**{name: window.unsqueeze(0)}, **options)
+        given = {loaded.model.main_input_name: window.unsqueeze(0).to(device)}
+        if shown.is_picture:
+            given = {name: x.to(loaded.model.dtype) for name, x in given.items()}
+        with one_line(loaded.name), capture.captured(loaded.model, show):
+            loaded.model(**given, **options)
         tick((done + 1) / len(shown.windows))
-    if not streams:
-        raise InputError(
-            f"--model: {loaded.name} computes attention neither through transformers' interface "
-            "nor by PyTorch's attention; its queries and keys cannot be seen"
-        )
-    return streams
+    return seen, projected if is_rotated and len(projected) == len(seen) else []
+
+
+def _stream(streams: list[LayerStream], number: int, tokens: capture.Tokens) -> None:
+    tokens = tuple(x.cpu() for x in tokens)  # type: ignore[assignment]
+    if number == len(streams):
+        streams.append(LayerStream(tokens[0].shape[-2]))
+    streams[number].add(*tokens)
 
 
 # ---- the report ------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from supportbasis import InputError
+from supportbasis.cli.loading import Access, LoadedModel, check_folder, load_model
 
-from ..distribution.models import PRESETS, Access, check_folder, why
+from ..distribution.models import PRESETS
 from ..models import attending
 from ..study import Row
 from .diffusion import Diffusion, as_lm
@@ -48,16 +49,25 @@ class Wish:
     limit: int | None = None
     access: Access = field(default_factory=Access)
     writing: Sampling = WRITING
+    dtype: torch.dtype | None = None  # None: float32 on a CPU, elsewhere that of the file
 
     @property
     def name(self) -> str:
-        return PRESETS.get(self.model, self.model)
+        return PRESETS.get(self.model.lower(), self.model)
 
     @property
     def label(self) -> str:
         """In rows and titles: a folder by its name."""
         folder = Path(self.model)
         return folder.resolve().name if folder.is_dir() else self.name
+
+
+def load_for(wish: Wish, device: torch.device) -> LoadedModel:
+    """The model of a wish; it must take text and have logits."""
+    found = load_model(wish.name, wish.access, device, wish.dtype)
+    if found.tokenizer is None:
+        raise InputError(f"--model: {found.name} takes pictures; expected a model of language")
+    return found
 
 
 class Harness:
@@ -72,25 +82,14 @@ class Harness:
     @cached_property
     def loaded(self) -> tuple[Any, Any]:
         """The model, and the same as lm-eval sees it."""
-        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
-
-        access, name = self.wish.access, self.wish.name
-        options = {"local_files_only": not access.download}
-        options["trust_remote_code"] = access.remote_code
-        try:
-            config = AutoConfig.from_pretrained(name, **options)
-            tokenizer = AutoTokenizer.from_pretrained(name, **options)
-            kind = AutoModel if is_llada(config) else AutoModelForCausalLM
-            model = kind.from_pretrained(name, dtype="auto", **options).eval()
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise InputError(why(name, access, error)) from None
-        model = model.to(self.device)
-        if is_diffusion(config):
+        found = load_for(self.wish, self.device)
+        model, tokenizer = found.model, found.tokenizer
+        if is_diffusion(model.config):
             return model, as_lm(Diffusion(model, tokenizer, self.wish.writing))
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
             raise InputError(
-                f"--model: the tokenizer of {name} neither begins nor ends texts, which lm-eval "
-                "needs; set its bos_token or eos_token"
+                f"--model: the tokenizer of {found.name} neither begins nor ends texts, which "
+                "lm-eval needs; set its bos_token or eos_token"
             )
         from lm_eval.models.huggingface import HFLM
 
@@ -106,7 +105,9 @@ class Harness:
                 found = lm_eval.simple_evaluate(
                     model=lm, tasks=[task], limit=self.wish.limit, batch_size=1, log_samples=True
                 )
-            except (OSError, KeyError, ValueError, ImportError) as error:
+            except Exception as error:  # of lm-eval, its tasks, or code that comes with the model
+                if isinstance(error, InputError):
+                    raise
                 first = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise InputError(
                     f"--tasks: {task} could not be run ({first}); check its name and the network, "

@@ -143,6 +143,11 @@ def run_downstream(
     publish(out, TITLE, LEAD, _sections(made, units.names, out), machine, console)
 
 
+def own_subject(kind: str, device: str) -> Subject:
+    """A model of the package."""
+    return Subject.of(kind, FOLDER / kind, chosen_device(device))
+
+
 def run_benchmarks(
     wish: Wish, out: Path, console: Console, *, device: str = "cpu", redraw: bool = False
 ) -> None:

@@ -160,6 +160,7 @@ def checks(rows: Sequence[EfficiencyRow]) -> list[Check]:
         _growing(found, made.NAIVE, "The gain over the exact computation grows with n"),
         _as23(found, made.AS23_ENTRY, "Significantly lower error than AS23, B from the entries"),
         _as23(found, made.AS23_NORM, "The same, B from the norms, as AS23 may just as well do"),
+        _fair(found),
         _same_error(found),
         _rising(found),
         _mean(found),
@@ -194,6 +195,23 @@ def _as23(found: dict[int, list[EfficiencyRow]], method: str, text: str) -> Chec
     factor = min(a / b for a, b in pairs)
     said = f"{small(theirs)} against {small(ours)}: {times(factor)} or more"
     return Check(text, said, factor > 10)
+
+
+def _fair(found: dict[int, list[EfficiencyRow]]) -> Check:
+    """What the threshold alone does: the same polynomial, with and without it."""
+    parts, factors = [], []
+    for name, alone, label in (
+        ("Chebyshev", made.AS23_NORM, made.SINGLE_CHEBYSHEV), ("best", made.ONE_BEST, made.SINGLE),
+    ):  # fmt: skip
+        ratios = []
+        for rows in found.values():
+            mine = [row for row in rows if row.method == label]
+            near = min(mine, key=lambda row: abs((row.threshold or 0.0) - SAME_T))
+            ratios.append((line(rows, alone).output_error or 0.0) / (near.output_error or 1.0))
+        factors.append(min(ratios))
+        parts.append(f"{name} {times(min(ratios))} or more")
+    text = f"The threshold alone (T near {SAME_T:g}), with the same polynomial, lowers the error"
+    return Check(text, ", ".join(parts), min(factors) > 1)
 
 
 def _near(rows: Sequence[EfficiencyRow], threshold: float) -> EfficiencyRow:

@@ -30,6 +30,7 @@ class Extent:
     budget: float  # seconds of timing for each unit
     map_lengths: tuple[int, ...]
     sigmas: tuple[float, ...]  # standard deviations of the scores
+    authors: tuple[int, int]  # tokens and steps of the authors' script
 
     @property
     def thresholds(self) -> list[float]:
@@ -45,6 +46,7 @@ FULL = Extent(
     budget=3.0,
     map_lengths=(8192, 16384, 32768, 65536, 131072),
     sigmas=(PAPER_SIGMA, 0.1, 0.3, 1.0, 2.0),
+    authors=(4096, 30),
 )
 QUICK = Extent(
     lengths=(2048, 8192),
@@ -53,6 +55,7 @@ QUICK = Extent(
     budget=0.5,
     map_lengths=(4096, 16384),
     sigmas=(PAPER_SIGMA, 0.1, 1.0),
+    authors=(1024, 8),
 )
 
 

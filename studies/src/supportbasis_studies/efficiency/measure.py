@@ -90,11 +90,15 @@ def _lines(common: Common, budget: float) -> Run:
 def _thresholds(common: Common, thresholds: Sequence[float], budget: float) -> Run:
     def run(tick: Tick) -> list[EfficiencyRow]:
         setting = paper_setting(common.n, common.scale, common.seed)
+        kinds = {made.SINGLE: "auto", made.SINGLE_CHEBYSHEV: "chebyshev"}
         ours = [
-            with_method(setting, made.SINGLE, SingleThreshold(threshold, made.DEGREE))
+            with_method(
+                setting, label, SingleThreshold(threshold, made.DEGREE, polynomial=polynomial)
+            )
+            for label, polynomial in kinds.items()
             for threshold in thresholds
         ]
-        return _race(common, setting, [], ours, thresholds, budget, tick)
+        return _race(common, setting, [], ours, [*thresholds] * len(kinds), budget, tick)
 
     return run
 

@@ -19,7 +19,9 @@ SDPA = "SDPA"
 MEAN = "mean(V)"
 AS23_ENTRY = "AS23, entry bound"
 AS23_NORM = "AS23, norm bound"
+ONE_BEST = "one best polynomial"
 SINGLE = "single threshold"
+SINGLE_CHEBYSHEV = "single threshold, Chebyshev"
 MULTI = f"multi-threshold, sketch {SKETCH}"
 MULTI_PLAIN = "multi-threshold, no sketch"
 AUTO = "Auto(1e-2)"
@@ -61,6 +63,7 @@ def line_methods(setting: Setting) -> dict[str, Method]:
     return {
         AS23_ENTRY: Polynomial(DEGREE, entry_bound(setting)),
         AS23_NORM: Polynomial(DEGREE),
+        ONE_BEST: Polynomial(DEGREE, polynomial="auto"),
         MULTI: MultiThreshold(2.0, 1, SKETCH),
         MULTI_PLAIN: MultiThreshold(2.0, 1),
         AUTO_FINE: Auto(1e-3),

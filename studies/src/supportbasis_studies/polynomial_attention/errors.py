@@ -12,7 +12,7 @@ from ..progress import Tick
 from ..statistics import Interval
 from .dense import NORMS, Errors, Exact, measure_errors
 from .inputs import DRAWS, Extent, draw, only_head
-from .variants import ALL_SKETCHED, AS_RUN, SHARED, Powers, Variant, compared
+from .variants import ALL_SKETCHED, AS_RUN, CHEBYSHEV, SHARED, Powers, Variant, compared
 
 DEGREES = (1, 2)
 SIZE = 32
@@ -140,6 +140,7 @@ class Verdict:
 # the sketches of a comparison, and how the labels of its two lines end: buckets, one power
 SKETCHES = {
     "no sketch": ("", ""),
+    "no sketch, Chebyshev": (CHEBYSHEV, CHEBYSHEV),
     f"sketch {SIZE}": (f", sketch {SIZE}, {ALL_SKETCHED}",) * 2,
     f"sketch {SIZE}, shared": (
         f", sketch {SIZE}, {SHARED}",

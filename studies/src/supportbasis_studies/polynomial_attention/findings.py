@@ -89,6 +89,7 @@ def verdict_findings(verdicts: Sequence[Verdict]) -> list[str]:
             rest = len(mine) - helps - hurts
             parts.append(f"{name}: helps in {helps}, hurts in {hurts}, unclear in {rest}")
         said.append(f"Bucketing at equal degree, {sketch}, counts of cases. {'; '.join(parts)}.")
+    said.append(chebyshev_finding(verdicts))
     plain = [v for v in verdicts if v.sketch == "no sketch"]
     hurts = sum(verdict.word == "hurts" for verdict in plain)
     if hurts > len(plain) / 2:
@@ -99,6 +100,28 @@ def verdict_findings(verdicts: Sequence[Verdict]) -> list[str]:
             "pairs, and the larger p, the closer s(z/p)^p is to exp(z)."
         )
     return said
+
+
+def chebyshev_finding(verdicts: Sequence[Verdict]) -> str:
+    """Several against one, with the paper's polynomials and with the best ones."""
+
+    def ratios(sketch: str) -> list[float]:
+        chosen = (sketch, "matrix", "l1")
+        return [v.ratio.mean for v in verdicts if (v.sketch, v.part, v.norm) == chosen]
+
+    parts = []
+    for sketch, kind in (("no sketch, Chebyshev", "Chebyshev"), ("no sketch", "the best")):
+        found = ratios(sketch)
+        lower = sum(ratio < 1 for ratio in found)
+        parts.append(
+            f"with {kind} polynomials it is lower in {lower} of {len(found)} cases (ratio "
+            f"{brief(min(found))} to {brief(max(found))})"
+        )
+    return (
+        "Several polynomial attentions against one, the ℓ1 error of A, no sketch: "
+        f"{'; '.join(parts)}. What is compared is one power for all pairs with a power for each "
+        "pair of buckets, at equal degree."
+    )
 
 
 def useful_finding(summaries: Sequence[Summary]) -> str:

@@ -12,6 +12,7 @@ from supportbasis.plans import BucketHead, BucketPair, HeadPlan, PowerHead
 from supportbasis.polynomials.powers import PowerKernel
 from supportbasis.problem.problem import Head
 
+CHEBYSHEV = ", Chebyshev"
 AS_RUN = "as the library runs it"
 ALL_SKETCHED = "nothing exact"  # every bucket pair has a sketch of its own
 SHARED = "nothing exact, shared sketches"  # bucket pairs of equal power share one
@@ -76,6 +77,8 @@ def compared(degrees: tuple[int, ...], size: int) -> list[Variant]:
             Variant(f"one power, degree {degree}", MultiThreshold(math.inf, degree)),
             Variant(f"buckets 2, degree {degree}", MultiThreshold(2.0, degree)),
             Variant(f"buckets 1.5, degree {degree}", MultiThreshold(1.5, degree)),
+            Variant(f"one power, degree {degree}{CHEBYSHEV}", _chebyshev(math.inf, degree)),
+            Variant(f"buckets 2, degree {degree}{CHEBYSHEV}", _chebyshev(2.0, degree)),
         ]
         one, buckets = f"one power, degree {degree}", f"buckets 2, degree {degree}"
         lines += [
@@ -87,6 +90,11 @@ def compared(degrees: tuple[int, ...], size: int) -> list[Variant]:
         ]
     lines += [Variant(f"PowerAttention({power})", PowerAttention(power)) for power in (2, 4)]
     return lines
+
+
+def _chebyshev(ratio: float, degree: int) -> MultiThreshold:
+    """With the paper's polynomials, not the best ones."""
+    return MultiThreshold(ratio, degree, polynomial="chebyshev")
 
 
 def _sketched(label: str, size: int, way: str = ALL_SKETCHED) -> str:

@@ -1,0 +1,168 @@
+"""Attention whose backward pass is the paper's closed form, for any number of heads and layers.
+
+With approximate weights Â in place of the softmax, the closed form of appendix E reads
+
+    ∂L/∂S = Â ∘ (G Vᵀ - diag(r)),   r_i = g_i · o_i,   ∂L/∂V = Âᵀ G,
+
+G being the gradient of the output: softmax differentiated, then Â put in for it. `sb.attention`
+differentiates the function that ran instead, with p'(s) where this has p(s). Since p is the
+derivative of its antiderivative P, the gradients of queries and keys here are those of a sum over
+P(s), one degree higher: causal heads, masks and shared keys need nothing of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..components.cotangent import Cotangent, Gradients, SavedForward
+from ..components.polynomial_sum import PolynomialSum
+from ..engine.backward import backward_head
+from ..engine.call_checks import checked, warn_about
+from ..engine.execute import execute
+from ..errors import InputError
+from ..methods import Method
+from ..methods.planning import make_plan
+from ..plans import Plan, PolynomialHead
+from ..plans.supports import RowGroup
+from ..polynomials.certified import CertifiedPolynomial
+from ..polynomials.features import check_rank
+from ..problem.problem import Head, Problem
+from ..problem.validation import attention_problem
+from .loss_inputs import check_method
+
+
+def closed_form_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    method: Method | None = None,
+    plan: Plan | None = None,
+) -> Tensor:
+    """`sb.attention` with the backward pass of the closed form.
+
+    Its gradients approximate those of exact attention; they are not those of the approximate
+    output. ``method``, or the method of the ``plan``, is `Exact`, `Polynomial` or
+    `SingleThreshold`. Sums run in PyTorch operations, without kernels.
+
+    >>> import torch, supportbasis as sb
+    >>> q, k, v = torch.randn(3, 1, 2, 64, 4).mul(0.3).requires_grad_().unbind(0)
+    >>> output = sb.gradient.closed_form_attention(q, k, v, method=sb.Polynomial(2))
+    >>> output.sum().backward()
+    """
+    if (method is None) == (plan is None):
+        raise InputError("closed_form_attention needs a method or a plan, and not both")
+    check_method(method if plan is None else plan.method)
+    problem = attention_problem(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
+    if plan is None:
+        assert method is not None
+        plan = make_plan(problem, method)
+    else:
+        plan = checked(problem, plan, "eager")
+    for head in plan.heads:
+        if isinstance(head, PolynomialHead):
+            check_rank(plan.dim, head.degree + 1)  # of the antiderivative
+    output: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        problem.query, problem.key, problem.value, problem, plan
+    )
+    return problem.restore(output)
+
+
+class _Attention(torch.autograd.Function):
+    """Forward by the engine; backward by the closed form."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, problem: Problem, plan: Plan
+    ) -> Tensor:
+        plain = replace(problem, query=query, key=key, value=value)
+        outcome = execute(plain, plan)
+        warn_about(plain, plan, outcome)
+        ctx.save_for_backward(query, key, value, outcome.output, outcome.lse, outcome.fallback)
+        ctx.problem, ctx.plan = problem, plan
+        return outcome.output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, lse, fallback = ctx.saved_tensors
+        problem = replace(ctx.problem, query=query, key=key, value=value)
+        saved = SavedForward(output, lse, fallback, grad.contiguous(), None, for_weights=False)
+        total = closed_form(problem, ctx.plan, saved)
+        parts = zip((total.query, total.key, total.value), (query, key, value), strict=True)
+        return (*(mine.to(x.dtype) for mine, x in parts), None, None)
+
+
+def closed_form(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
+    """Gradients [batch, heads or key heads, ...] in the dtype of the sums."""
+    query, key, value = (
+        x.new_zeros(x.shape, dtype=problem.dtype)
+        for x in (problem.query, problem.key, problem.value)
+    )
+    for b, h, head in problem.each_head():
+        part = Gradients(
+            query[b, h], key[b, h // problem.group], value[b, h // problem.group], None
+        )
+        basis = _with_closed_form(plan.heads[h].basis(head))
+        at = (b, h)
+        backward_head(head, plan.heads[h], basis, saved.cotangent(at), saved.fallback[at], part)
+    return Gradients(query, key, value, None)
+
+
+def _with_closed_form(basis: Sequence[RowGroup]) -> list[RowGroup]:
+    return [
+        replace(
+            group,
+            components=[
+                _ClosedFormSum(part) if isinstance(part, PolynomialSum) else part
+                for part in group.components
+            ],
+        )
+        for group in basis
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class _ClosedFormSum:
+    """The gradients of a polynomial component: of values by p, of queries and keys by P."""
+
+    component: PolynomialSum
+
+    def add_to(self, total: Any, head: Head, rows: Tensor | None) -> None:
+        self.component.add_to(total, head, rows)
+
+    def add_gradients(
+        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
+    ) -> None:
+        unused = [torch.zeros_like(x) for x in (total.query, total.key, total.value)]
+        of_values = Gradients(unused[0], unused[1], total.value, None)
+        self.component.add_gradients(of_values, cotangent, head, rows)
+        higher = PolynomialSum(antiderivative(self.component.polynomial), self.component.keys)
+        of_scores = Gradients(total.query, total.key, unused[2], None)
+        higher.add_gradients(of_scores, cotangent, head, rows)
+
+
+def antiderivative(poly: CertifiedPolynomial) -> CertifiedPolynomial:
+    """P with P' = p and P(0) = 0, in the same form; nothing is certified about it.
+
+    >>> from supportbasis.polynomials.certified import taylor
+    >>> p = taylor(2, 1.5)
+    >>> z = torch.linspace(-1, 1, 5, dtype=torch.float64)
+    >>> torch.allclose(antiderivative(p).slope(z), p(z))
+    True
+    """
+    bound = poly.bound or 1.0  # on a single point p is the constant c_0
+    factor = bound * torch.tensor(poly.bound - bound, dtype=torch.float64).exp().item()
+    kept = poly.coefficients if poly.bound else poly.coefficients[:1]
+    coefficients = (0.0, *(c * factor / (k + 1) for k, c in enumerate(kept)))
+    return CertifiedPolynomial(
+        poly.kind, len(coefficients) - 1, bound, coefficients, float("inf"), (-float("inf"),) * 2
+    )

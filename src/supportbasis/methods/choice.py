@@ -1,0 +1,62 @@
+"""Which polynomial stands for exp: its kind and its degree, given or derived from an error."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from ..errors import InputError
+from ..polynomials.certified import LARGEST_DEGREE, smallest_degree
+from ..polynomials.features import largest_degree
+from .base import check_degree, is_positive
+
+POLYNOMIALS = ("auto", "taylor", "chebyshev", "minimax")
+DEGREE = 2  # where neither a degree nor an error is given
+OPTIONS = ("epsilon", "polynomial", "c")  # not printed where they have their default
+
+
+def check_polynomial(polynomial: object) -> str:
+    """The name of a kind of polynomials, or an error."""
+    if polynomial not in POLYNOMIALS:
+        raise InputError(f"polynomial must be one of {POLYNOMIALS}, got {polynomial!r}")
+    return str(polynomial)
+
+
+def degree_or_error(degree: object, epsilon: object) -> tuple[int | None, float | None]:
+    """A degree, or the certified error that it is derived from: one of the two."""
+    if epsilon is None:
+        return (DEGREE if degree is None else check_degree(degree)), None
+    if degree is not None:
+        raise InputError(
+            f"degree is {degree!r} and epsilon is {epsilon!r}; expected one of them: epsilon "
+            "derives the degree"
+        )
+    if not is_positive(epsilon):
+        raise InputError(f"epsilon must be a finite number > 0 or None, got {epsilon!r}")
+    return None, float(epsilon)
+
+
+def strictest(polynomial: str) -> str:
+    """The kind of least certified error among those that may be chosen."""
+    return "minimax" if polynomial == "auto" else polynomial
+
+
+def derived_degree(epsilon: float, reach: float, dim: int, polynomial: str) -> int | None:
+    """The smallest degree at which a polynomial of this kind is certified to epsilon on
+    [-reach, reach] (Lemma A.3); None where it has too many features, or there is none."""
+    limit = min(largest_degree(dim), LARGEST_DEGREE) if dim else 0
+    try:
+        return smallest_degree(epsilon, reach, strictest(polynomial), limit).degree
+    except InputError:
+        return None
+
+
+def short_repr(method: Any) -> str:
+    """As dataclasses print themselves, without options that have their default."""
+    shown = [
+        f"{field.name}={getattr(method, field.name)!r}"
+        for field in fields(method)
+        if not (field.name in OPTIONS and getattr(method, field.name) == field.default)
+        and not (field.name == "degree" and method.degree is None)
+    ]
+    return f"{type(method).__name__}({', '.join(shown)})"
