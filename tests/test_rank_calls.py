@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import supportbasis as sb
 from rank_cases import on_ranks, outcomes
-from supportbasis.plans.files import plan_content
+from supportbasis.plans.files import PLAN
 from supportbasis.problem.rounding import unit_roundoff
 
 context = sb.distributed
@@ -50,7 +50,7 @@ def plans() -> list[tuple[dict, torch.Tensor]]:
 
 def _settings(plan: sb.Plan) -> dict:
     """A plan without predicted times, which depend on the measured speed of the machine."""
-    content = plan_content(plan)
+    content = PLAN.write(plan)
     for head in content["heads"]:
         head.pop("speedup", None)
     return content
