@@ -89,19 +89,25 @@ def list_cases() -> list[Case]:
         Case(name.format(0.05), few, curved, LONG, 128, causal=True, limit=LARGE),
         Case(name.format(0.05), few, curved, LONG, 64, causal=True, backward=True, limit=LARGE),
         Case(name.format(0.1), more, curved, LONG, 64, causal=True, backward=True, limit=LARGE),
-        *(
-            Case(
-                "lists, tolerance 0.1, curved",
-                BlockSupport(tolerance=0.1),
-                curved,
-                n,
-                64,
-                causal=causal,
-                limit=0.1,
-                baseline_n=LONG if n > LONG else 0,
-            )
-            for causal in (False, True)
-            for n in (LONG, MILLION)
+        # about as many keys in open leaves as at 131072 tokens, or more
+        Case(
+            name.format(0.014),
+            BlockSupport(0.014),
+            curved,
+            MILLION,
+            64,
+            limit=FAIR,
+            baseline_n=LONG,
+        ),
+        Case(
+            name.format(0.018),
+            BlockSupport(0.018),
+            curved,
+            MILLION,
+            64,
+            causal=True,
+            limit=2 * LARGE,
+            baseline_n=LONG,
         ),
         *_trained(),
     ]
