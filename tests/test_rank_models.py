@@ -97,7 +97,7 @@ def train(name: str, method, layout: str | None, wrap: str | None) -> list[float
     ("name", "method", "layout", "wrap"),
     [
         ("llama", sb.Exact(), "contiguous", "DDP"),
-        ("llama", sb.SingleThreshold(2.0), "zigzag", "FSDP"),
+        ("llama", sb.SingleThreshold(1.0, degree=1), "zigzag", "FSDP"),
         ("plain", sb.Exact(), "zigzag", "DDP"),
     ],
 )
@@ -105,7 +105,8 @@ def test_a_model_trained_on_two_ranks_has_the_losses_of_one(name, method, layout
     alone = train(name, method, None, None)
     first, second = on_ranks(2, train, name, method, layout, wrap)
     assert first == second and alone[-1] < 0.95 * alone[0]
-    assert first == pytest.approx(alone, rel=1e-4)
+    # float32 rounds by 6e-8; without the polynomial the losses of the second case move by 7e-5
+    assert first == pytest.approx(alone, rel=1e-5)
 
 
 # ---- what a model must give --------------------------------------------------------------------
