@@ -1,5 +1,5 @@
-"""Calls on several ranks: plans, dtypes, groups, bytes, training, and what happens when ranks
-disagree or die."""
+"""Calls on several ranks: plans, dtypes, groups, bytes, and what happens when ranks disagree or
+die."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 import supportbasis as sb
 from rank_cases import on_ranks, outcomes
@@ -209,64 +207,6 @@ def test_bytes_of_tokens(exchange):
         assert backward == 2 * slice_bytes * (size - 1) + 2 * slice_bytes * size
 
 
-# ---- training ----------------------------------------------------------------------------------
-
-
-class Model(nn.Module):
-    """A causal model of 16 letters: one layer of attention, queries rotated by position."""
-
-    def __init__(self, plan: sb.Plan):
-        super().__init__()
-        self.plan = plan
-        self.read, self.project = nn.Embedding(16, 16), nn.Linear(16, 48)
-        self.write = nn.Linear(16, 16)
-
-    def forward(self, letters, positions):
-        angle = positions[:, None] / torch.logspace(0, 2, 16)
-        x = self.read(letters) + angle.sin()
-        parts = self.project(x).unflatten(-1, (3, 2, 8)).permute(1, 2, 0, 3)
-        call = context.attention if dist.is_initialized() else sb.attention
-        found = call(*parts.unsqueeze(1), is_causal=True, plan=self.plan)
-        return self.write(x + found[0].transpose(0, 1).flatten(1))
-
-
-def train(method, steps: int = 4) -> list[float]:
-    generator = torch.Generator().manual_seed(0)
-    text = torch.randint(16, (129,), generator=generator).sort().values
-    letters, targets, positions = text[:-1], text[1:], torch.arange(128.0)
-    plan = sb.plan(*tokens(128, size=0.3), is_causal=True, method=method)
-    torch.manual_seed(0)
-    model: nn.Module = Model(plan)
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    if size > 1:
-        letters, targets, positions = (
-            context.split_tokens(x, 0) for x in (letters, targets, positions)
-        )
-        model = DistributedDataParallel(model)
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    losses = []
-    for _ in range(steps):
-        # DDP takes the mean of the ranks' gradients: of the mean loss over all tokens, since
-        # each rank has the same number of them
-        loss = nn.functional.cross_entropy(model(letters, positions), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        total = loss.detach().clone()
-        if size > 1:
-            dist.all_reduce(total)
-        losses.append(float(total) / size)
-    return losses
-
-
-@pytest.mark.filterwarnings("ignore:supportbasis")
-@pytest.mark.parametrize("method", [sb.SingleThreshold(2.0), sb.Exact()])
-def test_a_model_trained_on_two_ranks_has_the_losses_of_one(method):
-    alone, (first, second) = train(method), on_ranks(2, train, method)
-    assert first == second and alone[-1] < 0.95 * alone[0]
-    assert first == pytest.approx(alone, rel=1e-4)
-
-
 # ---- faults ------------------------------------------------------------------------------------
 
 
@@ -336,31 +276,3 @@ def test_the_others_end_when_a_rank_dies_or_does_not_come(how):
     assert isinstance(error, sb.SupportBasisError), text
     assert "rank 0 of 2: the exchange failed, because another rank has ended" in str(error)
     assert second is None
-
-
-# ---- diffusers ---------------------------------------------------------------------------------
-
-
-def ring_of_diffusers() -> None:
-    from diffusers import ContextParallelConfig, ParallelConfig
-    from diffusers.models import attention_dispatch
-
-    sb.integrations.diffusers.register("support_basis_ring", method=sb.Exact())
-    names, registry = (
-        attention_dispatch.AttentionBackendName, attention_dispatch._AttentionBackendRegistry,
-    )  # fmt: skip
-    backend = registry._backends[names("support_basis_ring")]
-    parallel = ParallelConfig(context_parallel_config=ContextParallelConfig(ring_degree=2))
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ring", "ulysses"))
-    parallel.setup(dist.get_rank(), 2, torch.device("cpu"), mesh=mesh)
-    own = sliced(tokens())
-    theirs = backend(*(x.transpose(1, 2) for x in own), _parallel_config=parallel)
-    ours = context.attention(*own, method=sb.Exact(), exchange="ring")
-    torch.testing.assert_close(theirs.transpose(1, 2), ours)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # diffusers calls deprecated collectives
-def test_the_ring_of_diffusers_merges_the_same_parts():
-    pytest.importorskip("diffusers")
-    on_ranks(2, ring_of_diffusers)

@@ -51,9 +51,10 @@ def together(ranks: Ranks, make: Callable[[], Made], what: str) -> list[Made]:
 def agreed(
     ranks: Ranks,
     device: torch.device,
-    make: Callable[[], tuple[Made, Mapping[str, Any], tuple[int, int]]],
-) -> tuple[Made, list[tuple[int, int]]]:
-    """What ``make`` returns on this rank, and the token counts of all ranks.
+    make: Callable[[], tuple[Made, Mapping[str, Any], tuple[int, ...]]],
+    size: int = 2,
+) -> tuple[Made, list[tuple[int, ...]]]:
+    """What ``make`` returns on this rank, and the counts of all ranks, ``size`` for each.
 
     ``make`` returns also the facts in which all ranks must agree, by name; raises everywhere if
     they do not, or if ``make`` raises anywhere.
@@ -61,7 +62,7 @@ def agreed(
     error: Exception | None = None
     made: Made | None = None
     facts: Mapping[str, Any] = {}
-    tokens = (0, 0)
+    tokens: tuple[int, ...] = (0,) * size
     try:
         made, facts, tokens = make()
     except (SupportBasisError, TypeError) as raised:
@@ -75,7 +76,7 @@ def agreed(
         _raise_for(ranks, error, {r: text for r, (text, _) in enumerate(texts) if text}, "call")
         raise InputError(_differences([each for _, each in texts]))
     assert made is not None
-    return made, [(each[2], each[3]) for each in found]
+    return made, [tuple(each[2:]) for each in found]
 
 
 def _raise_for(ranks: Ranks, own: Exception | None, failed: Mapping[int, str], what: str) -> None:

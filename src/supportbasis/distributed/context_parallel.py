@@ -148,7 +148,7 @@ def _agreed(
     """Validate the call on all ranks."""
     device = given[0].device if isinstance(given[0], Tensor) else torch.device("cpu")
 
-    def make() -> tuple[Problem, Mapping[str, Any], tuple[int, int]]:
+    def make() -> tuple[Problem, Mapping[str, Any], tuple[int, ...]]:
         options.check()
         problem = _problem(given, options)
         return problem, _facts(problem, options), (problem.n, problem.m)

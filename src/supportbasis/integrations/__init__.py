@@ -9,6 +9,7 @@
 `replacing`       one model, its attention answered by a function, counted and restored
 `calls`           one call of attention in a model, and exact answers to it
 `answers`         answers by a method or by plans
+`sliced`          the same over tokens that are sliced among ranks
 `parts`           queries that continue a cache: earlier keys and own keys, joined by lse
 ================  ===============================================================================
 

@@ -56,13 +56,17 @@ class Answers:
         """How many arrived."""
         return self.approximated.total() + self.exact.total()
 
+    def count(self, call: Call, exactly: bool) -> None:
+        """One more call of its site."""
+        (self.exact if exactly else self.approximated)[call.site] += 1
+
     def __call__(self, call: Call) -> Tensor:
         if not self.approximates(call):
             return self._exact(call)
         if call.own is not None or call.reason or call.dropout:
             return self._exact(call, call.reason or ("it has dropout" if call.dropout else ""))
-        plan, _ = self._plan_of(call)
-        self.approximated[call.site] += 1
+        plan, _ = self.plan_of(call)
+        self.count(call, exactly=False)
         if call.is_causal and call.offset:
             return continued(call, self.method, plan)
         keys = min(call.n, call.m) if call.is_causal else call.m
@@ -77,22 +81,24 @@ class Answers:
         """Output, and the log-sum-exp of scores [batch, heads, tokens]."""
         if call.reason or call.dropout:
             raise InputError(f"return_lse: {call.name} has none: {call.reason or 'it has dropout'}")
-        plan, exactly = self._plan_of(call)[0], not self.approximates(call)
-        (self.exact if exactly else self.approximated)[call.site] += 1
+        plan, exactly = self.plan_of(call)[0], not self.approximates(call)
+        self.count(call, exactly)
         method = Exact() if exactly else self.method
         return with_lse(
             call, slice(0, call.m), call.attn_mask, call.is_causal, method,
             None if exactly else plan,
         )  # fmt: skip
 
-    def approximates(self, call: Call) -> bool:
-        """Whether a call is long enough for its plan or method, and its plan not exact."""
-        plan, least = self._plan_of(call)
-        if call.n < max(SINGLE, least) or call.m < least:
+    def approximates(self, call: Call, tokens: tuple[int, int] | None = None) -> bool:
+        """Whether a call is long enough for its plan or method, and its plan not exact. ``tokens``
+        are queries and keys (None: those of the call)."""
+        plan, least = self.plan_of(call)
+        n, m = tokens or (call.n, call.m)
+        if n < max(SINGLE, least) or m < least:
             return False
         return plan is None or not plan.is_exact
 
-    def _plan_of(self, call: Call) -> tuple[Plan | None, int]:
+    def plan_of(self, call: Call) -> tuple[Plan | None, int]:
         """The plan of a call's site, and the tokens below which it is exact."""
         least = self.min_tokens or 0
         if not isinstance(self.plan, ModelPlan):
@@ -113,7 +119,7 @@ class Answers:
         return site.plan, site.min_tokens if self.min_tokens is None else least
 
     def _exact(self, call: Call, reason: str = "") -> Tensor:
-        self.exact[call.site] += 1
+        self.count(call, exactly=True)
         if reason and reason not in self._said:
             self._said.add(reason)
             warnings.warn(

@@ -21,7 +21,8 @@ from ..methods import Method
 from ..plans import ModelPlan, Plan
 from .answers import Answers
 from .calls import Call
-from .sdpa import call_of
+from .sdpa import ARGUMENTS, call_of
+from .sliced import answer
 
 NAME = "support_basis"
 LEAST = 1024  # tokens: shorter calls, and cross-attention to short texts, are exact
@@ -41,8 +42,11 @@ def register(
     ``min_tokens`` queries or keys (None: 1024) are exact. Of a `ModelPlan` with s layers the calls
     number 0, s, 2s, ... belong to the first layer, so all attention of the model must go through
     diffusers' backends (not that of HunyuanVideo's text refiner); `sb.models.use` needs no backend,
-    and checks that each forward pass has s calls. ``return_lse`` and diffusers' context parallelism
-    are supported, the latter for inference. The object that is returned counts calls.
+    and checks that each forward pass has s calls. The object that is returned counts calls.
+
+    ``return_lse`` and diffusers' context parallelism are supported. A ring runs by
+    `sb.distributed.attention`, also in training: exact calls as a ring, others by what their plan
+    exchanges. With ``ulysses_degree`` above 1 diffusers exchanges tokens itself, for inference.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise InputError(f"name must be an identifier, got {name!r}")
@@ -84,12 +88,12 @@ def _member(names: Any, name: str) -> Any:
 def _backend(answers: Answers, sites: int | None) -> Callable[..., Output]:
     numbers = itertools.count()
 
-    def called(tokens: tuple[Tensor, ...], mask: Tensor | None, more: dict[str, Any]) -> Call:
-        query, key, value = (x.transpose(1, 2) for x in tokens)
+    def called(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *more: Any) -> Call:
+        tokens = (x.transpose(1, 2) for x in (query, key, value))
         if mask is not None and mask.ndim == 2:  # [batch, keys]
             mask = mask[:, None, None]
         number = next(numbers)
-        given = {"query": query, "key": key, "value": value, "attn_mask": mask, **more}
+        given = dict(zip(ARGUMENTS, (*tokens, mask, *more), strict=True))
         return call_of(number % sites if sites else number, given)
 
     def forward_op(
@@ -97,9 +101,7 @@ def _backend(answers: Answers, sites: int | None) -> Callable[..., Output]:
         dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool,
         return_lse: bool, **_: Any,
     ) -> Output:  # fmt: skip
-        more = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
-                "enable_gqa": enable_gqa}  # fmt: skip
-        call = called((query, key, value), attn_mask, more)
+        call = called(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if not return_lse:
             return answers(call).transpose(1, 2)
         output, lse = answers.with_lse(call)
@@ -107,8 +109,8 @@ def _backend(answers: Answers, sites: int | None) -> Callable[..., Output]:
 
     def backward_op(*_: Any, **__: Any) -> Any:
         raise InputError(
-            "support_basis under diffusers' context parallelism has no backward pass; train with "
-            "another backend, or without context parallelism"
+            "support_basis has no backward pass in diffusers' Ulysses attention, nor where a ring "
+            "returns its lse; train with ring_degree alone, or with another backend"
         )
 
     def support_basis(
@@ -119,6 +121,10 @@ def _backend(answers: Answers, sites: int | None) -> Callable[..., Output]:
         given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse)
         if _parallel_config is None:
             return forward_op(None, *given)
+        parallelism = _parallel_config.context_parallel_config
+        if parallelism.ulysses_degree == 1 and not return_lse:
+            call = called(*given[:-1])
+            return answer(answers, call, parallelism._ring_mesh, exact_by="ring").transpose(1, 2)
         parallel = _dispatch()._templated_context_parallel_attention
         found: Output = parallel(
             *given, forward_op=forward_op, backward_op=backward_op,

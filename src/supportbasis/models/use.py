@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..distributed.token_layout import Layout
 from ..errors import InputError
 from ..integrations.answers import Answers
 from ..integrations.replacing import replaced
+from ..integrations.sliced import Group, SlicedAnswers
 from ..methods import Method
 from ..plans import ModelPlan
 
@@ -26,12 +28,19 @@ def use(
     *,
     method: Method | None = None,
     min_tokens: int | None = None,
+    group: Group | None = None,
+    layout: Layout | None = None,
 ) -> Iterator[Answers]:
     """Within it, the attention of a model runs by a `ModelPlan`, or by a method.
 
     Of a denoiser, ``plan`` may map ranges of timesteps to plans and methods: with
     ``{(0, 800): plan, (800, 1000): sb.Exact()}`` the first steps, which start at 1000, are dense.
     A range holds its ends; the first one that holds the ``timestep`` of a forward pass counts.
+
+    With a ``group`` (a process group or a DeviceMesh of one dim) every rank runs the model on its
+    slice of the tokens, and attention is that of the whole sequence (`sb.distributed.attention`,
+    which describes ``layout``). All attention of the model must be over sliced tokens, and a model
+    that takes ``position_ids`` needs those of its slice.
 
     The object that is returned counts the calls of each attention module. A forward pass in which
     no attention arrives raises an `InputError`. The model's own attention comes back when the
@@ -50,12 +59,27 @@ def use(
     if plan is not None and method is not None:
         raise InputError(f"plan is {plan}, and method is {method}; expected one of them")
     chosen = method if plan is None else plan
-    if not isinstance(chosen, Mapping):
-        answers = _answers(chosen, min_tokens)
-        with replaced(model, answers, _layers(chosen)):
+    if group is None and layout is not None:
+        raise InputError(f"layout is {layout!r}, but no group is given, whose ranks hold slices")
+    first = None if isinstance(chosen, Mapping) else chosen
+    answers = _answers(first, min_tokens)
+    if group is not None:
+        given = (answers.method, answers.plan, min_tokens)
+        answers = SlicedAnswers(*given, group, layout or "contiguous")
+    with _with_positions(model) if group is not None else nullcontext():
+        if not isinstance(chosen, Mapping):
+            with replaced(model, answers, _layers(chosen)):
+                yield answers
+            return
+        with _by_timestep(model, chosen, answers, min_tokens):
             yield answers
-        return
-    answers, sites = _answers(None, min_tokens), _check_ranges(model, chosen, min_tokens)
+
+
+@contextmanager
+def _by_timestep(
+    model: Any, chosen: Mapping[Range, Choice], answers: Answers, min_tokens: int | None
+) -> Iterator[None]:
+    sites = _check_ranges(model, chosen, min_tokens)
 
     def at_timestep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         answers.become(_answers(_choice(chosen, _timestep(model, args, kwargs)), min_tokens))
@@ -63,9 +87,39 @@ def use(
     with replaced(model, answers, sites):
         hook = model.register_forward_pre_hook(at_timestep, with_kwargs=True)
         try:
-            yield answers
+            yield
         finally:
             hook.remove()
+
+
+@contextmanager
+def _with_positions(model: Any) -> Iterator[None]:
+    """Forward passes without positions raise: a model would count those of a slice from 0."""
+
+    def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _argument(model, "position_ids", args, kwargs) is None:
+            raise InputError(
+                "position_ids are not given; tokens are sliced, and the model would count from 0 "
+                "on every rank: pass sb.distributed.split_tokens(torch.arange(n)[None], -1, ...)"
+            )
+
+    if not isinstance(model, nn.Module) or not _takes(model, "position_ids"):
+        yield  # `replaced` raises, or the model has no argument for them
+        return
+    hook = model.register_forward_pre_hook(check, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _takes(model: Any, name: str) -> bool:
+    return name in inspect.signature(model.forward).parameters
+
+
+def _argument(model: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An argument of a forward pass."""
+    return inspect.signature(model.forward).bind(*args, **kwargs).arguments.get(name)
 
 
 def _answers(chosen: Choice | None, min_tokens: int | None) -> Answers:
@@ -87,7 +141,7 @@ def _check_ranges(model: Any, chosen: Mapping[Range, Choice], min_tokens: int | 
                 f"plan: {limits!r} is no range of timesteps; expected (lowest, highest)"
             )
         _answers(choice, min_tokens)  # raises where it is neither a plan nor a method
-    if "timestep" not in inspect.signature(model.forward).parameters:
+    if not _takes(model, "timestep"):
         raise InputError(
             f"plan: {type(model).__name__}.forward has no argument named timestep; give one plan"
         )
@@ -98,7 +152,7 @@ def _check_ranges(model: Any, chosen: Mapping[Range, Choice], min_tokens: int | 
 
 
 def _timestep(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    value = inspect.signature(model.forward).bind(*args, **kwargs).arguments.get("timestep")
+    value = _argument(model, "timestep", args, kwargs)
     if value is None:
         raise InputError("plan: a forward pass came without its timestep")
     return float(value.flatten()[0] if isinstance(value, Tensor) else value)
