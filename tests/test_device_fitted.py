@@ -1,4 +1,4 @@
-"""Fitted polynomials on a device against the component engine in float64, there and back: in
+"""Fitted polynomials on a device against the component engine in float64, forward and backward: in
 Triton's interpreter, or on the device where there is one."""
 
 from __future__ import annotations

@@ -416,7 +416,7 @@ def test_flash_attention_of_pytorch_is_answered_while_it_is_active(registry: Any
     model, x = Views(), torch.randn(6, 50, 16, generator=torch.Generator().manual_seed(0))
     method = sb.Polynomial(1)
     answers = sb.integrations.torch_flash.register(method=method, min_tokens=100)
-    with torch.no_grad():
+    with torch.inference_mode():
         exact = model(x)
         registry.activate_flash_attention_impl("support_basis")
         found = model(x)
@@ -442,10 +442,20 @@ def test_flash_attention_with_gradients_masks_or_dropout_is_pytorchs_own(registr
     F.scaled_dot_product_attention(leaf, k, v).square().sum().backward()
     assert gradient is not None and leaf.grad is not None
     close(gradient, leaf.grad)
+
+    def loss(query: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, k, v).square().sum()
+
+    leaf.grad = None
+    torch.compile(loss, backend="aot_eager")(leaf).backward()  # the operator sees no gradients
+    assert leaf.grad is not None
+    close(gradient, leaf.grad)
+    close(gradient, torch.func.grad(loss)(q))
     with torch.random.fork_rng():
         F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
     assert answers.calls == 0
-    F.scaled_dot_product_attention(q, k, v)
+    with torch.inference_mode():
+        F.scaled_dot_product_attention(q, k, v)
     assert answers.calls == 1
 
 

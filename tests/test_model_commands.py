@@ -168,3 +168,20 @@ def test_what_is_missing_is_said_in_one_line(folder: Path, tmp_path: Path) -> No
         assert code == 2, said
         assert message in said, (arguments, said)
         assert "Traceback" not in said
+
+
+def test_code_of_a_model_does_not_run_unasked(folder: Path, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    from supportbasis.cli.loading import Access, load_model
+
+    mine = tmp_path / "mine"
+    shutil.copytree(folder, mine)
+    config = json.loads((mine / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "brought.Brought"}
+    (mine / "config.json").write_text(json.dumps(config))
+    (mine / "brought.py").write_text("raise RuntimeError('it ran')\n")
+    assert type(load_model(str(mine), Access()).model).__name__ == "LlamaForCausalLM"
+    with pytest.raises(sb.InputError, match="it ran"):
+        load_model(str(mine), Access(remote_code=True))

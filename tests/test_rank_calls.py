@@ -66,6 +66,19 @@ def test_plans_are_those_of_one_device_on_all_ranks():
             torch.testing.assert_close(output, whole, rtol=1e-4, atol=1e-5)
 
 
+def exactly() -> torch.Tensor:
+    own = sliced(tokens(101))
+    plan = context.plan(*own, method=sb.Exact())
+    assert (plan.heads[0].n, plan.heads[0].m) == (101, 101)
+    return context.attention(*own, plan=plan)
+
+
+def test_exact_plans_are_those_of_the_whole_sequence_where_slices_are_uneven():
+    whole = sb.attention(*tokens(101), method=sb.Exact())
+    found = torch.cat(on_ranks(2, exactly), 2)
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
+
+
 def leaving() -> list[str]:
     own = sliced(tokens())
     plan = context.plan(*own, method=sb.Polynomial(2))

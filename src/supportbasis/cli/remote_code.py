@@ -13,9 +13,10 @@ from typing import Any
 
 
 def mend(name: str, config: Any, auto_class: str, options: dict[str, bool]) -> None:
-    """Complete the configuration, and the class that ``auto_class`` will load for it."""
+    """Complete the configuration, and the class that ``auto_class`` will load for it, where code
+    that comes with a model may run."""
     reference = (getattr(config, "auto_map", None) or {}).get(auto_class)
-    if reference is None:
+    if reference is None or not options["trust_remote_code"]:
         return
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 

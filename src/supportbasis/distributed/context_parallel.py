@@ -206,7 +206,8 @@ def _facts(problem: Problem, options: _Options) -> Mapping[str, Any]:
 def _plan(call: _Call, options: _Options) -> Plan:
     problem, method = call.problem, options.method or Auto()
     if isinstance(method, Exact):
-        heads = (ExactHead(n=problem.n, m=problem.m),) * problem.heads
+        whole = ExactHead(n=sum(call.queries.lengths), m=sum(call.keys.lengths))
+        heads = (whole,) * problem.heads
         scale = -problem.scale if problem.is_flipped else problem.scale
         return Plan(method, problem.query.shape[-1], heads, scale, problem.is_causal)
     return plan_together(problem, method, call.ranks, call.queries, call.keys)

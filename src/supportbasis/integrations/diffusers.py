@@ -1,8 +1,8 @@
 """An attention backend of diffusers (0.36 or newer).
 
 diffusers looks attention up in an enumeration of names and a registry of functions, which packages
-outside extend as it does itself. Tokens are [batch, tokens, heads, dim], and a backend is not told
-which layer calls: layers of a plan are told apart by their order.
+outside extend as it does itself. Tokens are [batch, tokens, heads, dim], and a backend does
+not know which layer calls: layers of a plan are distinguished by their sequence.
 """
 
 from __future__ import annotations

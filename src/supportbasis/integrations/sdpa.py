@@ -28,7 +28,7 @@ def override(
 ) -> Iterator[Answers]:
     """Within it, calls of PyTorch's attention in this thread are answered by a method or a plan.
 
-    Call sites are told apart by their order: of a `ModelPlan` with s sites the calls number
+    Call sites are distinguished by their sequence: of a `ModelPlan` with s sites the calls number
     0, s, 2s, ... belong to the first one. Calls shorter than ``min_tokens`` are exact, and so are
     calls whose mask depends on the query, which is reported once. The object that is returned
     counts calls. If no call arrives, or not a multiple of s, leaving raises an `InputError`.

@@ -3,9 +3,12 @@
     sb.integrations.torch_flash.register(method=sb.Auto(0.05))
     torch.nn.attention.activate_flash_attention_impl("support_basis")
 
-From then on ``F.scaled_dot_product_attention`` runs by a method wherever PyTorch chooses its flash
-backend, in all threads, compiled code too. PyTorch decides when that is: not with a mask on a GPU,
-and other backends may come first (`torch.nn.attention.sdpa_kernel` says which).
+From then on ``F.scaled_dot_product_attention`` runs by a method inside `torch.inference_mode`
+wherever PyTorch chooses its flash backend, in all threads, compiled code too. PyTorch decides when
+that is: not with a mask on a GPU, and other backends may come first
+(`torch.nn.attention.sdpa_kernel` says which). Outside of `torch.inference_mode` PyTorch's own
+kernel runs: a compiled graph may differentiate a call without its operator seeing it, and would
+pair an approximate forward pass with an exact backward pass.
 """
 
 from __future__ import annotations
@@ -43,9 +46,9 @@ def register(
     ``restore_flash_attention_impl()`` to end it, both of `torch.nn.attention`.
 
     Calls with fewer than ``min_tokens`` queries or keys (None: 1024), with a mask, with dropout or
-    with gradients run by PyTorch's own kernel. The operator is not told which layer calls: there
-    are no plans of models here. The object that is returned counts the calls that arrived, but not
-    those that PyTorch's kernel took.
+    outside of `torch.inference_mode` run by PyTorch's own kernel. The operator does not know which
+    layer calls: there are no plans of models here. The object that is returned counts the calls
+    that arrived, but not those that PyTorch's kernel took.
     """
     if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
         raise InputError(
@@ -132,9 +135,7 @@ def _answered(
     scale: float | None,
 ) -> tuple[Tensor, Tensor] | None:
     """Output and log-sum-exp of a call, if it is for us."""
-    tokens = (query, key, value)
-    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tokens)
-    if getattr(_inside, "is_so", False) or differentiated or dropout_p:
+    if getattr(_inside, "is_so", False) or not torch.is_inference_mode_enabled() or dropout_p:
         return None
     given = {"query": query, "key": key, "value": value, "is_causal": is_causal, "scale": scale,
              "enable_gqa": query.shape[1] != key.shape[1]}  # fmt: skip

@@ -59,7 +59,7 @@ def _lists(head: Head, seed: int) -> list[HeadPlan]:
 
 def _saves(plan: HeadPlan, head: Head, minimise: str) -> bool:
     """Whether a setting is predicted to be faster than exact attention: at the head's length, or,
-    where cost is minimised, at one of `LENGTHS`."""
+    where cost is minimised, at the longest of `LENGTHS`."""
     if minimise == "time":
         return plan.speedup > FASTER
     longest = _with_tokens(head, max(head.n, *LENGTHS))

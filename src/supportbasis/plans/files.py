@@ -47,7 +47,7 @@ from .schema import (
     union,
 )
 
-FORMAT, MODEL_FORMAT = "supportbasis-plan-4", "supportbasis-model-plan-1"
+FORMAT, MODEL_FORMAT = "supportbasis-plan-4", "supportbasis-model-plan-2"
 LARGEST_FILE = 256 * 2**20  # bytes: about 400 balancing transforms of dim 128
 
 KINDS_OF: dict[type[Method], tuple[type[HeadPlan], ...]] = {
