@@ -22,7 +22,7 @@ def tokens(heads: int = 2, key_heads: int = 2, n: int = 45, d: int = 4) -> list[
     return [q, k, gaussian(1, key_heads, n, 3, seed=2)]
 
 
-def weights(q: Tensor, k: Tensor, plan: sb.Plan, causal: bool) -> Tensor:
+def weights(q: Tensor, k: Tensor, plan: sb.Plan, causal: bool, bias: Tensor | float = 0) -> Tensor:
     """Â of every head, dense: exp on exact pairs, p on the others, rows divided by their sums."""
     score = q @ k.mT / math.sqrt(q.shape[-1])
     made = score.exp()
@@ -35,6 +35,7 @@ def weights(q: Tensor, k: Tensor, plan: sb.Plan, causal: bool) -> Tensor:
             large = [x[0, number].abs().amax(-1) > head.threshold for x in (q, k)]
             value = torch.where(large[0][:, None] | large[1], made[0, number], value)
         made[0, number] = value
+    made = made * torch.as_tensor(bias).exp()
     if causal:
         made = made.tril()
     return made / made.sum(-1, keepdim=True)
@@ -61,6 +62,62 @@ def test_gradients_are_the_closed_form_of_the_weights(method, causal, key_heads)
         expected[1:] = [x.sum(1, keepdim=True) if shared else x for x in expected[1:]]
     for mine, true in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, true, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_a_key_bias_has_the_sums_of_columns(method, causal) -> None:
+    """∂L/∂S summed over rows and, for a bias of all heads, over heads; p is not p' here."""
+    q, k, v = tokens()
+    bias = gaussian(1, 1, 1, 45, seed=7, std=0.5).requires_grad_()
+    plan = sb.plan(q, k, v, bias.detach(), is_causal=causal, method=method)
+    output = closed_form_attention(q, k, v, bias, causal, plan=plan)
+    upstream = gaussian(*output.shape, seed=3)
+    (found,) = torch.autograd.grad(output, bias, upstream)
+    a, inner = weights(q, k, plan, causal, bias.detach()), upstream @ v.mT
+    of_scores = a * (inner - (a * inner).sum(-1, keepdim=True))
+    torch.testing.assert_close(found, of_scores.sum((1, 2), keepdim=True), rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("method", [sb.Polynomial(2), sb.Exact()], ids=str)
+def test_autocast_takes_inputs_as_attention_does_and_sums_in_float32(method) -> None:
+    given = [x.float().requires_grad_() for x in tokens()]
+    narrow = [x.detach().bfloat16().requires_grad_() for x in given]
+    upstream = gaussian(1, 2, 45, 3, seed=3).bfloat16()
+    expected = closed_form_attention(*narrow, method=method)
+    of_narrow = torch.autograd.grad(expected, narrow, upstream)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = closed_form_attention(*given, method=method)
+        found = torch.autograd.grad(output, given, upstream)  # autocast is still on
+    assert torch.equal(output, expected) and output.dtype == torch.bfloat16
+    for mine, other in zip(found, of_narrow, strict=True):
+        assert torch.equal(mine, other.float())
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_loss_does_not_feel_autocast(several: bool) -> None:
+    x, target = (gaussian(20, 4, seed=s, std=0.5).float() for s in (0, 1))
+    weight, weight_v = (gaussian(4, 4, seed=s, std=0.5).float() for s in (2, 3))
+    call = (x, weight, weight_v, target)
+    settings = {"scale": None, "method": sb.Polynomial(2), "is_causal": several}
+    expected = attention_loss_gradient(*call, **settings)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = attention_loss_gradient(*call, **settings)
+    for name in ("loss", "output", "weight_qk", "weight_v", "x"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize("method", [sb.Polynomial(2), sb.Exact()], ids=str)
+def test_second_and_forward_derivatives_are_refused(method) -> None:
+    q, k, v = (x.requires_grad_() for x in tokens())
+    loss = closed_form_attention(q, k, v, method=method).square().sum()
+    (slope,) = torch.autograd.grad(loss, q, create_graph=True)
+    with pytest.raises(sb.SupportBasisError, match="no second derivatives"):
+        slope.sum().backward()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q.detach(), torch.ones_like(q))
+        with pytest.raises(sb.SupportBasisError, match="no forward-mode derivatives"):
+            closed_form_attention(dual, k, v, method=method)
 
 
 def test_it_is_not_the_gradient_of_the_function_that_ran() -> None:
@@ -155,9 +212,12 @@ def test_modules_offer_it() -> None:
         sb.nn.SupportBasisAttention(8, 2, gradient="paper")
     with pytest.raises(sb.InputError, match="no dropout"):
         sb.nn.SupportBasisAttention(8, 2, gradient="closed-form", dropout=0.1)
-    model.method = sb.BlockSupport(0.5)
-    with pytest.raises(sb.InputError, match="method must be one of"):
-        model(x)
+    with pytest.raises(sb.InputError, match=r"method must be one of .* for gradient='closed-form'"):
+        model.method = sb.BlockSupport(0.5)
+    assert model.method == (sb.Polynomial(2),) * 2
+    for options in ({}, {"tolerance": 0.1}, {"method": sb.BlockSupport(0.5)}):
+        with pytest.raises(sb.InputError, match="method must be one of"):
+            sb.nn.SupportBasisAttention(16, 2, gradient="closed-form", **options)
 
 
 def test_what_is_refused() -> None:

@@ -123,6 +123,52 @@ def test_bad_input_is_named(change, words):
         attention_loss_gradient(**{**call, "scale": 1.0, "method": sb.Exact(), **change})
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"x": None}, "x must be a torch.Tensor"),
+        ({"x": torch.ones(1, 4, 2)}, "x has shape"),
+        ({"x": torch.ones(4, 2).to_sparse()}, "x is a sparse_coo tensor"),
+        ({"x": torch.ones(4, 2, device="meta")}, "x is a meta tensor"),
+        ({"weight_qk": None}, "weight_qk must be a tensor"),
+        ({"weight_qk": (torch.ones(2, 2),) * 3}, "weight_qk must be a tensor"),
+        ({"weight_qk": (torch.ones(2, 2), None)}, r"weight_qk\[1\] must be a torch.Tensor"),
+        ({"weight_qk": torch.ones(2, 2).double()}, "weight_qk has dtype"),
+        ({"weight_qk": torch.ones(2, 3)}, "weight_qk has shape"),
+        ({"weight_qk": torch.ones(1, 2, 2)}, "which disagree"),
+        ({"weight_v": None}, "weight_v must be a torch.Tensor"),
+        ({"weight_v": torch.ones(2)}, "weight_v has shape"),
+        ({"weight_v": torch.ones(3, 2)}, "weight_v has 3 rows"),
+        ({"weight_v": torch.ones(1, 1, 2, 2)}, "weight_v has shape"),
+        ({"weight_v": torch.full((2, 2), math.nan)}, "weight_v has 4 non-finite"),
+        ({"goal": [1.0]}, "(target|upstream) must be a torch.Tensor"),
+        ({"goal": torch.ones(4, 2, dtype=torch.long)}, "(target|upstream) has dtype"),
+        ({"goal": torch.ones(1, 4, 2)}, "(target|upstream) has shape"),
+        ({"scale": "1"}, "scale must be"),
+        ({"method": None}, "method must be one of sb.Exact"),
+        ({"is_causal": 0}, "is_causal must be"),
+    ],
+)
+@pytest.mark.parametrize("way", ["target", "causal", "upstream"])
+def test_every_way_checks_the_same(way, change, words):
+    eye, ones = torch.eye(2), torch.ones(4, 2)
+    call = {"x": ones, "weight_qk": eye, "weight_v": eye, "goal": ones, "scale": 1.0}
+    call |= {"method": sb.Exact(), "is_causal": way == "causal", **change}
+    call["upstream" if way == "upstream" else "target"] = call.pop("goal")
+    with pytest.raises(InputError, match=words):
+        attention_loss_gradient(**call)
+
+
+@pytest.mark.parametrize(
+    "change", [{"is_causal": True}, {"target": None, "upstream": torch.ones(4, 2)}]
+)
+def test_low_rank_is_for_one_head_with_a_target(change):
+    eye, ones = torch.eye(2), torch.ones(4, 2)
+    call = {"x": ones, "weight_qk": eye, "weight_v": eye, "target": ones, **change}
+    with pytest.raises(InputError, match="low_rank is 2, which is for one head"):
+        attention_loss_gradient(**call, scale=1.0, method=sb.SingleThreshold(1.0), low_rank=2)
+
+
 def test_a_polynomial_with_too_many_sums_is_refused():
     x, eye = torch.zeros(4, 64), torch.eye(64)
     with pytest.raises(InputError, match="use a lower degree"):

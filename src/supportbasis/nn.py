@@ -13,6 +13,7 @@ from .api import attention
 from .api import plan as make_plan
 from .errors import InputError
 from .gradient import closed_form_attention
+from .gradient.loss_inputs import check_method
 from .methods import Auto, Method
 from .plans import Plan
 
@@ -31,7 +32,8 @@ class SupportBasisAttention(nn.Module):
 
     ``gradient`` says what the backward pass computes: "function", the gradient of the function that
     ran, or "closed-form", the paper's, which puts approximate weights into the gradient of exact
-    attention (`sb.gradient.closed_form_attention`: `Polynomial` and `SingleThreshold`).
+    attention (`sb.gradient.closed_form_attention`). It needs ``method`` to be `Exact`,
+    `Polynomial` or `SingleThreshold`.
 
     Without a plan every call plans anew. `plan` makes one from a batch and keeps it: later calls
     use it, whatever their batch size and length. Setting ``method`` drops it.
@@ -139,7 +141,10 @@ class SupportBasisAttention(nn.Module):
 
     @method.setter
     def method(self, method: Method) -> None:
-        self._method, self.kept_plan = _method(method, None), None
+        method = _method(method, None)
+        if self.gradient == "closed-form":
+            check_method(method, "gradient='closed-form'")
+        self._method, self.kept_plan = method, None
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
         """[..., tokens, heads * dim] as [..., heads, tokens, dim]."""

@@ -4,10 +4,11 @@ With approximate weights Â in place of the softmax, the closed form of appendix
 
     ∂L/∂S = Â ∘ (G Vᵀ - diag(r)),   r_i = g_i · o_i,   ∂L/∂V = Âᵀ G,
 
-G being the gradient of the output: softmax differentiated, then Â put in for it. `sb.attention`
-differentiates the function that ran instead, with p'(s) where this has p(s). Since p is the
-derivative of its antiderivative P, the gradients of queries and keys here are those of a sum over
-P(s), one degree higher: causal heads, masks and shared keys need nothing of their own.
+G being the gradient of the output: softmax differentiated, then Â put in for it; a key bias has
+the sums of the columns of ∂L/∂S. `sb.attention` differentiates the function that ran instead, with
+p'(s) where this has p(s). Since p is the derivative of its antiderivative P, the gradients of
+queries and keys here are those of a sum over P(s), one degree higher: causal heads, masks and
+shared keys need nothing of their own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..api import autocast
 from ..components.cotangent import Cotangent, Gradients, SavedForward
 from ..components.polynomial_sum import PolynomialSum
 from ..engine.backward import backward_head
@@ -32,6 +34,7 @@ from ..plans.supports import RowGroup
 from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.features import check_rank
 from ..problem.problem import Head, Problem
+from ..problem.tracing import refuse_forward, refuse_second
 from ..problem.validation import attention_problem
 from .loss_inputs import check_method
 
@@ -52,7 +55,8 @@ def closed_form_attention(
 
     Its gradients approximate those of exact attention; they are not those of the approximate
     output. ``method``, or the method of the ``plan``, is `Exact`, `Polynomial` or
-    `SingleThreshold`. Sums run in PyTorch operations, without kernels.
+    `SingleThreshold`. A key bias has a gradient too; there are no second derivatives. Sums run in
+    PyTorch operations, without kernels.
 
     >>> import torch, supportbasis as sb
     >>> q, k, v = torch.randn(3, 1, 2, 64, 4).mul(0.3).requires_grad_().unbind(0)
@@ -62,59 +66,93 @@ def closed_form_attention(
     if (method is None) == (plan is None):
         raise InputError("closed_form_attention needs a method or a plan, and not both")
     check_method(method if plan is None else plan.method)
+    query, key, value = autocast(query, key, value)
     problem = attention_problem(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
-    if plan is None:
-        assert method is not None
-        plan = make_plan(problem, method)
-    else:
-        plan = checked(problem, plan, "eager")
+    with without_autocast(query):
+        if method is not None:
+            plan = make_plan(problem, method)
+        else:
+            assert plan is not None
+            plan = checked(problem, plan, "eager")
     for head in plan.heads:
         if isinstance(head, PolynomialHead):
             check_rank(plan.dim, head.degree + 1)  # of the antiderivative
     output: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        problem.query, problem.key, problem.value, problem, plan
+        problem.query, problem.key, problem.value, problem.key_log_weight, problem, plan
     )
     return problem.restore(output)
+
+
+def without_autocast(like: Tensor) -> torch.autocast:
+    """Sums have a dtype of their own, whatever autocast says."""
+    return torch.autocast(like.device.type, enabled=False)
 
 
 class _Attention(torch.autograd.Function):
     """Forward by the engine; backward by the closed form."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, problem: Problem, plan: Plan
-    ) -> Tensor:
-        plain = replace(problem, query=query, key=key, value=value)
-        outcome = execute(plain, plan)
-        warn_about(plain, plan, outcome)
-        ctx.save_for_backward(query, key, value, outcome.output, outcome.lse, outcome.fallback)
-        ctx.problem, ctx.plan = problem, plan
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *tensors, problem, plan = inputs
+        problem = _with_tensors(problem, *tensors)
+        with without_autocast(problem.query):
+            outcome = execute(problem, plan)
+            warn_about(problem, plan, outcome)
+        ctx.save_for_backward(*tensors, outcome.output, outcome.lse, outcome.fallback)
+        ctx.settings = (ctx.needs_input_grad[3], *inputs[4:])
         return outcome.output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, lse, fallback = ctx.saved_tensors
-        problem = replace(ctx.problem, query=query, key=key, value=value)
-        saved = SavedForward(output, lse, fallback, grad.contiguous(), None, for_weights=False)
-        total = closed_form(problem, ctx.plan, saved)
-        parts = zip((total.query, total.key, total.value), (query, key, value), strict=True)
-        return (*(mine.to(x.dtype) for mine, x in parts), None, None)
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        apply: Any = _AttentionBackward.apply
+        *parts, weight = apply(grad, *ctx.saved_tensors, *ctx.settings)
+        return (*parts, weight if ctx.settings[0] else None, None, None)
+
+    jvp = staticmethod(refuse_forward)
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward pass of `_Attention`, which has no backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        """Gradients of query, key, value and, if asked for, of the key log-weights (else empty)."""
+        *tensors, output, lse, fallback, for_weights, problem, plan = inputs
+        problem = _with_tensors(problem, *tensors)
+        saved = SavedForward(output, lse, fallback, grad.contiguous(), None, for_weights)
+        with without_autocast(grad):
+            total = closed_form(problem, plan, saved)
+        weight = lse.new_empty(0) if total.key_log_weight is None else total.key_log_weight
+        parts = zip((total.query, total.key, total.value), tensors[:3], strict=True)
+        return (*(mine.to(x.dtype) for mine, x in parts), weight)
+
+    backward = staticmethod(refuse_second)
+    jvp = staticmethod(refuse_forward)
+
+
+def _with_tensors(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None
+) -> Problem:
+    return replace(problem, query=query, key=key, value=value, key_log_weight=weight)
 
 
 def closed_form(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
-    """Gradients [batch, heads or key heads, ...] in the dtype of the sums."""
+    """Gradients [batch, heads or key heads, ...] in the dtype of the sums; those of the key
+    log-weights, [batch, heads, m], if they are asked for."""
     query, key, value = (
         x.new_zeros(x.shape, dtype=problem.dtype)
         for x in (problem.query, problem.key, problem.value)
     )
+    weights = (problem.batch, problem.heads, problem.m)
+    weight = query.new_zeros(weights) if saved.for_weights else None
     for b, h, head in problem.each_head():
+        at, key_at = (b, h), (b, h // problem.group)
         part = Gradients(
-            query[b, h], key[b, h // problem.group], value[b, h // problem.group], None
+            query[at], key[key_at], value[key_at], None if weight is None else weight[at]
         )
         basis = _with_closed_form(plan.heads[h].basis(head))
-        at = (b, h)
         backward_head(head, plan.heads[h], basis, saved.cotangent(at), saved.fallback[at], part)
-    return Gradients(query, key, value, None)
+    return Gradients(query, key, value, weight)
 
 
 def _with_closed_form(basis: Sequence[RowGroup]) -> list[RowGroup]:
@@ -132,7 +170,8 @@ def _with_closed_form(basis: Sequence[RowGroup]) -> list[RowGroup]:
 
 @dataclass(frozen=True, eq=False)
 class _ClosedFormSum:
-    """The gradients of a polynomial component: of values by p, of queries and keys by P."""
+    """The gradients of a polynomial component: of values and key log-weights by p, of queries and
+    keys by P."""
 
     component: PolynomialSum
 
@@ -143,7 +182,7 @@ class _ClosedFormSum:
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
     ) -> None:
         unused = [torch.zeros_like(x) for x in (total.query, total.key, total.value)]
-        of_values = Gradients(unused[0], unused[1], total.value, None)
+        of_values = Gradients(unused[0], unused[1], total.value, total.key_log_weight)
         self.component.add_gradients(of_values, cotangent, head, rows)
         higher = PolynomialSum(antiderivative(self.component.polynomial), self.component.keys)
         of_scores = Gradients(total.query, total.key, unused[2], None)

@@ -14,9 +14,10 @@ from ..plans import HeadPlan, Plan
 from ..problem.problem import Head
 from ..problem.validation import attention_problem
 from ..sketch import approximate_svd
+from .closed_attention import without_autocast
 from .closed_form import Layer, Sums
 from .factors import Factors, SvdFactors, moment_columns
-from .loss_inputs import Call, check_goal, check_settings, checked_call
+from .loss_inputs import Call, check_settings, checked_call
 from .loss_result import AttentionLossGradient, LowRankPart
 from .many_heads import layer_gradient
 from .weights import BlockWeights, RowGroup, block_weights, row_groups, sparse_part
@@ -67,24 +68,22 @@ def attention_loss_gradient(
     >>> result.weight_qk  # 2 x·cov·(1/2 - 1) for the second row, whose tokens have variance 1/4
     tensor([[-0.2500]])
     """
-    check_settings(len(x), method, low_rank, input_gradient)
-    check_goal(target, upstream)
-    if upstream is not None or is_causal or weight_v.dim() == 3:
+    call = checked_call(x, weight_qk, weight_v, target, upstream)
+    check_settings(len(call.x), method, low_rank, input_gradient, is_causal)
+    if upstream is not None or is_causal or call.weight_v.dim() == 3:
         if low_rank is not None:
             raise InputError(
                 f"low_rank is {low_rank}, which is for one head with a target, not causal"
             )
         return layer_gradient(
-            x, weight_qk, weight_v, target, upstream, scale, method, is_causal, input_gradient
+            call, scale, method, is_causal, input_gradient, from_above=upstream is not None
         )
-    assert target is not None
-    call = checked_call(x, weight_qk, weight_v, target)
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast(call.x):
         head, scale = _head(call, scale)
         plan = Plan(method, head.dim, (method.plan_head(head),))
         groups, failed = row_groups(head, plan.heads[0])
         _check_work(plan.heads[0], groups, call.x.shape[1], low_rank, input_gradient)
-        layer = Layer.of(call.x, call.weight_v, call.target, centred=low_rank is None)
+        layer = Layer.of(call.x, call.weight_v, call.goal, centred=low_rank is None)
         sums, part = _sum_up(layer, head, groups, low_rank, input_gradient)
         weight, (weight_q, weight_k), inputs = _gradients(call, sums, scale)
     fallback = len(failed) if plan.heads[0].kind == "single-threshold" else 0

@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..methods import Exact, Method, Polynomial, SingleThreshold
 from ..problem.checks import check_finite
 from ..problem.rounding import compute_dtype
-from ..problem.validation import DTYPES
+from ..problem.validation import check_tensors
 
 METHODS = (Exact, Polynomial, SingleThreshold)
 
@@ -21,9 +21,9 @@ class Call:
     """Checked tensors, detached, in the dtype of all sums."""
 
     x: Tensor  # [n, d]
-    pair: tuple[Tensor, ...]  # (W,) [d, d], or (W_Q, W_K) [d, h]
-    weight_v: Tensor  # [d, dv]
-    target: Tensor  # [n, dv]
+    pair: tuple[Tensor, ...]  # (W,) [d, d], or (W_Q, W_K) [d, h]; [heads, ...] of several heads
+    weight_v: Tensor  # [d, dv], or [heads, d, dv]
+    goal: Tensor  # [n, dv], or [heads, n, dv]: the target, or the gradient from above
 
     @property
     def query(self) -> Tensor:
@@ -35,7 +35,11 @@ class Call:
 
 
 def checked_call(
-    x: Tensor, weight_qk: Tensor | Sequence[Tensor], weight_v: Tensor, target: Tensor
+    x: Tensor,
+    weight_qk: Tensor | Sequence[Tensor],
+    weight_v: Tensor,
+    target: Tensor | None,
+    upstream: Tensor | None,
 ) -> Call:
     """The call, or an error about a tensor."""
     if isinstance(weight_qk, Tensor):
@@ -46,30 +50,48 @@ def checked_call(
         raise InputError(
             f"weight_qk must be a tensor [d, d] or a pair (W_Q, W_K), got {weight_qk!r}"
         )
-    tensors = {"x": x, **pair, "weight_v": weight_v, "target": target}
-    for name, tensor in tensors.items():
-        _check_matrix(name, tensor, x)
+    name, goal = _goal(target, upstream)
+    tensors = {"x": x, **pair, "weight_v": weight_v, name: goal}
+    for key, tensor in tensors.items():
+        _check_dims(key, tensor)
+    check_tensors(list(tensors.values()), list(tensors))
     check_finite(**tensors)
     weights = tuple(pair.values())
-    _check_shapes(x, weights, weight_v, target)
-    x, weight_v, target, *weights = (  # type: ignore[assignment]
-        y.detach().to(compute_dtype(y.dtype)) for y in (x, weight_v, target, *weights)
+    _check_shapes(x, weights, weight_v, goal, name)
+    x, weight_v, goal, *weights = (  # type: ignore[assignment]
+        y.detach().to(compute_dtype(y.dtype)) for y in (x, weight_v, goal, *weights)
     )
-    return Call(x, tuple(weights), weight_v, target)
+    return Call(x, tuple(weights), weight_v, goal)
 
 
-def check_method(method: Method | None) -> None:
+def _goal(target: Tensor | None, upstream: Tensor | None) -> tuple[str, Tensor]:
+    """The target or the gradient from above, and its name."""
+    if target is not None and upstream is None:
+        return "target", target
+    if upstream is not None and target is None:
+        return "upstream", upstream
+    given = "neither is" if target is None else "both are"
+    raise InputError(
+        f"target or upstream: {given} given; expected the target of the loss, or the gradient "
+        "of another loss by the output"
+    )
+
+
+def check_method(method: Method | None, gradient: str = "this gradient") -> None:
     """Raise unless the closed form knows the weights of this method."""
     if type(method) not in METHODS:
         names = ", ".join(f"sb.{kind.__name__}" for kind in METHODS)
-        raise InputError(f"method must be one of {names} for this gradient, got {method!r}")
+        raise InputError(f"method must be one of {names} for {gradient}, got {method!r}")
 
 
-def check_settings(n: int, method: Method, low_rank: int | None, input_gradient: bool) -> None:
+def check_settings(
+    n: int, method: Method, low_rank: int | None, input_gradient: bool, is_causal: bool
+) -> None:
     """Raise for a method, a rank or a switch that cannot be used."""
     check_method(method)
-    if not isinstance(input_gradient, bool):
-        raise InputError(f"input_gradient must be True or False, got {input_gradient!r}")
+    for name, flag in (("input_gradient", input_gradient), ("is_causal", is_causal)):
+        if not isinstance(flag, bool):
+            raise InputError(f"{name} must be True or False, got {flag!r}")
     if low_rank is None:
         return
     if isinstance(low_rank, bool) or not isinstance(low_rank, int) or not 1 <= low_rank <= n:
@@ -82,39 +104,34 @@ def check_settings(n: int, method: Method, low_rank: int | None, input_gradient:
         )
 
 
-def check_goal(target: Tensor | None, upstream: Tensor | None) -> None:
-    """Raise unless there is a target or a gradient from above."""
-    if (target is None) == (upstream is None):
-        given = "neither is" if target is None else "both are"
-        raise InputError(
-            f"target or upstream: {given} given; expected the target of the loss, or the gradient "
-            "of another loss by the output"
-        )
+def _check_dims(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor) or tensor.is_nested:
+        return  # `check_tensors` will say so
+    dims, expected = ((2,), "a matrix") if name == "x" else ((2, 3), "a matrix or [heads, ...]")
+    if tensor.dim() not in dims or not tensor.numel():
+        shape = tuple(tensor.shape)
+        raise InputError(f"{name} has shape {shape}; expected {expected}, not empty")
 
 
-def _check_matrix(name: str, tensor: Tensor, x: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.dtype not in DTYPES:
-        raise InputError(f"{name} has dtype {tensor.dtype}; expected floating point")
-    if tensor.dim() != 2 or not tensor.numel():
-        raise InputError(f"{name} has shape {tuple(tensor.shape)}; expected a matrix, not empty")
-    if tensor.dtype != x.dtype:
-        raise InputError(f"{name} has dtype {tensor.dtype} but x has {x.dtype}")
-    if tensor.device != x.device:
-        raise InputError(f"{name} is on {tensor.device} but x is on {x.device}")
-
-
-def _check_shapes(x: Tensor, pair: tuple[Tensor, ...], weight_v: Tensor, target: Tensor) -> None:
+def _check_shapes(
+    x: Tensor, pair: tuple[Tensor, ...], weight_v: Tensor, goal: Tensor, name: str
+) -> None:
     n, dim = x.shape
-    if len(pair) == 1 and pair[0].shape != (dim, dim):
-        raise InputError(f"weight_qk has shape {tuple(pair[0].shape)}; expected {(dim, dim)}")
-    if len(pair) == 2 and (pair[0].shape != pair[1].shape or len(pair[0]) != dim):
-        shapes = " and ".join(str(tuple(y.shape)) for y in pair)
-        raise InputError(f"weight_qk has shapes {shapes}; expected two of ({dim}, h)")
-    if len(weight_v) != dim:
-        raise InputError(f"weight_v has {len(weight_v)} rows; expected {dim}, the width of x")
-    if target.shape != (n, weight_v.shape[1]):
+    if len({w.shape[:-2] for w in (*pair, weight_v)}) > 1:
+        shapes = ", ".join(str(tuple(w.shape)) for w in (*pair, weight_v))
         raise InputError(
-            f"target has shape {tuple(target.shape)}; expected {(n, weight_v.shape[1])}"
+            f"weight_qk and weight_v have shapes {shapes}, which disagree; expected all "
+            f"[{dim}, ...] for one head or all [heads, {dim}, ...]"
         )
+    if len(pair) == 1 and pair[0].shape[-2:] != (dim, dim):
+        raise InputError(
+            f"weight_qk has shape {tuple(pair[0].shape)}; expected [..., {dim}, {dim}]"
+        )
+    if len(pair) == 2 and (pair[0].shape != pair[1].shape or pair[0].shape[-2] != dim):
+        shapes = " and ".join(str(tuple(y.shape)) for y in pair)
+        raise InputError(f"weight_qk has shapes {shapes}; expected two of [..., {dim}, h]")
+    if weight_v.shape[-2] != dim:
+        raise InputError(f"weight_v has {weight_v.shape[-2]} rows; expected {dim}, the width of x")
+    expected = (*weight_v.shape[:-2], n, weight_v.shape[-1])
+    if goal.shape != expected:
+        raise InputError(f"{name} has shape {tuple(goal.shape)}; expected {expected}")
