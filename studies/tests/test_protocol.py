@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,6 +133,11 @@ def llada(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llada(tmp_path_factory.mktemp("llada"))
 
 
+def user_chat(llada: Path, data: Path) -> protocol.UserChat:
+    wish = commands.BenchmarkWish(str(llada), ("gsm8k",), None, commands.Access(False, True))
+    return protocol.UserChat(wish, data, torch.device("cpu"))
+
+
 def test_a_model_with_code_of_its_own_answers_and_resumes(
     llada: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,8 +155,7 @@ def test_a_model_with_code_of_its_own_answers_and_resumes(
 
 
 def test_batches_change_nothing(llada: Path, data: Path) -> None:
-    wish = commands.BenchmarkWish(str(llada), ("gsm8k",), None, commands.Access(False, True))
-    chat = protocol.UserChat(wish, data, torch.device("cpu"))
+    chat = user_chat(llada, data)
     written: list[tuple[list[int], list[int]]] = []
 
     def keep(question: protocol.Prompted, tokens: list[int]) -> protocol.Answer:
@@ -163,8 +170,7 @@ def test_batches_change_nothing(llada: Path, data: Path) -> None:
 
 
 def test_methods_change_the_logits_of_a_model_with_code_of_its_own(llada: Path, data: Path) -> None:
-    wish = commands.BenchmarkWish(str(llada), ("gsm8k",), None, commands.Access(False, True))
-    chat = protocol.UserChat(wish, data, torch.device("cpu"))
+    chat = user_chat(llada, data)
     tokens = torch.tensor([chat.prompted("gsm8k", 0, 1)[0].tokens])
     with torch.no_grad():
         truth = chat.model(tokens).logits
@@ -195,6 +201,98 @@ def test_the_model_of_the_package_answers_in_this_protocol() -> None:
     )
     found = chat.answers(chat.prompted("hard", 0, 6), 6)
     assert sum(answer.right for answer in found) >= 4  # chance of that is 4 %
+
+
+class Counting(protocol.Chat):
+    """Questions of 100 tokens, which name their task and number."""
+
+    tasks, mask = ("a", "b", "c"), 0
+    model = SimpleNamespace(device=torch.device("cpu"))
+
+    def __init__(self, size: int | None):
+        self.items = size
+
+    def size(self, task: str) -> int | None:
+        return self.items
+
+    def prompted(self, task: str, first: int, count: int) -> list[protocol.Prompted]:
+        last = first + count if self.items is None else min(first + count, self.items)
+        name = self.tasks.index(task) * 10**7
+        return [protocol.Prompted([name + n] * 100, Item([], [], [])) for n in range(first, last)]
+
+    def answer(self, question: protocol.Prompted, written: list[int]) -> protocol.Answer:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("size", [None, 40, 6])
+def test_every_batch_of_a_plan_has_all_tasks_and_questions_scored_last(
+    size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        protocol.sb.models, "plan", lambda model, batches, **_: given.extend(batches)
+    )
+    assert Counting(size).plan is None
+    assert len(given) >= 2  # the last is held back to verify
+    for batch in given:
+        assert batch.shape[0] == 1 and 512 <= batch.shape[1] <= protocol.PLANNED
+        assert (batch // 10**7).unique().tolist() == [0, 1, 2]
+    if size != 6:  # then all questions are needed
+        assert all(((batch % 10**7) >= 32).all() for batch in given)
+
+
+def test_rows_of_other_weights_and_data_are_not_used(
+    llada: Path, data: Path, tmp_path: Path
+) -> None:
+    model, bench = tmp_path / "model", tmp_path / "bench"
+    shutil.copytree(llada, model)  # with times of modification
+    shutil.copytree(data, bench)
+    found = [user_chat(folder, data).digest for folder in (llada, model)]
+    found.append(user_chat(model, bench).digest)
+    assert len(set(found)) == 1
+    weights = model / "model.safetensors"
+    os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))
+    found.append(user_chat(model, bench).digest)
+    config = model / "config.json"
+    config.write_text(config.read_text() + " ")
+    found.append(user_chat(model, bench).digest)
+    with (bench / "gsm8k_test.jsonl").open("a") as file:
+        file.write("\n")
+    found.append(user_chat(model, bench).digest)
+    assert len(set(found)) == 4
+
+
+def test_rows_of_a_plan_are_named_by_the_tasks_it_is_made_on() -> None:
+    names = {}
+    for tasks in (("a", "b"), ("a",)):
+        chat = Counting(None)
+        chat.name, chat.digest, chat.tasks = "counting", "", tasks
+        extent = protocol_study.Extent((protocol.PLAN, "exact"), 1, 1)
+        units = protocol_study._units(chat, extent, SimpleNamespace())  # type: ignore[arg-type]
+        names[tasks] = [unit.name for unit in units][:2]
+    (plan, exact), (other, same) = names.values()
+    assert plan != other and exact == same
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--protocol", "lm-eval", "--batch", 2), "--batch: only for --protocol paper"),
+        (("--protocol", "lm-eval", "--dtype", "float32"), "--dtype: only for a model of your own"),
+        (("--dtype", "float32"), "--dtype: only for a model of your own"),
+        (("--download",), "--download: only for a model of your own"),
+        (("--trust-remote-code",), "--trust-remote-code: only for a model of your own"),
+        (("--models", "."), "--models: only for the models of the package"),
+        (("--protocol", "lm-eval", "--model", "x", "--models", "."), "--models: only for"),
+    ],
+)
+def test_arguments_that_would_be_ignored_are_refused(
+    arguments: tuple[object, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("run_protocol", "run_downstream", "run_benchmarks"):
+        monkeypatch.setattr(commands, name, lambda *given, **named: None)
+    code, text = invoke(*arguments, "--out", tmp_path)
+    assert code == 2 and said in text
 
 
 def test_what_is_refused(llada: Path, data: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +45,7 @@ from .video import WEIGHTS, run_video, video_extent
 
 QUICK_ITEMS = 10  # of each benchmark, for a model of the user's
 PROTOCOL_ITEMS = 2000  # of each task, in the authors' protocol
+BATCH = 10  # of them are answered at once
 ALL_ITEMS, FEW_ITEMS = 100, 2  # of the same in `all`, which would take a day otherwise
 
 reproduce = typer.Typer(
@@ -166,8 +168,9 @@ def downstream(
         typer.Option(min=1, help="For --model or --protocol paper: items of each task, at most."),
     ] = None,
     batch: Annotated[
-        int, typer.Option(min=1, help="For --protocol paper: items answered at once.")
-    ] = 10,
+        int | None,
+        typer.Option(min=1, help="For --protocol paper: items answered at once. [default: 10]"),
+    ] = None,
     models: Annotated[
         Path | None,
         typer.Option(
@@ -190,8 +193,20 @@ def downstream(
     with friendly("reproduce downstream"):
         if protocol not in ("lm-eval", "paper"):
             raise InputError(f"--protocol: got {protocol!r}, expected lm-eval or paper")
-        if protocol == "lm-eval" and (data is not None or methods is not None):
-            raise InputError("--data and --methods are for --protocol paper: add it")
+        if protocol == "lm-eval":
+            given = {"--data": data, "--methods": methods, "--batch": batch}
+            _refuse(given, "for --protocol paper: add it")
+        if model is None:
+            given = {"--dtype": dtype, "--download": download}
+            given |= {"--trust-remote-code": trust_remote_code}
+            if protocol == "lm-eval":
+                given |= {"--tasks": tasks, "--limit": limit}
+            _refuse(given, "for a model of your own: add --model")
+        if model is not None or protocol == "paper":
+            _refuse(
+                {"--models": models},
+                "for the models of the package: omit --model and --protocol paper",
+            )
         wish = None
         if model is not None:
             access = Access(download, trust_remote_code)
@@ -202,16 +217,21 @@ def downstream(
         if protocol == "paper":
             chat = _chat(wish, data, device, tasks)
             items = limit or (QUICK_ITEMS if quick else PROTOCOL_ITEMS)
-            extent = ProtocolExtent(chosen_methods(methods), items, batch)
+            extent = ProtocolExtent(chosen_methods(methods), items, batch or BATCH)
             run_protocol(chat, extent, writable(out), console(), redraw=redraw)
         elif wish is None:
-            if tasks is not None or limit is not None:
-                raise InputError("--tasks and --limit are for a model of your own: add --model")
             extents = QUICK_DOWNSTREAM if quick else WHOLE_DOWNSTREAM
             found = stories_folder(models)
             run_downstream(extents, writable(out), found, console(), device=device, redraw=redraw)
         else:
             run_benchmarks(wish, writable(out), console(), device=device, redraw=redraw)
+
+
+def _refuse(given: Mapping[str, object], why: str) -> None:
+    """Raise if one of the arguments is given."""
+    named = [name for name, value in given.items() if value is not None and value is not False]
+    if named:
+        raise InputError(f"{', '.join(named)}: only {why}")
 
 
 def _chat(wish: BenchmarkWish | None, data: Path | None, device: str, tasks: str | None) -> Chat:

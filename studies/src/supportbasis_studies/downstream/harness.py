@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ from supportbasis.cli.loading import Access, LoadedModel, check_folder, load_mod
 from ..distribution.models import PRESETS
 from ..models import attending
 from ..study import Row
+from .benchmarks import file_state
 from .diffusion import Diffusion, as_lm
 from .methods import replacement
 from .sampler import Sampling
 
 BENCHMARKS = ("gsm8k", "mmlu", "hellaswag", "arc_easy", "arc_challenge")
 METRICS = ("acc_norm,none", "acc,none", "exact_match,strict-match")  # the first that there is
+READ = (".json", ".jinja", ".model", ".py", ".txt")  # of a model's files, all but its weights
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 INSTALL = 'the benchmarks need lm-eval: pip install "supportbasis-studies[eval]"'
 WRITING = Sampling(length=256, steps=256, block=32)  # LLaDA's own for GSM8K
 
@@ -68,6 +72,22 @@ def load_for(wish: Wish, device: torch.device) -> LoadedModel:
     if found.tokenizer is None:
         raise InputError(f"--model: {found.name} takes pictures; expected a model of language")
     return found
+
+
+def model_state(name: str) -> str:
+    """Changes with the configuration, code, tokenizer and weights of a folder, or of what is on
+    this machine of a model on the hub."""
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json")
+        if not isinstance(found, str):
+            return "not on this machine"
+        folder = Path(found).parent
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    read = b"".join(file.read_bytes() for file in files if file.suffix in READ)
+    return sha256(read).hexdigest() + file_state(file for file in files if file.suffix in WEIGHTS)
 
 
 class Harness:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ from supportbasis.cli.loading import LoadedModel
 
 from ..models import attending, one_line
 from .answers import Answer, questions
-from .benchmarks import Asked, read_benchmark
+from .benchmarks import Asked, data_state, read_benchmark
 from .diffusion import MASK
-from .harness import Wish, is_diffusion, load_for
+from .harness import Wish, is_diffusion, load_for, model_state
 from .items import ANSWER, NUMBER, TASKS, Item
 from .language import MASK as OWN_MASK
 from .language import STOP
@@ -42,7 +43,9 @@ WRITING = Sampling(length=32, steps=8, block=32)
 PLAN = "plan(kl=0.002)"
 KL = 0.002
 PROMPT = 256  # tokens of the prompts of generated tasks
-PLANNED = 768  # tokens that the plan of a model is made on
+PLANNED, BATCHES = 768, 3  # tokens and batches that the plan of a model is made on
+QUESTIONS = 32  # of each task, at most, that those tokens are taken from
+BEYOND = 10**6  # the first generated question that is planned on: none of them is scored
 METHODS = {
     "exact": NAMES[0], "ours4": NAMES[1], "ours6": NAMES[2], "as23-4": NAMES[3],
     "as23-6": NAMES[4], "mean": NAMES[5], "single": NAMES[6], "multi": NAMES[7],
@@ -79,7 +82,7 @@ class Chat(ABC):
     """A masked-diffusion model and the questions it is asked."""
 
     name: str
-    digest: str  # changes with the weights
+    digest: str  # changes with the weights and the questions
     tasks: tuple[str, ...]
     mask: int
 
@@ -122,10 +125,22 @@ class Chat(ABC):
     @cached_property
     def plan(self) -> sb.ModelPlan:
         """A plan of the whole model, made on questions of all tasks."""
-        tokens = [t for task in self.tasks for p in self.prompted(task, 0, 8) for t in p.tokens]
-        length = min(PLANNED, len(tokens))
-        batch = torch.tensor([tokens[:length]], device=self.model.device)
-        return sb.models.plan(self.model, [batch], kl=KL, progress=False)
+        return sb.models.plan(self.model, self.planned_on(), kl=KL, progress=False)
+
+    def planned_on(self) -> list[Tensor]:
+        """Batches with a part of every task in each, of the last questions of a task: those are
+        scored last, and they are the same whatever the limit is, so that a run that was stopped
+        goes on with the plan that it had."""
+        batches: list[list[int]] = [[] for _ in range(BATCHES)]
+        for task in self.tasks:
+            size = self.size(task)
+            first = BEYOND if size is None else max(0, size - QUESTIONS)
+            asked = reversed(self.prompted(task, first, QUESTIONS))
+            tokens = [token for question in asked for token in question.tokens]
+            length = min(PLANNED // len(self.tasks), len(tokens) // BATCHES)
+            for number, batch in enumerate(batches):
+                batch += tokens[number * length : (number + 1) * length]
+        return [torch.tensor([batch], device=self.model.device) for batch in batches]
 
     @contextmanager
     def by(self, method: str) -> Iterator[Used]:
@@ -192,10 +207,15 @@ class UserChat(Chat):
 
     def __init__(self, wish: Wish, data: Path, device: torch.device):
         self.wish, self.data, self.device = wish, data, device
-        self.name, self.digest = wish.label, str(wish.dtype or "")
-        self.tasks = wish.tasks
+        self.name, self.tasks = wish.label, wish.tasks
         for task in self.tasks:
             self._read(task)  # raises where something is missing, before the model is loaded
+
+    @cached_property
+    def digest(self) -> str:  # type: ignore[override]
+        """Of what is asked for and of the files; of a model on the hub, once it was fetched."""
+        parts = [str(self.wish.dtype), model_state(self.wish.name), data_state(self.data)]
+        return sha256(" ".join(parts).encode()).hexdigest()[:8]
 
     @cached_property
     def _benchmarks(self) -> dict[str, list[Asked]]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from ..study import Grid, Machine, Records, Section, Tick, Unit, measure, publish
 from .findings import Scored
 from .methods import EXACT
-from .protocol import METHODS, WRITING, Chat, OwnChat
+from .protocol import METHODS, PLAN, WRITING, Chat, OwnChat
 from .rows import TaskRow, joined, task_answers
 
 TITLE = "supportbasis reproduce downstream --protocol paper"
@@ -89,7 +89,9 @@ def _unit(
     rows: Records[TaskRow],
 ) -> Unit[TaskRow]:
     first, count = part
-    name = ", ".join(map(str, (chat.name, chat.digest, method, task, first, count, "paper")))
+    planned = chat.tasks if method == PLAN else ()  # the plan changes with them
+    parts = (chat.name, chat.digest, method, task, first, count, "paper", *planned)
+    name = ", ".join(map(str, parts))
 
     def run(tick: Tick) -> Sequence[TaskRow]:
         asked, start = chat.prompted(task, first, count), time.perf_counter()
@@ -152,7 +154,7 @@ def large_cost() -> str:
 
 
 def scored(rows: Sequence[TaskRow], methods: Sequence[str]) -> dict[str, Scored]:
-    """By method; of each, the tasks that all of them have."""
+    """The methods that have rows; of each, the parts of a task joined."""
     parts: dict[tuple[str, str], list[TaskRow]] = {}
     for row in rows:
         parts.setdefault((row.method, row.task), []).append(row)

@@ -54,7 +54,7 @@ class SketchRow:
     seed: int
     powers: Powers
     output_l2: float
-    lost_rows: float  # share of rows that the sketches lost
+    lost_rows: float  # share of rows on which the sketches failed
     seconds: float
     sdpa_seconds: float
     mean_v: float  # the error of the mean of V on this input
@@ -164,7 +164,7 @@ def _sketch_row(
         sketch_size=size,
         seed=seed,
         powers=Powers.of(head),
-        # what the library returns has its lost rows mended: only then is it what is asked for
+        # the library computes failed rows exactly: only then is its output what is asked for
         output_l2=case.error(timed_call.output) if way == AS_RUN else sampled.output[1],
         lost_rows=sampled.lost_rows,
         seconds=timed_call.seconds,

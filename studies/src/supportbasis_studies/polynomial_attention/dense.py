@@ -186,7 +186,7 @@ class Exact(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """Relative errors in the four norms, and the share of rows that a sketch lost."""
+    """Relative errors in the four norms, and the share of failed rows of a sketch."""
 
     matrix: tuple[float, float, float, float]
     attention: tuple[float, float, float, float]
@@ -197,7 +197,7 @@ class Errors(NamedTuple):
 def measure_errors(head: Head, plan: HeadPlan, exact: Exact, *, rescue: bool) -> Errors:
     """Errors of a plan's weights exp(score), of its attention matrix and of its output.
 
-    Rows whose sketched sum is provably too small are lost: with ``rescue`` they are exact, as in
+    Rows whose sketched sum is provably too small have failed: with ``rescue`` they are exact, as in
     the library. Rows without a positive sum, which only a polynomial can have, are zero there too.
     """
     matrix, attention = Norms(), Norms()

@@ -106,10 +106,10 @@ def _errors(
         "lemmas are about, “D⁻¹A” the attention matrix. “Nothing exact”: every pair of buckets is "
         "sketched, whatever its power; “shared sketches”: pairs of equal power share one sketch "
         "instead of drawing their own; “as the library runs it”: small pairs, and pairs of high "
-        "power where that is affordable, are exact. “Exact” is the share of exact pairs, “lost” "
-        "that of rows that a sketch lost and the library computed exactly. Equal sketch budget "
-        "means equal sketch size: with m buckets of keys a query has m sketches. Red lines are not "
-        "better than the mean of V."
+        "power where that is affordable, are exact. “Exact” is the share of exact pairs, “failed” "
+        "that of rows on which a sketch failed; the library computes them exactly. Equal sketch "
+        "budget means equal sketch size: with m buckets of keys a query has m sketches. Red lines "
+        "are not better than the mean of V."
     )
     picture = out / "errors.png"
     pictures.draw_errors(summaries, picture)
@@ -152,8 +152,8 @@ def _bought(measured: Measured, extent: Extent, out: Path) -> Section:
         f"{extent.bought_seeds} seeds; also with entries × 0.3, where scores are small enough for "
         "sketches of every pair. A sketch reaches an error when it does so with every seed. Time "
         "is the best of the seeds' calls, planning included, SDPA's the best of calls between "
-        "them. The library mends rows that a sketch lost, by exact computation; errors “as the "
-        "library runs it” have them mended, those with nothing exact have not (512 sampled rows)."
+        "them. The library computes failed rows of a sketch exactly: so do errors “as the library "
+        "runs it”, and those with nothing exact do not (512 sampled rows)."
     )
     said = [findings.power_finding(measured.powers)]
     said += findings.sketch_findings(measured.sketches, bought)

@@ -47,7 +47,7 @@ def error_table(
     mine = [row for row in summaries if (row.input, row.n) == (name, n)]
     errors = {(row.method, row.part, row.norm): row.error.mean for row in mine}
     columns = [(part, norm) for part in parts for norm in NORMS]
-    headings = ["method", "powers", "exact", "lost"]
+    headings = ["method", "powers", "exact", "failed"]
     headings += [f"{NAMES[part].split(' ')[0]} {SIGNS[norm]}" for part, norm in columns]
     lines, lost = [], set()
     for index, method in enumerate(dict.fromkeys(row.method for row in rows)):
@@ -61,7 +61,7 @@ def error_table(
 
 
 def _plan_cells(rows: Sequence[ErrorRow]) -> list[str]:
-    """Mean and largest power, share of exact pairs, share of lost rows, over all seeds."""
+    """Mean and largest power, share of exact pairs, share of failed rows, over all seeds."""
     largest = max(row.powers.largest_power for row in rows)
     mean = sum(row.powers.mean_power for row in rows) / len(rows)
     exact = 100 * sum(row.powers.exact_share for row in rows) / len(rows)

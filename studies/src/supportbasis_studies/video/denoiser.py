@@ -174,7 +174,7 @@ def sample(
     steps: int,
     before: Callable[[float], None] = lambda t: None,
 ) -> Tensor:
-    """Euler steps from noise to clips, float32; ``before`` is told the timestep of each."""
+    """Euler steps from noise to clips, float32; ``before`` is called with the timestep of each."""
     dtype, x = next(model.parameters()).dtype, noise.float()
     times = timesteps(steps)
     for now, then in pairwise(times):
@@ -207,7 +207,7 @@ def load(path: Path = WEIGHTS) -> Denoiser:
 
     if not path.is_file():
         raise InputError(
-            f"--weights: {path} is missing; train the model on a GPU, which takes four minutes: "
+            f"--weights: {path} is missing; train the model on a GPU, which takes 3.5 minutes: "
             f"python -m supportbasis_studies.video.train --out {path}"
         )
     with safe_open(path, "pt") as file:
