@@ -11,8 +11,11 @@ from torch import Tensor
 
 import supportbasis as sb
 from supportbasis.methods import Method
+from supportbasis.methods.choice import derived_degree
 from supportbasis.plans import BucketHead, PolynomialHead, ThresholdHead
+from supportbasis.polynomials import certified
 from supportbasis.polynomials.certified import smallest_degree
+from supportbasis.polynomials.degrees import widest_bound
 
 KINDS = ("taylor", "chebyshev", "minimax")
 
@@ -79,7 +82,7 @@ def test_a_degree_with_too_many_features() -> None:
     with pytest.raises(sb.InputError, match=r"epsilon=0\.01: no chebyshev polynomial.*head dim 64"):
         sb.plan(q, k, v, method=sb.Polynomial(epsilon=0.01))
     (found,) = sb.plan(q, k, v, method=sb.SingleThreshold(30.0, epsilon=0.01)).heads
-    assert found.kind == "exact" and "too many features in dim 64" in found.reason
+    assert found.kind == "exact" and "the highest for head dim 64" in found.reason
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,3 +169,55 @@ def test_buckets_that_cost_more_than_exact_attention_say_so() -> None:
     q, k, v = head()
     plan = sb.plan(q, k, v, method=sb.MultiThreshold())
     assert plan.cost > 1 and f"costs {plan.cost:.3g} times exact attention" in str(plan)
+
+
+@pytest.mark.parametrize("method", [sb.SingleThreshold(1.5, epsilon=0.3), sb.SingleThreshold()])
+def test_the_polynomial_of_a_density_is_certified_to_epsilon(method: sb.SingleThreshold) -> None:
+    """Least expected error alone chooses a Taylor polynomial of any certified error."""
+    x = 0.7 * torch.randn(900, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    result = sb.gaussian_kde(x, x, 1.5, method=method, return_result=True)
+    found = only(result.plan)
+    assert found.polynomial.error <= (method.epsilon or 0.05)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The degrees of the Remez exchanges that are done from now on."""
+    degrees: list[int] = []
+    original = certified.remez
+
+    def remez(degree: int, bound: float) -> tuple[float, ...] | None:
+        degrees.append(degree)
+        return original(degree, bound)
+
+    monkeypatch.setattr(certified, "remez", remez)
+    certified._build.cache_clear()
+    certified._largest_bound.cache_clear()
+    return degrees
+
+
+@pytest.mark.parametrize(("reach", "dim"), [(50.0, 4), (20.0, 2), (300.0, 1), (1e4, 1)])
+def test_what_rounding_rules_out_builds_no_polynomial(
+    reach: float, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = counted(monkeypatch)
+    assert all(derived_degree(0.1, reach, dim, kind) is None for kind in ("auto", *KINDS))
+    assert not built and not certified._build.cache_info().misses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("epsilon", [0.01, 1e-6])
+@pytest.mark.parametrize("below", [0.05, 0.4, 3.0])
+def test_the_degree_is_that_of_a_walk_through_all(kind: str, epsilon: float, below: float) -> None:
+    """Also near the rounding floor, ``below`` the widest range that it leaves at degree 20."""
+    reach = widest_bound(epsilon, 20) - below
+    build = getattr(certified, kind)
+    walked = (g for g in range(75) if build(g, reach).error <= epsilon)
+    assert derived_degree(epsilon, reach, 2, kind) == next(walked, None)
+
+
+def test_planning_with_epsilon_fits_few_polynomials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dozen or so a degree, up to those that could be cheaper; it was thousands."""
+    q, k, v = head(spread=1.0, n=2048)
+    built = counted(monkeypatch)
+    plan = sb.plan(q, k, v, method=sb.SingleThreshold(epsilon=0.01))
+    assert plan.cost < 1 and len(built) <= 12 * (max(built) + 1) and max(built) <= 20

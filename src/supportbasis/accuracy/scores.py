@@ -81,15 +81,19 @@ def best_polynomial(
     ``kind`` other than "auto" is taken as it is.
 
     The sum of a density has no denominator to lose: there any sign will do, and minimax, which
-    weighs all scores equally, is left out.
+    weighs all scores equally, is left out unless epsilon is given.
     """
     if kind != "auto":
         return BUILDERS[kind](degree, reach)
-    if sample.is_density:
-        kinds = (taylor(degree, reach), chebyshev(degree, reach))
-        return min(kinds, key=lambda poly: sample.expected_error(poly, power))
-    candidates = [build(degree, reach) for build in BUILDERS.values()]
-    usable = [poly for poly in candidates if poly.positive and poly.error <= epsilon]
+    if sample.is_density and epsilon == math.inf:
+        candidates = [taylor(degree, reach), chebyshev(degree, reach)]
+    else:
+        candidates = [build(degree, reach) for build in BUILDERS.values()]
+    usable = [
+        poly
+        for poly in candidates
+        if (poly.positive or sample.is_density) and poly.error <= epsilon
+    ]
     if not usable:
         return min(candidates, key=lambda poly: poly.error)
     return min(usable, key=lambda poly: sample.expected_error(poly, power))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from ..accuracy.scores import BUILDERS
 from ..errors import InputError
-from ..polynomials.certified import LARGEST_DEGREE, smallest_degree
-from ..polynomials.features import largest_degree
+from ..polynomials.certified import LARGEST_DEGREE, true_rank
+from ..polynomials.degrees import first_degree
+from ..polynomials.features import RANK_LIMIT, largest_degree
 from .base import check_degree, is_positive
 
 POLYNOMIALS = ("auto", "taylor", "chebyshev", "minimax")
@@ -41,14 +43,20 @@ def strictest(polynomial: str) -> str:
     return "minimax" if polynomial == "auto" else polynomial
 
 
+def highest_degree(dim: int) -> int:
+    """The highest degree that has few enough features and can be certified."""
+    if true_rank(dim, LARGEST_DEGREE) <= RANK_LIMIT:
+        return LARGEST_DEGREE
+    return largest_degree(dim)
+
+
 def derived_degree(epsilon: float, reach: float, dim: int, polynomial: str) -> int | None:
     """The smallest degree at which a polynomial of this kind is certified to epsilon on
-    [-reach, reach] (Lemma A.3); None where it has too many features, or there is none."""
-    limit = min(largest_degree(dim), LARGEST_DEGREE) if dim else 0
-    try:
-        return smallest_degree(epsilon, reach, strictest(polynomial), limit).degree
-    except InputError:
-        return None
+    [-reach, reach] (Lemma A.3); None where there is none of few enough features."""
+    build = BUILDERS[strictest(polynomial)]
+    return first_degree(
+        lambda degree: build(degree, reach).error, epsilon, reach, highest_degree(dim)
+    )
 
 
 def short_repr(method: Any) -> str:

@@ -11,10 +11,17 @@ from ..plans import HeadPlan, PolynomialHead
 from ..plans.cost import polynomial_work
 from ..plans.supports import score_reach
 from ..polynomials.certified import CertifiedPolynomial
-from ..polynomials.features import check_rank, largest_degree
+from ..polynomials.features import check_rank
 from ..problem.problem import Head
 from .base import Method, is_positive
-from .choice import check_polynomial, degree_or_error, derived_degree, short_repr, strictest
+from .choice import (
+    check_polynomial,
+    degree_or_error,
+    derived_degree,
+    highest_degree,
+    short_repr,
+    strictest,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,7 +84,7 @@ class Polynomial(Method):
         if degree is None:
             raise InputError(
                 f"epsilon={self.epsilon:g}: no {strictest(self.polynomial)} polynomial of degree "
-                f"<= {largest_degree(head.dim)}, the highest for head dim {head.dim}, is certified "
+                f"<= {highest_degree(head.dim)}, the highest for head dim {head.dim}, is certified "
                 f"to it on [-{reach:.4g}, {reach:.4g}]; use a larger epsilon, a degree, or "
                 "sb.SingleThreshold(epsilon=...), which computes large rows exactly"
             )

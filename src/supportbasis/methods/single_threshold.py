@@ -16,12 +16,20 @@ from ..plans import ExactHead, HeadPlan, ThresholdHead
 from ..plans.cost import Work, polynomial_work
 from ..plans.supports import Side, entry_reach, large_tokens, score_reach, sides
 from ..polynomials.certified import largest_bound
-from ..polynomials.features import check_rank, largest_degree
+from ..polynomials.features import check_rank
 from ..problem.problem import Head
 from .base import Method, exact_plan, is_positive
-from .choice import check_polynomial, degree_or_error, derived_degree, short_repr, strictest
+from .choice import (
+    check_polynomial,
+    degree_or_error,
+    derived_degree,
+    highest_degree,
+    short_repr,
+    strictest,
+)
 
 EPSILON = 0.05  # certified relative error that threshold=None asks of the polynomial
+COARSE = 1e-3  # tolerance of ranges while degrees are compared
 RULES = ("sqrt-log", "sub-gaussian")
 
 
@@ -114,19 +122,8 @@ class SingleThreshold(Method):
     def _cheapest(self, head: Head) -> HeadPlan:
         """The cheapest threshold whose polynomial is certified, of all degrees if none is given."""
         epsilon = EPSILON if self.epsilon is None else self.epsilon
-        degrees = range(largest_degree(head.dim) + 1) if self.degree is None else [self.degree]
-        found: list[ExactHead | ThresholdHead] = []
-        for degree in degrees:
-            if self.degree is None and polynomial_work(head, head.n, head.m, degree).cost(head) > 1:
-                break  # small rows alone would cost more than exact attention
-            reach = largest_bound(degree, epsilon, strictest(self.polynomial))
-            threshold = largest_threshold(head, reach)
-            if threshold is None:
-                continue
-            plan = threshold_plan(head, threshold, degree, epsilon, kind=self.polynomial)
-            found.append(plan)
-            if isinstance(plan, ThresholdHead) and plan.large == (0, 0):
-                break  # a higher degree has nothing to gain
+        degrees = [self.degree] if self.degree is not None else self._degrees(head, epsilon)
+        found = [plan for degree in degrees if (plan := self._widest(head, degree, epsilon))]
         if not found:
             which = f"degree-{self.degree} polynomial" if self.degree is not None else "polynomial"
             return exact_plan(head, f"no threshold has a {which} within {epsilon:.3g}")
@@ -136,6 +133,36 @@ class SingleThreshold(Method):
                 head, f"T={best.threshold:.4g} would cost {best.cost:.3g} times exact attention"
             )
         return best
+
+    def _degrees(self, head: Head, epsilon: float) -> list[int]:
+        """Degrees that may have the cheapest plan, found with ranges to 0.1 %: costs within 1 %."""
+        keys = head.m if head.live_keys is None else len(head.live_keys)
+        costs: dict[int, float] = {}
+        least, last = 1.0, -1.0
+        for degree in range(highest_degree(head.dim) + 1):
+            if polynomial_work(head, head.n, keys, degree).cost(head) > least:
+                break  # of a split the cost is more still, or that of exact attention
+            reach = largest_bound(degree, epsilon, strictest(self.polynomial), COARSE)
+            if reach < (1 - COARSE) * last or reach == last:
+                break  # rounding, not the degree, limits the range
+            last = max(last, reach)
+            plan = self._widest(head, degree, epsilon, COARSE)
+            if plan is not None:
+                costs[degree] = plan.cost
+                least = min(least, plan.cost)
+            if isinstance(plan, ThresholdHead) and plan.large == (0, 0):
+                break  # a higher degree has nothing to gain
+        return [degree for degree, cost in costs.items() if cost <= 1.01 * min(costs.values())]
+
+    def _widest(
+        self, head: Head, degree: int, epsilon: float, tolerance: float = 1e-6
+    ) -> ExactHead | ThresholdHead | None:
+        """The plan at the largest threshold whose polynomial of this degree is certified."""
+        reach = largest_bound(degree, epsilon, strictest(self.polynomial), tolerance)
+        threshold = largest_threshold(head, reach)
+        if threshold is None:
+            return None
+        return threshold_plan(head, threshold, degree, epsilon, kind=self.polynomial)
 
     def _threshold(self, head: Head) -> float | None:
         if isinstance(self.threshold, (int, float)):
@@ -167,8 +194,9 @@ def threshold_plan(
     if degree is None:
         return exact_plan(
             head,
-            f"at T={threshold:.4g} scores reach {reach:.4g}, where epsilon={epsilon:.3g} needs a "
-            f"degree above {largest_degree(head.dim)}: too many features in dim {head.dim}",
+            f"at T={threshold:.4g} scores reach {reach:.4g}, where no polynomial of degree <= "
+            f"{highest_degree(head.dim)}, the highest for head dim {head.dim}, is certified to "
+            f"epsilon={epsilon:.3g}",
         )
     sample = sample or ScoreSample.draw(head, rows.small, keys.small)
     work = split_work(head, rows, keys, degree)

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..problem.checks import check_integer
 from .coefficients import COEFFICIENTS, remez
+from .degrees import first_degree, last_within, widest_bound
 from .proofs import TINY, UNIT, certify, exp
 
 __all__ = [
@@ -234,29 +235,31 @@ def smallest_degree(
     """
     epsilon, bound = _checked_epsilon(epsilon), _checked_bound(bound)
     kind, limit = _checked_kind(kind), _built_degree(limit, "limit")
-    best = math.inf
-    for degree in range(limit + 1):
-        p = _build(kind, degree, bound)
-        if p.error <= epsilon:
-            return p
-        best = min(best, p.error)
+    found = first_degree(lambda degree: _build(kind, degree, bound).error, epsilon, bound, limit)
+    if found is not None:
+        return _build(kind, found, bound)
     raise InputError(
         f"epsilon={epsilon:g} is not reached by a {kind} polynomial of degree <= {limit} on "
-        f"[-{bound:g}, {bound:g}]: the best certified error is {best:.3g}. Use a larger epsilon, "
-        "a smaller bound or a larger limit (float64 rounding sets a floor near 1e-15 e^(2 bound))."
+        f"[-{bound:g}, {bound:g}]: at degree {limit} the certified error is "
+        f"{_build(kind, limit, bound).error:.3g}. Use a larger epsilon, a smaller bound or a "
+        "larger limit (float64 rounding sets a floor near 1e-15 e^(2 bound))."
     )
 
 
-def largest_bound(degree: int, epsilon: float, kind: str = "minimax") -> float:
-    """The largest B (to 1e-6 relative, from below) with certified error <= epsilon at this degree.
+def largest_bound(
+    degree: int, epsilon: float, kind: str = "minimax", tolerance: float = 1e-6
+) -> float:
+    """The largest B with certified error <= epsilon at this degree, from below.
 
-    0.0 if epsilon is below the rounding floor (about 1e-15); never more than 300.
+    To a relative tolerance; 0.0 if epsilon is below the rounding floor (about 1e-15), and never
+    more than 300.
 
     >>> b = largest_bound(2, 0.05)
     >>> minimax(2, b).error <= 0.05 < minimax(2, 1.001 * b).error
     True
     """
-    return _largest_bound(_built_degree(degree), _checked_epsilon(epsilon), _checked_kind(kind))
+    degree, epsilon, kind = _built_degree(degree), _checked_epsilon(epsilon), _checked_kind(kind)
+    return _largest_bound(degree, epsilon, kind, _checked_epsilon(tolerance, "tolerance"))
 
 
 def paper_degree(epsilon: float, bound: float) -> float:
@@ -322,9 +325,11 @@ def _build(kind: str, degree: int, bound: float) -> CertifiedPolynomial:
 
 
 @lru_cache(maxsize=1024)
-def _largest_bound(degree: int, epsilon: float, kind: str) -> float:
+def _largest_bound(degree: int, epsilon: float, kind: str, tolerance: float) -> float:
+    widest = widest_bound(epsilon, degree)
+
     def meets(bound: float) -> bool:
-        return _build(kind, degree, bound).error <= epsilon
+        return bound <= widest and _build(kind, degree, bound).error <= epsilon
 
     low, high = 0.0, 1.0
     while meets(high):
@@ -337,10 +342,8 @@ def _largest_bound(degree: int, epsilon: float, kind: str) -> float:
             low, high = low / 2, low
             if low < 1e-17:
                 return 0.0
-    while high - low > 1e-6 * low:
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if meets(middle) else (low, middle)
-    return low
+    high = min(high, widest)
+    return last_within(lambda b: _build(kind, degree, b).error, epsilon, low, high, tolerance)
 
 
 def _certified(
@@ -367,10 +370,10 @@ def _checked_bound(bound: float) -> float:
     return value + 0.0  # -0.0 -> 0.0
 
 
-def _checked_epsilon(epsilon: float) -> float:
-    value = _checked_number(epsilon, "epsilon")
+def _checked_epsilon(epsilon: float, name: str = "epsilon") -> float:
+    value = _checked_number(epsilon, name)
     if value <= 0.0:
-        raise InputError(f"epsilon must be a finite number > 0, got {epsilon!r}.")
+        raise InputError(f"{name} must be a finite number > 0, got {epsilon!r}.")
     return value
 
 

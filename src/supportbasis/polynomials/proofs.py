@@ -44,7 +44,7 @@ def _enclose(c: Tensor, bound: float, slack: float) -> tuple[Tensor, Tensor]:
     within h^2/8 max|s''| of its own chord, and e^{-Bh} <= e^{-B(t-a)} <= 1; better for large B.
     """
     powers = _tables(len(c) - 1)[0]
-    operations = 2 * len(c) + 24  # those of powers @ c, and of what follows here
+    operations = margin_operations(len(c) - 1)
     stiffness = 1 + (len(c) + bound) * WIDTH  # an underflow of c_k also enters the bulges
     underflow = 4 * operations * TINY * stiffness * stiffness
     s = powers @ c
@@ -59,6 +59,11 @@ def _enclose(c: Tensor, bound: float, slack: float) -> tuple[Tensor, Tensor]:
     flat_high = torch.where(flat_high < 0, decay * flat_high, flat_high)
     flat_low = torch.where(flat_low > 0, decay * flat_low, flat_low)
     return torch.maximum(chord_low, flat_low), torch.minimum(chord_high, flat_high)
+
+
+def margin_operations(degree: int) -> int:
+    """Operations whose rounding a certificate allows for: of powers @ c, and what follows it."""
+    return 2 * degree + 26
 
 
 def _bulges(c: Tensor, bound: float, slack: float) -> tuple[Tensor, Tensor]:

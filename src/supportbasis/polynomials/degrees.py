@@ -1,0 +1,129 @@
+"""The smallest degree of a certified error, and what any certificate of epsilon < 1 takes.
+
+The bounds hold whatever the polynomial, and cost nothing, so that searches build none that cannot
+do. For epsilon >= 1 nothing is known: p = 0 has an error of 1.
+"""
+
+import math
+from collections.abc import Callable
+
+from .proofs import UNIT, margin_operations
+
+_GROWTH = math.acosh(3.0)  # T_g(3) <= e^{g acosh 3}
+
+
+def first_degree(
+    error: Callable[[int], float], epsilon: float, bound: float, limit: int
+) -> int | None:
+    """The smallest degree <= limit with error(degree) <= epsilon on [-bound, bound], or None.
+
+    In steps that double, then by halves, for the error falls with the degree until truncation is
+    below rounding. Near that floor it may rise again: there one by one.
+    """
+    limit = _highest_useful(epsilon, bound, limit)
+    low = degree = least_degree(epsilon, bound)
+    is_steep = rounding_error(epsilon, limit, bound) < epsilon / 8
+    step = 1
+    while degree <= limit and rounding_error(epsilon, degree, bound) <= epsilon:
+        if error(degree) <= epsilon:
+            return _halved(error, epsilon, low, degree)
+        low = degree + 1
+        degree = low if low > limit else min(degree + step, limit)
+        step *= 2 if is_steep else 1
+    return None
+
+
+def _halved(error: Callable[[int], float], epsilon: float, low: int, high: int) -> int:
+    """The smallest degree of low..high within epsilon; that of high is."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if error(middle) <= epsilon else (middle + 1, high)
+    return high
+
+
+def _highest_useful(epsilon: float, bound: float, limit: int) -> int:
+    """The first degree <= limit at which truncation, at most 2 e^{2B} B^{g+1} / (g+1)! for all
+    kinds, is below epsilon / 70: a higher one has little to gain but rounding."""
+    log_bound = math.log(bound) if bound > 0.0 else -math.inf
+    log_goal = math.log(epsilon) - 5 - 2 * bound
+    for degree in range(limit):
+        if (degree + 1) * log_bound - math.lgamma(degree + 2) <= log_goal:
+            return degree
+    return limit
+
+
+def last_within(
+    error: Callable[[float], float], epsilon: float, low: float, high: float, tolerance: float
+) -> float:
+    """The largest bound (to the tolerance, from below) with error(bound) <= epsilon, between low,
+    where it is, and high.
+
+    The error is nearly a power of the bound, so interpolating logarithms finds it in a few steps,
+    each moved a little towards the farther end to close in from both sides; every third step
+    halves.
+    """
+    logs = [_log_ratio(error(bound), epsilon) for bound in (low, high)]
+    if logs[1] <= 0.0:
+        return high
+    step = 0
+    while high - low > tolerance * low:
+        step += 1
+        share = 0.5 if step % 3 == 0 else logs[0] / (logs[0] - logs[1])
+        nudge = 0.4 * (tolerance if share < 0.5 else -tolerance)
+        bound = low * (high / low) ** share * (1 + nudge)
+        if not low < bound < high:
+            bound = 0.5 * (low + high)
+        log = _log_ratio(error(bound), epsilon)
+        if log <= 0.0:
+            low, logs[0] = bound, log
+        else:
+            high, logs[1] = bound, log
+    return low
+
+
+def _log_ratio(error: float, epsilon: float) -> float:
+    """ln(error / epsilon) for interpolation: finite, and not zero where the error is too large."""
+    log = math.log(max(error, 1e-300)) - math.log(epsilon)
+    return min(log, 0.0) if error <= epsilon else min(max(log, 1e-12), 50.0)
+
+
+def least_degree(epsilon: float, bound: float) -> int:
+    """A degree that no polynomial within epsilon of exp on [-bound, bound] is below.
+
+    On [-B, 0] such a p is at most 1 + epsilon, so at z = B it is at most (1 + epsilon) T_g(3), but
+    it is at least (1 - epsilon) e^B there.
+
+    >>> least_degree(0.1, 10.0)
+    6
+    """
+    if epsilon >= 1.0:
+        return 0
+    return max(0, math.ceil((bound - 2 * math.atanh(epsilon)) / _GROWTH - 1e-9))
+
+
+def rounding_error(epsilon: float, degree: int, bound: float) -> float:
+    """What rounding alone adds to an error certified to epsilon.
+
+    At z = -B the certificate allows for the rounding of sum_k c_k t^k, relative to sum_k |c_k|;
+    that sum is at least p(B) e^{-B} >= 1 - epsilon, and there e^{2B} multiplies it.
+
+    >>> rounding_error(0.01, 20, 14.0) > 0.01 > rounding_error(0.01, 20, 13.9)
+    True
+    """
+    if epsilon >= 1.0:
+        return 0.0
+    log_size = math.log((1.0 - epsilon) * margin_operations(degree) * UNIT)
+    return math.exp(min(700.0, 2 * bound + log_size)) * (1 - 1e-9)
+
+
+def widest_bound(epsilon: float, degree: int) -> float:
+    """A bound beyond which no polynomial of this degree is certified to epsilon.
+
+    >>> widest_bound(0.1, 0) < 0.201 and widest_bound(1e-2, 40) < 14.0
+    True
+    """
+    if epsilon >= 1.0:
+        return math.inf
+    by_degree = degree * _GROWTH + 2 * math.atanh(epsilon)
+    by_rounding = 0.5 * math.log(epsilon / rounding_error(epsilon, degree, 0.0))
+    return (1 + 1e-9) * max(0.0, min(by_degree, by_rounding))
