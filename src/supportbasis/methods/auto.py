@@ -87,7 +87,9 @@ class Auto(Method):
         """Lists of exact and tilted keys within the tolerance, where they can be faster. Where few
         leaves have to be open, wider blocks are tried first: they cost less."""
         head = first.head
-        if head.is_density or fastest_lists(head) <= speedup:
+        if head.is_density:
+            return None
+        if max(fastest_lists(head), fastest_lists(head, WIDE_BLOCK)) <= speedup:
             return None
         search = self._search(head, None)
         likely = None if search is None else search.likely(self.tolerance)
