@@ -19,6 +19,7 @@ from supportbasis.models.evaluation import CUE, LINE, evaluate, hidden_lines
 from supportbasis.models.planning import upper_limit
 from supportbasis.models.predictions import divergences, sample_labels, visible
 from supportbasis.plans import ExactHead
+from supportbasis.problem.validation import attention_problem
 
 transformers = pytest.importorskip("transformers")
 TOKENS, WORDS = 1536, 64
@@ -392,3 +393,15 @@ def test_upper_limits_are_those_of_the_t_distribution() -> None:
     wanted = 5.5 + 1.833 * float(observed.std()) / 10**0.5  # t of 9 degrees of freedom
     assert upper == pytest.approx(wanted, rel=1e-3)
     assert upper_limit(observed[:1]) == (1.0, 2.0)
+
+
+def test_the_ladder_has_two_block_sizes_and_only_what_saves() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (x.cumsum(-2) * 0.01 for x in torch.randn(3, 1, 1, 8192, 16, generator=generator))
+    problem = attention_problem(q, k, v, None, 0.0, True, None, False)
+    (by_cost,), (by_time,) = (ladder.rungs(problem, x, 0) for x in ("cost", "time"))
+    assert by_cost[0].kind == by_time[0].kind == "exact"
+    assert {plan.lists.block for plan in by_cost[1:] if plan.kind == "lists"} == {32, 64}
+    assert all(plan.cost < 1 for plan in by_cost[1:])
+    assert all(plan.speedup > ladder.FASTER for plan in by_time[1:])
+    assert len(by_cost) > len(by_time)  # more of them pay at the longest length
