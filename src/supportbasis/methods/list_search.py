@@ -280,7 +280,7 @@ class _Part(NamedTuple):
         tilts = Tilts(*(x[0] for x in tilt(made, cells, leaves, head.scale)))
         members = rows_of(head, made.members[0, cells])
         weight = Coarse.of(members, tilts, head.scale).weight
-        inner = score_variances(made, members, cells, head.scale)[:, :leaves]
+        inner = score_variances(made, cells, head.scale)[0, :, :leaves]
         matters = importance(weight, made.members[0, cells], inner)[owner].T
         query = rows_of(head, rows.unsqueeze(1))  # [rows, 1, d]
         tilts = Tilts(*(x[owner] for x in tilts))
