@@ -15,8 +15,6 @@ from ..errors import InputError
 from ..problem.checks import check_finite, check_integer
 from .split import check_pair, check_threshold
 
-_BINS = 4096  # magnitude bins that locate the binding order statistic
-
 
 def variance_proxy(x: Tensor) -> float:
     """Smallest σ² whose sub-Gaussian tail covers the entries of x, a tensor of any shape.
@@ -26,43 +24,14 @@ def variance_proxy(x: Tensor) -> float:
 
         σ² = max_k |x|_(k)² / ln(2N/k).
 
-    Exact, yet only a few entries are sorted: a histogram bounds the term of each bin from both
-    sides, and bins that cannot hold the maximum are dropped. O(N) but for degenerate data. All
-    zeros give 0.0.
-
     >>> x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     >>> 1.0 < variance_proxy(x) < 2.1  # a standard Gaussian has 2
     True
     """
     check_entries("x", x)
-    magnitudes = x.detach().flatten().abs()
-    if magnitudes.dtype != torch.float64:
-        magnitudes = magnitudes.float()
-    total, largest = magnitudes.numel(), float(magnitudes.max())
-    if largest == 0:
-        return 0.0
-    candidates, above = _binding_candidates(magnitudes, largest)
-    ordered = candidates.double().sort(descending=True).values
-    rank = above + torch.arange(1, ordered.numel() + 1, dtype=torch.float64, device=x.device)
-    return float((ordered.square() / (2 * total / rank).log()).max())
-
-
-def _binding_candidates(magnitudes: Tensor, largest: float) -> tuple[Tensor, int]:
-    """The entries that may attain the maximum in `variance_proxy`, and how many lie above them."""
-    if magnitudes.numel() <= _BINS:
-        return magnitudes, 0
-    # Monotone in the magnitude whatever the rounding, so that the bins are ordered.
-    bins = (magnitudes / largest * _BINS).int().clamp_(max=_BINS - 1)
-    counts = torch.bincount(bins, minlength=_BINS)
-    at_least = counts.flip(0).cumsum(0).flip(0)
-    log = (2 * magnitudes.numel() / at_least.double()).log()
-    edges = torch.arange(_BINS + 1, dtype=torch.float64, device=magnitudes.device) / _BINS
-    margin = 1e-6  # more than the rounding of the bin index
-    attained = ((edges[:-1] * (1 - margin)).square() / log).max()
-    attainable = (edges[1:] * (1 + margin)).square() / log
-    kept = (attainable >= attained).nonzero()
-    low, high = int(kept[0]), int(kept[-1])
-    return magnitudes[(bins >= low) & (bins <= high)], int(at_least[high] - counts[high])
+    ordered = x.detach().flatten().abs().sort(descending=True).values.double()
+    rank = torch.arange(1, ordered.numel() + 1, dtype=torch.float64, device=x.device)
+    return float((ordered.square() / (2 * ordered.numel() / rank).log()).max())
 
 
 def expected_large_entries(n: int, d: int, threshold: float, proxy: float) -> float:
