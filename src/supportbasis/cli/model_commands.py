@@ -31,8 +31,7 @@ from .report import (
     write_csv,
 )
 
-TOKENS = {"cuda": 32768}  # of a batch, where nothing is said
-CPU_TOKENS = 8192
+TOKENS, CPU_TOKENS = {"cuda": 32768}, 8192  # of a batch, where nothing is said
 SMALLEST = 1e-9  # nats, of a picture
 LENGTHS = (4096, 32768, 131072)  # at which a head's prospects are told
 
@@ -56,9 +55,6 @@ def batch_tokens(loaded: LoadedModel, path: Path, wanted: int | None, batches: i
             )
         most = 1 << ((len(ids) // batches).bit_length() - 1)
     return ids[: most * batches].view(batches, most)
-
-
-# ---- plan ------------------------------------------------------------------------------------
 
 
 def run_plan(
@@ -134,9 +130,6 @@ def _head_grid(rows: Sequence[dict[str, Any]], unit: str) -> Grid:
     return Grid("", ("head", "kind", "cost", "predicted speed", unit, "share"), lines)
 
 
-# ---- profile ---------------------------------------------------------------------------------
-
-
 def run_profile(
     loaded: LoadedModel, ids: Tensor, tolerance: float, out: Path, console: Console
 ) -> None:
@@ -206,9 +199,6 @@ def draw_profile(found: Sequence[HeadProfile], path: Path) -> None:
         figure.colorbar(image, ax=axes, shrink=0.8)
     figure.axes[0].set(ylabel="layer", yticks=range(0, len(layers), max(1, len(layers) // 12)))
     figure.savefig(path, dpi=150)
-
-
-# ---- eval ------------------------------------------------------------------------------------
 
 
 def run_eval(

@@ -63,11 +63,6 @@ class Transform:
         maps = (x.cpu() for x in (self.query_map, self.key_map))
         return not centres and all(torch.equal(x, identity) for x in maps)
 
-    @cached_property
-    def spread(self) -> float:
-        """The standard deviation of <x, y>."""
-        return float(self.eigenvalues.square().sum().sqrt())
-
     def apply(self, head: Head) -> BalancedHead:
         """The transformed head: queries x, keys y, scale 1, and the third term as log-weights."""
         root, like = math.sqrt(head.scale), head.query.new_empty((), dtype=head.dtype)

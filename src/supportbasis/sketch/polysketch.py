@@ -108,11 +108,6 @@ class PolySketch:
         <φ'(x), φ'(y)> = <half(x), half(y)>² ≥ 0 estimates <x, y>^power for an even power; the
         sum of size² terms may round to just below zero. Where only these inner products are
         needed, squaring those of `half` is cheaper and never negative.
-
-        >>> sketch = PolySketch(power=2, size=3)
-        >>> x = torch.tensor([1.0, 2.0])
-        >>> bool((sketch.nonnegative(x) == torch.kron(sketch.half(x), sketch.half(x))).all())
-        True
         """
         half = self.half(x)
         return (half.unsqueeze(-1) * half.unsqueeze(-2)).flatten(-2)
@@ -156,8 +151,9 @@ multiply_adds=10464)
         dim = check_integer("dim", dim, 1)
         base, leaves = _BASES[self.base], self.half.power
         inner, joins = max(0, leaves - 2), leaves - 1
-        work = leaves * base.map_work(dim, self.size) + inner * base.map_work(self.size, self.size)
-        return SketchCost(leaves, inner, joins, 1, work + joins * base.join_work(self.size))
+        leaf, join = base.work(dim, self.size)
+        total = leaves * leaf + inner * base.work(self.size, self.size)[0] + joins * join
+        return SketchCost(leaves, inner, joins, 1, total)
 
 
 def theory_size(power: int, epsilon: float, delta: float, pairs: int = 1) -> int:
@@ -185,9 +181,6 @@ def theory_size(power: int, epsilon: float, delta: float, pairs: int = 1) -> int
     return math.ceil(power / epsilon / epsilon * (math.log(pairs) - math.log(delta)))
 
 
-# --- the tree ---------------------------------------------------------------------------------
-
-
 class _Maps(ABC):
     """Some independent maps R^dim -> R^size of one kind, and how two images make a node."""
 
@@ -213,14 +206,9 @@ class _Maps(ABC):
         return a * b
 
     @staticmethod
-    def join_work(size: int) -> int:
-        """Multiply-adds of `join` for one vector."""
-        return size
-
-    @staticmethod
     @abstractmethod
-    def map_work(dim: int, size: int) -> int:
-        """Multiply-adds of one map of one vector."""
+    def work(dim: int, size: int) -> tuple[int, int]:
+        """Multiply-adds of one map, and of one `join`, for one vector."""
 
 
 class _Tree(NamedTuple):
@@ -265,9 +253,6 @@ def _draw_tree(sketch: PolySketch, dim: int, dtype: torch.dtype, device: torch.d
     return _Tree(leaves, inner)
 
 
-# --- the random maps --------------------------------------------------------------------------
-
-
 class _Gaussian(_Maps):
     """x -> Gx with independent entries N(0, scale²); one matrix product serves all maps."""
 
@@ -282,17 +267,18 @@ class _Gaussian(_Maps):
         return torch.cat(list(grads), -1) @ self.matrix.T
 
     @staticmethod
-    def map_work(dim: int, size: int) -> int:
-        return dim * size
+    def work(dim: int, size: int) -> tuple[int, int]:
+        return dim * size, size
 
 
 class _Srht(_Maps):
     """x -> scale · P H D x: random signs, Hadamard transform, coordinates with replacement."""
 
     def __init__(self, source: Source, dim: int, size: int, count: int, scale: float):
-        self.padding = _padded(dim) - dim
+        padded = 2 ** _logarithm(dim)
+        self.padding = padded - dim
         self.signs = source.signs(count, dim, scale=scale)
-        self.rows = source.below(_padded(dim), count, size)
+        self.rows = source.below(padded, count, size)
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         signed = (pad(x * signs, (0, self.padding)).movedim(-1, 0) for signs in self.signs)
@@ -300,8 +286,8 @@ class _Srht(_Maps):
         return [u.movedim(0, -1).contiguous() for u in sampled]
 
     @staticmethod
-    def map_work(dim: int, size: int) -> int:
-        return dim + _padded(dim) * _logarithm(dim)
+    def work(dim: int, size: int) -> tuple[int, int]:
+        return dim + 2 ** _logarithm(dim) * _logarithm(dim), size
 
 
 class _CountSketch(_Maps):
@@ -331,13 +317,9 @@ class _CountSketch(_Maps):
         return torch.fft.irfft(torch.fft.rfft(a) * torch.fft.rfft(b), n=a.shape[-1])
 
     @staticmethod
-    def join_work(size: int) -> int:
-        """Three real transforms of size · log₂ size multiply-adds, and the product of spectra."""
-        return 3 * size * _logarithm(size) + 4 * (size // 2 + 1)
-
-    @staticmethod
-    def map_work(dim: int, size: int) -> int:
-        return dim
+    def work(dim: int, size: int) -> tuple[int, int]:
+        """A join: three real transforms of size · log₂ size, and the product of their results."""
+        return dim, 3 * size * _logarithm(size) + 4 * (size // 2 + 1)
 
 
 _BASES: dict[str, type[_Maps]] = {
@@ -366,14 +348,6 @@ def _hadamard(x: Tensor) -> Tensor:
 def _logarithm(dim: int) -> int:
     """ceil(log2(dim))."""
     return (dim - 1).bit_length()
-
-
-def _padded(dim: int) -> int:
-    """The smallest power of two that is at least ``dim``."""
-    return 2 ** _logarithm(dim)
-
-
-# --- checks -----------------------------------------------------------------------------------
 
 
 def _check_vectors(x: object) -> None:
