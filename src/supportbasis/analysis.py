@@ -22,7 +22,6 @@ from torch import Tensor
 from .errors import InputError
 from .paper.split import check_pair, check_threshold, row_maxima
 from .paper.sub_gaussian import (
-    _side_threshold,
     check_alpha,
     check_entries,
     check_not_negative,
@@ -175,7 +174,9 @@ class EntryProfile:
             check_entries(name, x)
         n = max(x.shape[-2] for x in given.values())
         proxies = {name: variance_proxy(x) for name, x in given.items()}
-        sharpest = max(_side_threshold(x, proxies[name], alpha) for name, x in given.items())
+        sharpest = max(
+            sharpest_threshold(*x.shape[-2:], proxies[name], alpha) for name, x in given.items()
+        )
         considered = {"sqrt(ln n)": log_threshold(n), f"T({alpha:g})": sharpest}
         if threshold is not None:
             check_threshold(threshold)

@@ -68,11 +68,11 @@ def closed_form_attention(
     query, key, value = autocast(query, key, value)
     problem = attention_problem(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
     with without_autocast(query):
-        if method is not None:
-            plan = make_plan(problem, method)
-        else:
-            assert plan is not None
+        if plan is not None:
             plan = checked(problem, plan, "eager")
+        elif method is not None:
+            plan = make_plan(problem, method)
+    assert plan is not None
     for head in plan.heads:
         if isinstance(head, PolynomialHead):
             check_rank(plan.dim, head.degree + 1)  # of the antiderivative

@@ -123,11 +123,7 @@ def sub_gaussian_threshold(query: Tensor, key: Tensor, alpha: float = 0.5) -> fl
     check_pair(query, key)
     check_entries("query", query)
     check_entries("key", key)
-    return max(_side_threshold(x, variance_proxy(x), alpha) for x in (query, key))
-
-
-def _side_threshold(x: Tensor, proxy: float, alpha: float) -> float:
-    return sharpest_threshold(x.shape[-2], x.shape[-1], proxy, alpha)
+    return max(sharpest_threshold(*x.shape[-2:], variance_proxy(x), alpha) for x in (query, key))
 
 
 def check_entries(name: str, x: Tensor) -> None:
