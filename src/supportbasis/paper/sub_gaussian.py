@@ -38,9 +38,6 @@ def expected_large_entries(n: int, d: int, threshold: float, proxy: float) -> fl
     """Lemma D.2: E|supp(M^(L))| ≤ 2nd·exp(-T²/σ²) for M of n × d entries with proxy σ².
 
     Independence is not needed. The bound may exceed nd when T is small.
-
-    >>> round(expected_large_entries(n=1000, d=10, threshold=2.0, proxy=1.0), 1)
-    366.3
     """
     check_integer("n", n, 0)
     check_integer("d", d, 0)
@@ -70,9 +67,6 @@ def support_exponent(count: float, n: int) -> float:
     """The exponent α with count = n^α, that is ln(count) / ln(n).
 
     One large entry gives 0.0; none gives -inf (n^(-inf) = 0), so the two stay distinct.
-
-    >>> support_exponent(32, 1024)
-    0.5
     """
     check_not_negative("count", count)
     check_integer("n", n, 2)
@@ -80,11 +74,7 @@ def support_exponent(count: float, n: int) -> float:
 
 
 def log_threshold(n: int, c: float = 1.0) -> float:
-    """T = sqrt(c·ln n), the threshold of Lemma D.3 and Theorem D.4 (which take 0 < c < 1).
-
-    >>> round(log_threshold(4096), 3)
-    2.884
-    """
+    """T = sqrt(c·ln n), the threshold of Lemma D.3 and Theorem D.4 (which take 0 < c < 1)."""
     check_integer("n", n, 2)
     if not (c > 0 and math.isfinite(c)):
         raise InputError(f"c must be a finite number > 0, got {c!r}")

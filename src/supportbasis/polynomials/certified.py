@@ -24,29 +24,12 @@ from .coefficients import COEFFICIENTS, remez
 from .degrees import first_degree, last_within, widest_bound
 from .proofs import TINY, UNIT, certify, exp
 
-__all__ = [
-    "CertifiedPolynomial",
-    "certified",
-    "chebyshev",
-    "largest_bound",
-    "minimax",
-    "paper_degree",
-    "paper_rank",
-    "smallest_degree",
-    "taylor",
-    "true_rank",
-]
-
 LARGEST_DEGREE = 256  # certification takes (degree + 1)^3 numbers, 185 MiB at twice this degree
 _WIDEST = 300.0  # `largest_bound` does not search further
 
 
 def horner(coefficients: Sequence[float], t: Tensor) -> Tensor:
-    """sum_k c_k t^k entrywise, one pass over memory a degree.
-
-    >>> horner((1.0, 2.0, 3.0), torch.tensor([2.0]))
-    tensor([17.])
-    """
+    """sum_k c_k t^k entrywise, one pass over memory a degree."""
     *lower, last = coefficients
     if not lower:
         return torch.full_like(t, last)
@@ -61,11 +44,7 @@ def horner(coefficients: Sequence[float], t: Tensor) -> Tensor:
 
 
 def derivative(coefficients: Sequence[float]) -> tuple[float, ...]:
-    """Coefficients of the derivative; of a constant, those of zero.
-
-    >>> derivative((5.0, 1.0, 3.0)), derivative((5.0,))
-    ((1.0, 6.0), (0.0,))
-    """
+    """Coefficients of the derivative; of a constant, those of zero."""
     return tuple(k * c for k, c in enumerate(coefficients) if k) or (0.0,)
 
 
@@ -77,30 +56,20 @@ class CertifiedPolynomial:
 
     `bound == 0` means the single point z = 0: then t := 0 and only coefficients[0] matters.
 
-    Attributes:
-        kind: "taylor", "chebyshev" or "minimax".
-        degree: number of coefficients minus one.
-        bound: B >= 0; what is stated holds for all real z in [-B, B].
-        coefficients: c_k, in t = z / B and divided by e^B.
-        error: upper bound of |p(z) - e^z| / e^z; inf when it leaves float64.
-        log_ratio: (lower, upper) bounds of log(p(z) e^{-z}); lower is -inf when p is not
-            certified positive.
-
-    Example:
-        >>> p = minimax(2, 1.0)
-        >>> round(p.error, 3), p.positive
-        (0.04, True)
-        >>> z = torch.tensor([0.5], dtype=torch.float64)
-        >>> abs(p(z).item() * math.exp(p.bound) / math.exp(0.5) - 1) <= p.error
-        True
+    >>> p = minimax(2, 1.0)
+    >>> round(p.error, 3), p.positive
+    (0.04, True)
+    >>> z = torch.tensor([0.5], dtype=torch.float64)
+    >>> abs(p(z).item() * math.exp(p.bound) / math.exp(0.5) - 1) <= p.error
+    True
     """
 
-    kind: str
+    kind: str  # "taylor", "chebyshev" or "minimax"
     degree: int
-    bound: float
-    coefficients: tuple[float, ...]
-    error: float
-    log_ratio: tuple[float, float]
+    bound: float  # B >= 0; what is stated holds for all real z in [-B, B]
+    coefficients: tuple[float, ...]  # c_k, in t = z / B and divided by e^B
+    error: float  # upper bound of |p(z) - e^z| / e^z; inf when it leaves float64
+    log_ratio: tuple[float, float]  # bounds of log(p(z) e^{-z}); -inf: not certified positive
 
     @property
     def positive(self) -> bool:
@@ -172,9 +141,8 @@ def taylor(degree: int, bound: float) -> CertifiedPolynomial:
 
 
 def chebyshev(degree: int, bound: float) -> CertifiedPolynomial:
-    """The interpolant of exp at the g + 1 Chebyshev nodes of [-B, B] (AS23; paper Algorithm 2).
-
-    The nodes are z_i = B cos(pi (2i + 1) / (2g + 2)).
+    """The interpolant of exp at the g + 1 Chebyshev nodes of [-B, B] (AS23; paper Algorithm 2),
+    z_i = B cos(pi (2i + 1) / (2g + 2)).
 
     >>> chebyshev(2, 1.0).error < taylor(2, 1.0).error
     True
@@ -261,11 +229,7 @@ def paper_degree(epsilon: float, bound: float) -> float:
 
 
 def paper_rank(dim: int, degree: int) -> int:
-    """The paper's rank C(2(d + g), 2g) (Lemma A.4); `true_rank` is what is needed.
-
-    >>> paper_rank(64, 2)
-    12082785
-    """
+    """The paper's rank C(2(d + g), 2g) (Lemma A.4); `true_rank` is what is needed."""
     dim, degree = check_integer("dim", dim, 0), check_integer("degree", degree, 0)
     return math.comb(2 * (dim + degree), 2 * degree)
 

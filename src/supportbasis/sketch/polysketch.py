@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Real
 from typing import NamedTuple
@@ -36,16 +36,13 @@ from .draws import Source
 
 
 class SketchCost(NamedTuple):
-    """Operations for one vector under `PolySketch.nonnegative`, as item 3 of Theorem A.9 counts.
-
-    ``multiply_adds`` is the arithmetic of the half map, all of it but the self-Kronecker product.
-    """
+    """Operations for one vector under `PolySketch.nonnegative`, as item 3 of Theorem A.9 counts."""
 
     leaf_products: int  # maps R^d -> R^z
     inner_products: int  # maps R^z -> R^z
     hadamard_products: int
     self_kronecker: int
-    multiply_adds: int
+    multiply_adds: int  # of the half map, all but the self-Kronecker product
 
 
 @dataclass(frozen=True)
@@ -126,17 +123,13 @@ class PolySketch:
 
     @property
     def half(self) -> PolySketch:
-        """The sketch of half the power, whose self-tensor is `nonnegative`.
-
-        >>> PolySketch(power=6, size=8).half
-        PolySketch(power=3, size=8, seed=0, base='gaussian')
-        """
+        """The sketch of half the power, whose self-tensor is `nonnegative`."""
         if self.power % 2:
             raise InputError(
                 f"power is {self.power}, which is odd and has no half; expected an even power, "
                 "as odd powers of an inner product can be negative"
             )
-        return PolySketch(self.power // 2, self.size, self.seed, self.base)
+        return replace(self, power=self.power // 2)
 
     def cost(self, dim: int) -> SketchCost:
         """Operations of `nonnegative` for one vector of ``dim`` entries (Theorem A.9, item 3).
@@ -166,8 +159,6 @@ def theory_size(power: int, epsilon: float, delta: float, pairs: int = 1) -> int
     has the variance (1 + 8/z)^(n-1) - 1 ≈ 8(n-1)/z at |x| = 1, so that a normal tail wants about
     eight times this size for an error ε of the half map, and ε(2 + ε) of its square (H.2 prints ε).
 
-    >>> theory_size(power=4, epsilon=0.5, delta=0.1)
-    37
     >>> theory_size(power=4, epsilon=0.5, delta=0.1, pairs=100)
     111
     """
@@ -335,9 +326,6 @@ def _hadamard(x: Tensor) -> Tensor:
     A pass pairs the entries half the length apart and writes sum and difference side by side, so
     that after k passes each entry has its own index again. The transform runs over the first
     dimension, as sums of long rows are the fast ones.
-
-    >>> _hadamard(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    tensor([10., -2., -4.,  0.])
     """
     for _ in range(_logarithm(len(x))):
         a, b = x.chunk(2)
