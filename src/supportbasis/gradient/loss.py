@@ -150,12 +150,7 @@ def _layer_gradient(
 
 
 def _sum_up(
-    layer: Layer,
-    head: Head,
-    plan: HeadPlan,
-    outcome: Outcome,
-    low_rank: int | None,
-    inputs: bool,
+    layer: Layer, head: Head, plan: HeadPlan, outcome: Outcome, low_rank: int | None, inputs: bool
 ) -> tuple[Sums, LowRankPart | None]:
     """One pass over the rows; with ``low_rank`` their exact part is cut to that rank before it."""
     shifted, lse, fallback = (x[0, 0] for x in (outcome.output, outcome.lse, outcome.fallback))
@@ -181,16 +176,13 @@ def _sum_up(
 
 def _truncated(matrix: Tensor, rank: int) -> tuple[SvdFactors, LowRankPart]:
     """The exact part by its approximate SVD, and how much of it that leaves out."""
-    values = matrix._values().double()
     left, middle, right = approximate_svd(matrix, rank, EPS, SEED)
-    wide = [y.double() for y in (left * middle, right)]
-    rows, columns = matrix._indices().unbind(0)
-    cross = sum(
-        float((part * (wide[0][i] * wide[1][j]).sum(1)).sum())
-        for part, i, j in zip(*(y.split(2**20) for y in (values, rows, columns)), strict=True)
-    )
+    wide_left, wide_right = (left * middle).double(), right.double()
+    values, (rows, columns) = matrix._values().double(), matrix._indices().unbind(0)
+    parts = zip(*(y.split(2**20) for y in (values, rows, columns)), strict=True)
+    cross = sum(float(v @ (wide_left[i] * wide_right[j]).sum(1)) for v, i, j in parts)
     size = float(values.square().sum())
-    kept = float(((wide[0].T @ wide[0]) * (wide[1].T @ wide[1])).sum())
+    kept = float(((wide_left.T @ wide_left) * (wide_right.T @ wide_right)).sum())
     residual = (max(0.0, size - 2 * cross + kept) / size) ** 0.5 if size else 0.0
     return SvdFactors(left, middle, right), LowRankPart(rank, len(values), residual)
 
