@@ -29,6 +29,7 @@ from .paper.sub_gaussian import (
     expected_large_entries,
     log_threshold,
     sharpest_threshold,
+    side_threshold,
     sub_gaussian_threshold,
     support_exponent,
     variance_proxy,
@@ -174,9 +175,7 @@ class EntryProfile:
             check_entries(name, x)
         n = max(x.shape[-2] for x in given.values())
         proxies = {name: variance_proxy(x) for name, x in given.items()}
-        sharpest = max(
-            sharpest_threshold(*x.shape[-2:], proxies[name], alpha) for name, x in given.items()
-        )
+        sharpest = max(side_threshold(x, proxies[name], alpha) for name, x in given.items())
         considered = {"sqrt(ln n)": log_threshold(n), f"T({alpha:g})": sharpest}
         if threshold is not None:
             check_threshold(threshold)

@@ -113,7 +113,11 @@ def sub_gaussian_threshold(query: Tensor, key: Tensor, alpha: float = 0.5) -> fl
     check_pair(query, key)
     check_entries("query", query)
     check_entries("key", key)
-    return max(sharpest_threshold(*x.shape[-2:], variance_proxy(x), alpha) for x in (query, key))
+    return max(side_threshold(x, variance_proxy(x), alpha) for x in (query, key))
+
+
+def side_threshold(x: Tensor, proxy: float, alpha: float) -> float:
+    return sharpest_threshold(x.shape[-2], x.shape[-1], proxy, alpha)
 
 
 def check_entries(name: str, x: Tensor) -> None:
