@@ -12,13 +12,12 @@ import torch
 from ..accuracy.density import NormBins, density_scale
 from ..accuracy.fitted_rows import RowCheck
 from ..accuracy.scores import ScoreSample
-from ..errors import InputError
 from ..plans import ExactHead, HeadPlan, ListHead, PolynomialHead, ThresholdHead
 from ..plans.cost import exact_seconds, polynomial_work
 from ..polynomials.features import largest_degree
 from ..problem.checks import check_seed
 from ..problem.problem import Head
-from .base import Method, exact_plan, is_positive
+from .base import Method, check_positive, exact_plan
 from .fitted import FittedSearch
 from .list_search import WIDE_BLOCK, ListSearch, fastest_lists
 from .single_threshold import threshold_plan
@@ -49,9 +48,8 @@ class Auto(Method):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not is_positive(self.tolerance):
-            raise InputError(f"tolerance must be a finite number > 0, got {self.tolerance!r}")
-        object.__setattr__(self, "seed", check_seed(self.seed))
+        check_positive("tolerance", self.tolerance)
+        self._set(seed=check_seed(self.seed))
 
     def plan_head(self, head: Head) -> HeadPlan:
         limit = exact_seconds(head)
