@@ -16,6 +16,7 @@ from ..errors import InputError
 from ..paper.buckets import check_ratio, edges, smallest_maximum
 from ..plans import BucketHead, BucketPair, HeadPlan
 from ..plans.cost import Work, kernel_work, pair_work, sketch_work
+from ..plans.supports import take
 from ..polynomials.features import check_rank
 from ..polynomials.powers import LARGEST_POWER, PowerKernel, normalising_constant, smallest_power
 from ..problem.checks import check_integer, check_seed
@@ -72,8 +73,7 @@ class MultiThreshold(Method):
     def plan_head(self, head: Head) -> HeadPlan:
         if self.sketch_size is not None:
             check_rank(head.dim, self.degree)
-        live = head.live_keys
-        keys = head.key_maxima if live is None else head.key_maxima[live]
+        keys = take(head.key_maxima, head.live_keys)
         if not head.pairs or not len(keys):
             return exact_plan(head, "there are no pairs")
         smallest = smallest_maximum(head.query_maxima, keys)
@@ -160,7 +160,7 @@ class _Pair(NamedTuple):
 def _buckets(edges: Sequence[float], sets: Sequence[Tensor | None], norms: Tensor) -> list[_Bucket]:
     result = []
     for edge, members in zip(edges, sets, strict=True):
-        own = norms if members is None else norms[members]
+        own = take(norms, members)
         result.append(_Bucket(members, len(own), edge, float(own.max()) if len(own) else 0.0))
     return result
 

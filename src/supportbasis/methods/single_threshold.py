@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..paper import sub_gaussian
 from ..plans import ExactHead, HeadPlan, ThresholdHead
 from ..plans.cost import Work, pair_share, polynomial_work
-from ..plans.supports import Side, entry_reach, large_tokens, score_reach, sides
+from ..plans.supports import Side, entry_reach, is_empty, large_tokens, score_reach, sides, take
 from ..polynomials.certified import largest_bound
 from ..polynomials.features import check_rank
 from ..problem.problem import Head
@@ -165,8 +165,7 @@ class SingleThreshold(Method):
             return float(self.threshold)
         if self.threshold == "sqrt-log":
             return sub_gaussian.log_threshold(max(2, head.n, head.m), self.c or 1.0)
-        live = head.live_keys
-        key = head.key if live is None else head.key[live]
+        key = take(head.key, head.live_keys)
         return sub_gaussian.sub_gaussian_threshold(head.query, key) if len(key) else None
 
 
@@ -175,14 +174,13 @@ def threshold_plan(
     threshold: float,
     degree: int | None,
     epsilon: float = math.inf,
-    sample: ScoreSample | None = None,
     kind: str = "auto",
 ) -> ExactHead | ThresholdHead:
     """Split at a threshold and pick the polynomial for what is small, certified to epsilon; without
     a degree, of the smallest one that can be."""
     tokens = large_tokens(head, threshold)
     rows, keys = sides(head, *tokens)
-    if any(side.small is not None and not len(side.small) for side in (rows, keys)):
+    if is_empty(rows.small) or is_empty(keys.small):
         return exact_plan(head, f"at T={threshold:.4g} every row or every key is large")
     reach = min(entry_reach(head, threshold), score_reach(head, rows.small, keys.small))
     if degree is None:
@@ -194,7 +192,7 @@ def threshold_plan(
             f"{highest_degree(head.dim)}, the highest for head dim {head.dim}, is certified to "
             f"epsilon={epsilon:.3g}",
         )
-    sample = sample or ScoreSample.draw(head, rows.small, keys.small)
+    sample = ScoreSample.draw(head, rows.small, keys.small)
     work = split_work(head, rows, keys, degree)
     poly = best_polynomial(sample, degree, reach, epsilon, kind=kind)
     large = (len(tokens[0]), len(tokens[1]))
@@ -235,10 +233,9 @@ def largest_threshold(head: Head, reach: float) -> float | None:
 
 
 def _sorted_side(maxima: Tensor, norms: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
-    if live is not None:
-        maxima, norms = maxima[live], norms[live]
-    ordered, permutation = maxima.double().sort()
-    return ordered, norms[permutation].cummax(0).values if len(norms) else norms
+    ordered, permutation = take(maxima, live).double().sort()
+    norms = take(norms, live)[permutation]
+    return ordered, norms.cummax(0).values if len(norms) else norms
 
 
 def _running(ordered: Tensor, norms: Tensor, thresholds: Tensor) -> Tensor:
