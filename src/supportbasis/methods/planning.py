@@ -158,10 +158,10 @@ def _serves(method: Method, plan: HeadPlan, own: Head, head: Head, instead: Head
 
 def _error(method: Method, plan: HeadPlan, head: Head) -> float:
     """Upper limit of the measured error of a plan on a head."""
-    tokens = (x[None, None] for x in (head.query, head.key, head.value))
+    query, key, value = (x[None, None] for x in (head.query, head.key, head.value))
     log_weights = (head.key_log_weight, head.query_log_weight)
-    weights = (None if x is None else x[None, None] for x in log_weights)
+    keys, rows = (None if x is None else x[None, None] for x in log_weights)
     flags = (head.is_causal, head.scale, head.normalise)
-    problem = Problem(*tokens, *weights, None, 0.0, *flags, (1, 1))
+    problem = Problem(query, key, value, keys, rows, None, 0.0, *flags, (1, 1))
     whole = Plan(method, head.dim, (plan,)).resolved(head.requires_grad)
     return float(certify(problem, whole, execute(problem, whole)).limit)

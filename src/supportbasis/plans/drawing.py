@@ -147,8 +147,9 @@ def _draw_buckets(axes: Axes, plan: BucketHead) -> Labels:
         kernel = pair.kernel
         colour = RED if kernel is None else LIGHT if kernel.sketch_size is None else VIOLET
         used.add(colour)
-        style = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.6}
-        axes.add_patch(Rectangle((x, y), pair.keys, pair.rows, **style))
+        box = Rectangle((x, y), pair.keys, pair.rows, edgecolor="white", linewidth=0.6)
+        box.set_facecolor(colour)
+        axes.add_patch(box)
         wide = pair.keys > 0.08 * total_keys and pair.rows > 0.05 * total_rows
         if wide and kernel is not None:
             middle = (x + pair.keys / 2, y + pair.rows / 2)
