@@ -145,8 +145,8 @@ def plan(
     """What `attention` can do with inputs like these: a printable, reusable `Plan`.
 
     The plan is expected to serve many calls: `Auto` searches for one also where inputs are so short
-    that a search within a single call would not pay. Without ``value``, a method that measures errors uses random
-    values of dim d.
+    that a search within a single call would not pay. Without ``value``, a method that measures
+    errors uses random values of dim d.
     """
     if value is None:
         check_tensors((query, key), ("query", "key"))
@@ -290,8 +290,9 @@ def _result(problem: Problem, plan: Plan, outcome: Outcome, implementation: str 
             warn_about(problem, plan, outcome)
     with torch.no_grad():
         certificate = certify(problem, plan, outcome)
-    sums = (problem.restore(x) for x in (outcome.output, outcome.lse, outcome.log_scale))
-    return Result(*sums, plan, certificate, ran)
+    parts = (outcome.output, outcome.lse, outcome.log_scale)
+    output, lse, log_scale = (problem.restore(x) for x in parts)
+    return Result(output, lse, log_scale, plan, certificate, ran)
 
 
 def _in_linear_units(problem: Problem, outcome: Outcome, dtype: torch.dtype) -> Tensor:
