@@ -61,53 +61,33 @@ def first_order(*tensors: Tensor) -> tuple[Tensor, ...]:
     compiled graphs."""
     if torch.compiler.is_compiling() or not all(isinstance(x, Tensor) for x in tensors):
         return tensors
-    if is_tracing():
-        chosen = [True] * len(tensors)
-    elif torch.is_grad_enabled():
-        chosen = [x.requires_grad for x in tensors]
-    else:
-        return tensors
+    tracing, recorded = is_tracing(), torch.is_grad_enabled()
+    chosen = [tracing or (recorded and x.requires_grad) for x in tensors]
     if not any(chosen):
         return tensors
-    pairs = list(zip(tensors, chosen, strict=True))
     apply: Any = _FirstOrder.apply
-    wrapped = iter(apply(*(x for x, wanted in pairs if wanted)))
+    pairs = list(zip(tensors, chosen, strict=True))
+    wrapped = iter(apply(False, *(x for x, wanted in pairs if wanted)))
     return tuple(next(wrapped) if wanted else x for x, wanted in pairs)
 
 
 class _FirstOrder(torch.autograd.Function):
-    """The identity, which can be differentiated once."""
+    """The identity, which can be differentiated once; or, of gradients, not at all."""
 
     generate_vmap_rule = True
+    jvp = staticmethod(refuse_forward)
 
     @staticmethod
-    def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(of_gradients: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing is kept."""
+        ctx.of_gradients = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        apply: Any = _FirstOrderBackward.apply
-        return apply(*grads)
-
-    jvp = staticmethod(refuse_forward)
-
-
-class _FirstOrderBackward(torch.autograd.Function):
-    """Its backward pass, which cannot be differentiated."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*grads: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) for x in grads)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing is kept."""
-
-    backward = staticmethod(refuse_second)
-    jvp = staticmethod(refuse_forward)
+        if ctx.of_gradients:
+            refuse_second(ctx)
+        apply: Any = _FirstOrder.apply
+        return (None, *apply(True, *grads))
