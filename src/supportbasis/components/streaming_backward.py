@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ..problem.problem import Head
 from .cotangent import Cotangent, Gradients, add_tokens
-from .exact_sum import take_index
+from .exact_sum import Span, take_index
 from .partial import Partial
-from .streaming import Block, Reader, Span, State, Task, sum_keys
+from .streaming import Block, Reader, State, Task, sum_keys
 
 
 class StreamedSum:
