@@ -189,11 +189,12 @@ def list_attention(head: Head, settings: ListSettings, made: Tables) -> tuple[Te
         mean = query[members].mean(0)
         tilts = [_tilted(head.scale * key[j] @ mean + bias[j], key[j], value[j]) for j in visible]
         keys, values, masses, spreads = map(torch.stack, zip(*tilts, strict=True))
-        weight = masses - head.scale * keys @ mean
+        variance = (query[members] - mean).square().sum(1).mean() / max(1, head.dim)
+        variance = head.scale**2 * variance * spreads
+        weight = masses - head.scale * keys @ mean + (variance / 2).log1p()
         scored = query[members[:: max(1, settings.block // SCORED_MEMBERS)]]
         share = (head.scale * scored @ keys.T + weight).softmax(1)
-        variance = (query[members] - mean).square().sum(1).mean() / max(1, head.dim)
-        opened = share.square().mean(0) * head.scale**2 * variance * spreads > settings.price
+        opened = share.square().mean(0) * variance > settings.price
         exact = [leaf[live[leaf]] for leaf, is_open in zip(visible, opened, strict=True) if is_open]
         listed = torch.cat([rows[:0], *exact])
         closed = head.scale * query[rows] @ keys[~opened].T + weight[~opened]
