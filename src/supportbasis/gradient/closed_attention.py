@@ -32,8 +32,8 @@ from ..plans import Plan, PolynomialHead
 from ..plans.supports import RowGroup
 from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.features import check_rank
+from ..problem.checks import refuse_forward, refuse_second
 from ..problem.problem import Head, Kept, Problem
-from ..problem.tracing import refuse_forward, refuse_second
 from ..problem.validation import attention_problem
 from .loss_inputs import check_method
 
