@@ -61,6 +61,24 @@ def attention(
 ) -> Result: ...
 
 
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    method: Method | None = None,
+    plan: Plan | None = None,
+    return_result: bool,
+    implementation: str = "auto",
+) -> Tensor | Result: ...
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -145,12 +163,14 @@ def plan(
     """What `attention` can do with inputs like these: a printable, reusable `Plan`.
 
     The plan is expected to serve many calls: `Auto` searches for one also where inputs are so short
-    that a search within a single call would not pay. Without ``value``, a method that measures
-    errors uses random values of dim d.
+    that a search within a single call would not pay.
+
+    Without ``value``, a method that measures errors uses random values of dim d.
     """
     if value is None:
         check_tensors((query, key), ("query", "key"))
-        random = torch.randn(key.shape, generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        random = torch.randn(key.shape, generator=generator)
         value = random.to(key.device, key.dtype)
     problem = attention_problem(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -180,6 +200,18 @@ def kernel_sum(
     method: Method | None = None,
     return_result: Literal[True],
 ) -> Result: ...
+
+
+@overload
+def kernel_sum(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    method: Method | None = None,
+    return_result: bool,
+) -> Tensor | Result: ...
 
 
 def kernel_sum(
@@ -228,6 +260,18 @@ def gaussian_kde(
 ) -> Result: ...
 
 
+@overload
+def gaussian_kde(
+    points: Tensor,
+    data: Tensor,
+    bandwidth: float | Tensor,
+    *,
+    weights: Tensor | None = None,
+    method: Method | None = None,
+    return_result: bool,
+) -> Tensor | Result: ...
+
+
 def gaussian_kde(
     points: Tensor,
     data: Tensor,
@@ -254,8 +298,9 @@ def gaussian_kde(
     density = _in_linear_units(problem, outcome, points.dtype).squeeze(-1)
     if result is None:
         return density
-    lse, unit = result.lse - log_norm.unsqueeze(-1), torch.zeros_like(result.log_scale)
-    return replace(result, output=density, lse=lse, log_scale=unit)
+    lse = result.lse - log_norm.unsqueeze(-1)
+    unit = torch.zeros_like(result.log_scale)
+    return Result(density, lse, unit, plan, result.certificate, result.implementation)
 
 
 def _fits_graph(
@@ -290,9 +335,14 @@ def _result(problem: Problem, plan: Plan, outcome: Outcome, implementation: str 
             warn_about(problem, plan, outcome)
     with torch.no_grad():
         certificate = certify(problem, plan, outcome)
-    parts = (outcome.output, outcome.lse, outcome.log_scale)
-    output, lse, log_scale = (problem.restore(x) for x in parts)
-    return Result(output, lse, log_scale, plan, certificate, ran)
+    return Result(
+        problem.restore(outcome.output),
+        problem.restore(outcome.lse),
+        problem.restore(outcome.log_scale),
+        plan,
+        certificate,
+        ran,
+    )
 
 
 def _in_linear_units(problem: Problem, outcome: Outcome, dtype: torch.dtype) -> Tensor:

@@ -6,8 +6,6 @@ changed at any time, on a trained module too, and nothing has to be trained agai
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -88,8 +86,10 @@ class SupportBasisAttention(nn.Module):
         plan: Plan | None = None,
     ) -> Tensor:
         """Attention of ``x`` [..., n, embed_dim] over ``context`` [..., m, embed_dim] (None: x).
+
         ``key_mask`` [..., m] is True for tokens that may be attended to. A ``plan`` made with
-        this module's method is used instead of the one that the module keeps."""
+        this module's method is used instead of the one that the module keeps.
+        """
         plan = self.kept_plan if plan is None else plan
         output = self._attention(*self._projected(x, context), _key_mask(key_mask), plan)
         return self.output_projection(output.transpose(-2, -3).flatten(-2))
@@ -111,8 +111,11 @@ class SupportBasisAttention(nn.Module):
     def plan(
         self, x: Tensor, context: Tensor | None = None, *, key_mask: Tensor | None = None
     ) -> Plan:
-        """Make a plan from a batch, as `sb.plan`, and keep it for later calls. Where gradients are
-        recorded, errors of causal lists are measured on strict ones, which a training step runs."""
+        """Make a plan from a batch, as `sb.plan`, and keep it for later calls.
+
+        Where gradients are recorded, errors of causal lists are measured on strict ones, which a
+        training step runs.
+        """
         self.kept_plan = make_plan(
             *self._projected(x, context),
             _key_mask(key_mask),
@@ -155,8 +158,10 @@ class SupportBasisAttention(nn.Module):
         tolerance: float | None = None,
         is_causal: bool = False,
     ) -> SupportBasisAttention:
-        """A module with copies of the weights of ``nn.MultiheadAttention``; tokens are always
-        [..., tokens, dim] here, as with ``batch_first=True`` there."""
+        """A module with copies of the weights of ``nn.MultiheadAttention``.
+
+        Tokens are always [..., tokens, dim] here, as with ``batch_first=True`` there.
+        """
         if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
             raise InputError("module has add_bias_kv or add_zero_attn, which have no counterpart")
         if module.in_proj_weight is None:
@@ -171,13 +176,15 @@ class SupportBasisAttention(nn.Module):
             bias=bias,
             dropout=module.dropout,
         )
-        parts = {"weight": (*module.in_proj_weight.chunk(3), module.out_proj.weight)}
-        if bias:
-            parts["bias"] = (*module.in_proj_bias.chunk(3), module.out_proj.bias)
+        inputs = (made.query_projection, made.key_projection, made.value_projection)
         with torch.no_grad():
-            for name, tensors in parts.items():
-                for linear, tensor in zip(made.children(), tensors, strict=True):
-                    getattr(linear, name).copy_(tensor)
+            for linear, weight in zip(inputs, module.in_proj_weight.chunk(3), strict=True):
+                linear.weight.copy_(weight)
+            made.output_projection.weight.copy_(module.out_proj.weight)
+            if bias:
+                for linear, part in zip(inputs, module.in_proj_bias.chunk(3), strict=True):
+                    linear.bias.copy_(part)
+                made.output_projection.bias.copy_(module.out_proj.bias)
         return made.to(module.in_proj_weight).train(module.training)
 
     def extra_repr(self) -> str:
@@ -191,7 +198,7 @@ class SupportBasisEncoder(nn.Module):
     """A transformer of ``num_layers`` pre-norm layers and a last norm.
 
     Each layer is x + attention(norm(x)), then x + feed-forward(norm(x)) with a GELU in
-    ``feedforward_dim`` (4 embed_dim unless given). Further ``options`` are the keywords of
+    ``feedforward_dim`` (4 embed_dim unless given). Further options are those of
     `SupportBasisAttention`. Setting ``method`` sets that of every layer; single layers may differ.
 
     >>> import torch, supportbasis as sb
@@ -208,14 +215,35 @@ class SupportBasisEncoder(nn.Module):
         num_heads: int,
         *,
         feedforward_dim: int | None = None,
-        **options: Any,
+        num_key_heads: int | None = None,
+        method: Method | None = None,
+        tolerance: float | None = None,
+        is_causal: bool = False,
+        rope: bool = False,
+        bias: bool = True,
+        dropout: float = 0.0,
+        gradient: str = "function",
     ):
         super().__init__()
         if num_layers < 0:
             raise InputError(f"num_layers must be at least 0, got {num_layers}")
         hidden = 4 * embed_dim if feedforward_dim is None else feedforward_dim
         self.layers = nn.ModuleList(
-            _Layer(SupportBasisAttention(embed_dim, num_heads, **options), hidden)
+            _Layer(
+                SupportBasisAttention(
+                    embed_dim,
+                    num_heads,
+                    num_key_heads=num_key_heads,
+                    method=method,
+                    tolerance=tolerance,
+                    is_causal=is_causal,
+                    rope=rope,
+                    bias=bias,
+                    dropout=dropout,
+                    gradient=gradient,
+                ),
+                hidden,
+            )
             for _ in range(num_layers)
         )
         self.norm = nn.LayerNorm(embed_dim)
@@ -289,13 +317,13 @@ def _key_mask(mask: Tensor | None) -> Tensor | None:
 
 
 def _method(method: Method | None, tolerance: float | None) -> Method:
-    if method is None:
-        return Auto() if tolerance is None else Auto(tolerance)
-    if tolerance is not None:
+    if method is not None and tolerance is not None:
         raise InputError(f"method is {method} and tolerance is {tolerance}; give one of them")
-    if not isinstance(method, Method):
+    if method is not None and not isinstance(method, Method):
         raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
-    return method
+    if method is not None:
+        return method
+    return Auto() if tolerance is None else Auto(tolerance)
 
 
 def _check_gradient(gradient: object, dropout: float) -> None:
