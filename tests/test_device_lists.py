@@ -14,7 +14,7 @@ import supportbasis as sb  # isort: skip
 from supportbasis.components.cotangent import SavedForward
 from supportbasis.cuda.lists import list_attention as kernels
 from supportbasis.cuda.lists import list_heads as device_lists
-from supportbasis.engine.backward import backward
+from supportbasis.engine.execute import backward
 from supportbasis.lists.list_sum import groups, head_tables, list_attention
 from supportbasis.lists.tables import ListSettings
 from supportbasis.plans import ListHead, Plan

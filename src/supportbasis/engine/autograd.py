@@ -32,8 +32,11 @@ def is_recorded(problem: Problem) -> bool:
     return problem.requires_grad or (is_tracing() and not torch.compiler.is_compiling())
 
 
-def run(problem: Problem, plan: Plan, implementation: str = "auto") -> Outcome:
-    """`compute` with gradients: of output and lse by query, key, value and key log-weights."""
+def run(
+    problem: Problem, plan: Plan, implementation: str = "auto", kept: Kept | None = None
+) -> Outcome:
+    """`compute` with gradients: of output and lse by query, key, value and key log-weights. A
+    backward pass by other components than those that ran gives ``kept`` of its own."""
     inputs: tuple[Any, ...] = (
         problem.query,
         problem.key,
@@ -46,9 +49,9 @@ def run(problem: Problem, plan: Plan, implementation: str = "auto") -> Outcome:
         problem.is_causal,
     )
     operator: Any = _attention
-    if not torch.compiler.is_compiling():
+    if kept is not None or not torch.compiler.is_compiling():
         operator = _Attention.apply
-        inputs = (*inputs, None if is_tracing() else Kept())
+        inputs = (*inputs, Kept() if kept is None and not is_tracing() else kept)
     output, lse, fallback, counts = operator(*inputs)
     invalid_rows, fallback_rows, rounding = counts.unbind(0)
     zero = torch.zeros_like(rounding)

@@ -24,8 +24,7 @@ from ..plans import HeadPlan, Plan
 from ..problem.caching import WeakCache
 from ..problem.problem import Problem
 from ..problem.result import Outcome
-from .backward import backward
-from .execute import execute
+from .execute import backward, execute
 
 IMPLEMENTATIONS = ("auto", "eager", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,4 +1,11 @@
-"""Carry out a plan: evaluate each head's components, add the partial sums, divide once."""
+"""Carry out a plan: evaluate each head's components, add the partial sums, divide once; and the
+backward pass, from gradients of output and lse to those of query, key and value.
+
+The function that is differentiated is the one that ran: supports, thresholds, polynomials and
+sketches are constants, and rows that fell back to exact sums are exact here too. Of the forward
+pass its output, its lse and which rows these are is saved, and, outside of graphs, the components
+with the sums of features over keys; weights and features are formed again in blocks.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..components import evaluate
+from ..components.cotangent import Gradients, SavedForward
 from ..components.partial import Partial
 from ..errors import InputError
 from ..plans import HeadPlan, Plan, PolynomialHead, ThresholdHead
@@ -148,3 +156,32 @@ def _write_sums(head: Head, finished: Finished, outcome: Outcome, at: tuple[int,
         den = torch.where(valid & (total.den > 0), total.den.log() + total.log_scale, -math.inf)
         outcome.lse[at][where] = den.to(outcome.lse.dtype)
     outcome.rounding[at] += math.expm1((longest + 8) * unit_roundoff(head.dtype))
+
+
+def backward(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
+    """Gradients [batch, heads or key heads, ...] in the dtype of the sums; those of the key
+    log-weights, [batch, heads, m], if they are asked for."""
+    query, key, value = (
+        x.new_zeros(x.shape, dtype=problem.dtype)
+        for x in (problem.query, problem.key, problem.value)
+    )
+    weights = (problem.batch, problem.heads, problem.m)
+    weight = query.new_zeros(weights) if saved.for_weights else None
+    for b, h, head in problem.each_head():
+        at, key_at = (b, h), (b, h // problem.group)
+        own_weight = None if weight is None else weight[at]
+        total = Gradients(query[at], key[key_at], value[key_at], own_weight)
+        cotangent, fallback = saved.cotangent(at), saved.fallback[at]
+        head, basis = problem.kept[at] if problem.kept else (head, plan.heads[h].basis(head))
+        for group in basis:
+            rows, part, failed = group.rows, cotangent, fallback
+            if rows is not None:
+                part, failed = cotangent[rows], fallback[rows]
+            if bool(failed.any()):
+                where = failed.nonzero().squeeze(1)
+                exact = where if rows is None else rows[where]
+                plan.heads[h].exact(head).add_gradients(total, part[where], head, exact)
+                part = part.without(failed)
+            for component in group.components:
+                component.add_gradients(total, part, head, rows)
+    return Gradients(query, key, value, weight)

@@ -13,18 +13,18 @@ shared keys need nothing of their own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..api import autocast
-from ..components.cotangent import Cotangent, Gradients, SavedForward
-from ..components.polynomial_sum import PolynomialSum
-from ..engine.backward import backward
-from ..engine.call_checks import checked, warn_about
-from ..engine.execute import execute
+from ..components import Component, PolynomialSum
+from ..components.cotangent import Cotangent, Gradients
+from ..components.partial import Partial
+from ..engine import autograd
+from ..engine.call_checks import checked
 from ..errors import InputError
 from ..methods import Method
 from ..methods.planning import make_plan
@@ -32,8 +32,7 @@ from ..plans import Plan, PolynomialHead
 from ..plans.supports import RowGroup
 from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.features import check_rank
-from ..problem.checks import refuse_forward, refuse_second
-from ..problem.problem import Head, Kept, Problem
+from ..problem.problem import Head, Kept
 from ..problem.validation import attention_problem
 from .loss_inputs import check_method
 
@@ -76,10 +75,7 @@ def closed_form_attention(
     for head in plan.heads:
         if isinstance(head, PolynomialHead):
             check_rank(plan.dim, head.degree + 1)  # of the antiderivative
-    output: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        problem.query, problem.key, problem.value, problem.key_log_weight, problem, plan
-    )
-    return problem.restore(output)
+    return problem.restore(autograd.run(problem, plan, "eager", _ClosedForm()).output)
 
 
 def without_autocast(like: Tensor) -> torch.autocast:
@@ -87,66 +83,17 @@ def without_autocast(like: Tensor) -> torch.autocast:
     return torch.autocast(like.device.type, enabled=False)
 
 
-class _Attention(torch.autograd.Function):
-    """Forward by the engine; backward by the closed form."""
+class _ClosedForm(Kept):
+    """Components of a forward pass; in the backward pass polynomials have the closed form."""
 
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *tensors, problem, plan = inputs
-        problem = _with_tensors(problem, *tensors)
-        with without_autocast(problem.query):
-            outcome = execute(problem, plan)
-            warn_about(problem, plan, outcome)
-        ctx.save_for_backward(*tensors, outcome.output, outcome.lse, outcome.fallback)
-        ctx.settings = (ctx.needs_input_grad[3], *inputs[4:])
-        return outcome.output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        apply: Any = _AttentionBackward.apply
-        *parts, weight = apply(grad, *ctx.saved_tensors, *ctx.settings)
-        return (*parts, weight if ctx.settings[0] else None, None, None)
-
-    jvp = staticmethod(refuse_forward)
+    def __setitem__(self, at: tuple[int, int], ran: tuple[Head, Sequence[RowGroup]]) -> None:
+        head, groups = ran
+        parts = [replace(g, components=[_closed(c) for c in g.components]) for g in groups]
+        super().__setitem__(at, (head, parts))
 
 
-class _AttentionBackward(torch.autograd.Function):
-    """The backward pass of `_Attention`, which has no backward pass of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-        """Gradients of query, key, value and, if asked for, of the key log-weights (else empty)."""
-        *tensors, output, lse, fallback, for_weights, problem, plan = inputs
-        problem = _with_tensors(problem, *tensors)
-        saved = SavedForward(output, lse, fallback, grad.contiguous(), None, for_weights)
-        with without_autocast(grad):
-            total = closed_form(problem, plan, saved)
-        weight = lse.new_empty(0) if total.key_log_weight is None else total.key_log_weight
-        parts = zip((total.query, total.key, total.value), tensors[:3], strict=True)
-        return (*(mine.to(x.dtype) for mine, x in parts), weight)
-
-    backward = staticmethod(refuse_second)
-    jvp = staticmethod(refuse_forward)
-
-
-def _with_tensors(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None
-) -> Problem:
-    return replace(problem, query=query, key=key, value=value, key_log_weight=weight)
-
-
-def closed_form(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
-    """The backward pass of the engine, polynomial components by the closed form."""
-    kept = Kept()
-    for b, h, head in problem.each_head():
-        kept[b, h] = (head, [_with_closed_form(group) for group in plan.heads[h].basis(head)])
-    return backward(replace(problem, kept=kept), plan, saved)
-
-
-def _with_closed_form(group: RowGroup) -> RowGroup:
-    parts = group.components
-    parts = [_ClosedFormSum(part) if isinstance(part, PolynomialSum) else part for part in parts]
-    return replace(group, components=parts)
+def _closed(part: Component) -> Component:
+    return _ClosedFormSum(part) if isinstance(part, PolynomialSum) else part
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +103,7 @@ class _ClosedFormSum:
 
     component: PolynomialSum
 
-    def add_to(self, total: Any, head: Head, rows: Tensor | None) -> None:
+    def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
         self.component.add_to(total, head, rows)
 
     def add_gradients(

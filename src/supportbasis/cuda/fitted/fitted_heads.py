@@ -44,7 +44,7 @@ def family(head: HeadPlan) -> object:
 
 
 def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
-    """Gradients of query, key, value and key log-weights, as `supportbasis.engine.backward`."""
+    """Gradients of query, key, value and key log-weights, as `engine.execute.backward`."""
     from . import fitted_backward
 
     query, key, value, weight = fitted_backward.gradients(problem, plan, saved)
