@@ -11,7 +11,7 @@ from torch import Tensor
 
 import supportbasis as sb
 from supportbasis.methods import Method
-from supportbasis.methods.choice import derived_degree
+from supportbasis.methods.base import derived_degree
 from supportbasis.plans import BucketHead, PolynomialHead, ThresholdHead
 from supportbasis.polynomials import certified
 from supportbasis.polynomials.certified import smallest_degree

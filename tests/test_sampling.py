@@ -7,8 +7,7 @@ import torch
 
 import supportbasis as sb
 from cases import dense_attention
-from supportbasis.accuracy.inclusion import Sketch, draw_rows, probabilities
-from supportbasis.accuracy.sampling import QUANTILE, RowSample
+from supportbasis.accuracy.sampling import QUANTILE, RowSample, Sketch, draw_rows, probabilities
 from supportbasis.problem.validation import attention_problem
 
 

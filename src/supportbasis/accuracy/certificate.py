@@ -15,8 +15,7 @@ from ..problem.result import FAILED_SHARE, Outcome
 from ..problem.rounding import unit_roundoff
 from .bounds import distortion, exp
 from .density import density_error
-from .inclusion import Sketch
-from .sampling import RowSample, exact_rows
+from .sampling import RowSample, Sketch, exact_rows
 
 SAMPLED_ROWS = 256
 CONFIDENCE = 0.95

@@ -6,10 +6,10 @@ of one row set have disjoint keys that together cover all of them.
 ====================  ====================================================================
 `partial`             `Partial`: sums of rows, and the one division
 `cotangent`           `Cotangent` and `Gradients`: the same for the backward pass
-`exact_sum`           exp(score); `flash`: by PyTorch's CPU kernel
+`exact_sum`           exp(score), or a power of it; `flash`: by PyTorch's CPU kernel
 `polynomial_sum`      a certified polynomial of the score
 `fitted_sum`          a polynomial fitted to transformed scores
-`power_sum`           a power of the score; `sketch_sum`: through a sketch
+`sketch_sum`          a power of the score through a sketch
 `streaming`           sums of features in blocks of rows; `streaming_backward`: gradients
 ====================  ====================================================================
 """
@@ -23,11 +23,10 @@ from torch import Tensor
 
 from ..problem.problem import Head
 from .cotangent import Cotangent, Gradients
-from .exact_sum import ExactSum
+from .exact_sum import ExactSum, PowerSum
 from .fitted_sum import FittedSum
 from .partial import Partial
 from .polynomial_sum import PolynomialSum
-from .power_sum import PowerSum
 from .sketch_sum import SketchSum
 
 __all__ = [

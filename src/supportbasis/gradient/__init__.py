@@ -2,8 +2,7 @@
 
 ==================  ======================================================================
 `loss`              `attention_loss_gradient`; `loss_inputs`, `loss_result`: in and out
-`factors`           attention weights of groups of rows: exact, and of low rank
-`closed_form`       the gradient from these weights
+`closed_form`       attention weights of groups of rows, exact and of low rank; the gradient
 `closed_attention`  attention with this backward pass, for layers of several heads
 `dense_loss`        the same with dense matrices in float64, for tests
 ==================  ======================================================================

@@ -20,8 +20,15 @@ from ..problem.result import Outcome
 from ..problem.validation import attention_problem
 from ..sketch import approximate_svd
 from .closed_attention import closed_form_attention, without_autocast
-from .closed_form import Layer, Sums
-from .factors import SvdFactors, exact_tile, moment_columns, row_groups, sparse_part
+from .closed_form import (
+    Layer,
+    Sums,
+    SvdFactors,
+    exact_tile,
+    moment_columns,
+    row_groups,
+    sparse_part,
+)
 from .loss_inputs import Call, check_settings, checked_call
 from .loss_result import AttentionLossGradient, LowRankPart
 

@@ -21,8 +21,7 @@ from ..polynomials.features import check_rank
 from ..polynomials.powers import LARGEST_POWER, PowerKernel, normalising_constant, smallest_power
 from ..problem.checks import check_integer, check_seed
 from ..problem.problem import Head
-from .base import Method, check_sketch_size, exact_plan, live_count
-from .choice import check_polynomial, short_repr
+from .base import Method, check_polynomial, check_sketch_size, exact_plan, live_count, short_repr
 
 MOST_PAIRS = 4096
 MOST_POLYNOMIALS = 64  # largest bucket pairs, which always get a polynomial

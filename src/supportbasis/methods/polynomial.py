@@ -12,12 +12,14 @@ from ..plans.cost import polynomial_work
 from ..plans.supports import score_reach
 from ..polynomials.features import check_rank
 from ..problem.problem import Head
-from .base import Method, is_positive, live_count
-from .choice import (
+from .base import (
+    Method,
     check_polynomial,
     degree_or_error,
     derived_degree,
     highest_degree,
+    is_positive,
+    live_count,
     short_repr,
     strictest,
 )

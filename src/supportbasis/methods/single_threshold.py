@@ -18,12 +18,15 @@ from ..plans.supports import Side, entry_reach, is_empty, large_tokens, score_re
 from ..polynomials.certified import largest_bound
 from ..polynomials.features import check_rank
 from ..problem.problem import Head
-from .base import Method, exact_plan, is_positive, live_count
-from .choice import (
+from .base import (
+    Method,
     check_polynomial,
     degree_or_error,
     derived_degree,
+    exact_plan,
     highest_degree,
+    is_positive,
+    live_count,
     short_repr,
     strictest,
 )
