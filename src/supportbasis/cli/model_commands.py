@@ -87,11 +87,10 @@ def run_plan(
 
 
 def _plan_finding(plan: ModelPlan) -> str:
-    heads = [head for layer in plan.layers for head in layer.heads]
-    exact = sum(isinstance(head, ExactHead) for head in heads)
+    exact = sum(isinstance(head, ExactHead) for head in plan.heads)
     unit = "nats per token" if plan.unit == "kl" else "of the output's square"
     return (
-        f"{len(heads) - exact} of {len(heads)} heads are approximated, at a mean cost of "
+        f"{len(plan.heads) - exact} of {len(plan.heads)} heads are approximated, at a mean cost of "
         f"{plan.cost:.3g} of exact attention. On batches that were held back the prediction moved "
         f"by {plan.measured:.2g} {unit} (below {plan.upper:.2g} with 95 % confidence; allowed "
         f"{plan.limit:.2g})."

@@ -25,8 +25,7 @@ applied to t_i. The transposed product needs Σ_i u_i ⊗ t_i ⊗ x_i; nothing t
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
@@ -35,6 +34,7 @@ from torch import Tensor
 
 from ..components.polynomial_sum import largest_norm, rescaled
 from ..plans import ExactHead, HeadPlan, PolynomialHead, ThresholdHead
+from ..plans.supports import take
 from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.features import FeatureMap, block_rows, odd_rows
 from ..problem.problem import Head
@@ -43,19 +43,14 @@ TILE = 2**21  # exact weights at a time
 LEAST_ROWS = 16
 
 
-class Factors(ABC):
+@dataclass(frozen=True, eq=False)
+class Factors:
     """Weights u_i · w_j over some keys (None: all)."""
 
     rank: int
-    keys: Tensor | None
-
-    @abstractmethod
-    def left(self, rows: Tensor) -> Tensor:
-        """u_i, [rows, rank]."""
-
-    @abstractmethod
-    def right(self, keys: Tensor) -> Tensor:
-        """w_j, [keys, rank]."""
+    left: Callable[[Tensor], Tensor]  # u_i of some rows, [rows, rank]
+    right: Callable[[Tensor], Tensor]  # w_j of some keys, [keys, rank]
+    keys: Tensor | None = None
 
     def moments(self, tokens: Tensor) -> Tensor:
         """Σ_j w_j ⊗ (x_j, upper triangle of x_j x_jᵀ) over the keys, [rank, columns]."""
@@ -76,52 +71,29 @@ class Factors(ABC):
         return block_rows(max(self.rank, tokens.shape[1] ** 2), tokens.dtype)
 
 
-class PolynomialFactors(Factors):
+def polynomial_factors(
+    head: Head,
+    rows: Tensor | None,
+    keys: Tensor | None,
+    poly: CertifiedPolynomial,
+    lse: Tensor,
+) -> Factors:
     """p(scores) e^-lse through packed features: u_i = e^(unit - lse_i) W φ(q_i), w_j = φ(k_j)."""
-
-    def __init__(
-        self,
-        head: Head,
-        rows: Tensor | None,
-        keys: Tensor | None,
-        poly: CertifiedPolynomial,
-        lse: Tensor,
-    ):
-        self.head, self.keys = head, keys
-        self.features = FeatureMap(head.dim, poly.degree)
-        self.rank = self.features.count
-        self.query_norm, self.key_norm = (
-            largest_norm(norms if index is None else norms[index])
-            for norms, index in ((head.query_norms, rows), (head.key_norms, keys))
-        )
-        reach = abs(head.scale) * self.query_norm * self.key_norm
-        coefficients, log_unit = rescaled(poly, reach)
-        by_degree = torch.tensor(coefficients, dtype=torch.float64)
-        weights = self.features.multiplicity * by_degree[self.features.degrees]
-        self.weights = weights.to(head.dtype).to(head.query.device)
-        self.share = (log_unit - lse).exp().unsqueeze(1)
-
-    def left(self, rows: Tensor) -> Tensor:
-        features = self.features(self.head.query[rows] / self.query_norm)
-        return features.mul_(self.weights).mul_(self.share[rows])
-
-    def right(self, keys: Tensor) -> Tensor:
-        return self.features(self.head.key[keys] / self.key_norm)
-
-
-class SvdFactors(Factors):
-    """L D Wᵀ over all keys: u_i = D l_i."""
-
-    keys = None
-
-    def __init__(self, left: Tensor, values: Tensor, right: Tensor):
-        self.rank, self._left, self._right = len(values), left * values, right
-
-    def left(self, rows: Tensor) -> Tensor:
-        return self._left[rows]
-
-    def right(self, keys: Tensor) -> Tensor:
-        return self._right[keys]
+    features = FeatureMap(head.dim, poly.degree)
+    query_norm, key_norm = (
+        largest_norm(take(norms, index))
+        for norms, index in ((head.query_norms, rows), (head.key_norms, keys))
+    )
+    coefficients, log_unit = rescaled(poly, abs(head.scale) * query_norm * key_norm)
+    by_degree = torch.tensor(coefficients, dtype=torch.float64)
+    weights = (features.multiplicity * by_degree[features.degrees]).to(head.dtype)
+    weights, share = weights.to(head.query.device), (log_unit - lse).exp().unsqueeze(1)
+    return Factors(
+        features.count,
+        lambda rows: features(head.query[rows] / query_norm).mul_(weights).mul_(share[rows]),
+        lambda keys: features(head.key[keys] / key_norm),
+        keys,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +101,7 @@ class RowGroup:
     """Rows with the same disjoint parts: polynomial weights, and exact ones over some keys."""
 
     rows: Tensor
-    polynomial: PolynomialFactors | None
+    polynomial: Factors | None
     keys: Tensor  # whose weights are exact
 
     def blocks(self, tokens: Tensor) -> Iterator[Tensor]:
@@ -153,7 +125,7 @@ def row_groups(head: Head, plan: HeadPlan, lse: Tensor, fallback: Tensor) -> lis
     if isinstance(plan, ThresholdHead):
         query_side, key_side = plan.split(head)
         small_rows, small_keys, large_keys = query_side.small, key_side.small, key_side.large
-    factors = PolynomialFactors(head, small_rows, small_keys, plan.polynomial, lse)
+    factors = polynomial_factors(head, small_rows, small_keys, plan.polynomial, lse)
     is_small = torch.zeros_like(fallback)
     is_small[slice(None) if small_rows is None else small_rows] = True
     is_small &= ~fallback

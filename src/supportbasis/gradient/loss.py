@@ -21,9 +21,9 @@ from ..problem.validation import attention_problem
 from ..sketch import approximate_svd
 from .closed_attention import closed_form_attention, without_autocast
 from .closed_form import (
+    Factors,
     Layer,
     Sums,
-    SvdFactors,
     exact_tile,
     moment_columns,
     row_groups,
@@ -181,7 +181,7 @@ def _sum_up(
     return sums, part
 
 
-def _truncated(matrix: Tensor, rank: int) -> tuple[SvdFactors, LowRankPart]:
+def _truncated(matrix: Tensor, rank: int) -> tuple[Factors, LowRankPart]:
     """The exact part by its approximate SVD, and how much of it that leaves out."""
     left, middle, right = approximate_svd(matrix, rank, EPS, SEED)
     wide_left, wide_right = (left * middle).double(), right.double()
@@ -191,7 +191,8 @@ def _truncated(matrix: Tensor, rank: int) -> tuple[SvdFactors, LowRankPart]:
     size = float(values.square().sum())
     kept = float(((wide_left.T @ wide_left) * (wide_right.T @ wide_right)).sum())
     residual = (max(0.0, size - 2 * cross + kept) / size) ** 0.5 if size else 0.0
-    return SvdFactors(left, middle, right), LowRankPart(rank, len(values), residual)
+    factors = Factors(rank, (left * middle).__getitem__, right.__getitem__)
+    return factors, LowRankPart(rank, len(values), residual)
 
 
 def _gradients(

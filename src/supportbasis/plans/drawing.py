@@ -187,7 +187,7 @@ def draw_model(plan: ModelPlan, path: str | Path | None = None) -> Figure:
         figure.colorbar(image, ax=axes, shrink=0.8)
     left.set(ylabel="layer", yticks=range(0, len(plan.layers), max(1, len(plan.layers) // 12)))
     measured = "" if plan.measured is None else f"{plan.measured:.2g} measured, "
-    kinds = {head.kind for layer in plan.layers for head in layer.heads}
+    kinds = {head.kind for head in plan.heads}
     legend = ", ".join(f"{LETTERS[kind]}: {kind}" for kind in LETTERS if kind in kinds)
     figure.suptitle(
         f"{plan.model or 'model'}, {plan.tokens} tokens: cost {plan.cost:.2g}; {plan.unit} "

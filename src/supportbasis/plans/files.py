@@ -43,7 +43,7 @@ from .heads import (
     ThresholdHead,
 )
 from .model_plan import UNITS, LayerPlan, ModelPlan
-from .plan import Plan
+from .plan import Plan, SomeHeads
 from .schema import Field, array, choice, integer, number, optional, record
 
 FORMAT, MODEL_FORMAT = "supportbasis-plan-4", "supportbasis-model-plan-2"
@@ -63,7 +63,7 @@ KINDS_OF: dict[type[Method], tuple[type[HeadPlan], ...]] = {
 }
 
 
-def save(plan: Plan | ModelPlan, path: str | Path) -> None:
+def save(plan: SomeHeads, path: str | Path) -> None:
     """Write a plan."""
     try:
         field = MODEL if isinstance(plan, ModelPlan) else PLAN

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .heads import ExactHead, HeadPlan
-from .plan import Plan
+from .plan import Plan, SomeHeads
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +35,7 @@ class LayerPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class ModelPlan:
+class ModelPlan(SomeHeads):
     """What every head of a model runs, and how far the prediction moves.
 
     ``unit`` is "kl" (mean Kullback-Leibler divergence of the predicted distributions, nats per
@@ -53,31 +53,20 @@ class ModelPlan:
     upper: float | None = None
     model: str = ""  # class of the model
     speedups: tuple[tuple[int, float], ...] = ()  # predicted for attention, by tokens
+    heads: tuple[HeadPlan, ...] = field(init=False, repr=False)  # of all layers
 
-    @property
-    def cost(self) -> float:
-        """Multiply-adds of attention relative to exact attention, everything counted, mean over
-        heads."""
-        costs = [head.cost for layer in self.layers for head in layer.heads]
-        return sum(costs) / len(costs) if costs else 1.0
-
-    @property
-    def speedup(self) -> float:
-        """Predicted time of SDPA over predicted time of the plan, for attention alone."""
-        times = [1 / head.speedup for layer in self.layers for head in layer.heads]
-        return len(times) / sum(times) if times else 1.0
+    def __post_init__(self) -> None:
+        heads = tuple(head for layer in self.layers for head in layer.heads)
+        object.__setattr__(self, "heads", heads)
 
     def __str__(self) -> str:
-        approximated = sum(
-            not isinstance(head, ExactHead) for layer in self.layers for head in layer.heads
-        )
-        total = sum(len(layer.heads) for layer in self.layers)
+        approximated = sum(not isinstance(head, ExactHead) for head in self.heads)
         said = f"{self.unit} {self.predicted:.2g} predicted"
         if self.measured is not None:
             said += f", {self.measured:.2g} measured (below {self.upper:.2g} with confidence 0.95)"
         lines = [
             f"ModelPlan: {self.model or 'model'}, {len(self.layers)} attention modules, "
-            f"{approximated} of {total} heads approximated at {self.tokens} tokens; cost "
+            f"{approximated} of {len(self.heads)} heads approximated at {self.tokens} tokens; cost "
             f"{self.cost:.3g} of exact, predicted {self.speedup:.3g}x SDPA"
         ]
         if self.speedups:
@@ -100,12 +89,6 @@ class ModelPlan:
         rows = [cells[at : at + PRINTED] for at in range(0, len(cells), PRINTED)]
         lines = ["    " + "  ".join(f"{cell:{wide}}" for cell in row).rstrip() for row in rows]
         return [f"  {layer.name}, from {layer.min_tokens} tokens on", *lines]
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        from . import files
-
-        files.save(self, path)
 
     @staticmethod
     def load(path: str | Path) -> ModelPlan:

@@ -18,8 +18,32 @@ if TYPE_CHECKING:
     from ..methods import Method
 
 
+class SomeHeads:
+    """What the plans of a call and of a model share."""
+
+    heads: tuple[HeadPlan, ...]
+
+    @property
+    def cost(self) -> float:
+        """Multiply-adds relative to exact attention (1.0), everything counted, mean over heads."""
+        return sum(h.cost for h in self.heads) / len(self.heads) if self.heads else 1.0
+
+    @property
+    def speedup(self) -> float:
+        """Predicted time of SDPA over predicted time of this plan, for attention alone, on this
+        machine."""
+        times = [1.0 / h.speedup for h in self.heads]
+        return len(times) / sum(times) if times else 1.0
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        from . import files
+
+        files.save(self, path)
+
+
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(SomeHeads):
     """A method applied to data: one `HeadPlan` for each head, whatever the batch.
 
     >>> import torch, supportbasis as sb
@@ -63,17 +87,6 @@ class Plan:
     def num_heads(self) -> int:
         return len(self.heads)
 
-    @property
-    def cost(self) -> float:
-        """Multiply-adds relative to exact attention (1.0), everything counted, mean over heads."""
-        return sum(h.cost for h in self.heads) / len(self.heads) if self.heads else 1.0
-
-    @property
-    def speedup(self) -> float:
-        """Predicted time of SDPA over predicted time of this plan on this machine."""
-        times = [1.0 / h.speedup for h in self.heads]
-        return len(times) / sum(times) if times else 1.0
-
     def resolved(self, recorded: bool) -> Plan:
         """The plan of a call whose gradients are ``recorded`` or not: with ``strict`` settled."""
         return self if self._resolved is None else self._resolved[recorded]
@@ -99,12 +112,6 @@ class Plan:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        from . import files
-
-        files.save(self, path)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
