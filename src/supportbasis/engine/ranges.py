@@ -19,6 +19,7 @@ from torch import Tensor
 from ..components.polynomial_sum import LARGEST_REACH
 from ..errors import InputError
 from ..plans import ExactHead, FittedHead, HeadPlan, ListHead, Plan, PowerHead, ScoreRange
+from ..plans.supports import take
 from ..polynomials.balancing import transformed
 from ..polynomials.certified import CertifiedPolynomial
 from ..problem.problem import Head, Problem
@@ -51,15 +52,12 @@ def norm_sums(plan: HeadPlan, head: Head) -> Tensor:
     the transformed queries and of the transformed live keys, [4, 3] in float64. Tokens of the same
     norm in other directions may be longer after a transform. Without one the last two are zero."""
     rows, keys = plan.smooth(head)
-    found = [
-        head.query_norms if rows is None else head.query_norms[rows],
-        head.key_norms if keys is None else head.key_norms[keys],
-    ]
+    found = [take(head.query_norms, rows), take(head.key_norms, keys)]
     if _is_balanced(plan):
         with torch.no_grad():
-            balanced, live = transformed(head, plan.transform), head.live_keys
-            key = balanced.key if live is None else balanced.key[live]
-            found += [x.norm(dim=1) for x in (balanced.query, key)]
+            balanced = transformed(head, plan.transform)
+            keys = take(balanced.key, head.live_keys)
+            found += [x.norm(dim=1) for x in (balanced.query, keys)]
     sums = torch.zeros(4, 3, dtype=torch.float64)
     for number, norms in enumerate(found):
         if norms.numel():

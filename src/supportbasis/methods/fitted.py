@@ -125,12 +125,11 @@ class FittedSearch:
         kernel = self.sample.fit(spans)
         if kernel is None:
             return None
-        work = self._work(spans)
         plan, keys = (
             _plan(self.head, self.transform, kernel),
             float(kernel.features + self.far_keys),
         )
-        return replace(plan, keys=keys, **work.settings(self.head))
+        return replace(plan, keys=keys, **self._work(spans).settings(self.head))
 
     def _work(self, spans: tuple[int, ...]) -> Work:
         return fitted_work(self.head, count_features(spans), self.far_rows, self.far_keys)

@@ -8,6 +8,7 @@ one running sum over the differences gives the row's output at every price.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -95,14 +96,9 @@ class Curves:
     def highest(self, tolerance: float, most: int) -> int:
         """Index of the highest price, up to ``most``, whose error at its upper limit is within
         tolerance; -1: none. The error grows with the price."""
-        low, high = -1, most + 1
         if self.error(most)[1] <= tolerance:
             return most
-        while high - low > 1:
-            middle = (low + high) // 2
-            good = self.error(middle)[1] <= tolerance
-            low, high = (middle, high) if good else (low, middle)
-        return low
+        return bisect_left(range(most), True, key=lambda at: self.error(at)[1] > tolerance) - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,13 +146,9 @@ class ListSearch:
 
     def with_open_leaves(self, shares: Sequence[float]) -> list[ListHead]:
         """Plans of ascending cost: about these shares of the leaves that rows see are open."""
-        curves = self._first
-        most = float(curves.opened[0])  # at the lowest price almost every leaf is open
-        found = {}
-        for share in shares:
-            at = int((curves.opened - share * most).abs().argmin())
-            found[at] = self._plan(at, curves)
-        return [found[at] for at in sorted(found, reverse=True)]
+        opened = self._first.opened  # at the lowest price almost every leaf is open
+        found = {int((opened - share * opened[0]).abs().argmin()) for share in shares}
+        return [self._plan(at, self._first) for at in sorted(found, reverse=True)]
 
     def at(self, price: float) -> ListHead:
         """The plan of a given price."""
@@ -164,14 +156,12 @@ class ListSearch:
 
     def _cheapest(self, curves: Curves, budget: float) -> int | None:
         """The lowest price within the budget; None: the highest is not."""
-        low, high = 0, len(curves.prices) - 1
-        if self._plan(high, curves).cost > budget:
-            return None
-        while low < high:
-            middle = (low + high) // 2
-            good = self._plan(middle, curves).cost <= budget
-            low, high = (low, middle) if good else (middle + 1, high)
-        return low
+
+        def is_within(at: int) -> bool:
+            return self._plan(at, curves).cost <= budget
+
+        last = len(curves.prices) - 1
+        return bisect_left(range(last), True, key=is_within) if is_within(last) else None
 
     def likely(self, tolerance: float) -> ListHead | None:
         """The plan within a tolerance by the first sample alone."""
@@ -197,12 +187,12 @@ class ListSearch:
         """The plan at one of the prices."""
         settings = replace(self.settings, price=curves.prices[at])
         opened, head = float(curves.opened[at]), self.head
-        work = list_work(head, settings, opened)
         return ListHead(
-            n=head.n, m=head.m, cost=work.cost(head), speedup=work.speedup(head),
-            measured=curves.error(at)[0], lists=replace(settings, strict=self.strict),
+            measured=curves.error(at)[0],
+            lists=replace(settings, strict=self.strict),
             keys=opened * settings.leaf,
-        )  # fmt: skip
+            **list_work(head, settings, opened).settings(head),
+        )
 
     def _curves(self, prices: tuple[float, ...], drawn_for: float | None) -> Curves:
         """Curves on rows sampled for a price; None: on a first, smaller sample."""
