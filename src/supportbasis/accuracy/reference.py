@@ -112,9 +112,7 @@ def _log_kernel(head: Head, kernel: PowerKernel, score: Tensor) -> Tensor:
 
 
 def _log_weight(head: Head, score: Tensor) -> Tensor:
-    weight = torch.zeros_like(score)
-    if head.key_log_weight is not None:
-        weight = weight + head.key_log_weight.double()
+    weight = torch.zeros_like(score) + head.log_weights(torch.float64)
     if head.mask is not None:
         mask = head.mask
         weight = weight.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else weight + mask
@@ -155,7 +153,7 @@ def list_attention(head: Head, settings: ListSettings, made: Tables) -> tuple[Te
     The sorting (`Tables`) is given; tilts, lists and sums are made here, each from its definition.
     """
     query, key, value = (x.double() for x in (head.query, head.key, head.value))
-    bias = torch.zeros(head.m).double() if head.key_log_weight is None else head.key_log_weight
+    bias = head.log_weights(torch.float64)
     score, live = head.scale * query @ key.T + bias, bias > -math.inf
     output = torch.zeros(head.n, head.value_dim, dtype=torch.float64)
     lse = torch.full((head.n,), -math.inf, dtype=torch.float64)

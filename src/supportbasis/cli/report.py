@@ -23,10 +23,10 @@ from rich.text import Text
 import supportbasis
 
 from ..errors import InputError
+from ..plans.drawing import new_figure as new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 KEPT = (".csv", ".png", ".svg")
 
@@ -144,13 +144,6 @@ def write_csv(
         if not append:
             writer.writeheader()
         writer.writerows(table)
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches, with space for its labels."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 def plain_axes(axes: Axes) -> None:

@@ -54,8 +54,7 @@ def group_sums(plan: FittedHead, head: Head) -> tuple[Tensor, float]:
     """Weights and weighted sums of the keys of a head in units of exp(top), and top: [1, 1 + d] of
     a causal head, else [groups, 1 + d] of its transformed keys. They add up over devices."""
     if head.is_causal:
-        key, log_weight = head.key.to(head.dtype), head.key_log_weight
-        log_weight = key.new_zeros(len(key)) if log_weight is None else log_weight.to(head.dtype)
+        key, log_weight = head.key.to(head.dtype), head.log_weights(head.dtype)
         member = key.new_ones(1, len(key))
     else:
         balanced = transformed(head, plan.transform)
@@ -80,14 +79,12 @@ def least_lse_with(
         return _least_of_groups(plan, head, rows, mean, log_mass)
     if not len(mean):
         return least_lse(plan, head, rows)
-    own = head.key_log_weight
-    own = mass.new_zeros(head.m) if own is None else own.to(mass.dtype)
     first = head.query.new_zeros(1, head.dim)
     joined = replace(
         head,
         query=torch.cat([first, head.query]),
         key=torch.cat([mean, head.key.to(mean.dtype)]),
-        key_log_weight=torch.cat([log_mass, own]),
+        key_log_weight=torch.cat([log_mass, head.log_weights(mass.dtype)]),
     )
     after = torch.arange(head.n, device=mass.device) if rows is None else rows
     return least_lse(plan, joined, after + 1)
@@ -131,8 +128,7 @@ def lower_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:
     row_at = take_index(rows, 0, head.n, head.query)
     last = row_at.clamp(max=head.m - 1) if head.is_causal else torch.full_like(row_at, head.m - 1)
     least = head.query.new_full((len(last),), -math.inf, dtype=torch.float64)
-    log_weight = head.key_log_weight
-    log_weight = least.new_zeros(head.m) if log_weight is None else log_weight.detach().double()
+    log_weight = head.log_weights(torch.float64).detach()
     top = float(log_weight.max()) if head.m else 0.0
     top = top if math.isfinite(top) else 0.0
     mass, total = least.new_zeros(1), least.new_zeros(head.dim)

@@ -42,7 +42,8 @@ LETTERS = dict(
 SMALLEST = 1e-3  # of the cost scale, and of the effect's share
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches, with space for its labels."""
     try:
         from matplotlib.figure import Figure as NewFigure
     except ImportError as error:
@@ -53,7 +54,7 @@ def _figure(width: float, height: float) -> Figure:
 
 def draw_supports(plan: HeadPlan, path: str | Path | None = None) -> Figure:
     """The support of each component of one head, as a picture of its score matrix."""
-    figure = _figure(6.2, 5.6)
+    figure = new_figure(6.2, 5.6)
     from matplotlib.patches import Patch
 
     axes = figure.add_subplot()
@@ -163,7 +164,7 @@ def draw_model(plan: ModelPlan, path: str | Path | None = None) -> Figure:
     """Two panels, layer × head: the cost of each head with the letter of its kind, and its share
     of the effect."""
     heads = max((len(layer.heads) for layer in plan.layers), default=1)
-    figure = _figure(3.2 + 0.75 * heads, 1.9 + 0.42 * len(plan.layers))
+    figure = new_figure(3.2 + 0.75 * heads, 1.9 + 0.42 * len(plan.layers))
     from matplotlib.colors import LogNorm
 
     left, right = figure.subplots(1, 2, sharey=True)

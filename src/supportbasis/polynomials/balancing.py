@@ -66,14 +66,12 @@ class Transform:
     def apply(self, head: Head) -> BalancedHead:
         """The transformed head: queries x, keys y, scale 1, and the third term as log-weights."""
         root, like = math.sqrt(head.scale), head.query.new_empty((), dtype=head.dtype)
-        query, key, weight = head.query.to(like), head.key.to(like), like.new_zeros(head.m)
+        query, key, weight = head.query.to(like), head.key.to(like), head.log_weights(head.dtype)
         if not self.is_identity:
             query = (query - self.query_centre.to(like)) @ self.query_map.to(like)
             key = key - self.key_centre.to(like)
-            weight = (key @ self.query_centre.to(like)) * head.scale
+            weight = (key @ self.query_centre.to(like)) * head.scale + weight
             key = key @ self.key_map.to(like)
-        if head.key_log_weight is not None:
-            weight = weight + head.key_log_weight.to(like)
         return BalancedHead.of(head, query * root, key * root, weight)
 
     def pull_back(

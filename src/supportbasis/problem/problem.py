@@ -130,6 +130,12 @@ class Head:
     def key_maxima(self) -> Tensor:
         return largest_entries(self.key.detach()).double()
 
+    def log_weights(self, dtype: torch.dtype) -> Tensor:
+        """Log-weights of all keys [m], zeros where there are none."""
+        if self.key_log_weight is None:
+            return self.key.new_zeros(self.m, dtype=dtype)
+        return self.key_log_weight.to(dtype)
+
     @cached_property
     def live_keys(self) -> Tensor | None:
         """Indices of the keys that are not padded; None when all of them are live."""
