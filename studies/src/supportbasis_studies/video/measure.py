@@ -212,13 +212,15 @@ class Lab:
         repeat: bool = True,
         note: str = "",
     ) -> Sampled:
-        """All batches; the first one runs once more before, so that kernels are compiled."""
+        """All batches; the first one runs twice more before, so that kernels are compiled and
+        calls captured."""
         clips, attention, planned, whole = [], 0.0, 0.0, 0.0
         batches = self.batches()
         with ExitStack() as stack:
             stack.enter_context(using())
             if repeat and self.device.type == "cuda":
-                sample(self.model, *batches[0], self.extent.steps, also)
+                for _ in range(2):
+                    sample(self.model, *batches[0], self.extent.steps, also)
             for noise, prompts in batches:
                 clock = Clock(self.device)
 
