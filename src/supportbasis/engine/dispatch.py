@@ -37,7 +37,8 @@ EVALUATORS = {  # of a kind of head, a module of `supportbasis.cuda`
     "lists": "lists.list_heads",
     "fitted": "fitted.fitted_heads",
 }
-WITHOUT_KERNELS = (EVALUATORS["fitted"],)  # all heads at once, but by PyTorch operations
+# all heads at once, but by PyTorch operations; causal heads run through the component engine
+WITHOUT_KERNELS = (EVALUATORS["fitted"],)
 
 
 # output in the input dtype and lse in float32, contiguous; and which rows failed and were computed
@@ -80,7 +81,7 @@ def check_implementation(implementation: object) -> str:
     return str(implementation)
 
 
-_groups: WeakCache[Plan, tuple[torch.device, str, bool], tuple[Group, ...]] = WeakCache()
+_groups: WeakCache[Plan, tuple[torch.device, str, bool, bool], tuple[Group, ...]] = WeakCache()
 
 
 def groups(problem: Problem, plan: Plan, implementation: str) -> tuple[Group, ...]:
@@ -89,12 +90,8 @@ def groups(problem: Problem, plan: Plan, implementation: str) -> tuple[Group, ..
     reason = reason or refusal(problem, implementation)
     if implementation == "triton" and reason is not None:
         raise InputError(f"implementation='triton' cannot run this call: {reason}")
-    device, possible = problem.query.device, reason is None
-    return _groups.get(
-        plan,
-        (device, implementation, possible),
-        lambda: _grouped(device, plan, implementation, possible),
-    )
+    how = (problem.query.device, implementation, reason is None, problem.is_causal)
+    return _groups.get(plan, how, lambda: _grouped(plan, *how))
 
 
 def label(found: Sequence[Group]) -> str:
@@ -138,11 +135,11 @@ def _interpreted() -> bool:
 
 
 def _grouped(
-    device: torch.device, plan: Plan, implementation: str, possible: bool
+    plan: Plan, device: torch.device, implementation: str, possible: bool, causal: bool
 ) -> tuple[Group, ...]:
     found: dict[tuple[str, object] | None, list[int]] = {}
     for number, head in enumerate(plan.heads):
-        family = _family(number, head, implementation) if possible else None
+        family = _family(number, head, implementation, causal) if possible else None
         found.setdefault(family, []).append(number)
     if len(found) <= 1:
         only = next(iter(found), None)
@@ -158,10 +155,12 @@ def _grouped(
     )
 
 
-def _family(number: int, head: HeadPlan, implementation: str) -> tuple[str, object] | None:
+def _family(
+    number: int, head: HeadPlan, implementation: str, causal: bool
+) -> tuple[str, object] | None:
     """The evaluator of a head, and the key of heads that it runs together; None: no evaluator."""
     kind = EVALUATORS.get(head.kind)
-    if kind in WITHOUT_KERNELS and implementation == "triton":
+    if kind in WITHOUT_KERNELS and (causal or implementation == "triton"):
         kind = None
     refused = f"{head.kind} heads have no kernels" if kind is None else None
     refused = refused or (None if kind is None else evaluator(kind).refusal(head))

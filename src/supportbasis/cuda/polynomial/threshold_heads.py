@@ -26,7 +26,7 @@ from ...plans import HeadPlan, Plan, PolynomialHead, ThresholdHead
 from ...polynomials.certified import CertifiedPolynomial
 from ...problem.caching import WeakCache
 from ...problem.problem import Problem
-from ..exact.exact_heads import empty_results, finished, precision
+from ..exact.exact_heads import empty_results, finished, precision, whole
 from ..exact.rectangle import Rectangle, Start, Tokens, Totals, add_gradients, exact_rows, slopes
 from ..runtime.capacity import Capacity, Sizes, all_unless, enough
 from ..runtime.lengths import large, listed, rounded_down
@@ -159,8 +159,7 @@ def _large_rows(problem: Problem, split: Split) -> Rectangle:
 
 def _all_rows(problem: Problem, fits: Tensor) -> Rectangle:
     """All rows and keys if the capacity was exceeded, else no row."""
-    weight, causal = problem.key_log_weight, problem.is_causal
-    return all_unless(fits, problem.query, problem.key, problem.scale, weight, precision(), causal)
+    return all_unless(fits, whole(problem), problem.batch * problem.heads)
 
 
 @dataclass(frozen=True, eq=False)
