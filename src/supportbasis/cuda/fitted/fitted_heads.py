@@ -181,8 +181,8 @@ def _gradients(
         share = (size - near.flatten(0, 1)).exp().nan_to_num(0.0)  # a row without keys has none
         along = (grad.float().flatten(0, 1) * own).sum(2)
         shift = shift - share * (along + slope.flatten(0, 1))
-    balanced = (torch.stack(x) for x in zip(*parts, strict=True))
-    made = built.transforms.token_gradients(*balanced, shift)
+    query, key, value, weight = (torch.stack(x) for x in zip(*parts, strict=True))
+    made = built.transforms.token_gradients(query, key, value, weight, shift)
     total = Totals(*(x.unflatten(0, lse.shape[:2]).contiguous() for x in made))
     if sizes[0]:
         far = built.key_rectangle(sizes[0])
