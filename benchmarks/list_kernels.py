@@ -106,8 +106,8 @@ def build(work: Case) -> Data:
     ks = k.gather(1, order)
     spread = ks.float().unflatten(1, (-1, work.leaf)).var(2, correction=0).sum(-1)
     tables = fast.Tables(
-        q, ks, v.gather(1, order), None, members, visible.int(), *fast.cell_means(q, members),
-        spread, work.leaf, routes_of(work) if strict else None,
+        q, ks, v.gather(1, order), None, order[..., 0].int(), members, visible.int(),
+        *fast.cell_means(q, members), spread, work.leaf, routes_of(work) if strict else None,
     )  # fmt: skip
     data = Data(work, (q[None], k[None], v[None]), tables, None, torch.zeros(()))
     data.own = own_window(data) if work.causal else None
@@ -182,8 +182,8 @@ def forward(data: Data) -> tuple[Tensor, Tensor]:
 
 
 def new_totals(data: Data) -> back.Totals:
-    q, k, v = (x[0].shape for x in data.tokens)
-    return back.Totals(*(torch.zeros(x, device=data.work.device) for x in (q, k, v)))
+    shapes = [*(x[0].shape for x in data.tokens), data.tables.spread.shape]
+    return back.Totals(*(torch.zeros(x, device=data.work.device) for x in shapes))
 
 
 def backward(data: Data) -> back.Totals:

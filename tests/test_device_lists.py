@@ -78,18 +78,18 @@ def test_lists_are_the_same(mode):
     q, k, v = tokens(192, heads=2)
     settings = settings_of(mode)
     problem = attention_problem(q, k, v, None, 0.0, mode != "whole", None, False)
-    call = device_lists._Call.of(problem, settings)
+    tables = device_lists._tables(problem, settings)
     price = torch.full((2,), settings.price, device=DEVICE)
     found, listed = {}, 0
     for first, last, leaves in device_lists.ranges(problem, settings):
-        tilts = kernels.tilt(call.tables, first, last, leaves, problem.scale)
-        lists = kernels.select(call.tables, tilts, price, problem.scale)
+        tilts = kernels.tilt(tables, first, last, leaves, problem.scale)
+        lists = kernels.select(tables, tilts, price, problem.scale)
         for h in range(2):
             for cell in range(first, last):
-                rows = frozenset(call.tables.members[h, cell].tolist()) - {-1}
+                rows = frozenset(tables.members[h, cell].tolist()) - {-1}
                 count = int(lists.count[h, cell - first])
                 leaf = lists.index[h, cell - first, :count].long()
-                keys = call.slots[h].view(-1, settings.leaf)[leaf]
+                keys = tables.slots[h].view(-1, settings.leaf)[leaf]
                 found[h, rows] = {frozenset(x) for x in keys.tolist()}
                 listed += count
     assert listed

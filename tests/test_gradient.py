@@ -59,8 +59,8 @@ def test_exact_gradient_is_that_of_autograd(n, dim, value_dim, scale, seed):
 
 
 def test_exact_gradient_in_many_tiles_is_that_of_autograd(monkeypatch):
-    monkeypatch.setattr("supportbasis.gradient.weights.TILE", 1000)
-    monkeypatch.setattr("supportbasis.gradient.weights.LEAST_ROWS", 3)
+    monkeypatch.setattr("supportbasis.gradient.factors.TILE", 1000)
+    monkeypatch.setattr("supportbasis.gradient.factors.LEAST_ROWS", 3)
     data = problem(257, outliers=8)
     assert_equal(run(data, 0.9, sb.Exact()), autograd(**data, scale=0.9))
 
@@ -116,7 +116,7 @@ def test_gradient_is_the_same_in_blocks_of_any_size(monkeypatch):
     data = problem(203, outliers=9)
     whole = run(data, 0.3, sb.SingleThreshold(1.2, 3))
     monkeypatch.setattr("supportbasis.polynomials.features.BUFFER_BYTES", 16 * 36 * 8)
-    monkeypatch.setattr("supportbasis.gradient.weights.TILE", 500)
+    monkeypatch.setattr("supportbasis.gradient.factors.TILE", 500)
     pieces = run(data, 0.3, sb.SingleThreshold(1.2, 3))
     assert_equal(pieces, {name: getattr(whole, name) for name in NAMES})
 

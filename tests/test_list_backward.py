@@ -41,12 +41,17 @@ class Problem:
     known: back.Totals  # float64
 
     def totals(self, fill: float = 0.0) -> back.Totals:
-        return back.Totals(*(torch.full_like(x, fill).float() for x in totals_of(self.known)))
+        given = {
+            name: torch.full_like(x, fill).float()
+            for name, x in zip(NAMES, totals_of(self.known), strict=True)
+        }
+        return back.Totals(spread=torch.zeros_like(self.known.spread).float(), **given)
 
     def gradients(self, totals: back.Totals | None = None) -> back.Totals:
         totals = totals or self.totals()
         tilts = replace(self.tilts, kt=self.tilts.kt.clone(), vt=self.tilts.vt.clone())
         back.gradients(self.case.tables, tilts, self.lists, self.rows, self.case.scale, totals)
+        back.add_spreads(self.case.tables, totals)
         return totals
 
 
@@ -71,7 +76,8 @@ def problem(given: Case, price: Tensor) -> Problem:
     known = torch.autograd.grad(loss, leaves)
     slope = (grad * output.detach()).sum(-1) - grad_lse
     rows = back.Rows(grad, slope.float(), lse.detach().float())
-    return Problem(given, tilts, lists, rows, back.Totals(*known))
+    spread = known[0].new_zeros(tables.heads, tables.spread.shape[1])
+    return Problem(given, tilts, lists, rows, back.Totals(*known[:3], spread, known[3]))
 
 
 def price_of(given: Case) -> Tensor:
@@ -135,6 +141,7 @@ def test_gradients_of_ranges_of_whole_windows_add_up(kind):
         tilts = fast.tilt(tables, first, last, leaves, given.scale)
         lists = fast.select(tables, tilts, price, given.scale)
         back.gradients(tables, tilts, lists, one.rows, given.scale, totals)
+    back.add_spreads(tables, totals)
     compare(totals, one.known, given.rough)
 
 

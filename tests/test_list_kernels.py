@@ -67,12 +67,16 @@ def test_tilts_of_a_range_are_the_same_bits(any_case):
 
 
 def test_the_tilt_is_exact_at_the_mean(any_case):
-    """kt is rounded, m too: lt makes up for both, so that only float32 roundings remain."""
+    """But for the factor 1 + s / 2. kt is rounded, m too: lt makes up for both, so that only
+    float32 roundings remain."""
     tables, tilts, x = any_case.tables, any_case.made, any_case.tokens
     m = tables.mean.to(tables.ks.dtype).double()
     mine = any_case.scale * torch.einsum("hcd,hcld->hcl", m, tilts.kt.double()) + tilts.lt
     k, b = (y.unflatten(1, (-1, tables.leaf))[:, : any_case.leaves] for y in (x.k, x.b))
     right = any_case.scale * torch.einsum("hcd,hljd->hclj", m, k) + b.unsqueeze(1)
+    spread = tables.spread[:, : any_case.leaves].repeat_interleave(tables.group, 0).unsqueeze(1)
+    factor = 1 + any_case.scale**2 / 2 * tables.variance.unsqueeze(2) * spread
+    right = right + factor.double().log().unsqueeze(3)
     seen = tilts.lt > -INF
     size = 1 + right.logsumexp(-1)[seen].abs().max()
     rough = 2 * UNIT[torch.float32] * (tables.ks.shape[2] + 3) * size  # two products of d terms

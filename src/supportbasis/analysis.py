@@ -11,11 +11,10 @@ is 2d·n^(1 - c/σ²), so the exponent α must exceed 1 - c/σ², which is near 
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from torch import Tensor
 from .errors import InputError
 from .paper.split import check_pair, check_threshold, row_maxima
 from .paper.sub_gaussian import (
-    _side_threshold,
     check_alpha,
     check_entries,
     check_not_negative,
@@ -31,6 +29,7 @@ from .paper.sub_gaussian import (
     expected_large_entries,
     log_threshold,
     sharpest_threshold,
+    side_threshold,
     sub_gaussian_threshold,
     support_exponent,
     variance_proxy,
@@ -58,28 +57,28 @@ _HALF = 100  # histogram bins on either side of zero
 
 @dataclass(frozen=True)
 class LargeEntries:
-    """What exceeds one threshold on one side. Counts run over all its matrices [n, d].
+    """What exceeds one threshold T on one side. Counts run over all its matrices [n, d].
 
     The proxy is fitted to these entries, so `entries` ≤ matrices · `bound` always; how
     surprising the count is can only be told against another law, here the Gaussian.
+
+    Attributes:
+        entries, rows: entries of magnitude > T, rows with such an entry; row_share: rows / all.
+        alpha: support exponent, entries per matrix = n^alpha (-inf: no entries, nan: n = 1).
+        bound: 2nd·exp(-T²/σ²), the expected number per matrix at most (Lemma D.2).
+        tail: Chernoff bound on Pr[|supp| ≥ n^α] for the profile's α, mean `bound` (Lemma D.3).
+        gaussian_tail: Chernoff bound on Pr[X ≥ entries] were the entries Gaussian with the same
+            second moment; near 0: the tail is heavier than a Gaussian's.
     """
 
     threshold: float
     entries: int
-    """Entries of magnitude > T."""
     rows: int
-    """Rows with such an entry."""
     row_share: float
-    """rows / all rows."""
     alpha: float
-    """Support exponent: entries per matrix = n^alpha (-inf when there are none, nan at n = 1)."""
     bound: float
-    """2nd·exp(-T²/σ²), the expected number per matrix at most (Lemma D.2)."""
     tail: float
-    """Chernoff bound on Pr[|supp| ≥ n^α] for the profile's α, with mean `bound` (Lemma D.3)."""
     gaussian_tail: float
-    """Chernoff bound on Pr[X ≥ entries] were the entries Gaussian with the same second moment;
-    near 0: the tail is heavier than a Gaussian's."""
 
     @staticmethod
     def of_counts(
@@ -92,24 +91,14 @@ class LargeEntries:
         rms: float,
         alpha: float,
     ) -> LargeEntries:
-        """From counts over ``shape`` = (matrices, n, d) entries of this proxy and second moment.
-
-        >>> LargeEntries.of_counts(2.0, 4, 2, shape=(1, 16, 8), proxy=2.0, rms=1.0, alpha=0.5).alpha
-        0.5
-        """
+        """From counts over ``shape`` = (matrices, n, d) entries of this proxy and second moment."""
         matrices, n, d = shape
         bound = expected_large_entries(n, d, threshold, proxy)
         gaussian = matrices * n * d * math.erfc(threshold / rms / math.sqrt(2)) if rms > 0 else 0.0
-        return LargeEntries(
-            threshold,
-            entries,
-            rows,
-            rows / (matrices * n),
-            support_exponent(entries / matrices, n) if n > 1 else math.nan,
-            bound,
-            chernoff_tail(bound, n**alpha),
-            chernoff_tail(gaussian, entries),
-        )
+        exponent = support_exponent(entries / matrices, n) if n > 1 else math.nan
+        tails = chernoff_tail(bound, n**alpha), chernoff_tail(gaussian, entries)
+        share = rows / (matrices * n)
+        return LargeEntries(threshold, entries, rows, share, exponent, bound, *tails)
 
 
 @dataclass(frozen=True)
@@ -124,10 +113,8 @@ class SideProfile:
     std: float
     largest: float
     proxy: float
-    large: tuple[LargeEntries, ...]
-    """One per threshold of the profile, in its order."""
-    histogram: tuple[int, ...]
-    """Counts in equal bins over [-largest, largest]."""
+    large: tuple[LargeEntries, ...]  # one per threshold of the profile, in its order
+    histogram: tuple[int, ...]  # counts in equal bins over [-largest, largest]
 
     @property
     def entries(self) -> int:
@@ -162,9 +149,9 @@ class EntryProfile:
     thresholds: tuple[float, ...]
     query: SideProfile
     key: SideProfile | None
+    # share of pairs in A^(L) per threshold, 1 - (1 - f_Q)(1 - f_K) averaged over heads, with f the
+    # share of large rows; None without a key
     pair_shares: tuple[float, ...] | None
-    """Share of pairs in A^(L) per threshold, 1 - (1 - f_Q)(1 - f_K) averaged over heads, with f
-    the share of large rows; None without a key."""
 
     @classmethod
     def of(
@@ -188,7 +175,7 @@ class EntryProfile:
             check_entries(name, x)
         n = max(x.shape[-2] for x in given.values())
         proxies = {name: variance_proxy(x) for name, x in given.items()}
-        sharpest = max(_side_threshold(x, proxies[name], alpha) for name, x in given.items())
+        sharpest = max(side_threshold(x, proxies[name], alpha) for name, x in given.items())
         considered = {"sqrt(ln n)": log_threshold(n), f"T({alpha:g})": sharpest}
         if threshold is not None:
             check_threshold(threshold)
@@ -211,7 +198,7 @@ class EntryProfile:
         head += ["Pr[≥count|Gauss]", "large rows", "share"]
         for i, label in enumerate(self.labels):
             lines += ["", f"Above {label} = {self.thresholds[i]:.4g}"]
-            lines += _table([head, *(_large_row(side, i) for side in self.sides)])
+            lines += _table([head, *(_large_row(side, side.large[i]) for side in self.sides)])
             if self.pair_shares is not None:
                 lines.append(f"  pairs in A^(L): {self.pair_shares[i]:.2%}")
         return "\n".join(lines)
@@ -223,9 +210,13 @@ class EntryProfile:
         paper's figures. Right: large entries per matrix against T, below their sub-Gaussian bound.
         Needs matplotlib.
         """
-        figure: Figure = _matplotlib_figure()(
-            figsize=(11.0, 3.6 * len(self.sides)), layout="constrained"
-        )
+        try:  # not pyplot: no window, no global state, no backend to choose
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                'plotting needs matplotlib; install it with: pip install "supportbasis[cli]"'
+            ) from error
+        figure = Figure(figsize=(11.0, 3.6 * len(self.sides)), layout="constrained")
         axes = figure.subplots(len(self.sides), 2, squeeze=False)
         for side, (left, right) in zip(self.sides, axes, strict=True):
             _draw_histogram(left, side, self)
@@ -241,34 +232,23 @@ def _side_profile(
 ) -> SideProfile:
     x = x.detach().reshape(-1, *x.shape[-2:])
     x = x if x.dtype == torch.float64 else x.float()
-    matrices, n, d = x.shape
+    shape = x.shape[0], x.shape[1], x.shape[2]
     variance, mean = torch.var_mean(x.double(), correction=0)
     moments = float(mean), float(variance.sqrt())
     maxima = row_maxima(x)
-    second = math.hypot(*moments)
-    large = tuple(_large_entries(x, maxima, t, proxy, second, alpha) for t in thresholds)
-    largest = float(maxima.max())
-    return SideProfile(
-        name, matrices, n, d, *moments, largest, proxy, large, _histogram(x, largest)
-    )
-
-
-def _large_entries(
-    x: Tensor, maxima: Tensor, threshold: float, proxy: float, rms: float, alpha: float
-) -> LargeEntries:
-    is_large = maxima.double() > threshold
-    entries = int((x[is_large].abs().double() > threshold).sum())  # only large rows have any
-    shape = x.shape[0], x.shape[1], x.shape[2]
-    rows = int(is_large.sum())
-    return LargeEntries.of_counts(
-        threshold, entries, rows, shape=shape, proxy=proxy, rms=rms, alpha=alpha
-    )
-
-
-def _histogram(x: Tensor, largest: float) -> tuple[int, ...]:
+    largest, large = float(maxima.max()), []
+    for threshold in thresholds:
+        is_large = maxima.double() > threshold
+        entries = int((x[is_large].abs().double() > threshold).sum())  # only large rows have any
+        counts = threshold, entries, int(is_large.sum())
+        made = LargeEntries.of_counts(
+            *counts, shape=shape, proxy=proxy, rms=math.hypot(*moments), alpha=alpha
+        )
+        large.append(made)
     unit = x.flatten() / (largest or 1.0)  # in [-1, 1]
     bins = ((unit + 1) * _HALF).int().clamp_(0, 2 * _HALF - 1)
-    return tuple(torch.bincount(bins, minlength=2 * _HALF).tolist())
+    histogram = tuple(torch.bincount(bins, minlength=2 * _HALF).tolist())
+    return SideProfile(name, *shape, *moments, largest, proxy, tuple(large), histogram)
 
 
 def _pair_share(query: Tensor, key: Tensor, threshold: float) -> float:
@@ -287,22 +267,20 @@ def _pair_share(query: Tensor, key: Tensor, threshold: float) -> float:
 
 def _moments_row(side: SideProfile) -> list[str]:
     numbers = (side.mean, side.std, side.largest, side.proxy)
-    spread = 2 * side.std**2
-    ratio = f"{side.proxy / spread:.3g}" if spread > 0 else "-"
+    ratio = f"{side.proxy / (2 * side.std**2):.3g}" if side.std > 0 else "-"
     shape = [f"{side.matrices}", f"{side.n}", f"{side.d}"]
     return [side.name, *shape, *(f"{v:.4g}" for v in numbers), ratio]
 
 
-def _large_row(side: SideProfile, index: int) -> list[str]:
-    large = side.large[index]
-    tails = [f"{large.tail:.2g}", f"{large.gaussian_tail:.2g}"]
+def _large_row(side: SideProfile, large: LargeEntries) -> list[str]:
     return [
         side.name,
         f"{large.entries:,}",
         f"{large.entries / side.entries:.3%}",
         f"{large.alpha:.3f}" if large.entries else "none",
         f"{large.bound * side.matrices:,.1f}",
-        *tails,
+        f"{large.tail:.2g}",
+        f"{large.gaussian_tail:.2g}",
         f"{large.rows:,}",
         f"{large.row_share:.2%}",
     ]
@@ -310,22 +288,11 @@ def _large_row(side: SideProfile, index: int) -> list[str]:
 
 def _table(rows: list[list[str]]) -> list[str]:
     """Columns as wide as their widest cell; the first flush left, the others right."""
-    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-    lines = []
-    for first, *rest in rows:
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        lines.append("  " + "  ".join([first.ljust(widths[0]), *cells]))
-    return lines
-
-
-def _matplotlib_figure() -> Any:
-    """The Figure class itself, not pyplot: no window, no global state, no backend to choose."""
-    try:
-        return importlib.import_module("matplotlib.figure").Figure
-    except ImportError as error:
-        raise ImportError(
-            'plotting needs matplotlib; install it with: pip install "supportbasis[cli]"'
-        ) from error
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])])
+        for first, *rest in rows
+    ]
 
 
 _LINES = (("#c1121f", "--"), ("#333333", ":"), ("#6a4c93", "-."))  # one per threshold
@@ -336,34 +303,28 @@ def _draw_histogram(axes: Axes, side: SideProfile, profile: EntryProfile) -> Non
     bins, reach = len(side.histogram), side.largest or 1.0
     edges = [reach * (2 * b / bins - 1) for b in range(bins + 1)]
     axes.stairs(side.histogram, edges, fill=True, color=_FILL, baseline=0.5)
-    axes.set_yscale("log")
-    axes.set_ylim(bottom=0.5)
+    axes.set(yscale="log", ylim=(0.5, None))
     levels = zip(profile.labels, profile.thresholds, _LINES, strict=False)
     for label, threshold, (colour, dashes) in levels:
         axes.axvline(-threshold, color=colour, linestyle=dashes)
         text = f"±{label} = {threshold:.3g}"
         axes.axvline(threshold, color=colour, linestyle=dashes, label=text)
-    shape = f"[{side.n}, {side.d}]"
-    count = f"{side.matrices} × {shape}" if side.matrices > 1 else shape
+    count = f"{side.matrices} × " * (side.matrices > 1) + f"[{side.n}, {side.d}]"
     axes.set_title(f"{side.name} {count}: std {side.std:.3g}, max |entry| {side.largest:.3g}")
-    axes.set_xlabel("entry")
-    axes.set_ylabel("number of entries")
+    axes.set(xlabel="entry", ylabel="number of entries")
 
 
 def _draw_tail(axes: Axes, side: SideProfile, profile: EntryProfile) -> None:
     edges, counts = side.tail_counts
-    size, least = 2.0 * side.n * side.d, 1 / side.matrices
-    proxy = side.proxy or 1.0
-    bound = [size * math.exp(-(t**2) / proxy) for t in edges]
+    size = 2.0 * side.n * side.d
+    bound = [size * math.exp(-(t**2) / (side.proxy or 1.0)) for t in edges]
     axes.plot(edges, bound, color=_BOUND, label=f"2nd·exp(−T²/σ²), σ² = {side.proxy:.3g}")
     axes.plot(edges, counts, color=_FILL, linewidth=2.2, label="entries with |x| ≥ T")
     goal = side.n**profile.alpha
     axes.axhline(goal, color="#888888", linewidth=0.8, label=f"n^{profile.alpha:g} = {goal:.3g}")
     for threshold, (colour, dashes) in zip(profile.thresholds, _LINES, strict=False):
         axes.axvline(threshold, color=colour, linestyle=dashes)
-    axes.set_yscale("log")
-    axes.set_ylim(least / 2, 2 * size)
+    axes.set(yscale="log", ylim=(0.5 / side.matrices, 2 * size))
+    axes.set(xlabel="threshold T", ylabel="number of large entries")
     axes.set_title(f"{side.name}: large entries per matrix")
-    axes.set_xlabel("threshold T")
-    axes.set_ylabel("number of large entries")
     axes.legend(loc="upper right", fontsize="small", framealpha=1.0)

@@ -18,7 +18,7 @@ from ..plans import (
     PowerHead,
     ThresholdHead,
 )
-from ..plans.supports import score_reach
+from ..plans.supports import is_empty, score_reach
 from ..polynomials.certified import CertifiedPolynomial
 from ..problem.problem import Head
 
@@ -56,11 +56,14 @@ def _of_lists(head: Head, plan: ListHead) -> Distortion:
     """Tilted keys. Let r be the range of scale <q - m, k> over the keys k of a closed leaf, for a
     row q with the list of a cell of mean m. The weights within the leaf are those of m instead of
     q, whose logarithms differ by a range of r; so its mean value errs by 2 tanh(r / 4) max|V| at
-    most. Its mass is at most the true one (Jensen) and at least exp(-r^2 / 8) of it (Hoeffding)."""
+    most. Its mass before the factor 1 + s / 2 is at most the true one (Jensen) and at least
+    exp(-r^2 / 8) of it (Hoeffding); and log(1 + s / 2) <= s / 2 <= r^2 / 8d, because a variance is
+    at most the square of half a diameter."""
     if not head.n or not head.m:
         return Distortion(0.0, 0.0, True)
     widest = abs(head.scale) * list_reach(head, plan.lists)
-    bound = 2 * math.tanh(widest / 4) + 2 * math.tanh(widest**2 / 32)
+    mass = (1 + 1 / max(1, head.dim)) * widest**2 / 8
+    bound = 2 * math.tanh(widest / 4) + 2 * math.tanh(mass / 4)
     spread = 4 * math.atanh(bound / 2) if bound < 2 * (1 - 1e-12) else math.inf
     return Distortion(spread, math.inf, True)
 
@@ -72,7 +75,7 @@ def recertified(head: Head, plan: PolynomialHead) -> tuple[CertifiedPolynomial, 
     if isinstance(plan, ThresholdHead):
         split = plan.split(head)
         rows, keys, mixed = split[0].small, split[1].small, split[1].large is not None
-    if _empty(rows):
+    if is_empty(rows):
         return plan.polynomial, False
     reach, poly = score_reach(head, rows, keys), plan.polynomial
     return (poly if reach <= poly.bound else poly.on(reach)), mixed
@@ -86,7 +89,7 @@ def _of_buckets(head: Head, plan: BucketHead) -> Distortion:
         ranges = [
             _log_ratio(head, plan, pair, rows, key_sets[pair.key])
             for pair in plan.pairs
-            if pair.row == row and not _empty(rows) and not _empty(key_sets[pair.key])
+            if pair.row == row and not is_empty(rows) and not is_empty(key_sets[pair.key])
         ]
         if ranges:
             low, high = min(r[0] for r in ranges), max(r[1] for r in ranges)
@@ -118,7 +121,7 @@ def _condition(poly: CertifiedPolynomial, power: int) -> float:
     their lengths, while the weight <u, w> may be as small as exp(-reach)."""
     lengths = math.log(sum(abs(c) for c in poly.coefficients))  # in units of exp(bound)
     least = poly.log_ratio[0] - 2 * poly.bound
-    return _exp(power * (lengths - least))
+    return exp(power * (lengths - least))
 
 
 def sketch_error(power: int, size: int, failure: float) -> float:
@@ -135,14 +138,10 @@ def sketch_error(power: int, size: int, failure: float) -> float:
     variance = 2 / size if power == 1 else _expm1((power - 1) * math.log1p(8 / size))
     degree = 2 * max(1, 2 * power - 2)
     logs = [-math.log(failure) / t + degree / 2 * math.log(t - 1) for t in range(2, 256)]
-    return _exp(min(logs) + math.log(variance) / 2)
+    return exp(min(logs) + math.log(variance) / 2)
 
 
-def _empty(index: Tensor | None) -> bool:
-    return index is not None and not len(index)
-
-
-def _exp(x: float) -> float:
+def exp(x: float) -> float:
     return math.exp(x) if x < 700 else math.inf
 
 

@@ -9,19 +9,11 @@ import torch
 from torch import Tensor
 
 from ..lists.list_sum import row_risks
-from ..plans import (
-    ExactHead,
-    FittedHead,
-    HeadPlan,
-    ListHead,
-    Plan,
-    PolynomialHead,
-    PowerHead,
-)
+from ..plans import ExactHead, FittedHead, HeadPlan, ListHead, Plan, PolynomialHead, PowerHead
 from ..problem.problem import Head, Problem
 from ..problem.result import FAILED_SHARE, Outcome
 from ..problem.rounding import unit_roundoff
-from .bounds import distortion
+from .bounds import distortion, exp
 from .density import density_error
 from .inclusion import Sketch
 from .sampling import RowSample, exact_rows
@@ -72,10 +64,11 @@ class Certificate:
             return "Certificate: no heads"
         if not self.rows:
             return "Certificate: nothing was measured"
+        bound, measured, limit = (float(x.max()) for x in (self.bound, self.measured, self.limit))
         text = (
-            f"Certificate: {_bound_words(float(self.bound.max()))}, measured "
-            f"{float(self.measured.max()):.3g} (below {float(self.limit.max()):.3g} with "
-            f"confidence {self.confidence:g}, {self.rows} rows)"
+            f"Certificate: bound {bound:.3g}{' (vacuous)' * (bound >= VACUOUS)}, measured "
+            f"{measured:.3g} (below {limit:.3g} with confidence {self.confidence:g}, "
+            f"{self.rows} rows)"
         )
         invalid, fallback = int(self.invalid_rows.sum()), int(self.fallback_rows.sum())
         if invalid:
@@ -85,26 +78,21 @@ class Certificate:
     __repr__ = __str__
 
 
-def _bound_words(bound: float) -> str:
-    return f"bound {bound:.3g}" + (" (vacuous)" if bound >= VACUOUS else "")
-
-
 def certify(problem: Problem, plan: Plan, outcome: Outcome, *, seed: int = 0) -> Certificate:
     """Bound and measure the error of an outcome against the exact result."""
-    shape = (problem.batch, problem.heads)
-    bound, measured, limit = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
+    shape, used = (problem.batch, problem.heads), min(problem.n, SAMPLED_ROWS)
+    bound, measured, limit = torch.zeros(3, *shape, dtype=torch.float64)
     if problem.dropout_p > 0:  # a random output has no exact one to be compared with
-        bound.fill_(math.inf)
-        measured.fill_(math.nan)
-        limit.fill_(math.inf)
+        used = 0
+        for x, value in ((bound, math.inf), (measured, math.nan), (limit, math.inf)):
+            x.fill_(value)
     else:
         for b, h, head in problem.each_head():
-            at = (b, h)
-            bound[at] = error_bound(head, plan.heads[h], outcome, at)
+            at, its = (b, h), plan.heads[h]
+            bound[at] = error_bound(head, its, outcome, at)
             if head.n:
-                sample = _sample(head, plan.heads[h], outcome, at, seed)
-                measured[at], limit[at] = sampled_error(head, plan.heads[h], outcome, at, sample)
-    used = 0 if problem.dropout_p > 0 else min(problem.n, SAMPLED_ROWS)
+                sample = _sample(head, its, outcome, at, seed)
+                measured[at], limit[at] = sampled_error(head, its, outcome, at, sample)
     confidence = 1.0 if used == problem.n else CONFIDENCE
     counts = (outcome.invalid_rows.long().cpu(), outcome.fallback_rows.long().cpu())
     return Certificate(bound, measured, limit, used, confidence, *counts)
@@ -156,8 +144,7 @@ def _smallest_row(outcome: Outcome, at: tuple[int, int]) -> float:
     lse = outcome.lse[at][outcome.lse[at] > -math.inf].double()
     if not lse.numel():
         return 0.0
-    spread = float(outcome.log_scale[at]) - float(lse.min())
-    return math.exp(spread) if spread < 700 else math.inf
+    return exp(float(outcome.log_scale[at]) - float(lse.min()))
 
 
 def sampled_error(

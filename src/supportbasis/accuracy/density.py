@@ -15,8 +15,10 @@ from torch import Tensor
 
 from ..components import ExactSum, evaluate
 from ..plans import HeadPlan, PolynomialHead
+from ..plans.supports import take
 from ..polynomials.certified import CertifiedPolynomial
 from ..problem.problem import Head
+from .bounds import exp
 from .sampling import RowSample
 
 BINS = 64
@@ -52,9 +54,7 @@ class NormBins:
         if not self.reach.numel():
             return 0.0
         error = _error_within(poly, self.reach) @ self.key_weight
-        log_error = error.log() + poly.bound + self.top + self.row_weight - log_peak
-        largest = float(log_error.max())
-        return math.exp(largest) if largest < 700 else math.inf
+        return exp(float((error.log() + poly.bound + self.top + self.row_weight - log_peak).max()))
 
 
 def _error_within(poly: CertifiedPolynomial, reach: Tensor) -> Tensor:
@@ -77,13 +77,12 @@ def _bins(norms: Tensor) -> tuple[Tensor, Tensor]:
 
 def _row_bins(head: Head, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     """Upper norm and largest log-weight of each bin of rows."""
-    norms = head.query_norms if rows is None else head.query_norms[rows]
+    norms = take(head.query_norms, rows)
     if not len(norms):
         return norms, norms
     weight = torch.zeros_like(norms)
     if head.query_log_weight is not None:
-        source = head.query_log_weight
-        weight = (source if rows is None else source[rows]).double()
+        weight = take(head.query_log_weight, rows).double()
     bin_of, edges = _bins(norms)
     largest = torch.full_like(edges, -math.inf).scatter_reduce_(0, bin_of, weight, "amax")
     return edges, largest
@@ -91,14 +90,12 @@ def _row_bins(head: Head, rows: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _key_bins(head: Head, keys: Tensor | None) -> tuple[Tensor, Tensor, float]:
     """Upper norm and total weight (times |value|) of each bin of keys, in units of exp(top)."""
-    norms = head.key_norms if keys is None else head.key_norms[keys]
+    norms = take(head.key_norms, keys)
     if not len(norms):
         return norms, norms, 0.0
-    value = head.value if keys is None else head.value[keys]
-    weight, top = value.abs().amax(1).double(), 0.0
+    weight, top = take(head.value, keys).abs().amax(1).double(), 0.0
     if head.key_log_weight is not None:
-        source = head.key_log_weight
-        log_weight = (source if keys is None else source[keys]).double()
+        log_weight = take(head.key_log_weight, keys).double()
         top = float(log_weight.max())
         weight = weight * (log_weight - top).exp()
     bin_of, edges = _bins(norms)

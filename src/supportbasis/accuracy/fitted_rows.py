@@ -50,15 +50,19 @@ class RowCheck:
 
     def _output(self, weight: Tensor) -> Tensor:
         output = weight @ self.value
-        return (
-            output / weight.sum(1, keepdim=True) if self.head.normalise else output
-        ).nan_to_num()
+        output = output / weight.sum(1, keepdim=True) if self.head.normalise else output
+        return output.nan_to_num()
 
     def error(self, plan: PolynomialHead | FittedHead) -> tuple[float, float]:
         """Measured error of the plan on the sampled rows, and its upper limit."""
         weight = self._fitted(plan) if isinstance(plan, FittedHead) else self._polynomial(plan)
         if isinstance(plan, (ThresholdHead, FittedHead)):
-            self._restore_exact(plan, weight)
+            rows, keys = plan.split(self.head)
+            if keys.large is not None:
+                weight[:, keys.large] = self.weight[:, keys.large]
+            if rows.large is not None:
+                large = torch.isin(self.rows, rows.large)
+                weight[large] = self.weight[large]
         if isinstance(plan, FittedHead):
             log_sum = weight.sum(1).log().double() + self.top.squeeze(1)
             failed = ~(log_sum >= least_lse(plan, self.head, self.rows))
@@ -83,11 +87,3 @@ class RowCheck:
         if self.log_weight is not None:
             log_weight = log_weight.masked_fill(self.log_weight == -math.inf, -math.inf)
         return plan.fitted(query, key).mul_(log_weight.exp())
-
-    def _restore_exact(self, plan: ThresholdHead | FittedHead, weight: Tensor) -> None:
-        rows, keys = plan.split(self.head)
-        if keys.large is not None:
-            weight[:, keys.large] = self.weight[:, keys.large]
-        if rows.large is not None:
-            large = torch.isin(self.rows, rows.large)
-            weight[large] = self.weight[large]

@@ -92,10 +92,8 @@ def _sketch(head: Head, seed: int) -> Sketch:
     top = float(norms.max()) if head.n else 1.0
     lengths = (norms / max(top, 1e-300)).pow(LENGTH_POWER)
     rare = spread_out(_unit(query))
-    generator = torch.Generator().manual_seed(seed + 4)
     live = head.live_keys
-    if live is None:
-        live = torch.arange(head.m, device=key.device)
+    live = torch.arange(head.m, device=key.device) if live is None else live
     if head.is_causal:
         live = live[live < head.n]
     if not len(live):
@@ -105,12 +103,11 @@ def _sketch(head: Head, seed: int) -> Sketch:
     pilots = min(head.n, max(16, min(PILOT_ROWS, PILOT_ENTRIES // max(1, head.m))))
     chance = probabilities(torch.ones_like(lengths), (lengths, rare), pilots)
     rows = draw_rows(chance, pilots, seed + 4)
-    outliers = _top(head.key_norms[live], OUTLIER_KEYS) + _top(
-        spread_out(_unit(key[live])), OUTLIER_KEYS
-    )
-    outliers += _top(value_size, OUTLIER_KEYS) + _found_keys(head, live, value_size, rows)
-    special = torch.tensor(sorted(set(outliers)), device=live.device)
-    concentration, lse = _estimate(head, live, value_size, special, generator)
+    sizes = (head.key_norms[live], spread_out(_unit(key[live])), value_size)
+    outliers = {i for size in sizes for i in _top(size, OUTLIER_KEYS)}
+    outliers.update(_found_keys(head, live, value_size, rows))
+    special = torch.tensor(sorted(outliers), device=live.device)
+    concentration, lse = _estimate(head, live, value_size, special, seed + 4)
     return Sketch((lengths, rare, concentration), lse)
 
 
@@ -166,7 +163,7 @@ def _found_keys(head: Head, live: Tensor, value_size: Tensor, rows: Tensor) -> l
 
 
 def _estimate(
-    head: Head, live: Tensor, value_size: Tensor, special: Tensor, generator: torch.Generator
+    head: Head, live: Tensor, value_size: Tensor, special: Tensor, seed: int
 ) -> tuple[Tensor, Tensor]:
     """sum_j w_j^2 |v_j - mean|^2 and the lse of each row, estimated over special keys and a sample
     of the others."""
@@ -174,6 +171,7 @@ def _estimate(
     others[special] = False
     index = others.nonzero().squeeze(1)
     drawn = min(SAMPLED_KEYS, len(index))  # one of each part of the sequence
+    generator = torch.Generator().manual_seed(seed)
     positions = torch.arange(drawn) + torch.rand(drawn, generator=generator)
     positions = (positions * (len(index) / max(1, drawn))).long().clamp(max=len(index) - 1)
     at = torch.cat([special, index[positions.to(index.device)]])

@@ -35,16 +35,10 @@ def execute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
 
     For a kernel sum the output is the sum itself, in linear units.
     """
-    outputs, sums = [], []
-    for _, h, head in problem.each_head():
-        output, lse = run_head(head, plan.heads[h])
-        outputs.append(output)
-        sums.append(lse)
+    found = [run_head(head, plan.heads[h]) for _, h, head in problem.each_head()]
+    output, lse = (torch.stack(x) for x in zip(*found, strict=True))
     shape = (problem.batch, problem.heads)
-    return (
-        torch.stack(outputs).unflatten(0, shape),
-        torch.stack(sums).unflatten(0, shape),
-    )
+    return output.unflatten(0, shape), lse.unflatten(0, shape)
 
 
 def run_head(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
@@ -150,14 +144,9 @@ def _is_near(plan: FittedHead, row: Tensor, key: Tensor) -> Tensor:
 def _is_small(head: Head, plan: PolynomialHead) -> Tensor:
     """Pairs of a small row and a small key (all pairs where nothing is split)."""
     if not isinstance(plan, ThresholdHead):
-        return _all(head.n, head).unsqueeze(1) & _all(head.m, head)
-    row = head.query.double().abs().amax(1) <= plan.threshold
-    key = head.key.double().abs().amax(1) <= plan.threshold
+        return torch.ones(head.n, head.m, dtype=torch.bool, device=head.query.device)
+    row, key = (x.double().abs().amax(1) <= plan.threshold for x in (head.query, head.key))
     return row.unsqueeze(1) & key
-
-
-def _all(count: int, head: Head) -> Tensor:
-    return torch.ones(count, dtype=torch.bool, device=head.query.device)
 
 
 def list_attention(head: Head, settings: ListSettings, made: Tables) -> tuple[Tensor, Tensor]:
@@ -189,11 +178,12 @@ def list_attention(head: Head, settings: ListSettings, made: Tables) -> tuple[Te
         mean = query[members].mean(0)
         tilts = [_tilted(head.scale * key[j] @ mean + bias[j], key[j], value[j]) for j in visible]
         keys, values, masses, spreads = map(torch.stack, zip(*tilts, strict=True))
-        weight = masses - head.scale * keys @ mean
+        variance = (query[members] - mean).square().sum(1).mean() / max(1, head.dim)
+        variance = head.scale**2 * variance * spreads
+        weight = masses - head.scale * keys @ mean + (variance / 2).log1p()
         scored = query[members[:: max(1, settings.block // SCORED_MEMBERS)]]
         share = (head.scale * scored @ keys.T + weight).softmax(1)
-        variance = (query[members] - mean).square().sum(1).mean() / max(1, head.dim)
-        opened = share.square().mean(0) * head.scale**2 * variance * spreads > settings.price
+        opened = share.square().mean(0) * variance > settings.price
         exact = [leaf[live[leaf]] for leaf, is_open in zip(visible, opened, strict=True) if is_open]
         listed = torch.cat([rows[:0], *exact])
         closed = head.scale * query[rows] @ keys[~opened].T + weight[~opened]

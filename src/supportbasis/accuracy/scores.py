@@ -58,13 +58,11 @@ class ScoreSample:
 
 def pick(index: Tensor | None, total: int, count: int, seed: int, device: torch.device) -> Tensor:
     """At most ``count`` entries of an index set (None: all of 0..total), private randomness."""
-    size = total if index is None else len(index)
-    if size <= count:
-        chosen = torch.arange(size, device=device)
-    else:
-        generator = torch.Generator().manual_seed(seed)
-        chosen = torch.randint(size, (count,), generator=generator).to(device)
-    return chosen if index is None else index[chosen]
+    index = torch.arange(total, device=device) if index is None else index
+    if len(index) <= count:
+        return index
+    generator = torch.Generator().manual_seed(seed)
+    return index[torch.randint(len(index), (count,), generator=generator).to(device)]
 
 
 def best_polynomial(
@@ -85,15 +83,10 @@ def best_polynomial(
     """
     if kind != "auto":
         return BUILDERS[kind](degree, reach)
-    if sample.is_density and epsilon == math.inf:
-        candidates = [taylor(degree, reach), chebyshev(degree, reach)]
-    else:
-        candidates = [build(degree, reach) for build in BUILDERS.values()]
-    usable = [
-        poly
-        for poly in candidates
-        if (poly.positive or sample.is_density) and poly.error <= epsilon
-    ]
+    all_scores = sample.is_density and epsilon == math.inf
+    builders = (taylor, chebyshev) if all_scores else BUILDERS.values()
+    candidates = [build(degree, reach) for build in builders]
+    usable = [p for p in candidates if (p.positive or sample.is_density) and p.error <= epsilon]
     if not usable:
         return min(candidates, key=lambda poly: poly.error)
     return min(usable, key=lambda poly: sample.expected_error(poly, power))

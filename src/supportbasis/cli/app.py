@@ -51,8 +51,6 @@ def selftest(
         raise typer.Exit(1)
 
 
-# ---- models ----------------------------------------------------------------------------------
-
 ModelName = Annotated[
     str, typer.Argument(metavar="MODEL", help="Folder of a model of transformers, or its name.")
 ]
@@ -160,8 +158,6 @@ def evaluate_model(
         ids = model_commands.batch_tokens(loaded, text, tokens, batches)
         model_commands.run_eval(loaded, made, ids, copies, seed, folder, console())
 
-
-# ---- commands of the studies, a package of their own -----------------------------------------
 
 STUDIES = {
     "demo": "Compare the methods with PyTorch's exact attention, on generated inputs or on yours.",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .remote_code import mend
 
 INSTALL = 'reading a model needs transformers: pip install "supportbasis[hf]"'
 CONTEXT = ("max_position_embeddings", "max_sequence_length")  # in a configuration
@@ -160,10 +161,37 @@ def chosen_device(name: str | None) -> torch.device:
 
 def chosen_dtype(name: str | None) -> torch.dtype | None:
     """A floating-point type of PyTorch by its name."""
-    names = ("float32", "float16", "bfloat16", "float64")
-    if name is None:
-        return None
-    if name not in names:
+    kinds = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    names = {str(kind).removeprefix("torch."): kind for kind in kinds}
+    if name is not None and name not in names:
         raise InputError(f"--dtype: got {name!r}, expected one of {', '.join(names)}")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    return None if name is None else names[name]
+
+
+def mend(name: str, config: Any, auto_class: str, options: dict[str, bool]) -> None:
+    """Complete a model that brings code of its own, where it may run, before weights are read.
+
+    Code written before transformers 5, LLaDA's for example, leaves out what it expects of a class:
+    the map of tied weights that ``post_init`` makes, arguments of ``tie_weights``, and
+    ``use_cache`` in the configuration.
+    """
+    reference = (getattr(config, "auto_map", None) or {}).get(auto_class)
+    if reference is None or not options["trust_remote_code"]:
+        return
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    brought: Any = get_class_from_dynamic_module(
+        reference, name, local_files_only=options["local_files_only"]
+    )
+    if not hasattr(brought, "all_tied_weights_keys"):
+        brought.all_tied_weights_keys = {}  # an instance whose code calls post_init has its own
+    tie_weights = brought.tie_weights
+    if "missing_keys" not in inspect.signature(tie_weights).parameters:
+
+        @wraps(tie_weights)
+        def tie(model: Any, missing_keys: Any = None, recompute_mapping: bool = True) -> None:
+            tie_weights(model)
+
+        brought.tie_weights = tie
+    if not hasattr(config, "use_cache"):
+        config.use_cache = False

@@ -31,8 +31,7 @@ from .report import (
     write_csv,
 )
 
-TOKENS = {"cuda": 32768}  # of a batch, where nothing is said
-CPU_TOKENS = 8192
+TOKENS, CPU_TOKENS = {"cuda": 32768}, 8192  # of a batch, where nothing is said
 SMALLEST = 1e-9  # nats, of a picture
 LENGTHS = (4096, 32768, 131072)  # at which a head's prospects are told
 
@@ -58,9 +57,6 @@ def batch_tokens(loaded: LoadedModel, path: Path, wanted: int | None, batches: i
     return ids[: most * batches].view(batches, most)
 
 
-# ---- plan ------------------------------------------------------------------------------------
-
-
 def run_plan(
     loaded: LoadedModel, ids: Tensor, wish: dict[str, Any], out: Path, console: Console
 ) -> None:
@@ -76,16 +72,12 @@ def run_plan(
     write_csv(folder / "heads.csv", machine, rows)
     console.print(str(plan))
     batches, tokens = ids.shape
+    text = "Cost of each head relative to exact attention, and its share of the predicted effect."
+    figures, findings = [(picture, text)], [_plan_finding(plan)]
     sections = [
-        Section(
-            "The plan",
-            findings=[_plan_finding(plan)],
-            figures=[(picture, "Cost of each head relative to exact attention, and its share of "
-                      "the predicted effect.")],
-            verbatim=str(plan),
-        ),
+        Section("The plan", findings=findings, figures=figures, verbatim=str(plan)),
         Section("Heads", grids=[_head_grid(rows, plan.unit)], printed=()),
-    ]  # fmt: skip
+    ]
     lead = (
         f"{loaded.name}, {batches} batches of {tokens} tokens; the last third of them was held "
         "back to measure the whole plan."
@@ -124,17 +116,12 @@ def head_rows(plan: ModelPlan) -> list[dict[str, object]]:
 
 
 def _head_grid(rows: Sequence[dict[str, Any]], unit: str) -> Grid:
-    lines = [
-        [
-            f"{row['layer']}, head {row['head']}", row["kind"], f"{row['cost']:.3g}",
-            times(row["speedup"]), f"{row[unit]:.1e}", f"{row['share']:.1%}",
-        ]
-        for row in rows
-    ]  # fmt: skip
+    lines = []
+    for row in rows:
+        name, speed = f"{row['layer']}, head {row['head']}", times(row["speedup"])
+        numbers = f"{row[unit]:.1e}", f"{row['share']:.1%}"
+        lines.append([name, row["kind"], f"{row['cost']:.3g}", speed, *numbers])
     return Grid("", ("head", "kind", "cost", "predicted speed", unit, "share"), lines)
-
-
-# ---- profile ---------------------------------------------------------------------------------
 
 
 def run_profile(
@@ -161,10 +148,10 @@ def run_profile(
 
 def _profile_row(head: HeadProfile) -> dict[str, object]:
     content = asdict(head)
+    names = {"kind": "kind", "speedup": "speedup", "is_planned": "planned"}
     for prospect in content.pop("prospects"):
         at = f"at_{prospect['tokens']}"
-        content |= {f"kind_{at}": prospect["kind"], f"speedup_{at}": prospect["speedup"],
-                    f"planned_{at}": prospect["is_planned"]}  # fmt: skip
+        content |= {f"{label}_{at}": prospect[name] for name, label in names.items()}
     return content
 
 
@@ -208,13 +195,15 @@ def draw_profile(found: Sequence[HeadProfile], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-# ---- eval ------------------------------------------------------------------------------------
-
-
 def run_eval(
-    loaded: LoadedModel, plan: ModelPlan, ids: Tensor, copies: int, seed: int, out: Path,
+    loaded: LoadedModel,
+    plan: ModelPlan,
+    ids: Tensor,
+    copies: int,
+    seed: int,
+    out: Path,
     console: Console,
-) -> None:  # fmt: skip
+) -> None:
     """Evaluate a plan on batches [batches, tokens], beside exact attention."""
     found = models.evaluate(loaded.model, plan, list(ids.split(1)), copies=copies, seed=seed)
     machine = Machine.here(loaded.device.type)
@@ -224,14 +213,11 @@ def run_eval(
         write_csv(out / "copies.csv", machine, [asdict(copy) for copy in found.copies])
     picture = out / "evaluation.png"
     draw_evaluation(found, picture)
-    section = Section(
-        "Exact and planned",
-        "Both attentions read the same tokens; differences are paired.",
-        findings=[_eval_finding(found)],
-        figures=[(picture, "How far predictions of single tokens move, and copying.")],
-        verbatim=str(found),
-    )
-    console.print(str(found))
+    text = "Both attentions read the same tokens; differences are paired."
+    figures = [(picture, "How far predictions of single tokens move, and copying.")]
+    findings, verbatim = [_eval_finding(found)], str(found)
+    section = Section("Exact and planned", text, findings, (), figures, verbatim=verbatim)
+    console.print(verbatim)
     batches, tokens = ids.shape
     lead = (
         f"{loaded.name} on {batches} × {tokens} tokens; the plan allows {plan.unit} {plan.limit:g}."

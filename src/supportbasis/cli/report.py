@@ -30,14 +30,9 @@ if TYPE_CHECKING:
 
 KEPT = (".csv", ".png", ".svg")
 
-# ---- numbers ---------------------------------------------------------------------------------
-
 
 def times(value: float | None) -> str:
     return "—" if value is None else f"{value:.2g}×" if value < 10 else f"{value:.0f}×"
-
-
-# ---- tables ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -55,11 +50,9 @@ class Grid:
     def terminal(self) -> Table:
         title = self.title or None
         table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-        for index, heading in enumerate(self.headings):
-            if index:
-                table.add_column(heading, justify="right", no_wrap=True)
-            else:
-                table.add_column(heading, min_width=20)
+        table.add_column(self.headings[0], min_width=20)
+        for heading in self.headings[1:]:
+            table.add_column(heading, justify="right", no_wrap=True)
         for index, line in enumerate(self.lines):
             cells = (_styled(line[0]), *(Text(cell) for cell in line[1:]))
             table.add_row(*cells, style="red" if index in self.lost else "")
@@ -72,9 +65,6 @@ def _styled(name: str) -> Text:
     for line in rest:
         text.append(f"\n{line}", style="yellow" if line.startswith("!") else "dim default")
     return text
-
-
-# ---- CSV -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -111,11 +101,9 @@ class Machine:
 
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def _commit() -> str:
@@ -139,11 +127,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def write_csv(
-    path: Path,
-    machine: Machine | None,
-    lines: Iterable[Mapping[str, object]],
-    *,
-    append: bool = False,
+    path: Path, machine: Machine | None, lines: Iterable[Mapping[str, object]], append: bool = False
 ) -> None:
     """Lines with the same columns, the machine's before them unless they are there already."""
     table = [({} if machine is None else asdict(machine)) | dict(line) for line in lines]
@@ -160,9 +144,6 @@ def write_csv(
         if not append:
             writer.writeheader()
         writer.writerows(table)
-
-
-# ---- pictures --------------------------------------------------------------------------------
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -182,9 +163,6 @@ def plain_axes(axes: Axes) -> None:
 def length_label(n: float, _: object = None) -> str:
     """16k for 16384, on an axis of lengths."""
     return f"{n / 1024:g}k" if n >= 1024 else f"{n:g}"
-
-
-# ---- pages -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,17 +194,12 @@ def write_page(
     path: Path, title: str, lead: str, sections: Sequence[Section], machine: Machine | None = None
 ) -> None:
     """One file that needs no other: pictures are inlined."""
-    environment = Environment(
-        loader=PackageLoader("supportbasis.cli", "."),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = PackageLoader("supportbasis.cli", ".")
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["inline"] = _inline
-    facts = machine.facts() if machine else []
-    page = environment.get_template("report.html").render(
-        title=title, lead=lead, sections=sections, facts=facts
-    )
+    content = {"title": title, "lead": lead, "sections": sections}
+    content["facts"] = machine.facts() if machine else []
+    page = environment.get_template("report.html").render(content)
     path.write_text(page, encoding="utf-8")
 
 
@@ -235,17 +208,12 @@ def _inline(path: Path) -> str:
 
 
 def publish(
-    out: Path,
-    title: str,
-    lead: str,
-    sections: Sequence[Section],
-    machine: Machine,
-    console: Console,
+    out: Path, title: str, lead: str, sections: Sequence[Section], machine: Machine, to: Console
 ) -> None:
     """Write ``report.html``, print the sections, and say where everything is."""
     write_page(out / "report.html", title, lead, sections, machine)
     for section in sections:
-        section.print(console)
+        section.print(to)
     files = sorted(path.name for path in out.iterdir() if path.suffix in KEPT)
-    console.print(f"\nReport: {out / 'report.html'}", style="bold")
-    console.print(f"Beside it: {', '.join(files)}")
+    to.print(f"\nReport: {out / 'report.html'}", style="bold")
+    to.print(f"Beside it: {', '.join(files)}")

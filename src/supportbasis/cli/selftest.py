@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 
 import torch
@@ -136,8 +137,7 @@ def _verdicts(cases: Sequence[Case], device: str) -> Iterator[Verdict]:
         yield from (check(case, device) for case in cases)
         return
     workers = max(1, min(len(cases), os.cpu_count() or 2))
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
-    with pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         yield from pool.map(check, cases, [device] * len(cases))
 
 
@@ -153,17 +153,17 @@ def check(case: Case, device: str) -> Verdict:
 
 
 def _compared(case: Case, device: str) -> Iterator[tuple[Tensor, Tensor]]:
-    leaves, bias = (_curved if case.has_lists else _tokens)(case, device)
-    query, key, value = (x.cpu() for x in leaves)  # on a GPU short lists are not worth it
+    tokens, bias = _tokens(case, device)
+    query, key, value = (x.cpu() for x in tokens)  # on a GPU short lists are not worth it
     mask = None if bias is None else bias.cpu()
     made = plan(query, key, value, mask, 0.0, case.causal, None, True, method=case.method)
     assert all((head.kind == "lists") == case.has_lists for head in made.heads)
-    grad = _normal(torch.Generator().manual_seed(1), 1, 2, leaves[0].shape[2], case.dv)
-    grad = grad.to(device, case.dtype)
-    mine = _run(case, "triton", case.dtype, made, leaves, bias, grad)
-    theirs = _run(case, "eager", torch.float64, made, leaves, bias, grad)
+    shape = (1, 2, tokens[0].shape[2], case.dv)
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, case.dtype)
+    mine = _run(case, "triton", case.dtype, made, tokens, bias, grad)
+    theirs = _run(case, "eager", torch.float64, made, tokens, bias, grad)
     if not case.has_lists:  # sorting and selection are part of those
-        problem = attention_problem(*leaves, bias, 0.0, case.causal, None, True)
+        problem = attention_problem(*tokens, bias, 0.0, case.causal, None, True)
         theirs[0] = reference.execute(problem, made)[0]
     yield from zip(mine, theirs, strict=True)
 
@@ -173,56 +173,44 @@ def _run(
     implementation: str,
     dtype: torch.dtype,
     made: Plan,
-    leaves: Tokens,
+    tokens: Tokens,
     bias: Tensor | None,
     grad: Tensor,
 ) -> list[Tensor]:
     """Output, and gradients of query, key, value and a bias."""
-    query, key, value = (x.to(dtype).detach().requires_grad_() for x in leaves)
-    mask = None if bias is None else bias.to(torch.promote_types(dtype, torch.float32))
-    tracked = [query, key, value, *([] if mask is None else [mask.requires_grad_()])]
+    tracked = [x.to(dtype).detach() for x in tokens]
+    if bias is not None:
+        tracked.append(bias.to(torch.promote_types(dtype, torch.float32)).detach())
+    query, key, value, *rest = (x.requires_grad_() for x in tracked)
+    masked = (query, key, value, rest[0] if rest else None)
     output = attention(
-        query, key, value, mask, 0.0, case.causal, None, True,
-        plan=made, implementation=implementation,
-    )  # fmt: skip
-    assert isinstance(output, Tensor)
+        *masked, 0.0, case.causal, None, True, plan=made, implementation=implementation
+    )
     return [output.detach(), *torch.autograd.grad(output, tracked, grad.to(dtype))]
 
 
 def _tokens(case: Case, device: str) -> tuple[Tokens, Tensor | None]:
-    """Scores of standard deviation 0.25, and some tokens four times as large."""
-    generator = torch.Generator().manual_seed(0)
-    n, m = (60, 50) if device == "cpu" else (700, 1500)
-    size = (1 / case.d) ** 0.25
-    q = size * _normal(generator, 1, 2, n, case.d)
-    k = size * _normal(generator, 1, case.key_heads, m, case.d)
-    v = _normal(generator, 1, case.key_heads, m, case.dv)
-    q[:, :, 3::17] *= 4
-    k[:, :, 5::19] *= 4
-    bias = _normal(generator, 1, 2, 1, m).to(device) if case.bias else None
-    query, key, value = (x.to(device, case.dtype) for x in (q, k, v))
-    return (query, key, value), bias
-
-
-def _curved(case: Case, device: str) -> tuple[Tokens, Tensor | None]:
-    """Queries and keys on a surface of three dimensions, values that follow the keys."""
-    generator = torch.Generator().manual_seed(0)
-    n = 512 if device == "cpu" else 2048
-    n *= 1 + case.causal  # windows have 512 positions
-    slope, phase = 2 * _normal(generator, 2, 3, case.d), 6 * _normal(generator, 2, 1, case.d)
-    q, k = (
-        2 * case.d**-0.25 * torch.cos(_normal(generator, 2, n, 3).sigmoid() @ slope + phase)
-        for _ in range(2)
-    )
-    k = k[: case.key_heads]
-    v = torch.tanh(k @ _normal(generator, case.d, case.dv) / case.d**0.5)
-    bias = _normal(generator, 1, 2, 1, n).to(device) if case.bias else None
+    """Scores of standard deviation 0.25 and some tokens four times as large; for lists, queries
+    and keys on a surface of three dimensions and values that follow the keys. And a bias."""
+    normal = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    d, on_cpu = case.d, device == "cpu"
+    if case.has_lists:
+        m = (512 if on_cpu else 2048) * (1 + case.causal)  # windows have 512 positions
+        slope, phase = 2 * normal(2, 3, d), 6 * normal(2, 1, d)
+        q, k = (
+            2 * d**-0.25 * torch.cos(normal(2, m, 3).sigmoid() @ slope + phase) for _ in range(2)
+        )
+        k = k[: case.key_heads]
+        v = torch.tanh(k @ normal(d, case.dv) / d**0.5)
+    else:
+        n, m = (60, 50) if on_cpu else (700, 1500)
+        q, k = d**-0.25 * normal(2, n, d), d**-0.25 * normal(case.key_heads, m, d)
+        v = normal(case.key_heads, m, case.dv)
+        q[:, 3::17] *= 4
+        k[:, 5::19] *= 4
+    bias = normal(1, 2, 1, m).to(device) if case.bias else None
     query, key, value = (x[None].to(device, case.dtype) for x in (q, k, v))
     return (query, key, value), bias
-
-
-def _normal(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator)
 
 
 def _line(verdict: Verdict) -> str:

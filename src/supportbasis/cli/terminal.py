@@ -23,13 +23,11 @@ def friendly(command: str) -> Iterator[None]:
     """Errors that the user can mend end the program with a sentence and status 2."""
     try:
         yield
-    except SupportBasisError as error:
-        typer.echo(f"supportbasis {command}: {error}", err=True)
-        raise typer.Exit(2) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except (SupportBasisError, OSError) as error:
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not is_full and not isinstance(error, SupportBasisError):
             raise
-        typer.echo(f"supportbasis {command}: {NO_SPACE}", err=True)
+        typer.echo(f"supportbasis {command}: {NO_SPACE if is_full else error}", err=True)
         raise typer.Exit(2) from None
 
 

@@ -25,6 +25,8 @@ SUM_BLOCK = 1024  # keys added up at a time, which bounds the rounding of the su
 KERNEL_ROWS = 16384
 KERNEL_KEYS = 2048  # few rows are spread over the cores by handing out keys in pieces
 
+Span = tuple[int, int]  # tokens, from and to
+
 
 @dataclass(frozen=True, eq=False)
 class ExactSum:
@@ -47,25 +49,26 @@ class ExactSum:
             tile.noise = self._noise(head, tile, rounding[start:stop], keys)
             total[start:stop].add_(tile)
 
-    def _row_tile(
-        self, head: Head, rows: Tensor | None, span: tuple[int, int], keys: int
-    ) -> Partial:
+    def _row_tile(self, head: Head, rows: Tensor | None, span: Span, keys: int) -> Partial:
         """All keys for the rows of one tile."""
         query = take(head.query, rows, *span).to(head.dtype)
         row_at = take_index(rows, *span, head.query)
-        shown_to_all, shown = self._shown(head, row_at, keys)
-        shown = max(1, shown)  # a row that sees nothing still gets a tile, fully masked
-        total = self._tile(head, query, row_at, (0, min(shown, KEY_TILE)), shown_to_all)
-        for start in range(KEY_TILE, shown, KEY_TILE):
-            tile = (start, min(shown, start + KEY_TILE))
-            total.add_(self._tile(head, query, row_at, tile, max(0, shown_to_all - start)))
+        tiles = self._key_tiles(head, row_at, keys)
+        parts = (self._tile(head, query, row_at, tile, free) for tile, free in tiles)
+        total = next(parts)
+        for part in parts:
+            total.add_(part)
         return total
 
-    def _shown(self, head: Head, row_at: Tensor, keys: int) -> tuple[int, int]:
-        """How many keys every row of a tile sees, and how many some row of it does."""
-        if not head.is_causal:
-            return keys, keys
-        return self._until(int(row_at[0]), keys), self._until(int(row_at[-1]), keys)
+    def _key_tiles(self, head: Head, row_at: Tensor, keys: int) -> Iterator[tuple[Span, int]]:
+        """Tiles of the keys that some of these rows attend to, at least one, and how many keys of
+        each lie ahead of no row."""
+        shown_to_all = shown = keys
+        if head.is_causal:
+            shown_to_all, shown = (self._until(int(row_at[i]), keys) for i in (0, -1))
+        shown = max(1, shown)
+        for start in range(0, shown, KEY_TILE):
+            yield (start, min(shown, start + KEY_TILE)), max(0, shown_to_all - start)
 
     def _until(self, row: int, keys: int) -> int:
         """Number of keys that do not lie ahead of a row."""
@@ -73,9 +76,7 @@ class ExactSum:
             return min(keys, row + 1)
         return int(torch.searchsorted(self.keys, row, right=True))
 
-    def _tile(
-        self, head: Head, query: Tensor, row_at: Tensor, tile: tuple[int, int], free: int
-    ) -> Partial:
+    def _tile(self, head: Head, query: Tensor, row_at: Tensor, tile: Span, free: int) -> Partial:
         """One tile of scores; its first ``free`` keys lie ahead of no row."""
         score = query @ (take(head.key, self.keys, *tile).to(head.dtype) * head.scale).T
         score = self._weighed(head, self._log_kernel(score), row_at, tile, free)
@@ -89,15 +90,14 @@ class ExactSum:
             num.addmm_(weight[:, block], value[block])
         return Partial(num, weight.sum(1), top, torch.zeros_like(top))
 
-    def _weighed(
-        self, head: Head, score: Tensor, row_at: Tensor, tile: tuple[int, int], free: int
-    ) -> Tensor:
+    def _weighed(self, head: Head, score: Tensor, row_at: Tensor, tile: Span, free: int) -> Tensor:
         """Log-weights of a tile with those of the keys and the mask; -inf for what lies ahead."""
         if head.key_log_weight is not None:
             score += take(head.key_log_weight, self.keys, *tile).to(head.dtype)
         if head.mask is not None:
             mask = head.mask[row_at][:, take_index(self.keys, *tile, row_at)]
-            score = _masked(score, mask)
+            masked = mask.dtype == torch.bool
+            score = score.masked_fill(~mask, -math.inf) if masked else score + mask
         if free < score.shape[1]:
             key_at = take_index(self.keys, *tile, row_at)[free:]
             score[:, free:].masked_fill_(key_at > row_at.unsqueeze(1), -math.inf)
@@ -107,25 +107,36 @@ class ExactSum:
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
     ) -> None:
         """Add the gradients of the tokens from those of the rows' sums; weights are recomputed."""
-        for_weights = total.key_log_weight is not None
-        count, keys = len(cotangent.den), _KeySide(head, self.keys, for_weights)
-        most = 1 / unit_roundoff(head.dtype)  # of a usable denominator: beyond, scores are rounding
-        if not count or not len(keys.key):
+        key, value = (take(x, self.keys, 0, head.m).to(head.dtype) for x in (head.key, head.value))
+        count, most = len(cotangent.den), 1 / unit_roundoff(head.dtype)
+        if not count or not len(key):
             return
-        for start, stop in _row_tiles(head, count, len(keys.key)):
+        grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
+        grad_weight = None if total.key_log_weight is None else key.new_zeros(len(key))
+        for start, stop in _row_tiles(head, count, len(key)):
             query = take(head.query, rows, start, stop).to(head.dtype)
             row_at = take_index(rows, start, stop, head.query)
-            shown_to_all, shown = self._shown(head, row_at, len(keys.key))
-            part, grad = cotangent[start:stop], torch.zeros_like(query)
-            for first in range(0, shown, KEY_TILE):
-                tile, free = (first, min(shown, first + KEY_TILE)), max(0, shown_to_all - first)
-                score = query @ (keys.key[slice(*tile)] * head.scale).T
+            part, grad_query = cotangent[start:stop], torch.zeros_like(query)
+            for tile, free in self._key_tiles(head, row_at, len(key)):
+                at = slice(*tile)
+                score = query @ (key[at] * head.scale).T
                 slope = self._log_slope(score)
                 weight = self._weighed(head, self._log_kernel(score), row_at, tile, free)
+                # most: of a usable denominator, beyond which scores are rounding
                 weight = weight.add_(part.log_scale.unsqueeze(1)).exp_().clamp_(max=most)
-                grad += keys.add(slice(*tile), query, weight, slope, part)
-            add_tokens(total.query, rows, start, grad.mul_(head.scale))
-        keys.add_to(total, self.keys, head.scale)
+                grad_value[at].addmm_(weight.T, part.num)
+                grad = torch.addmm(part.den.unsqueeze(1), part.num, value[at].T).mul_(weight)
+                if grad_weight is not None:
+                    grad_weight[at] += grad.sum(0)
+                if slope is not None:
+                    grad = torch.where(weight > 0, grad * slope, 0.0)
+                grad_key[at].addmm_(grad.T, query)
+                grad_query += grad @ key[at]
+            add_tokens(total.query, rows, start, grad_query.mul_(head.scale))
+        add_tokens(total.key, self.keys, 0, grad_key.mul_(head.scale))
+        add_tokens(total.value, self.keys, 0, grad_value)
+        if total.key_log_weight is not None and grad_weight is not None:
+            add_tokens(total.key_log_weight, self.keys, 0, grad_weight)
 
     def _log_slope(self, score: Tensor) -> Tensor | None:
         """Derivative of `_log_kernel`; None where it is 1."""
@@ -160,41 +171,6 @@ class ExactSum:
         return (relative.clamp(max=1.0) if head.normalise else relative).to(head.dtype)
 
 
-class _KeySide:
-    """The keys of a component, and their gradients, summed over tiles."""
-
-    def __init__(self, head: Head, keys: Tensor | None, for_weights: bool):
-        self.key = take(head.key, keys, 0, head.m).to(head.dtype)
-        self.value = take(head.value, keys, 0, head.m).to(head.dtype)
-        self.grad_key, self.grad_value = torch.zeros_like(self.key), torch.zeros_like(self.value)
-        self.grad_weight = self.key.new_zeros(len(self.key)) if for_weights else None
-
-    def add(
-        self,
-        tile: slice,
-        query: Tensor,
-        weight: Tensor,
-        slope: Tensor | None,
-        cotangent: Cotangent,
-    ) -> Tensor:
-        """Add one tile of weights, in the units of the cotangent; returns the queries' part."""
-        self.grad_value[tile].addmm_(weight.T, cotangent.num)
-        grad = torch.addmm(cotangent.den.unsqueeze(1), cotangent.num, self.value[tile].T)
-        grad.mul_(weight)  # of the log-weights
-        if self.grad_weight is not None:
-            self.grad_weight[tile] += grad.sum(0)
-        if slope is not None:
-            grad = torch.where(weight > 0, grad * slope, 0.0)
-        self.grad_key[tile].addmm_(grad.T, query)
-        return grad @ self.key[tile]
-
-    def add_to(self, total: Gradients, keys: Tensor | None, scale: float) -> None:
-        add_tokens(total.key, keys, 0, self.grad_key.mul_(scale))
-        add_tokens(total.value, keys, 0, self.grad_value)
-        if total.key_log_weight is not None and self.grad_weight is not None:
-            add_tokens(total.key_log_weight, keys, 0, self.grad_weight)
-
-
 def _row_tiles(head: Head, rows: int, keys: int) -> Iterator[tuple[int, int]]:
     """Rows whose scores with all keys, or with as many as a tile holds, are formed at a time."""
     least = 32 if head.is_causal else 128  # short tiles skip more of what lies ahead
@@ -215,23 +191,15 @@ def take_index(index: Tensor | None, start: int, stop: int, like: Tensor) -> Ten
     return index[start:stop]
 
 
-def _masked(score: Tensor, mask: Tensor) -> Tensor:
-    return score.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else score + mask
-
-
 def _kernel_takes(head: Head, rows: Tensor | None, keys: Tensor | None) -> bool:
     """Whether PyTorch's CPU kernel, which also returns the log-sum-exp, can do this rectangle; of
     causal heads it takes the whole, without biases."""
-    if head.mask is not None or head.query.device.type != "cpu":
-        return False
-    if head.value_dim == 0 or not flash.AVAILABLE:
-        return False
     bias = head.key_log_weight
+    if head.mask is not None or not (head.query.is_cpu and head.value_dim and flash.AVAILABLE):
+        return False
     if head.is_causal and not (rows is None and keys is None and bias is None):
         return False
-    if bias is None:
-        return True
-    return bool((bias if keys is None else bias[keys]).isfinite().all())
+    return bias is None or bool((bias if keys is None else bias[keys]).isfinite().all())
 
 
 def _by_kernel(
@@ -256,12 +224,14 @@ def _by_kernel(
         for piece, count in ((slice(0, edge), whole), (slice(edge, None), 1)):
             if not len(key[piece]):
                 continue
-            mask = None if bias is None else bias[piece].reshape(1, count, 1, -1)
+            mask = None
+            if bias is not None:
+                mask = bias[piece].reshape(1, count, 1, -1).expand(-1, -1, len(query), -1)
             output, lse = flash.attention(
                 query.expand(1, count, *query.shape),
                 key[piece].reshape(1, count, -1, dim),
                 value[piece].reshape(1, count, -1, dim),
-                None if mask is None else mask.expand(-1, -1, len(query), -1),
+                mask,
                 scale=head.scale,
                 is_causal=head.is_causal,
             )
@@ -272,8 +242,6 @@ def _by_kernel(
 
 def _joined(output: Tensor, lse: Tensor) -> Partial:
     """Pieces of keys [pieces, rows, ...] as one partial sum."""
-    if len(output) == 1:
-        return Partial(output[0], torch.ones_like(lse[0]), lse[0], torch.zeros_like(lse[0]))
     top = lse.amax(0)
     weight = (lse - top).exp_()
     num = (output * weight.unsqueeze(-1)).sum(0)

@@ -11,31 +11,26 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..polynomials.balancing import Transform, transformed
 from ..polynomials.features import FeatureMap
 from ..polynomials.fitting import FittedKernel
 from ..problem.problem import Head
 from ..problem.rounding import gamma, product_roundoff
-from .cotangent import Cotangent, Gradients, add_tokens
-from .exact_sum import take
-from .partial import Partial
+from .cotangent import Gradients
 from .polynomial_sum import largest_norm
 from .streaming import Task
-from .streaming_backward import add_gradients
+from .streaming_backward import StreamedSum
 
 
 @dataclass(frozen=True, eq=False)
-class FittedSum:
+class FittedSum(StreamedSum):
     """p(x, y) instead of exp(score) over ``keys`` (sorted indices of live keys; None: all)."""
 
     kernel: FittedKernel
     transform: Transform
     keys: Tensor | None = None
-
-    def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
-        """Add the sums over these keys to ``total``, which holds the given rows."""
-        self.task(head, rows).run(total)
 
     def task(self, head: Head, rows: Tensor | None, norms: Tensor | None = None) -> Task:
         """The evaluation for some rows, in units of the given norms (None: of their own)."""
@@ -55,14 +50,6 @@ class FittedSum:
                 norms = tokens[:, :span].norm(dim=1)
                 found.append(norms.max() if len(norms) else norms.new_zeros(()))
         return torch.stack(found).view(2, -1)
-
-    def add_gradients(
-        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
-    ) -> None:
-        """Add the gradients of the tokens from those of the rows' sums, through the transform."""
-        inner = self.inner_gradients(total, head)
-        add_gradients(self.task(head, rows), inner, cotangent)
-        self.pull_back(inner, total, head)
 
     def inner_gradients(self, total: Gradients, head: Head) -> Gradients:
         """What the evaluation adds gradients of the transformed tokens to."""
@@ -90,39 +77,27 @@ class _FittedTask(Task):
         norms: Tensor,
     ):
         self.fitted, self.shift, self.norms = kernel, shift, norms
-        span = kernel.spans[0]
-        self.query_norm, self.key_norm = (largest_norm(norm[:1]) for norm in norms)
-        reach = self.query_norm * self.key_norm
-        coefficients = [a * reach**k for k, a in enumerate(kernel.coefficients)]
-        features = FeatureMap(span, kernel.degree, kernel.spans)
+        query_norm, key_norm = (largest_norm(norm[:1]) for norm in norms)
+        self.norm = {"query": query_norm, "key": key_norm}
+        coefficients = [a * (query_norm * key_norm) ** k for k, a in enumerate(kernel.coefficients)]
+        features = FeatureMap(kernel.spans[0], kernel.degree, kernel.spans)
         super().__init__(head, rows, keys, features, coefficients)
+        self.scaled = FittedKernel(tuple(coefficients), kernel.spans)
 
-    def queries(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        query = take(self.head.query, self.rows, start, stop)
-        return self._leading(query) / self.query_norm, self.shift[start:stop]
+    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x[:, : self.features.dim].flip(1) / self.norm[side], None
 
-    def key_tokens(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        key = take(self.head.key, self.keys, start, stop)
-        return self._leading(key) / self.key_norm, self.log_weight(start, stop)
+    def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
+        return pad(grad.flip(1) / self.norm[side], (0, x.shape[1] - self.features.dim))
 
     def kernel(self, query: Tensor, tokens: Tensor) -> Tensor:
-        scaled = FittedKernel(tuple(self.coefficients), self.fitted.spans)
-        return scaled(query.flip(1), tokens.flip(1))
+        return self.scaled(query.flip(1), tokens.flip(1))
 
     def kernel_gradients(
         self, query: Tensor, tokens: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor]:
-        scaled = FittedKernel(tuple(self.coefficients), self.fitted.spans)
-        of_query, of_tokens = scaled.gradients(query.flip(1), tokens.flip(1), grad)
+        of_query, of_tokens = self.scaled.gradients(query.flip(1), tokens.flip(1), grad)
         return of_query.flip(1), of_tokens.flip(1)
-
-    def add_query_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
-        part = total.query[:, : self.features.dim]
-        add_tokens(part, self.rows, start, grad.flip(1) / self.query_norm)
-
-    def add_key_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
-        part = total.key[:, : self.features.dim]
-        add_tokens(part, self.keys, start, grad.flip(1) / self.key_norm)
 
     def magnitude(self) -> Tensor:
         """sum_k |a_k| |x_i|_k^k max_j |y_j|_k^k, norms in the leading r_k coordinates, [rows]."""
@@ -133,11 +108,8 @@ class _FittedTask(Task):
             magnitude += abs(self.fitted.coefficients[k]) * reach**k
         return magnitude
 
-    def noise(self, mass: Tensor | float, block: int) -> Tensor:
+    def noise(self) -> Tensor:
         """Typical rounding error, with independent errors of the terms: no bound is proved for a
         fitted polynomial, and worst cases would exclude most rows."""
         depth = 4 * math.sqrt(self.all_keys + self.features.count)
-        return self.magnitude() * gamma(math.ceil(depth), product_roundoff(self.head.dtype)) * mass
-
-    def _leading(self, tokens: Tensor) -> Tensor:
-        return tokens[:, : self.features.dim].flip(1)
+        return self.magnitude() * gamma(math.ceil(depth), product_roundoff(self.head.dtype))

@@ -29,7 +29,5 @@ def attention(
     assert query.shape[3] == key.shape[3], (query.shape, key.shape)
     operator = getattr(torch.ops.aten, OPERATOR)
     query, key, value = (in_rows(x) for x in (query, key, value))
-    output, lse = operator(
-        query, key, value, is_causal=is_causal, attn_mask=bias, scale=scale
-    )  # fmt: skip
+    output, lse = operator(query, key, value, is_causal=is_causal, attn_mask=bias, scale=scale)
     return output, lse

@@ -13,56 +13,37 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..polynomials.certified import CertifiedPolynomial
+from ..polynomials.certified import CertifiedPolynomial, horner
 from ..polynomials.features import FeatureMap
 from ..problem.problem import Head
-from .cotangent import Cotangent, Gradients, add_tokens
-from .exact_sum import take
-from .partial import Partial
 from .streaming import Task
-from .streaming_backward import add_gradients
+from .streaming_backward import StreamedSum
 
 LARGEST_REACH = 1e300  # replaces ranges that overflow float64
 
 
 @dataclass(frozen=True, eq=False)
-class PolynomialSum:
+class PolynomialSum(StreamedSum):
     """p(score) instead of exp(score) over ``keys`` (sorted indices of live keys; None: all)."""
 
     polynomial: CertifiedPolynomial
     keys: Tensor | None = None
     last: list[Task] = field(default_factory=list, init=False, repr=False)  # for the backward pass
 
-    def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
-        """Add the sums over these keys to ``total``, which holds the given rows."""
-        task = self.task(head, rows)
-        task.run(total)
-        self.last[:] = [task]
-
     def task(self, head: Head, rows: Tensor | None, norms: Tensor | None = None) -> Task:
         """The evaluation for some rows, in units of the given norms (None: of their own)."""
-        return _PolynomialTask(head, rows, self.keys, self.polynomial, norms)
+        if norms is not None:
+            return _PolynomialTask(head, rows, self.keys, self.polynomial, norms)
+        if not any(task.head is head and task.rows is rows for task in self.last):
+            norms = self.norms(head, rows)
+            self.last[:] = [_PolynomialTask(head, rows, self.keys, self.polynomial, norms)]
+        return self.last[0]
 
     def norms(self, head: Head, rows: Tensor | None) -> Tensor:
         """Norms of the longest of these rows and of these keys, [2, 1]."""
         sides = ((head.query_norms, rows), (head.key_norms, self.keys))
         found = [x if index is None else x[index] for x, index in sides]
         return torch.stack([x.max() if x.numel() else x.new_zeros(()) for x in found]).unsqueeze(1)
-
-    def inner_gradients(self, total: Gradients, head: Head) -> Gradients:
-        """What the evaluation adds gradients to: ``total`` itself."""
-        return total
-
-    def pull_back(self, inner: Gradients, total: Gradients, head: Head) -> None:
-        """Nothing is transformed."""
-
-    def add_gradients(
-        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
-    ) -> None:
-        """Add the gradients of the tokens from those of the rows' sums."""
-        same = [task for task in self.last if task.head is head and task.rows is rows]
-        task = same[0] if same else self.task(head, rows)
-        add_gradients(task, total, cotangent)
 
 
 class _PolynomialTask(Task):
@@ -74,42 +55,28 @@ class _PolynomialTask(Task):
         rows: Tensor | None,
         keys: Tensor | None,
         poly: CertifiedPolynomial,
-        norms: Tensor | None = None,
+        norms: Tensor,
     ):
-        query_norms = head.query_norms if rows is None else head.query_norms[rows]
-        if norms is None:
-            norms = PolynomialSum(poly, keys).norms(head, rows)
-        self.query_norm, self.key_norm = (largest_norm(norm) for norm in norms)
-        reach = abs(head.scale) * self.query_norm * self.key_norm
-        features = FeatureMap(head.dim, poly.degree)
-        coefficients, self.log_scale = rescaled(poly, reach)
-        if not abs(self.log_scale) <= torch.finfo(head.dtype).max:
+        query_norm, key_norm = (largest_norm(norm) for norm in norms)
+        self.norm = {"query": query_norm, "key": key_norm}
+        coefficients, self.shift = rescaled(poly, abs(head.scale) * query_norm * key_norm)
+        if not abs(self.shift) <= torch.finfo(head.dtype).max:
             raise InputError(
                 f"a polynomial on ±{poly.bound:.3g} overflows {head.dtype}; use a smaller bound or "
                 "float64"
             )
-        super().__init__(head, rows, keys, features, coefficients)
-        self._relative_norms = (query_norms / self.query_norm).to(head.dtype)
+        super().__init__(head, rows, keys, FeatureMap(head.dim, poly.degree), coefficients)
 
-    def queries(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        query = take(self.head.query, self.rows, start, stop).to(self.head.dtype)
-        return query / self.query_norm, query.new_full((stop - start,), self.log_scale)
+    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x / self.norm[side], None
 
-    def key_tokens(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        key = take(self.head.key, self.keys, start, stop).to(self.head.dtype)
-        return key / self.key_norm, self.log_weight(start, stop)
-
-    def add_query_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
-        add_tokens(total.query, self.rows, start, grad / self.query_norm)
-
-    def add_key_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
-        add_tokens(total.key, self.keys, start, grad / self.key_norm)
+    def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
+        return grad / self.norm[side]
 
     def magnitude(self) -> Tensor:
-        magnitude = torch.zeros_like(self._relative_norms)
-        for coefficient in reversed(self.coefficients):
-            magnitude.mul_(self._relative_norms).add_(abs(coefficient))
-        return magnitude
+        norms = self.head.query_norms if self.rows is None else self.head.query_norms[self.rows]
+        norms = (norms / self.norm["query"]).to(self.head.dtype)
+        return horner([abs(coefficient) for coefficient in self.coefficients], norms)
 
 
 def largest_norm(norms: Tensor) -> float:

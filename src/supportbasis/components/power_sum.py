@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..polynomials.certified import horner
 from ..polynomials.powers import PowerKernel
 from ..problem.problem import Head
 from ..problem.rounding import gamma, product_roundoff, sum_depth, unit_roundoff
-from .exact_sum import SUM_BLOCK, ExactSum
+from .exact_sum import SUM_BLOCK, ExactSum, Span
 from .partial import Partial
 
 NOTHING = -1e30  # logarithm of a weight that is zero
@@ -32,9 +33,7 @@ class PowerSum(ExactSum):
     def _log_slope(self, score: Tensor) -> Tensor | None:
         return self.kernel.log_slope(score)
 
-    def _row_tile(
-        self, head: Head, rows: Tensor | None, span: tuple[int, int], keys: int
-    ) -> Partial:
+    def _row_tile(self, head: Head, rows: Tensor | None, span: Span, keys: int) -> Partial:
         """All keys for the rows of one tile. A row whose weights are all zero attends to keys, but
         has no usable denominator."""
         tile = super()._row_tile(head, rows, span, keys)
@@ -51,9 +50,7 @@ class PowerSum(ExactSum):
         if poly is None:
             return (reach * gamma(head.dim + 6, unit)).to(head.dtype)
         t = reach / (self.kernel.power * poly.bound) if poly.bound > 0 else torch.zeros_like(reach)
-        size = torch.zeros_like(t)
-        for coefficient in reversed(poly.coefficients):
-            size.mul_(t).add_(abs(coefficient))
+        size = horner([abs(coefficient) for coefficient in poly.coefficients], t)
         return (size * gamma(head.dim + 6 + 3 * poly.degree, unit)).to(head.dtype)
 
     def _noise(self, head: Head, tile: Partial, rounding: Tensor, keys: int) -> Tensor:

@@ -24,31 +24,21 @@ from ..polynomials.features import FeatureMap
 from ..polynomials.powers import PowerKernel
 from ..problem.problem import Head
 from ..sketch import PolySketch
-from .cotangent import Cotangent, Gradients, add_tokens
-from .exact_sum import take
-from .partial import Partial
 from .streaming import Task
-from .streaming_backward import add_gradients
+from .streaming_backward import StreamedSum
 
 SQUARE = (0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
-class SketchSum:
+class SketchSum(StreamedSum):
     """A sketched power over ``keys`` (sorted indices of live keys; None: all)."""
 
     kernel: PowerKernel
     keys: Tensor | None = None
 
-    def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
-        """Add the sums over these keys to ``total``, which holds the given rows."""
-        _SketchTask(head, rows, self.keys, self.kernel).run(total)
-
-    def add_gradients(
-        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
-    ) -> None:
-        """Add the gradients of the tokens from those of the rows' sums."""
-        add_gradients(_SketchTask(head, rows, self.keys, self.kernel), total, cotangent)
+    def task(self, head: Head, rows: Tensor | None, norms: Tensor | None = None) -> Task:
+        return _SketchTask(head, rows, self.keys, self.kernel)
 
 
 class _SketchTask(Task):
@@ -58,21 +48,11 @@ class _SketchTask(Task):
         self.sketch = Sketched(head, kernel)
         super().__init__(head, rows, keys, FeatureMap(self.sketch.half.size, 2), SQUARE)
 
-    def queries(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        return self.sketch.query(take(self.head.query, self.rows, start, stop))
+    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.sketch.query(x) if side == "query" else self.sketch.key(x)
 
-    def key_tokens(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        tokens, log_factor = self.sketch.key(take(self.head.key, self.keys, start, stop))
-        log_weight = self.log_weight(start, stop)
-        return tokens, log_factor if log_weight is None else log_factor + log_weight
-
-    def add_query_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
-        query = take(self.head.query, self.rows, start, start + len(grad))
-        add_tokens(total.query, self.rows, start, self.sketch.pull_back_query(query, grad))
-
-    def add_key_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
-        key = take(self.head.key, self.keys, start, start + len(grad))
-        add_tokens(total.key, self.keys, start, self.sketch.pull_back_key(key, grad))
+    def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
+        return self.sketch.pull_back(side, x, grad)
 
     def magnitude(self) -> Tensor:
         return self.head.query.new_ones(self.row_count, dtype=self.head.dtype)
@@ -92,61 +72,47 @@ class Sketched:
             raise ValueError(f"{kernel} has no sketch")
         self.dtype, self.kernel, poly = head.dtype, kernel, kernel.polynomial
         coefficients: tuple[float, ...] = (0.0, 1.0)
-        self.log_unit = math.log(head.scale)
-        self.log_query_unit = self.log_key_unit = 0.0
+        self.log_unit, self.log_units = math.log(head.scale), {"query": 0.0, "key": 0.0}
         if poly is not None:
             coefficients, self.log_unit = poly.coefficients, kernel.log_unit
             if poly.bound > 0:
-                log_units = math.log(poly.bound) + math.log(kernel.power) - math.log(head.scale)
-                self.log_query_unit = (log_units + math.log(kernel.balance)) / 2
-                self.log_key_unit = (log_units - math.log(kernel.balance)) / 2
+                both = math.log(poly.bound) + math.log(kernel.power) - math.log(head.scale)
+                balance = math.log(kernel.balance)
+                self.log_units = {"query": (both + balance) / 2, "key": (both - balance) / 2}
             else:
                 coefficients = coefficients[:1]
         self.features = FeatureMap(head.dim, len(coefficients) - 1)
         coefficient = torch.tensor(coefficients, dtype=torch.float64)
         weight = self.features.multiplicity * coefficient[self.features.degrees]
         self.kept = weight.nonzero().squeeze(1).to(head.query.device)
-        self.weight = weight.to(head.query.device)[self.kept]
+        kept = weight.to(head.query.device)[self.kept]
+        root = kept.abs().sqrt().to(self.dtype)
+        self.roots = {"query": root, "key": root * kept.sign().to(self.dtype)}
         below = self.features.degree - self.features.degrees.to(head.query.device)[self.kept]
         self.degrees_below = below.double()
         self.half = PolySketch(kernel.power, kernel.sketch_size, kernel.seed).half
 
     def query(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        unit, log_factor = self._sketch(tokens, self.log_query_unit, self._query_root)
+        unit, log_factor = self._sketch("query", tokens)
         return unit, log_factor + self.kernel.power * self.log_unit
 
     def key(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return self._sketch(tokens, self.log_key_unit, self._key_root)
+        return self._sketch("key", tokens)
 
-    def pull_back_query(self, tokens: Tensor, grad: Tensor) -> Tensor:
-        return self._pull_back(tokens, grad, self.log_query_unit, self._query_root)
-
-    def pull_back_key(self, tokens: Tensor, grad: Tensor) -> Tensor:
-        return self._pull_back(tokens, grad, self.log_key_unit, self._key_root)
-
-    @property
-    def _query_root(self) -> Tensor:
-        return self.weight.abs().sqrt().to(self.dtype)
-
-    @property
-    def _key_root(self) -> Tensor:
-        return self._query_root * self.weight.sign().to(self.dtype)
-
-    def _sketch(self, tokens: Tensor, log_unit: float, root: Tensor) -> tuple[Tensor, Tensor]:
-        x, _, weight, log_length = self._scaled(tokens, log_unit, root)
+    def _sketch(self, side: str, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x, _, weight, log_length = self._scaled(side, tokens)
         features, log_norm = _unit(self.features(x)[:, self.kept] * weight)
         sketched, log_sketched = _unit(self.half(features))
         return sketched, self.kernel.power * (log_length + log_norm) + 2 * log_sketched
 
-    def _scaled(
-        self, tokens: Tensor, log_unit: float, root: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _scaled(self, side: str, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Tokens with entries of at most 1, their divisors [tokens, 1], the weights of their
         features [tokens, kept], and the logarithm of the divisor of these weights.
 
         A token whose entries exceed the unit u is divided by its largest entry instead, m u, and
         the weights of degree k by m^(g - k): all its features are then m^g times too small.
         """
+        log_unit = self.log_units[side]
         largest = tokens.detach().abs().amax(1, keepdim=True).double()
         log_divisor = largest.log()
         if self.kernel.polynomial is None:  # one degree: every token has a unit of its own
@@ -154,27 +120,26 @@ class Sketched:
         else:
             log_divisor = log_divisor.clamp(min=log_unit)
         log_ratio = log_divisor - log_unit
-        weight = root * (-self.degrees_below * log_ratio).exp().to(self.dtype)
+        weight = self.roots[side] * (-self.degrees_below * log_ratio).exp().to(self.dtype)
         divisor = log_divisor.exp()
         log_length = (self.features.degree * log_ratio).squeeze(1).to(self.dtype)
         return (tokens.double() / divisor).to(self.dtype), divisor, weight, log_length
 
-    def _pull_back(self, tokens: Tensor, grad: Tensor, log_unit: float, root: Tensor) -> Tensor:
+    def pull_back(self, side: str, tokens: Tensor, grad: Tensor) -> Tensor:
         """Gradient of some tokens from that of their unit vectors.
 
         Sums are of degree 2 in the sketched token and the sketch is homogeneous too, so the
         gradients through the lengths and through their logarithms cancel: every length is a plain
         divisor.
         """
-        x, divisor, weight, _ = self._scaled(tokens, log_unit, root)
+        x, divisor, weight, _ = self._scaled(side, tokens)
         features, log_norm = _unit(self.features(x)[:, self.kept] * weight)
         _, log_sketched = _unit(self.half(features))
         grad = self.half.pull_back(features, grad * (-log_sketched).exp().unsqueeze(1))
         whole = x.new_zeros(len(x), self.features.count)
         whole[:, self.kept] = grad * (-log_norm).exp().unsqueeze(1) * weight
-        lanes = x.unsqueeze(0)
         buffer = self.features.buffer(1, len(x), x)
-        self.features.write(lanes, buffer)
+        self.features.write(x.unsqueeze(0), buffer)
         of_tokens = self.features.pull_back(
             buffer, lambda start, stop, out: out.copy_(whole[:, 1 + start : 1 + stop].T), len(x)
         )

@@ -29,8 +29,8 @@ from ..polynomials.features import FeatureMap, block_rows
 from ..polynomials.monomials import Buffer
 from ..problem.problem import Head
 from ..problem.rounding import gamma, product_roundoff, sum_depth
-from .cotangent import Gradients
-from .exact_sum import take, take_index
+from .cotangent import Gradients, add_tokens
+from .exact_sum import Span, take, take_index
 from .partial import Partial
 
 CAUSAL_CHUNK = 504  # see `block_rows` for why it is not 512
@@ -44,17 +44,12 @@ class Block(NamedTuple):
     tokens: Tensor  # [tokens, dim]
     log_weight: Tensor | None  # None: zero
     value: Tensor  # [tokens, dv]
-    column: Tensor | None = None  # beside the value; None: ones
+    column: Tensor  # [tokens], beside the value
 
     @property
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """Log-weights and column [tokens]; zeros and ones where they are None."""
-        zero = self.value.new_zeros(len(self.value))
-        log_weight = zero if self.log_weight is None else self.log_weight
-        return log_weight, zero + 1 if self.column is None else self.column
-
-
-Span = tuple[int, int]  # tokens of a task, from and to
+    def logs(self) -> Tensor:
+        """Log-weights [tokens]."""
+        return torch.zeros_like(self.column) if self.log_weight is None else self.log_weight
 
 
 def lane_count(device: str) -> int:
@@ -64,6 +59,8 @@ def lane_count(device: str) -> int:
 
 class Task(ABC):
     """One evaluation: unit tokens, block by block, and the kernel's coefficients in t."""
+
+    shift: Tensor | float = 0.0  # log-factor of each row [rows], or of all of them
 
     def __init__(
         self,
@@ -87,20 +84,13 @@ class Task(ABC):
         self.given: State | None = None
 
     @abstractmethod
-    def queries(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Tokens x_i of norm at most 1 [rows, dim], and the log of each row's factor [rows]."""
+    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens of norm at most 1 [tokens, dim] of some queries or keys (``side`` is the name of
+        the tensor), and the logs of their factors [tokens] (None: zero)."""
 
     @abstractmethod
-    def key_tokens(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        """Tokens y_j of norm at most 1 [keys, dim], and their log-weights [keys] (None: zero)."""
-
-    @abstractmethod
-    def add_query_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
-        """Add the gradients of queries from those of the tokens x_i from ``start`` on."""
-
-    @abstractmethod
-    def add_key_gradient(self, total: Gradients, start: int, grad: Tensor) -> None:
-        """Add the gradients of keys from those of the tokens y_j from ``start`` on."""
+    def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
+        """Gradients of some queries or keys from those of their unit tokens."""
 
     @abstractmethod
     def magnitude(self) -> Tensor:
@@ -117,10 +107,33 @@ class Task(ABC):
         slope = horner(derivative(self.coefficients), query @ tokens.T).mul_(grad)
         return slope @ tokens, slope.T @ query
 
-    def run(self, total: Partial) -> None:
-        """Add the sums to ``total``, which holds the rows of this task."""
-        if self.row_count and (self.key_count or self.given is not None):
-            (_add_causal if self.head.is_causal else _add_full)(self, total)
+    def queries(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Unit tokens of some rows, and the log of each row's factor."""
+        query = take(self.head.query, self.rows, start, stop).to(self.head.dtype)
+        tokens, log_factor = self.unit("query", query)
+        if isinstance(self.shift, Tensor):
+            shift = self.shift[start:stop]
+        else:
+            shift = tokens.new_full((stop - start,), self.shift)
+        return tokens, shift if log_factor is None else log_factor + shift
+
+    def key_block(self, start: int, stop: int) -> Block:
+        """Unit tokens, log-weights and values of some keys."""
+        head = self.head
+        key, value = (
+            take(x, self.keys, start, stop).to(head.dtype) for x in (head.key, head.value)
+        )
+        tokens, log_factor = self.unit("key", key)
+        if head.key_log_weight is not None:
+            weight = take(head.key_log_weight, self.keys, start, stop).to(head.dtype)
+            log_factor = weight if log_factor is None else log_factor + weight
+        return Block(tokens, log_factor, value, value.new_ones(len(value)))
+
+    def add_gradient(self, total: Gradients, side: str, start: int, grad: Tensor) -> None:
+        """Add the gradients of queries or keys from those of their unit tokens."""
+        index = self.rows if side == "query" else self.keys
+        x = take(getattr(self.head, side), index, start, start + len(grad)).to(self.head.dtype)
+        add_tokens(getattr(total, side), index, start, self.pull_back(side, x, grad))
 
     @property
     def all_keys(self) -> int:
@@ -129,17 +142,40 @@ class Task(ABC):
             return self.key_count
         return self.given.count + (self.key_count if self.head.is_causal else 0)
 
-    def key_block(self, start: int, stop: int) -> Block:
-        """Tokens, log-weights and values of some keys."""
-        value = take(self.head.value, self.keys, start, stop).to(self.head.dtype)
-        return Block(*self.key_tokens(start, stop), value)
+    @cached_property
+    def block(self) -> int:
+        """Tokens at a time: those whose features stay in cache; in causal attention, positions."""
+        lane = block_rows(self.features.count, self.head.dtype)
+        if self.head.is_causal:
+            return max(32, min(CAUSAL_CHUNK, self.lanes * lane))
+        longest = math.ceil(max(1, self.row_count, self.key_count) / self.lanes)
+        return self.lanes * min(lane, longest)
 
-    def log_weight(self, start: int, stop: int) -> Tensor | None:
-        """Log-weights of some keys in the call; None: zero."""
-        source = self.head.key_log_weight
-        if source is None:
-            return None
-        return take(source, self.keys, start, stop).to(self.head.dtype)
+    def buffer(self) -> Buffer:
+        """Memory for the features of a block."""
+        return self.features.buffer(self.lanes, math.ceil(self.block / self.lanes), self.weights)
+
+    def row_spans(self) -> list[tuple[Span | None, Span | None]]:
+        """Rows of each block, and in causal attention the keys at the same positions."""
+        if self.head.is_causal:
+            return self._chunks()
+        return [(span, None) for span in _spans(self.row_count, self.block)]
+
+    def key_spans(self) -> list[tuple[Span | None, Span | None]]:
+        """In causal attention rows at the positions of each block, and its keys."""
+        if self.head.is_causal:
+            return self._chunks()
+        return [(None, span) for span in _spans(self.key_count, self.block)]
+
+    def _chunks(self) -> list[tuple[Span | None, Span | None]]:
+        borders = torch.arange(0, self.head.n + self.block, self.block)
+        sides = []
+        for index, count in ((self.rows, self.row_count), (self.keys, self.key_count)):
+            edges = borders.clamp(max=count)
+            if index is not None:
+                edges = torch.searchsorted(index, borders.to(index.device))
+            sides.append([(a, b) if a < b else None for a, b in pairwise(edges.tolist())])
+        return list(zip(*sides, strict=True))
 
     def in_lanes(self, tokens: Tensor) -> Tensor:
         """[rows, ...] as [lanes, rows / lanes, ...], filled up with zeros."""
@@ -152,15 +188,66 @@ class Task(ABC):
         """Features of a block of tokens, [lanes, count - 1, rows]."""
         return self.features.write(self.in_lanes(tokens), buffer)
 
-    def noise(self, mass: Tensor | float, block: int) -> Tensor:
-        """Rounding of a row's sums: depth of the sums times the magnitude of their terms, and
-        times the smallest normal number, the most that underflow takes from one of them. So the
-        reciprocal of a denominator above it is finite, and gradients can use it."""
-        depth = sum_depth(self.all_keys, block) + self.features.count
+    def noise(self) -> Tensor:
+        """Rounding of each row's sums for keys of total weight 1: depth of the sums times the
+        magnitude of their terms, and times the smallest normal number, the most that underflow
+        takes from one of them. So the reciprocal of a denominator above it is finite, and gradients
+        can use it."""
+        depth = sum_depth(self.all_keys, self.block) + self.features.count
         depth += 2 * self.features.degree + self.head.dim + 16
         dtype = self.head.dtype
         rounding = self.magnitude() * gamma(depth, product_roundoff(dtype))
-        return (rounding + depth * torch.finfo(dtype).smallest_normal) * mass
+        return rounding + depth * torch.finfo(dtype).smallest_normal
+
+    def run(self, total: Partial) -> None:
+        """Add the sums to ``total``, which holds the rows of this task. In causal attention earlier
+        chunks are read from the running state, and the chunk itself is summed densely."""
+        if not self.row_count or not (self.key_count or self.given is not None):
+            return
+        buffer, noise, causal = self.buffer(), self.noise(), self.head.is_causal
+        if self.given is not None:
+            state = self.given.copy() if causal else self.given
+        else:
+            state = State(self) if causal else sum_keys(self, buffer)
+        reader: Reader | None = None
+        for rows, keys in self.row_spans():
+            block = None if keys is None else self.key_block(*keys)
+            if rows is not None:
+                where, (query, log_scale) = slice(*rows), self.queries(*rows)
+                if state.top > -math.inf:
+                    reader = reader or Reader(state, self)
+                    num, den = reader.read(query, buffer)
+                    part = Partial(num, den, log_scale + state.top, noise[where] * state.mass)
+                    total[where].add_(part)
+                if block is not None and keys is not None:
+                    part = self._diagonal(query, block, rows, keys, noise[where])
+                    part.log_scale += log_scale
+                    total[where].add_(part)
+            if block is not None:
+                state.add(self, block, self.write(block.tokens, buffer))
+                reader = None
+        # a reader of many features would hold more than the tokens do
+        if not causal and (self.given is not None or self.features.count <= self.key_count):
+            self.reader = reader
+
+    def _diagonal(
+        self, query: Tensor, block: Block, rows: Span, keys: Span, noise: Tensor
+    ) -> Partial:
+        """Rows of one chunk against the keys of the same chunk that do not lie ahead of them."""
+        row_at, key_at = take_index(self.rows, *rows, query), take_index(self.keys, *keys, query)
+        ahead = key_at > row_at.unsqueeze(1)
+        kernel = self.kernel(query, block.tokens)
+        if block.log_weight is None:
+            kernel.masked_fill_(ahead, 0.0)
+            mass = torch.searchsorted(key_at, row_at, right=True).to(kernel.dtype)
+            top = torch.zeros_like(mass).masked_fill_(mass == 0, -math.inf)
+        else:
+            shown = block.log_weight.masked_fill(ahead, -math.inf)
+            top = shown.amax(1)
+            weight = (shown - torch.where(top > -math.inf, top, 0.0).unsqueeze(1)).exp_()
+            mass = weight.sum(1)
+            kernel.mul_(weight)
+        return Partial(kernel @ block.value, kernel.sum(1), top, noise * mass)
 
 
 class State:
@@ -168,13 +255,10 @@ class State:
 
     def __init__(self, task: Task):
         head, count = task.head, task.features.count
-        new = head.query.new_zeros
-        self.values = new(task.lanes, count - 1, head.value_dim, dtype=head.dtype)
-        self.ones = new(task.lanes, count - 1, 1, dtype=head.dtype)
-        self.constant = new(head.value_dim, dtype=head.dtype)  # of the constant feature
-        self.mass = 0.0
-        self.top = -math.inf
-        self.count = 0  # of tokens
+        self.values = head.query.new_zeros(task.lanes, count - 1, head.value_dim, dtype=head.dtype)
+        self.ones = self.values.new_zeros(task.lanes, count - 1, 1)
+        self.constant = self.values.new_zeros(head.value_dim)  # of the constant feature
+        self.mass, self.top, self.count = 0.0, -math.inf, 0  # count: of tokens
 
     def flat(self) -> Tensor:
         """The sums as one vector in units of exp(top), which adds up over tokens."""
@@ -186,11 +270,9 @@ class State:
     @staticmethod
     def of_flat(task: Task, flat: Tensor, top: float) -> State:
         """The state of such a vector."""
-        state, rows = State(task), task.features.count - 1
-        values, ones, constant, ends = flat.split(
-            [rows * task.head.value_dim, rows, task.head.value_dim, 2]
-        )
-        state.values[0], state.ones[0, :, 0] = values.view(rows, task.head.value_dim), ones
+        state, rows, dim = State(task), task.features.count - 1, task.head.value_dim
+        values, ones, constant, ends = flat.split([rows * dim, rows, dim, 2])
+        state.values[0], state.ones[0, :, 0] = values.view(rows, dim), ones
         state.constant += constant
         state.mass, count = ends.tolist()
         state.count, state.top = round(count), top
@@ -205,30 +287,21 @@ class State:
 
     def add(self, task: Task, block: Block, features: Tensor) -> None:
         """Add a block of tokens, whose features have been written."""
-        tokens, log_weight, value, column = block
-        if log_weight is None:
-            weight = value.new_ones(len(tokens))
-            self.top = 0.0
-        else:
-            self._raise_top(float(log_weight.max()))
-            weight = (log_weight - self.top).exp_() if self.top > -math.inf else log_weight.exp()
-            value = value * weight.unsqueeze(1)
-        if column is not None:
-            weight = weight * column
-        self.mass += float(weight.sum())
-        self.count += len(tokens)
-        _add_products(self.ones, features, task.in_lanes(weight).unsqueeze(2))
-        if not task.head.is_density:
-            self.constant += value.sum(0)
-            _add_products(self.values, features, task.in_lanes(value))
-
-    def _raise_top(self, top: float) -> None:
+        logs = block.logs
+        top = float(logs.max())
         if top > self.top:
             shrink = math.exp(self.top - top)
             for sums in (self.values, self.ones, self.constant):
                 sums.mul_(shrink)
-            self.mass *= shrink
-            self.top = top
+            self.mass, self.top = self.mass * shrink, top
+        weight = (logs - self.top if self.top > -math.inf else logs).exp()
+        value, weight = block.value * weight.unsqueeze(1), weight * block.column
+        self.mass += float(weight.sum())
+        self.count += len(weight)
+        _add_products(self.ones, features, task.in_lanes(weight).unsqueeze(2))
+        if not task.head.is_density:
+            self.constant += value.sum(0)
+            _add_products(self.values, features, task.in_lanes(value))
 
 
 class Reader:
@@ -247,9 +320,7 @@ class Reader:
         """Numerator [rows, dv] and denominator [rows] of a block of queries."""
         features, rows = self.task.write(query, buffer), len(query)
         den = self.den(features, rows)
-        if self.task.head.is_density:
-            return den.unsqueeze(1), den
-        return self.num(features, rows), den
+        return den.unsqueeze(1) if self.task.head.is_density else self.num(features, rows), den
 
     def num(self, features: Tensor, rows: int) -> Tensor:
         return _products(features, self.values)[:rows].add_(self.constant)
@@ -264,17 +335,25 @@ class Reader:
 
     def factor(self, block: Block) -> Tensor:
         """Weights of a block's tokens in the units of the state."""
-        if block.log_weight is None:
-            return block.value.new_full((len(block.value),), self.top).exp_()
-        return (block.log_weight + self.top).exp_()
+        return (block.logs + self.top).exp_()
 
     def weight_gradient(self, num: Tensor, block: Block, features: Tensor) -> Tensor:
         """Gradient of a block's log-weights, from what `num` gives."""
-        den = self.den(features, len(num))
-        if block.column is not None:
-            den = den * block.column
-        factor = self.factor(block)
+        factor, den = self.factor(block), self.den(features, len(num)) * block.column
         return torch.where(factor > 0, ((num * block.value).sum(1) + den) * factor, 0.0)
+
+
+def sum_keys(task: Task, buffer: Buffer) -> State:
+    """One pass over the keys."""
+    state = State(task)
+    for span in _spans(task.key_count, task.block):
+        keys = task.key_block(*span)
+        state.add(task, keys, task.write(keys.tokens, buffer))
+    return state
+
+
+def _spans(count: int, block: int) -> list[Span]:
+    return [(start, min(count, start + block)) for start in range(0, count, block)]
 
 
 def _add_products(total: Tensor, features: Tensor, value: Tensor) -> None:
@@ -290,108 +369,3 @@ def _products(features: Tensor, sums: Tensor) -> Tensor:
     if sums.shape[1] >= NARROW:
         return (features.transpose(1, 2) @ sums).flatten(0, 1)
     return (sums.T @ features).transpose(1, 2).flatten(0, 1)
-
-
-def lane_rows(task: Task) -> int:
-    """Tokens of a lane in a block where every row attends to every key."""
-    longest = math.ceil(max(task.row_count, task.key_count) / task.lanes)
-    return min(block_rows(task.features.count, task.head.dtype), longest)
-
-
-def _add_full(task: Task, total: Partial) -> None:
-    """Every row attends to every key: one pass over the keys, one over the rows."""
-    lane = lane_rows(task)
-    buffer, block = task.features.buffer(task.lanes, lane, task.weights), lane * task.lanes
-    state = sum_keys(task, lane, buffer) if task.given is None else task.given
-    reader = Reader(state, task)
-    # a reader of many features would hold more than the tokens do
-    if task.given is not None or task.features.count <= task.key_count:
-        task.reader = reader
-    noise = task.noise(state.mass, block)
-    for start in range(0, task.row_count, block):
-        rows = slice(start, min(task.row_count, start + block))
-        query, log_scale = task.queries(rows.start, rows.stop)
-        num, den = reader.read(query, buffer)
-        total[rows].add_(Partial(num, den, log_scale + state.top, noise[rows]))
-
-
-def own_sums(task: Task) -> State:
-    """Sums over the keys of a task, for other devices."""
-    lane = lane_rows(task)
-    return sum_keys(task, lane, task.features.buffer(task.lanes, lane, task.weights))
-
-
-def sum_keys(task: Task, lane: int, buffer: Buffer) -> State:
-    """One pass over the keys."""
-    state, block = State(task), lane * task.lanes
-    for start in range(0, task.key_count, block):
-        keys = task.key_block(start, min(task.key_count, start + block))
-        state.add(task, keys, task.write(keys.tokens, buffer))
-    return state
-
-
-def _add_causal(task: Task, total: Partial) -> None:
-    """Chunks of positions: earlier chunks through the running state, the chunk itself densely."""
-    chunk, spans = causal_chunks(task)
-    buffer = task.features.buffer(task.lanes, math.ceil(chunk / task.lanes), task.weights)
-    state = State(task) if task.given is None else task.given.copy()
-    reach = task.noise(1.0, chunk)
-    for rows, keys in spans:
-        block = task.key_block(*keys) if keys[0] < keys[1] else None
-        if rows[0] < rows[1]:
-            where, (query, log_scale) = slice(*rows), task.queries(*rows)
-            if state.top > -math.inf:
-                num, den = Reader(state, task).read(query, buffer)
-                noise = reach[where] * state.mass
-                total[where].add_(Partial(num, den, log_scale + state.top, noise))
-            if block is not None:
-                part = _diagonal(task, query, block, rows, keys, reach[where])
-                part.log_scale += log_scale
-                total[where].add_(part)
-        if block is not None:
-            state.add(task, block, task.write(block.tokens, buffer))
-
-
-def _diagonal(
-    task: Task,
-    query: Tensor,
-    block: Block,
-    rows: Span,
-    keys: Span,
-    reach: Tensor,
-) -> Partial:
-    """Rows of one chunk against the keys of the same chunk that do not lie ahead of them."""
-    tokens, log_weight, value, _ = block
-    row_at = take_index(task.rows, *rows, query)
-    key_at = take_index(task.keys, *keys, query)
-    ahead = key_at > row_at.unsqueeze(1)
-    kernel = task.kernel(query, tokens)
-    if log_weight is None:
-        kernel.masked_fill_(ahead, 0.0)
-        mass = torch.searchsorted(key_at, row_at, right=True).to(kernel.dtype)
-        top = torch.zeros_like(mass).masked_fill_(mass == 0, -math.inf)
-    else:
-        shown = log_weight.masked_fill(ahead, -math.inf)
-        top = shown.amax(1)
-        weight = (shown - torch.where(top > -math.inf, top, 0.0).unsqueeze(1)).exp_()
-        mass = weight.sum(1)
-        kernel.mul_(weight)
-    return Partial(kernel @ value, kernel.sum(1), top, reach * mass)
-
-
-def causal_chunks(task: Task) -> tuple[int, list[tuple[Span, Span]]]:
-    """Positions of a chunk, and for each chunk the rows and the keys of the task within it."""
-    fitting = task.lanes * block_rows(task.features.count, task.head.dtype)
-    chunk = max(32, min(CAUSAL_CHUNK, fitting))
-    row_edges = _edges(task.rows, task.row_count, task.head, chunk)
-    key_edges = _edges(task.keys, task.key_count, task.head, chunk)
-    return chunk, list(zip(pairwise(row_edges), pairwise(key_edges), strict=True))
-
-
-def _edges(index: Tensor | None, count: int, head: Head, chunk: int) -> list[int]:
-    """Where the chunks of positions 0, chunk, 2 chunk, ... begin in an index set."""
-    borders = torch.arange(0, head.n + chunk, chunk, device=head.query.device)
-    if index is None:
-        return [min(count, int(border)) for border in borders.tolist()]
-    edges: list[int] = torch.searchsorted(index, borders).tolist()
-    return edges

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ..components import ExactSum, evaluate
 from ..components.partial import Partial
-from ..components.streaming import State, own_sums
+from ..components.streaming import State, sum_keys
 from ..engine.call_checks import warn_about
 from ..engine.dispatch import of_heads
 from ..engine.execute import check_values, falls_back, usable_rows
@@ -147,7 +147,7 @@ class StateExchange:
         states, extra = [], []
         for unit in self.units:
             unit.task = unit.smooth.task(unit.head, unit.rows.small, self._norms(unit))
-            states.append(own_sums(unit.task) if unit.task.key_count else State(unit.task))
+            states.append(sum_keys(unit.task, unit.task.buffer()))
             if isinstance(unit.plan, FittedHead):
                 extra.append((unit, *group_sums(unit.plan, unit.head)))
         vectors = [(state.flat(), state.top) for state in states]

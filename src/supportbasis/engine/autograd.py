@@ -18,19 +18,13 @@ from torch import Tensor
 
 from ..components.cotangent import SavedForward
 from ..plans import Plan
-from ..problem.checks import is_tracing
+from ..problem.checks import is_tracing, refuse_forward, refuse_second
 from ..problem.problem import Kept, Problem, in_rows
 from ..problem.result import Outcome
-from ..problem.tracing import refuse_forward, refuse_second
 from . import dispatch, sdpa
 from .call_checks import check_output, checked, reports_later, warn_about
 
 _in_graphs: dict[str, Plan] = {}  # a compiled graph holds a handle, so its plan has to live on
-
-
-def is_needed(problem: Problem) -> bool:
-    """Whether the call is differentiated or traced, so that it must run as an operator."""
-    return problem.requires_grad or is_tracing()
 
 
 def is_recorded(problem: Problem) -> bool:

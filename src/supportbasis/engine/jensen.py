@@ -34,25 +34,20 @@ def least_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:
     """Log of the smallest sum of the given rows (None: all) that has not failed."""
     if not isinstance(plan, FittedHead):
         return lower_lse(plan, head, rows) + math.log(SKETCHED_SHARE)
-    by_groups = not head.is_causal and head.m > 0
-    bound = _grouped_lse(plan, head, rows) if by_groups else lower_lse(plan, head, rows)
-    return bound + math.log(FITTED_SHARE)
-
-
-def _grouped_lse(plan: FittedHead, head: Head, rows: Tensor | None) -> Tensor:
-    """The bound by groups of keys, of the transformed head."""
+    if head.is_causal or not head.m:
+        return lower_lse(plan, head, rows) + math.log(FITTED_SHARE)
     balanced = transformed(head, plan.transform)
-    return _lse_of_groups(plan, head, rows, balanced.key, balanced.key_log_weight)
+    return _least_of_groups(plan, head, rows, balanced.key, balanced.key_log_weight)
 
 
-def _lse_of_groups(
+def _least_of_groups(
     plan: FittedHead, head: Head, rows: Tensor | None, key: Tensor, log_weight: Tensor
 ) -> Tensor:
-    """The bound for the rows of a head by transformed keys."""
+    """`least_lse` of the rows of a head by transformed keys."""
     query = transformed(head, plan.transform).query
     query = query if rows is None else query[rows]
     least = grouped_lse(query[None], key[None], log_weight[None])
-    return (least[0] + plan.transform.row_shift(head, rows)).double()
+    return (least[0] + plan.transform.row_shift(head, rows)).double() + math.log(FITTED_SHARE)
 
 
 def group_sums(plan: FittedHead, head: Head) -> tuple[Tensor, float]:
@@ -82,8 +77,7 @@ def least_lse_with(
     some = mass > 0
     mean, log_mass = sums[some, 1:] / mass[some].unsqueeze(1), mass[some].log() + top
     if not head.is_causal:
-        bound = _lse_of_groups(plan, head, rows, mean, log_mass)
-        return bound + math.log(FITTED_SHARE)
+        return _least_of_groups(plan, head, rows, mean, log_mass)
     if not len(mean):
         return least_lse(plan, head, rows)
     own = head.key_log_weight
@@ -132,66 +126,30 @@ def _group_numbers(key: Tensor) -> Tensor:
 
 
 def lower_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:
-    """Log of the lower bound for the given rows (None: all); -inf for rows without keys."""
-    count = head.n if rows is None else len(rows)
-    least = head.query.new_full((count,), -math.inf, dtype=torch.float64)
-    means = _Means(head)
-    if not head.is_causal:
-        means.add(0, head.m)
-    for start in range(0, count, BLOCK):
-        stop = min(count, start + BLOCK)
-        query = take(head.query, rows, start, stop).double()
-        log_mass, mean = means.at(take_index(rows, start, stop, query))
-        score = (query * mean).sum(-1) * head.scale
-        if isinstance(plan, PowerHead):
-            score = plan.kernel.log(score)
-        least[start:stop] = log_mass + score
+    """Log of the lower bound for the given ascending rows (None: all); -inf for rows without keys.
+    ln W and kbar are running sums in float64; a row reads them at the last key it attends to."""
+    row_at = take_index(rows, 0, head.n, head.query)
+    last = row_at.clamp(max=head.m - 1) if head.is_causal else torch.full_like(row_at, head.m - 1)
+    least = head.query.new_full((len(last),), -math.inf, dtype=torch.float64)
+    log_weight = head.key_log_weight
+    log_weight = least.new_zeros(head.m) if log_weight is None else log_weight.detach().double()
+    top = float(log_weight.max()) if head.m else 0.0
+    top = top if math.isfinite(top) else 0.0
+    mass, total = least.new_zeros(1), least.new_zeros(head.dim)
+    for start in range(0, head.m, BLOCK):
+        keys = slice(start, start + BLOCK)
+        weight = (log_weight[keys] - top).exp()
+        masses = mass + weight.cumsum(0)
+        totals = total + (head.key[keys].double() * weight.unsqueeze(1)).cumsum(0)
+        mass, total = masses[-1], totals[-1]
+        first, end = torch.searchsorted(last, last.new_tensor([start, start + BLOCK])).tolist()
+        for begin in range(first, end, BLOCK):
+            stop = min(end, begin + BLOCK)
+            at = last[begin:stop] - start
+            mean = totals[at] / torch.where(masses[at] > 0, masses[at], 1.0).unsqueeze(1)
+            query = take(head.query, rows, begin, stop).double()
+            score = (query * mean).sum(-1) * head.scale
+            if isinstance(plan, PowerHead):
+                score = plan.kernel.log(score)
+            least[begin:stop] = masses[at].log() + top + score
     return least
-
-
-class _Means:
-    """Running ln W and kbar in float64, over blocks of keys."""
-
-    def __init__(self, head: Head):
-        self.head, self.added = head, 0
-        self.mass = head.key.new_zeros((), dtype=torch.float64)
-        self.total = head.key.new_zeros(head.dim, dtype=torch.float64)
-        self.top, weight = 0.0, head.key_log_weight
-        if weight is not None and weight.numel():
-            largest = float(weight.detach().max())
-            self.top = largest if math.isfinite(largest) else 0.0
-
-    def at(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The ln W and kbar of the keys that each of these ascending rows attends to."""
-        head = self.head
-        if not head.is_causal:
-            return self._finish(self.mass, self.total)
-        first, last = (min(int(rows[i]) + 1, head.m) for i in (0, -1))
-        if len(rows) > 1 and last - first > BLOCK:  # rows far from each other
-            halves = [self.at(half) for half in rows.tensor_split(2)]
-            log_mass, mean = (torch.cat(pair) for pair in zip(*halves, strict=True))
-            return log_mass, mean
-        self.add(self.added, first)
-        weight, weighted = self._block(first, last)
-        mass = torch.cat([self.mass.view(1), self.mass + weight.cumsum(0)])
-        total = torch.cat([self.total.view(1, -1), self.total + weighted.cumsum(0)])
-        at = (rows + 1).clamp(max=head.m) - first
-        return self._finish(mass[at], total[at])
-
-    def add(self, start: int, stop: int) -> None:
-        for begin in range(start, stop, BLOCK):
-            weight, weighted = self._block(begin, min(stop, begin + BLOCK))
-            self.mass = self.mass + weight.sum()
-            self.total = self.total + weighted.sum(0)
-        self.added = stop
-
-    def _block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        key = self.head.key[start:stop].double()
-        weight = key.new_ones(len(key))
-        if self.head.key_log_weight is not None:
-            weight = (self.head.key_log_weight[start:stop].double() - self.top).exp()
-        return weight, key * weight.unsqueeze(1)
-
-    def _finish(self, mass: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-        mean = total / torch.where(mass > 0, mass, 1.0).unsqueeze(-1)
-        return mass.log() + self.top, mean

@@ -144,20 +144,14 @@ def leaves(plan: HeadPlan, found: ScoreRange | None) -> str | None:
     made_for = plan.scores
     if made_for is None or found is None:
         return None
-    for name, within in (
-        ("largest", _is_certified),
-        ("mean", _is_mean_close),
-        ("balanced", _is_mean_close),
-    ):
+    for name, which in zip(ScoreRange._fields, ("largest", "mean", "mean balanced"), strict=True):
         now, before = getattr(found, name), getattr(made_for, name)
-        if None not in (now, before) and not now <= before and not within(plan, now, before):
-            which = {"balanced": "mean balanced"}.get(name, name)
+        if now is None or before is None or now <= before:
+            continue
+        close = _is_certified(plan, now, before) if name == "largest" else now <= HEADROOM * before
+        if not close:
             return f"the {which} |score| may be {now:.3g}, the plan was made for {before:.3g}"
     return None
-
-
-def _is_mean_close(plan: HeadPlan, now: float, before: float) -> bool:
-    return now <= HEADROOM * before
 
 
 def _is_certified(plan: HeadPlan, now: float, before: float) -> bool:
@@ -178,10 +172,9 @@ def exact_where(plan: Plan, reasons: dict[int, str]) -> Plan:
     """The plan with the heads of these numbers exact; warns with the reasons."""
     names = ", ".join(str(number) for number in sorted(reasons)[:4])
     more = f" and {len(reasons) - 4} more" if len(reasons) > 4 else ""
-    first = reasons[min(reasons)]
     warnings.warn(
-        f"supportbasis: heads {names}{more} leave the range of their plan ({first}) and run "
-        "exactly; make a new plan",
+        f"supportbasis: heads {names}{more} leave the range of their plan "
+        f"({reasons[min(reasons)]}) and run exactly; make a new plan",
         UserWarning,
         stacklevel=6,
     )

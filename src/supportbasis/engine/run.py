@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ..plans import ExactHead, Plan
 from ..problem.checks import is_tracing
@@ -26,7 +27,7 @@ def run(problem: Problem, plan: Plan, need_lse: bool, implementation: str = "aut
             if not is_tracing():
                 check_output(problem, outcome.output)
             return outcome
-        if autograd.is_needed(problem):
+        if problem.requires_grad or is_tracing():
             return autograd.run(problem, plan, implementation)
         return autograd.compute(problem, plan, implementation)
 
@@ -59,3 +60,13 @@ def _run_sdpa(problem: Problem, plan: Plan, need_lse: bool) -> Outcome:
         lse = execute(plain, replace(plan, heads=heads)).lse
     noise = sdpa.sdpa_noise(problem)
     return Outcome(sdpa.sdpa(problem), lse, zero, zero, zero, noise, empty.bool())
+
+
+def merged(
+    first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Outputs over disjoint sets of keys, joined by their log-sum-exps: output [..., n, dv] and lse
+    [..., n] over the keys of both, in the dtype of the lse."""
+    share = torch.sigmoid(first_lse - second_lse).nan_to_num(0.0).unsqueeze(-1)  # -inf: no keys
+    output = torch.lerp(second.to(share.dtype), first.to(share.dtype), share)
+    return output, torch.logaddexp(first_lse, second_lse)

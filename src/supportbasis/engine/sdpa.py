@@ -11,10 +11,9 @@ from torch import Tensor
 from ..components import flash
 from ..components.exact_sum import SUM_BLOCK
 from ..plans import Plan
-from ..problem.checks import is_tracing
+from ..problem.checks import first_order, is_tracing
 from ..problem.problem import Problem
 from ..problem.rounding import gamma, product_roundoff, sum_depth, unit_roundoff
-from ..problem.tracing import first_order
 
 
 def can_run(problem: Problem, need_lse: bool) -> bool:
@@ -62,13 +61,10 @@ def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     mask = _mask(problem)
     query, key, value = first_order(problem.query, problem.key, problem.value)
     bias = None if mask is None or mask.dtype == torch.bool else mask
-    if _may_hide(problem) or (bias is not None and not _fits(bias, query.dtype)):
+    is_rounded = bias is not None and not torch.equal(bias.to(query.dtype).to(bias.dtype), bias)
+    if is_rounded or _may_hide(problem):
         query, key, value = (x.to(problem.dtype) for x in (query, key, value))
     return query, key, value, mask if bias is None else bias.to(query.dtype)
-
-
-def _fits(bias: Tensor, dtype: torch.dtype) -> bool:
-    return bool((bias.to(dtype).to(bias.dtype) == bias).all())
 
 
 def _may_hide(problem: Problem) -> bool:
@@ -182,42 +178,36 @@ def plainly(
         return None
     try:
         shape, keys, dtype = query.shape, key.shape, query.dtype
-        if keys != value.shape or not (shape == keys or _fit(shape, keys, enable_gqa)):
-            return None
-        if len(shape) != 4 or 0 in shape or dtype not in KNOWN:
-            return None
-        if not (key.dtype is value.dtype is dtype and type(is_causal) is type(enable_gqa) is bool):
-            return None
-        if shape[1] != plan.num_heads or shape[3] != plan.dim:
-            return None
-        if scale is not None and not (type(scale) is float and 1 / ORDINARY < scale < ORDINARY):
-            return None
-        if torch.is_autocast_enabled("cpu"):
+        if (
+            not (type(is_causal) is type(enable_gqa) is bool and key.dtype is value.dtype is dtype)
+            or (
+                scale is not None and not (type(scale) is float and 1 / ORDINARY < scale < ORDINARY)
+            )
+            or dtype not in KNOWN
+            or not len(shape) == len(keys) == 4
+            or keys != value.shape
+            or 0 in (*shape, *keys)
+            or (shape[0], shape[3]) != (keys[0], keys[3])
+            or not (shape[1] == keys[1] or (enable_gqa and shape[1] % keys[1] == 0))
+            or (shape[1], shape[3]) != (plan.num_heads, plan.dim)
+            or torch.is_autocast_enabled("cpu")
+        ):
             return None
         if not _are_ordinary(query, key, value, dtype):
             return None
         if query.requires_grad or key.requires_grad or value.requires_grad:
             query, key, value = first_order(query, key, value)
-        output = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=shape[1] != keys[1]
         )
     except RuntimeError:
         return None
-    return output
 
 
 PLAIN = (torch.float32, torch.float64)
 KNOWN = (*PLAIN, torch.bfloat16, torch.float16)
 ORDINARY = 1e15  # squares of lengths, and scales, below this: scores are below 1e30
 SHORT = 1e6  # the same of entries
-
-
-def _fit(shape: torch.Size, keys: torch.Size, enable_gqa: bool) -> bool:
-    """Whether shapes of queries and keys match: equal heads, or grouped heads with enable_gqa."""
-    if len(shape) != 4 or len(keys) != 4 or 0 in keys:
-        return False
-    heads_match = shape[1] == keys[1] or (enable_gqa and shape[1] % keys[1] == 0)
-    return heads_match and shape[0] == keys[0] and shape[3] == keys[3]
 
 
 def _are_ordinary(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> bool:

@@ -2,9 +2,9 @@
 
 ==================  ======================================================================
 `loss`              `attention_loss_gradient`; `loss_inputs`, `loss_result`: in and out
-`weights`           attention weights of blocks of rows; `factors`: their low-rank parts
+`factors`           attention weights of groups of rows: exact, and of low rank
 `closed_form`       the gradient from these weights
-`closed_attention`  attention with this backward pass; `many_heads`: layers of several heads
+`closed_attention`  attention with this backward pass, for layers of several heads
 `dense_loss`        the same with dense matrices in float64, for tests
 ==================  ======================================================================
 """

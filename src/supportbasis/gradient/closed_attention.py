@@ -13,7 +13,6 @@ shared keys need nothing of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from ..api import autocast
 from ..components.cotangent import Cotangent, Gradients, SavedForward
 from ..components.polynomial_sum import PolynomialSum
-from ..engine.backward import backward_head
+from ..engine.backward import backward
 from ..engine.call_checks import checked, warn_about
 from ..engine.execute import execute
 from ..errors import InputError
@@ -33,8 +32,8 @@ from ..plans import Plan, PolynomialHead
 from ..plans.supports import RowGroup
 from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.features import check_rank
-from ..problem.problem import Head, Problem
-from ..problem.tracing import refuse_forward, refuse_second
+from ..problem.checks import refuse_forward, refuse_second
+from ..problem.problem import Head, Kept, Problem
 from ..problem.validation import attention_problem
 from .loss_inputs import check_method
 
@@ -69,11 +68,11 @@ def closed_form_attention(
     query, key, value = autocast(query, key, value)
     problem = attention_problem(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
     with without_autocast(query):
-        if method is not None:
-            plan = make_plan(problem, method)
-        else:
-            assert plan is not None
+        if plan is not None:
             plan = checked(problem, plan, "eager")
+        elif method is not None:
+            plan = make_plan(problem, method)
+    assert plan is not None
     for head in plan.heads:
         if isinstance(head, PolynomialHead):
             check_rank(plan.dim, head.degree + 1)  # of the antiderivative
@@ -137,35 +136,17 @@ def _with_tensors(
 
 
 def closed_form(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
-    """Gradients [batch, heads or key heads, ...] in the dtype of the sums; those of the key
-    log-weights, [batch, heads, m], if they are asked for."""
-    query, key, value = (
-        x.new_zeros(x.shape, dtype=problem.dtype)
-        for x in (problem.query, problem.key, problem.value)
-    )
-    weights = (problem.batch, problem.heads, problem.m)
-    weight = query.new_zeros(weights) if saved.for_weights else None
+    """The backward pass of the engine, polynomial components by the closed form."""
+    kept = Kept()
     for b, h, head in problem.each_head():
-        at, key_at = (b, h), (b, h // problem.group)
-        part = Gradients(
-            query[at], key[key_at], value[key_at], None if weight is None else weight[at]
-        )
-        basis = _with_closed_form(plan.heads[h].basis(head))
-        backward_head(head, plan.heads[h], basis, saved.cotangent(at), saved.fallback[at], part)
-    return Gradients(query, key, value, weight)
+        kept[b, h] = (head, [_with_closed_form(group) for group in plan.heads[h].basis(head)])
+    return backward(replace(problem, kept=kept), plan, saved)
 
 
-def _with_closed_form(basis: Sequence[RowGroup]) -> list[RowGroup]:
-    return [
-        replace(
-            group,
-            components=[
-                _ClosedFormSum(part) if isinstance(part, PolynomialSum) else part
-                for part in group.components
-            ],
-        )
-        for group in basis
-    ]
+def _with_closed_form(group: RowGroup) -> RowGroup:
+    parts = group.components
+    parts = [_ClosedFormSum(part) if isinstance(part, PolynomialSum) else part for part in parts]
+    return replace(group, components=parts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,16 +16,13 @@ were cut to low rank do not add up to 1; for them c = 0.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from ..problem.problem import Head
-from .factors import Adjoint, Factors, times_second
-from .weights import BlockWeights
+from .factors import Factors, triangle
 
 SAMPLE_TILE = 2**21
 
@@ -50,91 +47,74 @@ class Layer:
 
 
 class Sums:
-    """Sums over blocks of rows."""
+    """The loss, its residual, and sums over blocks of rows, from m' [n, d] and the rows [n, 1] that
+    have weights."""
 
-    def __init__(self, layer: Layer, factored: Iterable[Factors], inputs: bool):
-        n, dim = layer.x.shape
-        self.layer, factored = layer, tuple(factored)
-        self.loss = torch.zeros((), dtype=torch.float64, device=layer.x.device)
-        self.output = torch.zeros_like(layer.target)
-        self.rows = layer.x.new_zeros(n, dim)  # N
-        self.weight_v = torch.zeros_like(layer.weight_v)  # mᵀR
-        self.columns = layer.x.new_zeros(n, dim) if inputs else None  # M
-        self.values = layer.x.new_zeros(n, dim) if inputs else None  # Z
-        self.moments = {factors: factors.moments(layer.shifted) for factors in factored}
-        self.adjoints = {f: Adjoint(f, layer.x) for f in factored} if inputs else {}
+    def __init__(self, layer: Layer, shifted: Tensor, has_sum: Tensor, inputs: bool):
+        self.layer, self.parts = layer, dict[Factors, LowRankSum]()
+        attended = shifted + layer.centre * has_sum
+        self.output = attended @ layer.weight_v
+        residual = self.output - layer.target
+        self.loss = residual.square().sum(dtype=torch.float64)
+        self.weight_v = attended.T @ residual
+        self.t = residual @ layer.weight_v.T
+        self.rho = (self.t * shifted).sum(1, keepdim=True)
+        self.rows = torch.zeros_like(layer.x)  # N
+        self.columns = torch.zeros_like(layer.x) if inputs else None  # M
+        self.values = torch.zeros_like(layer.x) if inputs else None  # Z
 
-    def add(self, rows: Tensor, weights: BlockWeights) -> None:
-        """A block of rows with its weights."""
-        layer, x = self.layer, self.layer.x[rows]
-        parts: list[_LowRankRows | _ExactRows] = []
-        if weights.lefts:
-            parts.append(_LowRankRows(self, weights.lefts))
-        if weights.keys is not None and weights.tile is not None:
-            parts.append(_ExactRows(self, weights.keys, weights.tile))
-        shifted = torch.zeros_like(x)  # m'
-        for part in parts:
-            shifted += part.attended
-        attended = shifted + layer.centre if parts else shifted
-        output = attended @ layer.weight_v
-        residual = output - layer.target[rows]
-        t = residual @ layer.weight_v.T
-        rho = (t * shifted).sum(1, keepdim=True)
-        for part in parts:
-            self.rows[rows] += part.gradient(t, rho)
-            if self.columns is not None and self.values is not None:
-                part.add_columns(x, t, rho, self.columns, self.values)
-        self.output[rows] = output
-        self.loss += residual.square().sum(dtype=torch.float64)
-        self.weight_v.addmm_(attended.T, residual)
+    def add_low_rank(self, rows: Tensor, factors: Factors) -> None:
+        """Low-rank weights of a block of rows."""
+        if factors not in self.parts:
+            self.parts[factors] = LowRankSum(factors, self.layer, self.columns is not None)
+        left, t, rho = factors.left(rows), self.t[rows], self.rho[rows]
+        self.rows[rows] += self.parts[factors].add(left, self.layer.x[rows], t, rho)
+
+    def add_exact(self, rows: Tensor, keys: Tensor, tile: Tensor) -> None:
+        """Exact weights [rows, keys]: sparse ∘ low-rank is sparse, so 𝒬 is formed there alone."""
+        near, t = self.layer.shifted[keys], self.t[rows]
+        pairs = (t @ near.T).sub_(self.rho[rows]).mul_(tile)
+        self.rows[rows] += pairs @ near
+        if self.columns is not None and self.values is not None:
+            self.columns.index_add_(0, keys, pairs.T @ self.layer.x[rows])
+            self.values.index_add_(0, keys, tile.T @ t)
 
     def finish(self) -> None:
         """Add the gradients of the keys through the low-rank parts."""
         if self.columns is None or self.values is None:
             return
-        for factors, adjoint in self.adjoints.items():
-            for keys in factors.key_blocks(self.layer.shifted):
-                columns, values = adjoint.read(keys, self.layer.shifted[keys])
+        for factors, part in self.parts.items():
+            for keys in factors.key_blocks(self.layer.x):
+                columns, values = part.read(keys, self.layer.shifted[keys])
                 self.columns.index_add_(0, keys, columns)
                 self.values.index_add_(0, keys, values)
 
 
-class _LowRankRows:
-    """Low-rank weights of a block: rows need Σ_j a_ij x'_j and Σ_j a_ij x'_j x'_jᵀ of them."""
+class LowRankSum:
+    """What u_i reads of the keys, and Σ_i u_i ⊗ (x_i ⊗ t_i, ρ_i x_i, t_i), which w_j reads."""
 
-    def __init__(self, sums: Sums, lefts: dict[Factors, Tensor]):
-        self.sums, self.lefts, dim = sums, lefts, sums.layer.x.shape[1]
-        products = (left @ sums.moments[factors] for factors, left in lefts.items())
-        moments = functools.reduce(Tensor.add_, products)
-        self.attended, self.second = moments[:, :dim], moments[:, dim:]
+    def __init__(self, factors: Factors, layer: Layer, inputs: bool):
+        self.factors, self.dim = factors, layer.x.shape[1]
+        self.moments = factors.moments(layer.shifted)
+        columns = self.dim**2 + 2 * self.dim if inputs else 0
+        self.state = layer.x.new_zeros(factors.rank, columns)
 
-    def gradient(self, t: Tensor, rho: Tensor) -> Tensor:
-        return times_second(self.second, t) - rho * self.attended
+    def add(self, left: Tensor, x: Tensor, t: Tensor, rho: Tensor) -> Tensor:
+        """Add a block of rows to the sums; their Σ_j a_ij (t_i · x'_j - ρ_i) x'_j."""
+        if self.state.numel():
+            outer = (x.unsqueeze(2) * t.unsqueeze(1)).flatten(1)
+            self.state.addmm_(left.T, torch.cat([outer, rho * x, t], 1))
+        moments = left @ self.moments
+        square = moments[:, self.dim :].index_select(1, triangle(self.dim, t.device)[2])
+        second = square.view(-1, self.dim, self.dim) @ t.unsqueeze(2)
+        return second.squeeze(2) - rho * moments[:, : self.dim]
 
-    def add_columns(
-        self, x: Tensor, t: Tensor, rho: Tensor, columns: Tensor, values: Tensor
-    ) -> None:
-        for factors, left in self.lefts.items():
-            self.sums.adjoints[factors].add(left, x, t, rho)
-
-
-class _ExactRows:
-    """Exact weights of a block: sparse ∘ low-rank is sparse, so 𝒬 is formed at their keys alone."""
-
-    def __init__(self, sums: Sums, keys: Tensor, tile: Tensor):
-        self.keys, self.tile = keys, tile
-        self.near = sums.layer.shifted[keys]
-        self.attended = tile @ self.near
-
-    def gradient(self, t: Tensor, rho: Tensor) -> Tensor:
-        self.pairs = (t @ self.near.T).sub_(rho).mul_(self.tile)
-        return self.pairs @ self.near
-
-    def add_columns(
-        self, x: Tensor, t: Tensor, rho: Tensor, columns: Tensor, values: Tensor
-    ) -> None:
-        columns.index_add_(0, self.keys, self.pairs.T @ x)
-        values.index_add_(0, self.keys, self.tile.T @ t)
+    def read(self, keys: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ_i a_ij (t_i · x_j - ρ_i) x_i and Σ_i a_ij t_i of some keys; ``near`` are their x_j."""
+        sums = self.factors.right(keys) @ self.state
+        square, shift, value = sums.split([self.dim**2, self.dim, self.dim], 1)
+        turned = square.view(-1, self.dim, self.dim) @ near.unsqueeze(2)
+        return turned.squeeze(2) - shift, value
 
 
 def row_gradients(layer: Layer, head: Head, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,8 @@ def closed_form(
 
     ∂L/∂W = 2 scale Xᵀ(Â∘𝒬 - diag(r) Â) X with 𝒬 = (ÂV - E) Vᵀ, V = XY and r = rowsum(Â∘𝒬).
     """
-    x, weight, weight_v, target, attention = (
-        y.double() for y in (x, weight, weight_v, target, attention)
-    )
+    tensors = (x, weight, weight_v, target, attention)
+    x, weight, weight_v, target, attention = (y.double() for y in tensors)
     value = x @ weight_v
     residual = attention @ value - target
     product = attention * (residual @ value.T)
@@ -44,7 +43,5 @@ def autograd(
         output = softmax_weights(leaves[0], leaves[1], scale) @ leaves[0] @ leaves[2]
         loss = (output - target.double()).square().sum()
         gradients = torch.autograd.grad(loss, leaves)
-    names = ("x", "weight_qk", "weight_v")
-    return {"loss": loss.detach(), "output": output.detach()} | dict(
-        zip(names, gradients, strict=True)
-    )
+    names = ("loss", "output", "x", "weight_qk", "weight_v")
+    return dict(zip(names, (loss.detach(), output.detach(), *gradients), strict=True))

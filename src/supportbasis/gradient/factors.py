@@ -1,4 +1,4 @@
-"""Weights of low rank, and what their entrywise product with another low-rank matrix sums to.
+"""The weights Â of a plan as groups of rows: low-rank factors, and exact keys beside them.
 
 For weights U₁U₂ᵀ and the matrix t xᵀ of the gradient, with rows u_i, w_j, t_i and x_j,
 
@@ -6,23 +6,27 @@ For weights U₁U₂ᵀ and the matrix t xᵀ of the gradient, with rows u_i, w_
 
 low rank again. Its product with x needs (U₂ ⊙ x)ᵀ x = Σ_j w_j ⊗ x_j ⊗ x_j, symmetric in the last
 two, so half of it is summed (`Factors.moments`); u_i reads Σ_j a_ij x_j x_jᵀ from it, and that is
-applied to t_i. The transposed product needs Σ_i u_i ⊗ t_i ⊗ x_i (`Adjoint`); nothing there is
-symmetric.
+applied to t_i. The transposed product needs Σ_i u_i ⊗ t_i ⊗ x_i; nothing there is symmetric.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cached_property, lru_cache
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..components.polynomial_sum import largest_norm, rescaled
+from ..plans import ExactHead, HeadPlan, PolynomialHead, ThresholdHead
 from ..polynomials.certified import CertifiedPolynomial
-from ..polynomials.features import FeatureMap, block_rows
+from ..polynomials.features import FeatureMap, block_rows, odd_rows
 from ..problem.problem import Head
-from ..problem.rounding import gamma, product_roundoff, sum_depth
+
+TILE = 2**21  # exact weights at a time
+LEAST_ROWS = 16
 
 
 class Factors(ABC):
@@ -42,8 +46,10 @@ class Factors(ABC):
     def moments(self, tokens: Tensor) -> Tensor:
         """Σ_j w_j ⊗ (x_j, upper triangle of x_j x_jᵀ) over the keys, [rank, columns]."""
         state = tokens.new_zeros(self.rank, moment_columns(tokens.shape[1]))
+        row, column, _ = triangle(tokens.shape[1], tokens.device)
         for keys in self.key_blocks(tokens):
-            state.addmm_(self.right(keys).T, _powers(tokens[keys]))
+            x = tokens[keys]
+            state.addmm_(self.right(keys).T, torch.cat([x, x[:, row].mul_(x[:, column])], 1))
         return state
 
     def key_blocks(self, tokens: Tensor) -> tuple[Tensor, ...]:
@@ -57,10 +63,15 @@ class Factors(ABC):
 
 
 class PolynomialFactors(Factors):
-    """p(scores) e^-B through packed features: u_i = W φ(q_i), w_j = φ(k_j)."""
+    """p(scores) e^-lse through packed features: u_i = e^(unit - lse_i) W φ(q_i), w_j = φ(k_j)."""
 
     def __init__(
-        self, head: Head, rows: Tensor | None, keys: Tensor | None, poly: CertifiedPolynomial
+        self,
+        head: Head,
+        rows: Tensor | None,
+        keys: Tensor | None,
+        poly: CertifiedPolynomial,
+        lse: Tensor,
     ):
         self.head, self.keys = head, keys
         self.features = FeatureMap(head.dim, poly.degree)
@@ -70,45 +81,18 @@ class PolynomialFactors(Factors):
             for norms, index in ((head.query_norms, rows), (head.key_norms, keys))
         )
         reach = abs(head.scale) * self.query_norm * self.key_norm
-        self.coefficients, self.log_unit = rescaled(poly, reach)
-        by_degree = torch.tensor(self.coefficients, dtype=torch.float64)
+        coefficients, log_unit = rescaled(poly, reach)
+        by_degree = torch.tensor(coefficients, dtype=torch.float64)
         weights = self.features.multiplicity * by_degree[self.features.degrees]
         self.weights = weights.to(head.dtype).to(head.query.device)
+        self.share = (log_unit - lse).exp().unsqueeze(1)
 
     def left(self, rows: Tensor) -> Tensor:
-        return self.features(self.head.query[rows] / self.query_norm).mul_(self.weights)
+        features = self.features(self.head.query[rows] / self.query_norm)
+        return features.mul_(self.weights).mul_(self.share[rows])
 
     def right(self, keys: Tensor) -> Tensor:
         return self.features(self.head.key[keys] / self.key_norm)
-
-    @cached_property
-    def mass(self) -> Tensor:
-        """The sum of all w_j, with which u_i gives the sum of row i's weights, [rank]."""
-        index = torch.arange(self.head.m, device=self.weights.device)
-        index = index if self.keys is None else self.keys
-        mass = torch.zeros_like(self.weights)
-        for keys in index.split(block_rows(self.rank, self.head.dtype)):
-            mass += self.right(keys).sum(0)
-        return mass
-
-    def failed(self, rows: Tensor) -> Tensor:
-        """Those of the rows whose sum of weights does not exceed its rounding error.
-
-        The rounding is the depth of the sum times the magnitude of its terms, as in attention;
-        errors of independent sign are far smaller, hence the sixteenth.
-        """
-        keys = self.head.m if self.keys is None else len(self.keys)
-        block = block_rows(self.rank, self.head.dtype)
-        depth = sum_depth(keys, block) + self.rank + 2 * self.features.degree + self.head.dim + 16
-        unit = gamma(depth, product_roundoff(self.head.dtype)) * keys / 16
-        found = []
-        for part in rows.split(block):
-            norm = (self.head.query_norms[part] / self.query_norm).to(self.weights.dtype)
-            magnitude = torch.zeros_like(norm)
-            for coefficient in reversed(self.coefficients):
-                magnitude.mul_(norm).add_(abs(coefficient))
-            found.append(part[~(self.left(part) @ self.mass > unit * magnitude)])
-        return torch.cat(found) if found else rows
 
 
 class SvdFactors(Factors):
@@ -126,23 +110,64 @@ class SvdFactors(Factors):
         return self._right[keys]
 
 
-class Adjoint:
-    """Σ_i u_i ⊗ (x_i ⊗ t_i, ρ_i x_i, t_i) over rows, read by the w_j of keys."""
+@dataclass(frozen=True, eq=False)
+class RowGroup:
+    """Rows with the same disjoint parts: polynomial weights, and exact ones over some keys."""
 
-    def __init__(self, factors: Factors, tokens: Tensor):
-        self.factors, self.dim = factors, tokens.shape[1]
-        self.state = tokens.new_zeros(factors.rank, self.dim**2 + 2 * self.dim)
+    rows: Tensor
+    polynomial: PolynomialFactors | None
+    keys: Tensor  # whose weights are exact
 
-    def add(self, left: Tensor, tokens: Tensor, t: Tensor, rho: Tensor) -> None:
-        outer = (tokens.unsqueeze(2) * t.unsqueeze(1)).flatten(1)
-        self.state.addmm_(left.T, torch.cat([outer, rho * tokens, t], 1))
+    def blocks(self, tokens: Tensor) -> Iterator[Tensor]:
+        """The rows, in blocks for which tiles and features stay small."""
+        size = max(LEAST_ROWS, TILE // max(1, tokens.shape[1] ** 2))
+        size = min(size, max(LEAST_ROWS, TILE // max(1, len(self.keys))))
+        if self.polynomial is not None:
+            size = min(size, self.polynomial.block(tokens))
+        return iter(self.rows.split(odd_rows(size)) if len(self.rows) else ())
 
-    def read(self, keys: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
-        """Σ_i a_ij (t_i · x_j - ρ_i) x_i and Σ_i a_ij t_i of some keys; ``near`` are their x_j."""
-        sums = self.factors.right(keys) @ self.state
-        square, shift, value = sums.split([self.dim**2, self.dim, self.dim], 1)
-        turned = square.view(-1, self.dim, self.dim) @ near.unsqueeze(2)
-        return turned.squeeze(2) - shift, value
+
+def row_groups(head: Head, plan: HeadPlan, lse: Tensor, fallback: Tensor) -> list[RowGroup]:
+    """The groups of a plan that ran, with its lse [n] and the failed rows it computed exactly [n].
+    Rows without a sum are in none."""
+    keys = torch.arange(head.n, device=head.query.device)
+    if isinstance(plan, ExactHead):
+        return [RowGroup(keys, None, keys)]
+    if not isinstance(plan, PolynomialHead):
+        raise TypeError(f"no gradient of the attention loss for {plan.kind} heads")
+    small_rows = small_keys = large_keys = None
+    if isinstance(plan, ThresholdHead):
+        query_side, key_side = plan.split(head)
+        small_rows, small_keys, large_keys = query_side.small, key_side.small, key_side.large
+    factors = PolynomialFactors(head, small_rows, small_keys, plan.polynomial, lse)
+    is_small = torch.zeros_like(fallback)
+    is_small[slice(None) if small_rows is None else small_rows] = True
+    is_small &= ~fallback
+    has_sum = lse > -torch.inf
+    exact, rest = ((mask & has_sum).nonzero().squeeze(1) for mask in (~is_small, is_small))
+    large_keys = keys[:0] if large_keys is None else large_keys
+    return [RowGroup(exact, None, keys), RowGroup(rest, factors, large_keys)]
+
+
+def exact_tile(head: Head, lse: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+    """exp(score - lse), [rows, keys]."""
+    score = head.query[rows] @ (head.key[keys] * head.scale).T
+    return score.sub_(lse[rows].unsqueeze(1)).exp_()
+
+
+def sparse_part(head: Head, lse: Tensor, groups: list[RowGroup], tokens: Tensor) -> Tensor:
+    """The exact weights as a sparse matrix [n, n]."""
+    index = [torch.zeros(2, 0, dtype=torch.long, device=tokens.device)]
+    values = [tokens.new_zeros(0)]
+    for group in groups:
+        for rows in group.blocks(tokens):
+            at = torch.meshgrid(rows, group.keys, indexing="ij")
+            index.append(torch.stack(at).flatten(1))
+            values.append(exact_tile(head, lse, rows, group.keys).flatten())
+    shape = (head.n, head.m)
+    return torch.sparse_coo_tensor(
+        torch.cat(index, 1), torch.cat(values), shape, check_invariants=False
+    )
 
 
 def moment_columns(dim: int) -> int:
@@ -150,20 +175,8 @@ def moment_columns(dim: int) -> int:
     return dim + dim * (dim + 1) // 2
 
 
-def times_second(second: Tensor, t: Tensor) -> Tensor:
-    """H_i t_i, H_i symmetric from its upper triangle [rows, d(d+1)/2]."""
-    dim = t.shape[1]
-    matrix = second.index_select(1, _triangle(dim, t.device)[2]).view(-1, dim, dim)
-    return (matrix @ t.unsqueeze(2)).squeeze(2)
-
-
-def _powers(x: Tensor) -> Tensor:
-    row, column, _ = _triangle(x.shape[1], x.device)
-    return torch.cat([x, x.index_select(1, row).mul_(x.index_select(1, column))], 1)
-
-
 @lru_cache(maxsize=16)
-def _triangle(dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def triangle(dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Rows and columns of the upper triangle, and the index of each of the d² entries in it."""
     row, column = torch.triu_indices(dim, dim, device=device).unbind(0)
     index = torch.empty(dim, dim, dtype=torch.long, device=device)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ..engine.execute import execute
 from ..errors import InputError
 from ..methods import Method
-from ..plans import HeadPlan, Plan
+from ..methods.planning import make_plan
+from ..plans import HeadPlan, Plan, PolynomialHead
+from ..polynomials.certified import true_rank
 from ..problem.problem import Head
+from ..problem.result import Outcome
 from ..problem.validation import attention_problem
 from ..sketch import approximate_svd
-from .closed_attention import without_autocast
+from .closed_attention import closed_form_attention, without_autocast
 from .closed_form import Layer, Sums
-from .factors import Factors, SvdFactors, moment_columns
+from .factors import SvdFactors, exact_tile, moment_columns, row_groups, sparse_part
 from .loss_inputs import Call, check_settings, checked_call
 from .loss_result import AttentionLossGradient, LowRankPart
-from .many_heads import layer_gradient
-from .weights import BlockWeights, RowGroup, block_weights, row_groups, sparse_part
 
 EPS, SEED = 0.5, 0  # of the approximate SVD
 STATE_LIMIT = 2**28  # numbers in the sums of a polynomial's features: 1 GiB of float32
@@ -75,19 +78,20 @@ def attention_loss_gradient(
             raise InputError(
                 f"low_rank is {low_rank}, which is for one head with a target, not causal"
             )
-        return layer_gradient(
-            call, scale, method, is_causal, input_gradient, from_above=upstream is not None
-        )
+        from_above = upstream is not None
+        return _layer_gradient(call, scale, method, is_causal, input_gradient, from_above)
     with torch.no_grad(), without_autocast(call.x):
-        head, scale = _head(call, scale)
+        scale = call.query.shape[1] ** -0.5 if scale is None else scale
+        problem = attention_problem(call.query, call.key, call.x, None, 0.0, False, scale, False)
+        head = problem.head(0, 0)
         plan = Plan(method, head.dim, (method.plan_head(head),))
-        groups, failed = row_groups(head, plan.heads[0])
-        _check_work(plan.heads[0], groups, call.x.shape[1], low_rank, input_gradient)
+        _check_work(plan.heads[0], head.dim, call.x.shape[1], low_rank, input_gradient)
         layer = Layer.of(call.x, call.weight_v, call.goal, centred=low_rank is None)
-        sums, part = _sum_up(layer, head, groups, low_rank, input_gradient)
-        weight, (weight_q, weight_k), inputs = _gradients(call, sums, scale)
-    fallback = len(failed) if plan.heads[0].kind == "single-threshold" else 0
-    if len(failed) > fallback:
+        outcome = execute(replace(problem, value=layer.shifted[None, None]), plan)
+        sums, part = _sum_up(layer, head, plan.heads[0], outcome, low_rank, input_gradient)
+        weight, (weight_q, weight_k), inputs = _gradients(call, sums, float(scale))
+    failed, fallback = (int(x) for x in (outcome.invalid_rows, outcome.fallback_rows))
+    if failed > fallback:
         warnings.warn(
             "supportbasis: some rows have no usable sum of polynomial weights; their output is 0 "
             "and they add nothing to the gradient (see invalid_rows); use sb.SingleThreshold",
@@ -102,7 +106,7 @@ def attention_loss_gradient(
         x=inputs,
         output=sums.output,
         plan=plan,
-        invalid_rows=len(failed),
+        invalid_rows=failed,
         fallback_rows=fallback,
         low_rank=part,
         _layer=layer,
@@ -111,51 +115,74 @@ def attention_loss_gradient(
     )
 
 
-def _head(call: Call, scale: float | None) -> tuple[Head, float]:
-    """The head whose weights are wanted, and the scale as it was given."""
-    query = call.query
-    given = query.shape[1] ** -0.5 if scale is None else scale
-    problem = attention_problem(query, call.key, call.x, None, 0.0, False, given, False)
-    return problem.head(0, 0), float(given)
+def _layer_gradient(
+    call: Call,
+    scale: float | None,
+    method: Method,
+    is_causal: bool,
+    input_gradient: bool,
+    from_above: bool,
+) -> AttentionLossGradient:
+    """The same through `closed_form_attention`: one or several heads, causal or not."""
+    x, weight_v, *pair = (y.requires_grad_() for y in (call.x, call.weight_v, *call.pair))
+    with torch.enable_grad(), without_autocast(x):
+        query, value = x @ pair[0], x @ weight_v
+        key = x @ pair[1] if len(pair) == 2 else x.expand_as(query)
+        tokens = query.detach(), key.detach(), value.detach()
+        problem = attention_problem(*tokens, None, 0.0, is_causal, scale, False)
+        plan = make_plan(problem, method)
+        output = closed_form_attention(query, key, value, None, is_causal, scale, plan=plan)
+        loss = (output * call.goal if from_above else (output - call.goal).square()).sum()
+        leaves = [weight_v, *pair, *([x] if input_gradient else [])]
+        of_value, *found = torch.autograd.grad(loss, leaves)
+    return AttentionLossGradient(
+        loss=None if from_above else loss.detach(),
+        weight_qk=found[0] if len(pair) == 1 else None,
+        weight_q=found[0] if len(pair) == 2 else None,
+        weight_k=found[1] if len(pair) == 2 else None,
+        weight_v=of_value,
+        x=found[-1] if input_gradient else None,
+        output=output.detach(),
+        plan=plan,
+        invalid_rows=None,
+        fallback_rows=None,
+    )
 
 
 def _sum_up(
-    layer: Layer, head: Head, groups: list[RowGroup], low_rank: int | None, inputs: bool
+    layer: Layer, head: Head, plan: HeadPlan, outcome: Outcome, low_rank: int | None, inputs: bool
 ) -> tuple[Sums, LowRankPart | None]:
-    """One pass over the rows; before it, with ``low_rank``, one that collects the exact part."""
-    factored: list[Factors] = [g.polynomial for g in groups if g.polynomial is not None]
-    if low_rank is None:
-        sums = Sums(layer, factored, inputs)
-        for group in groups:
-            for rows in group.blocks(layer.x):
-                sums.add(rows, block_weights(head, group, rows))
-        sums.finish()
-        return sums, None
-    matrix, shares = sparse_part(head, groups, layer.x)
-    svd, part = _truncated(matrix, low_rank)
-    sums = Sums(layer, [*factored, svd], inputs)
+    """One pass over the rows; with ``low_rank`` their exact part is cut to that rank before it."""
+    shifted, lse, fallback = (x[0, 0] for x in (outcome.output, outcome.lse, outcome.fallback))
+    groups, svd, part = row_groups(head, plan, lse, fallback), None, None
+    if low_rank is not None:
+        matrix = sparse_part(head, lse, groups, layer.x)
+        svd, part = _truncated(matrix, low_rank)
+        everything = torch.arange(head.n, device=lse.device)
+        truncated = svd.left(everything) @ (svd.right(everything).T @ layer.x)
+        shifted = shifted - matrix @ layer.x + truncated
+    sums = Sums(layer, shifted, (lse > -torch.inf).unsqueeze(1), inputs)
     for group in groups:
         for rows in group.blocks(layer.x):
-            lefts: dict[Factors, Tensor] = {svd: svd.left(rows)}
             if group.polynomial is not None:
-                lefts[group.polynomial] = group.polynomial.left(rows) * shares[rows, None]
-            sums.add(rows, BlockWeights(lefts))
+                sums.add_low_rank(rows, group.polynomial)
+            if svd is not None:
+                sums.add_low_rank(rows, svd)
+            elif len(group.keys):
+                sums.add_exact(rows, group.keys, exact_tile(head, lse, rows, group.keys))
     sums.finish()
     return sums, part
 
 
 def _truncated(matrix: Tensor, rank: int) -> tuple[SvdFactors, LowRankPart]:
     """The exact part by its approximate SVD, and how much of it that leaves out."""
-    values = matrix._values().double()
     left, middle, right = approximate_svd(matrix, rank, EPS, SEED)
-    wide = [y.double() for y in (left * middle, right)]
-    rows, columns = matrix._indices().unbind(0)
-    cross = sum(
-        float((part * (wide[0][i] * wide[1][j]).sum(1)).sum())
-        for part, i, j in zip(*(y.split(2**20) for y in (values, rows, columns)), strict=True)
-    )
+    wide_left, wide_right = (left * middle).double(), right.double()
+    values, (rows, columns) = matrix._values().double(), matrix._indices().unbind(0)
+    parts = zip(*(y.split(2**20) for y in (values, rows, columns)), strict=True)
+    cross = sum(float(v @ (wide_left[i] * wide_right[j]).sum(1)) for v, i, j in parts)
     size = float(values.square().sum())
-    kept = float(((wide[0].T @ wide[0]) * (wide[1].T @ wide[1])).sum())
+    kept = float(((wide_left.T @ wide_left) * (wide_right.T @ wide_right)).sum())
     residual = (max(0.0, size - 2 * cross + kept) / size) ** 0.5 if size else 0.0
     return SvdFactors(left, middle, right), LowRankPart(rank, len(values), residual)
 
@@ -176,7 +203,7 @@ def _gradients(
 
 
 def _check_work(
-    plan: HeadPlan, groups: list[RowGroup], dim: int, low_rank: int | None, inputs: bool
+    plan: HeadPlan, head_dim: int, dim: int, low_rank: int | None, inputs: bool
 ) -> None:
     """The sums of the gradient have many more columns than those of attention."""
     if low_rank is not None and plan.kind == "exact":
@@ -185,10 +212,9 @@ def _check_work(
             f"({plan.reason}); use a larger threshold, another degree, or low_rank=None"
         )
     columns = moment_columns(dim) + (dim**2 + 2 * dim if inputs else 0)
-    for group in groups:
-        if group.polynomial is not None and group.polynomial.rank * columns > STATE_LIMIT:
-            raise InputError(
-                f"method needs sums of {group.polynomial.rank} features by {columns} columns, more "
-                f"than {STATE_LIMIT} numbers; use a lower degree, a pair weight_qk of fewer "
-                "columns, or sb.Exact()"
-            )
+    rank = true_rank(head_dim, plan.degree) if isinstance(plan, PolynomialHead) else 0
+    if rank * columns > STATE_LIMIT:
+        raise InputError(
+            f"method needs sums of {rank} features by {columns} columns, more than {STATE_LIMIT} "
+            "numbers; use a lower degree, a pair weight_qk of fewer columns, or sb.Exact()"
+        )

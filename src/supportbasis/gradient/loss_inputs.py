@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -43,38 +44,29 @@ def checked_call(
 ) -> Call:
     """The call, or an error about a tensor."""
     if isinstance(weight_qk, Tensor):
-        pair = {"weight_qk": weight_qk}
+        pair: dict[str, Any] = {"weight_qk": weight_qk}
     elif isinstance(weight_qk, Sequence) and len(weight_qk) == 2:
         pair = {"weight_qk[0]": weight_qk[0], "weight_qk[1]": weight_qk[1]}
     else:
         raise InputError(
             f"weight_qk must be a tensor [d, d] or a pair (W_Q, W_K), got {weight_qk!r}"
         )
-    name, goal = _goal(target, upstream)
-    tensors = {"x": x, **pair, "weight_v": weight_v, name: goal}
+    if (target is None) == (upstream is None):
+        given = "neither is" if target is None else "both are"
+        raise InputError(
+            f"target or upstream: {given} given; expected the target of the loss, or the gradient "
+            "of another loss by the output"
+        )
+    goals: dict[str, Any] = {"upstream": upstream} if target is None else {"target": target}
+    (name,) = goals
+    tensors = {"x": x, **pair, "weight_v": weight_v, **goals}
     for key, tensor in tensors.items():
         _check_dims(key, tensor)
     check_tensors(list(tensors.values()), list(tensors))
     check_finite(**tensors)
-    weights = tuple(pair.values())
-    _check_shapes(x, weights, weight_v, goal, name)
-    x, weight_v, goal, *weights = (  # type: ignore[assignment]
-        y.detach().to(compute_dtype(y.dtype)) for y in (x, weight_v, goal, *weights)
-    )
+    x, *weights, weight_v, goal = (y.detach().to(compute_dtype(y.dtype)) for y in tensors.values())
+    _check_shapes(x, tuple(weights), weight_v, goal, name)
     return Call(x, tuple(weights), weight_v, goal)
-
-
-def _goal(target: Tensor | None, upstream: Tensor | None) -> tuple[str, Tensor]:
-    """The target or the gradient from above, and its name."""
-    if target is not None and upstream is None:
-        return "target", target
-    if upstream is not None and target is None:
-        return "upstream", upstream
-    given = "neither is" if target is None else "both are"
-    raise InputError(
-        f"target or upstream: {given} given; expected the target of the loss, or the gradient "
-        "of another loss by the output"
-    )
 
 
 def check_method(method: Method | None, gradient: str = "this gradient") -> None:

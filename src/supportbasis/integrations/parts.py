@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ..engine.merging import merged
-from ..engine.run import run
+from ..engine.run import merged, run
 from ..methods import Method
 from ..methods.planning import plan_of
 from ..plans import ListHead, Plan

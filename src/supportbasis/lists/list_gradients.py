@@ -4,7 +4,8 @@ The forward pass is repeated for some windows at a time. Tables and lists are co
 p = exp(score - lse) and dz = p (<g, v> + h), where g and h are the cotangents of a row's sums, a
 row adds p g to the gradient of a value, dz to that of a log-weight, and scale dz q to that of a
 key, which may be a tilted key; gradients of a tilted key flow to the keys of its leaf and to the
-mean query.
+mean query, and those of its log-weight also through the variances of the leaf's keys and of the
+cell's queries.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .list_sum import (
     tile_cells,
     window_tokens,
 )
-from .tables import ListSettings, Tables, Tilts
+from .tables import ListSettings, Tables, Tilts, score_variances
 
 
 class Rows(NamedTuple):
@@ -51,6 +52,7 @@ class Leaves(NamedTuple):
     key: Tensor  # [leaves, L, d]
     value: Tensor  # [leaves, L, dv]
     weight: Tensor  # [leaves, L]
+    spread: Tensor  # [leaves]: of the variance of the keys of a leaf
 
 
 def add_gradients(
@@ -66,10 +68,11 @@ def add_gradients(
         _add_own_windows(total, cotangent, head, settings.window)
     shape = made.key.shape[1:3]
     new = total.key.new_zeros
-    leaves = Leaves(new(*shape, head.dim), new(*shape, head.value_dim), new(shape))
+    leaves = Leaves(new(*shape, head.dim), new(*shape, head.value_dim), new(shape), new(shape[:1]))
     for group in groups(head, made, settings):
         _add_group(total, leaves, cotangent, head, made, group, settings)
     slots = made.slots[0]
+    leaves.key.add_(variance_gradients(made.key[0], slots.view(shape), leaves.spread))
     real = slots >= 0
     total.key.index_add_(0, slots[real], leaves.key.flatten(0, 1)[real])
     total.value.index_add_(0, slots[real], leaves.value.flatten(0, 1)[real])
@@ -184,7 +187,9 @@ def _add_tilts(
     score = scale * (key @ mean.T)  # [leaves, L, cells]
     if made.weight is not None:
         score = score + made.weight[0, :count].to(head.dtype).unsqueeze(2)
-    lam = tilts.log_weight + scale * (tilts.key * mean.unsqueeze(1)).sum(2)  # [cells, leaves]
+    variance = score_variances(made, group.cells, scale)[0, :, :count]
+    lam = tilts.log_weight - (variance / 2).log1p()  # [cells, leaves]
+    lam = lam + scale * (tilts.key * mean.unsqueeze(1)).sum(2)
     lam = torch.where(lam > -math.inf, lam, math.inf)
     weight = (score - lam.T.unsqueeze(1)).exp_()
     of_key = grads.key - scale * grads.log_weight.unsqueeze(2) * mean.unsqueeze(1)
@@ -197,8 +202,20 @@ def _add_tilts(
     leaves.value[:count] += weight @ of_value
     leaves.weight[:count] += slope.sum(2)
     of_mean += scale * (slope.flatten(0, 1).T @ key.flatten(0, 1))
+    slope = scale**2 / 2 * grads.log_weight / (1 + variance / 2)
+    leaves.spread[:count] += made.variance[0, group.cells] @ slope
+    of_variance = slope @ made.spread[0, :count].to(slope) / max(1, head.dim)
     members = made.members[0, group.cells]
     real = members >= 0
     shared = (of_mean / real.sum(1, keepdim=True).clamp(min=1)).unsqueeze(1)
-    shared = shared.expand(*members.shape, -1)
+    shared = shared + variance_gradients(rows_of(head, members), members, of_variance)
     total.query.index_add_(0, members[real], shared[real])
+
+
+def variance_gradients(tokens: Tensor, index: Tensor, grad: Tensor) -> Tensor:
+    """Gradients of sets of tokens [sets, size, d] from those of their variances, the sums over
+    coordinates, [sets]; an index of -1 is no token."""
+    real = (index >= 0).to(tokens)
+    factor = 2 * grad / real.sum(1).clamp(min=1)
+    mean = (tokens * real.unsqueeze(2)).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
+    return (tokens - mean.unsqueeze(1)) * (factor.unsqueeze(1) * real).unsqueeze(2)

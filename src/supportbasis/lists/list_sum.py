@@ -153,7 +153,7 @@ def _group(
     members = made.members[0, cells]
     query = rows_of(head, members)
     coarse = Coarse.of(query, tilts, head.scale)
-    inner = score_variances(made, query, cells, head.scale)[:, :leaves]
+    inner = score_variances(made, cells, head.scale)[0, :, :leaves]
     opened = importance(coarse.weight, members, inner) > settings.price
     opened &= tilts.log_weight > -math.inf
     return Group(cells, tiles, tilts, opened, None if settings.strict else coarse)
@@ -185,8 +185,8 @@ def attend(head: Head, made: Tables, group: Group, settings: ListSettings) -> At
 
 
 def list_reach(head: Head, settings: ListSettings) -> float:
-    """Upper bound of |q - m| times the diameter of a leaf, over rows q and the closed leaves of
-    their cell of mean m. (On a GPU over all visible leaves: kernels select with other
+    """Upper bound of |q - m| times the diameter of a leaf, over a cell's rows and members q, its
+    mean m and its closed leaves. (On a GPU over all visible leaves: kernels select with other
     roundings.)"""
     made, widest = head_tables(head, settings), 0.0
     real = (made.slots[0] >= 0).view(made.key.shape[1:3])
@@ -194,14 +194,19 @@ def list_reach(head: Head, settings: ListSettings) -> float:
     middle = key.sum(1) / real.sum(1, keepdim=True).clamp(min=1)
     radius = torch.linalg.vector_norm(key - middle.unsqueeze(1), dim=2)
     diameter = 2 * radius.masked_fill(~real, 0.0).amax(1)  # [leaves]
+
+    def away(rows: Tensor, mean: Tensor) -> Tensor:
+        distance = torch.linalg.vector_norm(rows_of(head, rows) - mean.unsqueeze(1), dim=2)
+        return distance.masked_fill(rows < 0, 0).amax(1)
+
     for group in groups(head, made, settings):
-        rows, cell = made.tiles[0, group.tiles], tile_cells(made, group)
-        mean = made.mean[0, group.cells][cell].unsqueeze(1)
-        away = torch.linalg.vector_norm(rows_of(head, rows) - mean, dim=2).masked_fill(rows < 0, 0)
+        cell, mean = tile_cells(made, group), made.mean[0, group.cells]
+        furthest = away(made.members[0, group.cells], mean)[cell]
+        furthest = torch.maximum(furthest, away(made.tiles[0, group.tiles], mean[cell]))
         closed = group.tilts.log_weight > -math.inf
         closed = closed if head.query.is_cuda else closed & ~group.open
         leaf = (diameter[: closed.shape[1]] * closed).amax(1)
-        widest = max(widest, float((away.amax(1) * leaf[cell]).max()))
+        widest = max(widest, float((furthest * leaf[cell]).max()))
     return widest * (1 + 4 * gamma(head.dim + 8, product_roundoff(head.dtype)))
 
 
@@ -211,10 +216,9 @@ def row_risks(head: Head, settings: ListSettings, made: Tables | None = None) ->
     risk = torch.zeros(head.n + 1, dtype=torch.float64, device=head.query.device)
     own = own_windows(head, settings.window)[1] if settings.window else None
     for group in groups(head, made, settings):
-        rows, cell = made.tiles[0, group.tiles], tile_cells(made, group)
-        coarse, members = group.coarse, made.members[0, group.cells]
-        inner = score_variances(made, rows_of(head, members), group.cells, head.scale)
-        inner = inner[:, : group.open.shape[1]].masked_fill(group.open, 0.0).unsqueeze(2)
+        rows, cell, coarse = made.tiles[0, group.tiles], tile_cells(made, group), group.coarse
+        inner = score_variances(made, group.cells, head.scale)[0, :, : group.open.shape[1]]
+        inner = inner.masked_fill(group.open, 0.0).unsqueeze(2)
         if coarse is None:
             tilts = Tilts(*(x[cell] for x in group.tilts))
             coarse, inner = Coarse.of(rows_of(head, rows), tilts, head.scale), inner[cell]

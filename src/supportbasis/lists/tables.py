@@ -2,7 +2,9 @@
 
 Keys are sorted into leaves of L similar keys, queries into cells of B similar queries. For a cell
 with mean query m the keys of a leaf act as one tilted key: with t_j = scale <m, k_j> + b_j and w =
-softmax(t), its key is sum_j w_j k_j, its value sum_j w_j v_j, and its weight is exact for m.
+softmax(t), its key is sum_j w_j k_j and its value sum_j w_j v_j. Its weight is exact for m, times
+1 + s / 2, with s the estimated variance of the scores of the cell's queries with the leaf's keys
+about it: by Jensen's inequality the weight that is exact for m is too small for all other queries.
 Important leaves of a cell are open: their keys are attended to exactly. In causal attention both
 are sorted within windows of W positions: a query attends to its own window exactly and to the
 leaves of earlier windows through the list of its cell.
@@ -70,6 +72,7 @@ class Tables(NamedTuple):
     spread: Tensor  # [key heads, leaves]: variance of the keys of a leaf, sum over coordinates
     members: Tensor  # [heads, cells, B]: queries that a cell is made of, -1 for none
     mean: Tensor  # [heads, cells, d]
+    variance: Tensor  # [heads, cells]: of a cell's queries, mean over coordinates
     visible: Tensor  # [cells]: how many leaves, the first ones, a cell attends to
     tiles: Tensor  # [heads, tiles, T]: rows, -1 for none
     first_tile: Tensor  # [heads, cells]: tiles of a cell lie together
@@ -110,7 +113,7 @@ def tables(
     if settings.strict:
         none = members.new_full((len(members), settings.cells, settings.block), -1)
         members = torch.cat([none, members[:, : -settings.cells]], 1)
-    mean = cell_means(query, members, dtype)
+    mean, variance = cell_means(query, members, dtype)
     if settings.strict:
         tiled = tiles_by_centre(query, mean, settings)
     else:
@@ -125,6 +128,7 @@ def tables(
         _variances(leaf_key, slots.unflatten(1, (leaves, -1))),
         members,
         mean,
+        variance,
         visible,
         *tiled,
     )
@@ -195,10 +199,12 @@ def _leaf_weights(weight: Tensor | None, slots: Tensor, leaves: int, group: int)
     return weight.masked_fill(padded, -math.inf).unflatten(1, (leaves, -1))
 
 
-def cell_means(query: Tensor, members: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mean query of each cell, [heads, cells, d]; zeros where it is empty."""
+def cell_means(query: Tensor, members: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Mean query of each cell, [heads, cells, d], and the variance of its queries, the mean over
+    coordinates, [heads, cells]; zeros where it is empty."""
     part = taken(query, members).to(dtype)
-    return part.sum(2) / (members >= 0).sum(2, keepdim=True).clamp(min=1)
+    mean = part.sum(2) / (members >= 0).sum(2, keepdim=True).clamp(min=1)
+    return mean, _variances(part, members) / max(1, query.shape[-1])
 
 
 def tiles_by_centre(
@@ -258,15 +264,17 @@ def tilt(made: Tables, cells: slice | Tensor, leaves: int, scale: float) -> Tilt
         x = x.unflatten(2, (group, -1)).movedim(1, 3)
         return x.reshape(heads, *x.shape[2:]) if len(x) > 1 or group > 1 else x[0]
 
-    log_weight = by_head(log_weight).masked_fill(hidden, -math.inf)
+    curvature = (score_variances(made, cells, scale)[..., :leaves] / 2).log1p()
+    log_weight = (by_head(log_weight) + curvature).masked_fill(hidden, -math.inf)
     return Tilts(by_head(tilted), by_head(tilted_value), log_weight)
 
 
-def score_variances(made: Tables, query: Tensor, cells: slice | Tensor, scale: float) -> Tensor:
+def score_variances(made: Tables, cells: slice | Tensor, scale: float) -> Tensor:
     """Estimated variance of scale <q - mean, k - mean> over queries q of a cell and keys k of a
-    leaf: [cells, leaves], for members [cells, B, d] of one head."""
-    variance = _variances(query, made.members[0, cells]) / max(1, query.shape[-1])
-    return scale**2 * variance.unsqueeze(1) * made.spread[0].to(variance)
+    leaf, as if neither had a direction: [heads, cells, leaves]."""
+    variance = made.variance[:, cells]
+    spread = made.spread.to(variance).repeat_interleave(len(variance) // len(made.spread), 0)
+    return scale**2 * variance.unsqueeze(2) * spread.unsqueeze(1)
 
 
 def weights_of(score: Tensor) -> Tensor:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import islice, takewhile
 
 import torch
 
 from ..accuracy.density import NormBins, density_scale
 from ..accuracy.fitted_rows import RowCheck
 from ..accuracy.scores import ScoreSample
-from ..errors import InputError
 from ..plans import ExactHead, HeadPlan, ListHead, PolynomialHead, ThresholdHead
 from ..plans.cost import exact_seconds, polynomial_work
+from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.features import largest_degree
 from ..problem.checks import check_seed
 from ..problem.problem import Head
-from .base import Method, exact_plan, is_positive
+from .base import Method, check_positive, exact_plan
 from .fitted import FittedSearch
 from .list_search import WIDE_BLOCK, ListSearch, fastest_lists
 from .single_threshold import threshold_plan
@@ -49,9 +50,8 @@ class Auto(Method):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not is_positive(self.tolerance):
-            raise InputError(f"tolerance must be a finite number > 0, got {self.tolerance!r}")
-        object.__setattr__(self, "seed", check_seed(self.seed))
+        check_positive("tolerance", self.tolerance)
+        self._set(seed=check_seed(self.seed))
 
     def plan_head(self, head: Head) -> HeadPlan:
         limit = exact_seconds(head)
@@ -62,12 +62,8 @@ class Auto(Method):
         if limit < least + cheapest:
             return exact_plan(head, "below the length where an approximation pays")
         search = _Search(head, self.tolerance, self.seed)
-        found: list[HeadPlan] = []
-        for plan in search.candidates():
-            measured = search.verify(plan)
-            if measured is not None:
-                found.append(replace(plan, measured=measured))
-                break
+        verified = (search.verified(plan) for plan in search.candidates())
+        found: list[HeadPlan] = list(islice((plan for plan in verified if plan), 1))
         for candidate in (self._fitted, self._lists):
             other = candidate(search, max([WORTHWHILE, *(plan.speedup for plan in found)]))
             found += [] if other is None else [other]
@@ -86,26 +82,20 @@ class Auto(Method):
     def _lists(self, first: _Search, speedup: float) -> ListHead | None:
         """Lists of exact and tilted keys within the tolerance, where they can be faster. Where few
         leaves have to be open, wider blocks are tried first: they cost less."""
-        head = first.head
-        if head.is_density:
+        head, wide_speedup = first.head, fastest_lists(first.head, WIDE_BLOCK)
+        if head.is_density or max(fastest_lists(head), wide_speedup) <= speedup:
             return None
-        if max(fastest_lists(head), fastest_lists(head, WIDE_BLOCK)) <= speedup:
-            return None
-        search = self._search(head, None)
-        likely = None if search is None else search.likely(self.tolerance)
-        if search is None or likely is None:
+        search = ListSearch.of(head, None, None, self.seed, self.tolerance)
+        likely = None if isinstance(search, str) else search.likely(self.tolerance)
+        if isinstance(search, str) or likely is None:
             return None
         least = max(speedup, likely.speedup)
-        if likely.keys <= FEW_KEYS * head.m and fastest_lists(head, WIDE_BLOCK) > least:
-            wide = self._search(head, WIDE_BLOCK)
-            plan = None if wide is None else wide.within(self.tolerance, least)
+        if likely.keys <= FEW_KEYS * head.m and wide_speedup > least:
+            wide = ListSearch.of(head, WIDE_BLOCK, None, self.seed, self.tolerance)
+            plan = None if isinstance(wide, str) else wide.within(self.tolerance, least)
             if plan is not None:
                 return plan
         return search.within(self.tolerance, speedup)
-
-    def _search(self, head: Head, block: int | None) -> ListSearch | None:
-        search = ListSearch.of(head, block, None, self.seed, self.tolerance)
-        return None if isinstance(search, str) else search
 
 
 class _Search:
@@ -115,24 +105,23 @@ class _Search:
         self.head, self.tolerance, self.seed = head, tolerance, seed
         self.limit = exact_seconds(head)
         self.maxima = torch.cat([head.query_maxima, head.key_maxima]).sort().values
-        self.samples: dict[float, ScoreSample] = {}
-        self.bins: dict[float, NormBins] = {}
-        self.top_degree = self._top_degree()
-        self.peak = density_scale(head, seed) if head.is_density else 0.0
+        self.estimates: dict[float, Callable[[CertifiedPolynomial], float]] = {}
+        # the highest degree whose features alone are faster than exact attention
+        degrees = range(1, largest_degree(head.dim) + 1)
+        faster = (self.feature_seconds(degree) < self.limit for degree in degrees)
+        self.top_degree = len(list(takewhile(bool, faster)))
 
     @cached_property
     def check(self) -> RowCheck:
         """Sampled rows with their exact output, computed once for all candidates."""
         return RowCheck(self.head, self.tolerance, self.seed)
 
-    def _top_degree(self) -> int:
-        """Highest degree whose features alone are faster than exact attention."""
-        head, degree, top = self.head, 0, largest_degree(self.head.dim)
-        while degree < top:
-            if polynomial_work(head, head.n, head.m, degree + 1).seconds(head) >= self.limit:
-                break
-            degree += 1
-        return degree
+    @cached_property
+    def peak(self) -> float:
+        return density_scale(self.head, self.seed)
+
+    def feature_seconds(self, degree: int) -> float:
+        return polynomial_work(self.head, self.head.n, self.head.m, degree).seconds(self.head)
 
     def candidates(self) -> Iterator[PolynomialHead]:
         """Plans whose estimated error is within the margin, fastest first; each is followed by
@@ -141,12 +130,11 @@ class _Search:
         best = self.plan(self.threshold(SHARES[-1]), self.top_degree)
         if best is not None and not self.is_within(best):
             return  # nor is any plan of a lower degree or of a higher threshold
-        features = polynomial_work(self.head, self.head.n, self.head.m, 0).seconds(self.head)
-        fastest = self.limit
+        features, fastest = self.feature_seconds(0), self.limit
         for share in SHARES:
             if features + 2 * share * self.limit > fastest / 1.5:
                 continue  # the exact part alone leaves too little to gain
-            plan = self.smallest_degree(share)
+            plan = self.smallest_degree(self.threshold(share))
             if plan is not None and plan.speedup > 1:
                 plans.append(plan)
                 fastest = min(fastest, self.limit / plan.speedup)
@@ -164,9 +152,8 @@ class _Search:
         position = math.ceil((1 - share) * (len(self.maxima) - 1))
         return max(float(self.maxima[position]), torch.finfo(torch.float64).tiny)
 
-    def smallest_degree(self, share: float) -> PolynomialHead | None:
+    def smallest_degree(self, threshold: float) -> PolynomialHead | None:
         """The plan of least degree whose estimated error is within the margin."""
-        threshold = self.threshold(share)
         low, high, found = 0, self.top_degree, None
         while low <= high:  # the error falls with the degree
             degree = (low + high) // 2
@@ -183,7 +170,7 @@ class _Search:
         """The plan at a threshold and degree; a plain polynomial where nothing is large."""
         if degree > self.top_degree:
             return None
-        plan = threshold_plan(self.head, threshold, degree, sample=self.samples.get(threshold))
+        plan = threshold_plan(self.head, threshold, degree)
         if isinstance(plan, ExactHead):
             return None
         if plan.large != (0, 0):
@@ -196,25 +183,22 @@ class _Search:
         return self.estimate(plan) <= MARGIN * self.tolerance
 
     def estimate(self, plan: PolynomialHead) -> float:
-        """Expected error from a sample of scores; for a density, an upper bound."""
-        if not self.head.is_density:
-            return self._sample(plan).expected_error(plan.polynomial)
-        threshold = self._threshold(plan)
-        if threshold not in self.bins:
-            self.bins[threshold] = NormBins(self.head, plan)
-        return self.bins[threshold].error(plan.polynomial, self.peak)
+        """Expected error from scores that are sampled once for each threshold; for a density, an
+        upper bound."""
+        threshold, head = self._threshold(plan), self.head
+        if threshold not in self.estimates:
+            self.estimates[threshold] = (
+                partial(NormBins(head, plan).error, log_peak=self.peak)
+                if head.is_density
+                else ScoreSample.draw(head, *plan.smooth(head)).expected_error
+            )
+        return self.estimates[threshold](plan.polynomial)
 
-    def _sample(self, plan: PolynomialHead) -> ScoreSample:
-        """Scores of what is small in this plan, drawn once for each threshold."""
-        threshold = self._threshold(plan)
-        if threshold not in self.samples:
-            self.samples[threshold] = ScoreSample.draw(self.head, *plan.smooth(self.head))
-        return self.samples[threshold]
-
-    def verify(self, plan: PolynomialHead) -> float | None:
-        """The error on sampled rows against all keys, if its limit is within the tolerance."""
+    def verified(self, plan: PolynomialHead) -> PolynomialHead | None:
+        """The plan with its error on sampled rows against all keys, if that is within tolerance at
+        its upper limit."""
         if self.head.is_density:
             measured = limit = self.estimate(plan)
         else:
             measured, limit = self.check.error(plan)
-        return measured if limit <= self.tolerance else None
+        return replace(plan, measured=measured) if limit <= self.tolerance else None

@@ -12,7 +12,6 @@ from typing import TypeGuard
 from ..errors import InputError
 from ..plans import ExactHead, HeadPlan
 from ..polynomials.features import RANK_LIMIT
-from ..problem.checks import check_integer
 from ..problem.problem import Head
 
 LARGEST_SKETCH = math.isqrt(RANK_LIMIT)  # its square, halved by symmetry, is the number of features
@@ -26,6 +25,11 @@ class Method(ABC):
     def promises_error(self) -> bool:
         """False: the caller chose a cost, so a large measured error is warned about."""
         return True
+
+    def _set(self, **values: object) -> None:
+        """Arguments as they are kept, for `__post_init__`."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @abstractmethod
     def plan_head(self, head: Head) -> HeadPlan:
@@ -45,21 +49,24 @@ def exact_plan(head: Head, reason: str) -> ExactHead:
     return ExactHead(reason=reason, n=head.n, m=head.m)
 
 
-def check_degree(degree: object) -> int:
-    """A degree as a plain int, or an error."""
-    return check_integer("degree", degree, 0)
+def live_count(head: Head) -> int:
+    """Keys that are not padded: a padded call plans as if the others were absent."""
+    return head.m if head.live_keys is None else len(head.live_keys)
 
 
 def check_sketch_size(size: object) -> int | None:
     """A sketch size as a plain int, None for no sketch, or an error."""
     if size is None:
         return None
-    integral = isinstance(size, Integral) and not isinstance(size, bool)
-    if not integral or not 1 <= int(size) <= LARGEST_SKETCH:  # type: ignore[call-overload]
-        raise InputError(
-            f"sketch_size must be an integer from 1 to {LARGEST_SKETCH} or None, got {size!r}"
-        )
-    return int(size)  # type: ignore[call-overload]
+    if is_integer(size) and 1 <= size <= LARGEST_SKETCH:
+        return int(size)
+    raise InputError(
+        f"sketch_size must be an integer from 1 to {LARGEST_SKETCH} or None, got {size!r}"
+    )
+
+
+def is_integer(number: object) -> TypeGuard[int]:
+    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 def is_positive(number: object) -> TypeGuard[float]:
@@ -70,3 +77,10 @@ def is_positive(number: object) -> TypeGuard[float]:
         return 0 < float(number) < math.inf
     except OverflowError:  # an integer that no float can hold
         return False
+
+
+def check_positive(name: str, number: object) -> float:
+    """A finite number above zero as a float, or an error."""
+    if not is_positive(number):
+        raise InputError(f"{name} must be a finite number > 0, got {number!r}")
+    return float(number)

@@ -9,7 +9,7 @@ from ..errors import InputError
 from ..plans import HeadPlan, ListHead
 from ..problem.checks import check_seed
 from ..problem.problem import Head
-from .base import Method, exact_plan, is_positive
+from .base import Method, check_positive, exact_plan
 from .list_search import WIDE_BLOCK, ListSearch
 
 LARGEST_BLOCK = 1024
@@ -47,14 +47,9 @@ class BlockSupport(Method):
         if self.budget is not None and self.tolerance is not None:
             raise InputError("budget and tolerance are both given; expected one of them")
         if self.tolerance is None:
-            object.__setattr__(self, "budget", BUDGET if self.budget is None else self.budget)
-        for name in ("budget", "tolerance"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not is_positive(value):
-                raise InputError(f"{name} must be a finite number > 0, got {value!r}")
-            object.__setattr__(self, name, float(value))
+            self._set(budget=BUDGET if self.budget is None else self.budget)
+        name = "budget" if self.tolerance is None else "tolerance"
+        self._set(**{name: check_positive(name, getattr(self, name))})
         size = self.block_size
         whole = type(size) is int and 2 <= size <= LARGEST_BLOCK and size & (size - 1) == 0
         if size is not None and not whole:
@@ -63,7 +58,7 @@ class BlockSupport(Method):
             )
         if self.strict is not None and type(self.strict) is not bool:
             raise InputError(f"strict must be True, False or None, got {self.strict!r}")
-        object.__setattr__(self, "seed", check_seed(self.seed))
+        self._set(seed=check_seed(self.seed))
 
     @property
     def promises_error(self) -> bool:

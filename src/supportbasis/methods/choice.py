@@ -10,24 +10,24 @@ from ..errors import InputError
 from ..polynomials.certified import LARGEST_DEGREE, true_rank
 from ..polynomials.degrees import first_degree
 from ..polynomials.features import RANK_LIMIT, largest_degree
-from .base import check_degree, is_positive
+from ..problem.checks import check_integer
+from .base import is_positive
 
 POLYNOMIALS = ("auto", "taylor", "chebyshev", "minimax")
 DEGREE = 2  # where neither a degree nor an error is given
 OPTIONS = ("epsilon", "polynomial", "c")  # not printed where they have their default
 
 
-def check_polynomial(polynomial: object) -> str:
-    """The name of a kind of polynomials, or an error."""
+def check_polynomial(polynomial: object) -> None:
+    """Raise unless this is a kind of polynomials."""
     if polynomial not in POLYNOMIALS:
         raise InputError(f"polynomial must be one of {POLYNOMIALS}, got {polynomial!r}")
-    return str(polynomial)
 
 
 def degree_or_error(degree: object, epsilon: object) -> tuple[int | None, float | None]:
     """A degree, or the certified error that it is derived from: one of the two."""
     if epsilon is None:
-        return (DEGREE if degree is None else check_degree(degree)), None
+        return (DEGREE if degree is None else check_integer("degree", degree, 0)), None
     if degree is not None:
         raise InputError(
             f"degree is {degree!r} and epsilon is {epsilon!r}; expected one of them: epsilon "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from numbers import Integral
 
 from ..accuracy.fitted_rows import RowCheck
 from ..errors import InputError
@@ -12,9 +11,9 @@ from ..plans import FittedHead, HeadPlan
 from ..plans.cost import Work, fitted_work
 from ..polynomials.balancing import Transform, own_transform, prefix_of, transformed
 from ..polynomials.fitting import FittedKernel, PairSample, choose_spans, count_features
-from ..problem.checks import check_seed
+from ..problem.checks import check_integer, check_seed
 from ..problem.problem import Head
-from .base import Method, exact_plan, is_positive
+from .base import Method, check_positive, exact_plan
 
 FEWEST, USUAL, MOST = 8, 1024, 2**15  # features
 ERROR_OF_ZEROS = 1.0  # relative error of an output of zeros
@@ -59,13 +58,11 @@ class FittedPolynomial(Method):
         if self.features is not None and self.tolerance is not None:
             raise InputError("features and tolerance are both given; expected one of them")
         if self.tolerance is None:
-            features = _checked(USUAL if self.features is None else self.features)
-            object.__setattr__(self, "features", features)
-        elif not is_positive(self.tolerance):
-            raise InputError(f"tolerance must be a finite number > 0, got {self.tolerance!r}")
+            features = USUAL if self.features is None else self.features
+            self._set(features=check_integer("features", features, FEWEST))
         else:
-            object.__setattr__(self, "tolerance", float(self.tolerance))
-        object.__setattr__(self, "seed", check_seed(self.seed))
+            self._set(tolerance=check_positive("tolerance", self.tolerance))
+        self._set(seed=check_seed(self.seed))
 
     @property
     def promises_error(self) -> bool:
@@ -85,19 +82,12 @@ class FittedPolynomial(Method):
         plan = search.affordable(features=USUAL if self.features is None else self.features)
         if plan is None:
             return exact_plan(head, "scores are too large, or all equal, to fit a polynomial to")
-        error = search.error(plan)
+        error, _ = RowCheck(head, 1.0, self.seed).error(plan)
         if error < ERROR_OF_ZEROS:
             return replace(plan, measured=error)
         fault = "fails on more than 1 % of the rows"
         fault = fault if math.isinf(error) else f"errs by {error:.2g}"
         return exact_plan(head, f"a fitted polynomial of {plan.fitted.features} features {fault}")
-
-
-def _checked(features: object) -> int:
-    integral = isinstance(features, Integral) and not isinstance(features, bool)
-    if not integral or int(features) < FEWEST:  # type: ignore[call-overload]
-        raise InputError(f"features must be an integer >= {FEWEST}, got {features!r}")
-    return int(features)  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,12 +128,11 @@ class FittedSearch:
         if kernel is None:
             return None
         work = self._work(spans)
-        return replace(
+        plan, keys = (
             _plan(self.head, self.transform, kernel),
-            keys=float(kernel.features + self.far_keys),
-            cost=work.cost(self.head),
-            speedup=work.speedup(self.head),
+            float(kernel.features + self.far_keys),
         )
+        return replace(plan, keys=keys, **work.settings(self.head))
 
     def _work(self, spans: tuple[int, ...]) -> Work:
         return fitted_work(self.head, count_features(spans), self.far_rows, self.far_keys)
@@ -204,10 +193,6 @@ class FittedSearch:
             return None
         measured, limit = check.error(plan)
         return replace(plan, measured=measured) if limit <= tolerance else None
-
-    def error(self, plan: FittedHead) -> float:
-        """The measured error of a plan."""
-        return RowCheck(self.head, 1.0, self.seed).error(plan)[0]
 
     def _expected(self, plan: FittedHead) -> float:
         return self.sample.expected_error(plan.fitted)

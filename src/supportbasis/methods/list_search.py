@@ -29,12 +29,12 @@ SIZES = {
     0: (32, 16),
     8192: (64, 32),
     16384: (128, 64),
-    131072: (256, 64),
+    98304: (256, 64),
     524288: (512, 128),
     786432: (512, 256),
 }
 CAUSAL_SIZES = SIZES | {
-    131072: (128, 64),
+    98304: (128, 64),
     262144: (256, 128),
     524288: (256, 128),
     786432: (512, 128),
@@ -280,7 +280,7 @@ class _Part(NamedTuple):
         tilts = Tilts(*(x[0] for x in tilt(made, cells, leaves, head.scale)))
         members = rows_of(head, made.members[0, cells])
         weight = Coarse.of(members, tilts, head.scale).weight
-        inner = score_variances(made, members, cells, head.scale)[:, :leaves]
+        inner = score_variances(made, cells, head.scale)[0, :, :leaves]
         matters = importance(weight, made.members[0, cells], inner)[owner].T
         query = rows_of(head, rows.unsqueeze(1))  # [rows, 1, d]
         tilts = Tilts(*(x[owner] for x in tilts))

@@ -16,11 +16,12 @@ from ..errors import InputError
 from ..paper.buckets import check_ratio, edges, smallest_maximum
 from ..plans import BucketHead, BucketPair, HeadPlan
 from ..plans.cost import Work, kernel_work, pair_work, sketch_work
+from ..plans.supports import take
 from ..polynomials.features import check_rank
 from ..polynomials.powers import LARGEST_POWER, PowerKernel, normalising_constant, smallest_power
-from ..problem.checks import check_seed
+from ..problem.checks import check_integer, check_seed
 from ..problem.problem import Head
-from .base import Method, check_degree, check_sketch_size, exact_plan
+from .base import Method, check_sketch_size, exact_plan, live_count
 from .choice import check_polynomial, short_repr
 
 MOST_PAIRS = 4096
@@ -63,37 +64,31 @@ class MultiThreshold(Method):
 
     def __post_init__(self) -> None:
         check_polynomial(self.polynomial)
-        object.__setattr__(self, "ratio", check_ratio(self.ratio))
-        object.__setattr__(self, "degree", check_degree(self.degree))
-        object.__setattr__(self, "sketch_size", check_sketch_size(self.sketch_size))
-        object.__setattr__(self, "seed", check_seed(self.seed))
+        self._set(ratio=check_ratio(self.ratio), degree=check_integer("degree", self.degree, 0))
+        size, seed = check_sketch_size(self.sketch_size), check_seed(self.seed)
+        self._set(sketch_size=size, seed=seed)
 
     __repr__ = short_repr
 
     def plan_head(self, head: Head) -> HeadPlan:
         if self.sketch_size is not None:
             check_rank(head.dim, self.degree)
-        live = head.live_keys
-        keys = head.key_maxima if live is None else head.key_maxima[live]
+        keys = take(head.key_maxima, head.live_keys)
         if not head.pairs or not len(keys):
             return exact_plan(head, "there are no pairs")
         smallest = smallest_maximum(head.query_maxima, keys)
         largest = max(float(head.query_maxima.max()), float(keys.max()))
-        plan = BucketHead(
-            n=head.n,
-            m=head.m,
-            row_edges=edges(head.query_maxima, smallest, largest, self.ratio),
-            key_edges=edges(keys, smallest, largest, self.ratio),
-        )
+        row_edges = edges(head.query_maxima, smallest, largest, self.ratio)
+        key_edges = edges(keys, smallest, largest, self.ratio)
+        if len(row_edges) * len(key_edges) > MOST_PAIRS:
+            raise InputError(
+                f"ratio={self.ratio:g} makes {len(row_edges)} x {len(key_edges)} bucket pairs, "
+                f"more than {MOST_PAIRS}; use a larger ratio"
+            )
+        plan = BucketHead(n=head.n, m=head.m, row_edges=row_edges, key_edges=key_edges)
         return self._with_pairs(plan, head)
 
     def _with_pairs(self, plan: BucketHead, head: Head) -> HeadPlan:
-        count = len(plan.row_edges) * len(plan.key_edges)
-        if count > MOST_PAIRS:
-            raise InputError(
-                f"ratio={self.ratio:g} makes {len(plan.row_edges)} x {len(plan.key_edges)} bucket "
-                f"pairs, more than {MOST_PAIRS}; use a larger ratio"
-            )
         row_sets, key_sets = plan.buckets(head)
         rows = _buckets(plan.row_edges, row_sets, head.query_norms)
         keys = _buckets(plan.key_edges, key_sets, head.key_norms)
@@ -108,27 +103,22 @@ class MultiThreshold(Method):
             bucket_pair, its_work = self._planned(head, pair, (pair.row, pair.key) in chosen)
             pairs.append(bucket_pair)
             work = work + its_work
-        left_out = len(powers) - len(chosen)
-        reasons = [
-            f"{left_out} of {count} bucket pairs, the smallest, are exact: finding their "
-            "polynomials would take longer than their sums"
-        ] * bool(left_out)
-        cost = work.cost(head)
-        if cost > 1:
-            reasons.append(f"costs {cost:.3g} times exact attention")
-        return replace(
-            plan,
-            reason="; ".join(reasons),
-            cost=cost,
-            speedup=work.speedup(head),
-            pairs=tuple(pairs),
-        )
+        reasons, left_out = [], len(powers) - len(chosen)
+        if left_out:
+            reasons.append(
+                f"{left_out} of {len(found)} bucket pairs, the smallest, are exact: finding their "
+                "polynomials would take longer than their sums"
+            )
+        if work.cost(head) > 1:
+            reasons.append(f"costs {work.cost(head):.3g} times exact attention")
+        settings = work.settings(head)
+        return replace(plan, reason="; ".join(reasons), pairs=tuple(pairs), **settings)
 
     def _power(self, head: Head, rows: _Bucket, keys: _Bucket) -> tuple[float, int]:
         """Certified range of the scores of a pair, and its power."""
         by_entry = abs(head.scale) * head.dim * rows.edge * keys.edge
         reach = min(by_entry, abs(head.scale) * rows.norm * keys.norm, LARGEST_REACH)
-        n = max(head.n, _live_count(head))
+        n = max(head.n, live_count(head))
         constant = normalising_constant(rows.edge, keys.edge, head.scale, head.dim, n)
         return reach, smallest_power(reach, constant)
 
@@ -170,7 +160,7 @@ class _Pair(NamedTuple):
 def _buckets(edges: Sequence[float], sets: Sequence[Tensor | None], norms: Tensor) -> list[_Bucket]:
     result = []
     for edge, members in zip(edges, sets, strict=True):
-        own = norms if members is None else norms[members]
+        own = take(norms, members)
         result.append(_Bucket(members, len(own), edge, float(own.max()) if len(own) else 0.0))
     return result
 
@@ -181,11 +171,6 @@ def _balance(rows: _Bucket, keys: _Bucket) -> float:
         return 1.0
     log_ratio = math.log(rows.norm) - math.log(keys.norm)
     return math.exp(min(max(log_ratio, -700.0), 700.0))
-
-
-def _live_count(head: Head) -> int:
-    """Number of keys that are not padded: a padded call plans as if the others were absent."""
-    return head.m if head.live_keys is None else len(head.live_keys)
 
 
 def _is_power(head: Head, pair: _Pair, method: MultiThreshold) -> bool:
@@ -199,7 +184,7 @@ def _is_power(head: Head, pair: _Pair, method: MultiThreshold) -> bool:
         return False
     work = sketch_work(head, rows, keys, power, method.sketch_size, method.degree)
     ratio = pair_work(head, rows, keys).multiply_adds(head) / work.multiply_adds(head)
-    small = rows * keys <= SMALL_SHARE * head.n * _live_count(head)
+    small = rows * keys <= SMALL_SHARE * head.n * live_count(head)
     return not (small and ratio <= 1) and not (power > HIGH_POWER and ratio <= EXACT_OVER_SKETCH)
 
 

@@ -60,9 +60,8 @@ def plan_of(
 def make_plan(problem: Problem, method: Method) -> Plan:
     reason = problem.needs_exact
     if reason and not isinstance(method, Exact):
-        warnings.warn(
-            f"supportbasis: {method} runs exactly because {reason}", UserWarning, stacklevel=4
-        )
+        text = f"supportbasis: {method} runs exactly because {reason}"
+        warnings.warn(text, UserWarning, stacklevel=4)
     with torch.no_grad(), torch.autocast(problem.query.device.type, enabled=False):
         heads = tuple(
             method.plan_exactly(problem.head(0, number), reason)
@@ -85,12 +84,9 @@ def _warn_about_error(plan: Plan) -> None:
         return
     error, number = max(errors)
     others = f" (and more than {LARGE_ERROR:.0%} on {count - 1} others)" if count > 1 else ""
-    warnings.warn(
-        f"supportbasis: {plan.method} has a measured error of {error:.2g} on head "
-        f"{number}{others}; give a tolerance to limit it",
-        UserWarning,
-        stacklevel=5,
-    )
+    text = f"{plan.method} has a measured error of {error:.2g} on head {number}{others}"
+    text = f"supportbasis: {text}; give a tolerance to limit it"
+    warnings.warn(text, UserWarning, stacklevel=5)
 
 
 def _check_gradients(problem: Problem) -> None:
@@ -135,13 +131,9 @@ def _joined(method: Method, plans: Sequence[HeadPlan], heads: Sequence[Head]) ->
     for number, head in enumerate(heads):
         if number != own and not _serves(method, plan, heads[own], head, plans[number]):
             return exact_plan(head, "no plan of one batch element serves the others")
+    cost, speedup = max(each.cost for each in plans), min(each.speedup for each in plans)
     errors = [each.measured for each in plans if each.measured is not None]
-    return replace(
-        plan,
-        cost=max(each.cost for each in plans),
-        speedup=min(each.speedup for each in plans),
-        measured=max(errors, default=None),
-    )
+    return replace(plan, cost=cost, speedup=speedup, measured=max(errors, default=None))
 
 
 def _accuracy_rank(plan: HeadPlan) -> tuple[float, float]:
@@ -166,18 +158,10 @@ def _serves(method: Method, plan: HeadPlan, own: Head, head: Head, instead: Head
 
 def _error(method: Method, plan: HeadPlan, head: Head) -> float:
     """Upper limit of the measured error of a plan on a head."""
-    problem = Problem(
-        head.query[None, None],
-        head.key[None, None],
-        head.value[None, None],
-        None if head.key_log_weight is None else head.key_log_weight[None, None],
-        None if head.query_log_weight is None else head.query_log_weight[None, None],
-        None,
-        0.0,
-        head.is_causal,
-        head.scale,
-        head.normalise,
-        (1, 1),
-    )
+    query, key, value = (x[None, None] for x in (head.query, head.key, head.value))
+    log_weights = (head.key_log_weight, head.query_log_weight)
+    keys, rows = (None if x is None else x[None, None] for x in log_weights)
+    flags = (head.is_causal, head.scale, head.normalise)
+    problem = Problem(query, key, value, keys, rows, None, 0.0, *flags, (1, 1))
     whole = Plan(method, head.dim, (plan,)).resolved(head.requires_grad)
     return float(certify(problem, whole, execute(problem, whole)).limit)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..accuracy.scores import BUILDERS, ScoreSample, best_polynomial
+from ..accuracy.scores import ScoreSample, best_polynomial
 from ..errors import InputError
 from ..plans import HeadPlan, PolynomialHead
 from ..plans.cost import polynomial_work
 from ..plans.supports import score_reach
-from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.features import check_rank
 from ..problem.problem import Head
-from .base import Method, is_positive
+from .base import Method, is_positive, live_count
 from .choice import (
     check_polynomial,
     degree_or_error,
@@ -50,36 +49,31 @@ class Polynomial(Method):
 
     def __post_init__(self) -> None:
         degree, epsilon = degree_or_error(self.degree, self.epsilon)
-        object.__setattr__(self, "degree", degree)
-        object.__setattr__(self, "epsilon", epsilon)
+        self._set(degree=degree, epsilon=epsilon)
         check_polynomial(self.polynomial)
-        if self.bound is None:
-            return
-        if not is_positive(self.bound):
-            raise InputError(f"bound must be a finite number > 0 or None, got {self.bound!r}")
-        object.__setattr__(self, "bound", float(self.bound))
+        if self.bound is not None:
+            if not is_positive(self.bound):
+                raise InputError(f"bound must be a finite number > 0 or None, got {self.bound!r}")
+            self._set(bound=float(self.bound))
 
     __repr__ = short_repr
 
     def plan_head(self, head: Head) -> HeadPlan:
-        live = head.live_keys
-        reach = score_reach(head, None, live) if self.bound is None else float(self.bound)
+        reach = self.bound
+        if reach is None:
+            reach = score_reach(head, None, head.live_keys)
         degree = self._degree(head, reach)
         check_rank(head.dim, degree)
-        keys = head.m if live is None else len(live)
-        work = polynomial_work(head, head.n, keys, degree)
-        return PolynomialHead(
-            n=head.n,
-            m=head.m,
-            cost=work.cost(head),
-            speedup=work.speedup(head),
-            polynomial=self._chosen(head, degree, reach),
-        )
+        epsilon = math.inf if self.epsilon is None else self.epsilon
+        sample = ScoreSample.draw(head, None, head.live_keys)
+        poly = best_polynomial(sample, degree, reach, epsilon, kind=self.polynomial)
+        work = polynomial_work(head, head.n, live_count(head), degree)
+        return PolynomialHead(polynomial=poly, **work.settings(head))
 
     def _degree(self, head: Head, reach: float) -> int:
-        if self.epsilon is None:
-            assert self.degree is not None
+        if self.degree is not None:
             return self.degree
+        assert self.epsilon is not None
         degree = derived_degree(self.epsilon, reach, head.dim, self.polynomial)
         if degree is None:
             raise InputError(
@@ -89,10 +83,3 @@ class Polynomial(Method):
                 "sb.SingleThreshold(epsilon=...), which computes large rows exactly"
             )
         return degree
-
-    def _chosen(self, head: Head, degree: int, reach: float) -> CertifiedPolynomial:
-        if self.polynomial != "auto":
-            return BUILDERS[self.polynomial](degree, reach)
-        sample = ScoreSample.draw(head, None, head.live_keys)
-        epsilon = math.inf if self.epsilon is None else self.epsilon
-        return best_polynomial(sample, degree, reach, epsilon)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
 
 from ..errors import InputError
 from ..plans import HeadPlan, PowerHead
@@ -11,7 +10,7 @@ from ..plans.cost import Work, kernel_work
 from ..polynomials.powers import LARGEST_POWER, PowerKernel
 from ..problem.checks import check_seed
 from ..problem.problem import Head
-from .base import Method, check_sketch_size
+from .base import Method, check_sketch_size, is_integer, live_count
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,13 @@ class PowerAttention(Method):
 
     def __post_init__(self) -> None:
         power = self.power
-        integral = isinstance(power, Integral) and not isinstance(power, bool)
-        if not integral or not 2 <= power <= LARGEST_POWER or power % 2:
+        if not is_integer(power) or not 2 <= power <= LARGEST_POWER or power % 2:
             raise InputError(
                 f"power must be an even integer from 2 to {LARGEST_POWER}, got {power!r}; odd "
                 "powers have negative weights"
             )
-        object.__setattr__(self, "power", int(power))
-        object.__setattr__(self, "sketch_size", check_sketch_size(self.sketch_size))
-        object.__setattr__(self, "seed", check_seed(self.seed))
+        size, seed = check_sketch_size(self.sketch_size), check_seed(self.seed)
+        self._set(power=int(power), sketch_size=size, seed=seed)
 
     def plan_head(self, head: Head) -> HeadPlan:
         return self._plan(head, PowerKernel(self.power, None, self.sketch_size, self.seed), "")
@@ -53,16 +50,7 @@ class PowerAttention(Method):
         return self._plan(head, PowerKernel(self.power, None), reason)
 
     def _plan(self, head: Head, kernel: PowerKernel, reason: str) -> HeadPlan:
-        live = head.live_keys
-        keys = head.m if live is None else len(live)
-        work = kernel_work(head, head.n, keys, kernel) + Work(
-            scanned=2 * (head.n + keys) * head.dim
-        )
-        return PowerHead(
-            reason=reason,
-            n=head.n,
-            m=head.m,
-            cost=work.cost(head),
-            speedup=work.speedup(head),
-            kernel=kernel,
-        )
+        keys = live_count(head)
+        read = Work(scanned=2 * (head.n + keys) * head.dim)
+        work = kernel_work(head, head.n, keys, kernel) + read
+        return PowerHead(reason=reason, kernel=kernel, **work.settings(head))

@@ -13,12 +13,12 @@ from ..accuracy.scores import ScoreSample, best_polynomial
 from ..errors import InputError
 from ..paper import sub_gaussian
 from ..plans import ExactHead, HeadPlan, ThresholdHead
-from ..plans.cost import Work, polynomial_work
-from ..plans.supports import Side, entry_reach, large_tokens, score_reach, sides
+from ..plans.cost import Work, pair_share, polynomial_work
+from ..plans.supports import Side, entry_reach, is_empty, large_tokens, score_reach, sides, take
 from ..polynomials.certified import largest_bound
 from ..polynomials.features import check_rank
 from ..problem.problem import Head
-from .base import Method, exact_plan, is_positive
+from .base import Method, exact_plan, is_positive, live_count
 from .choice import (
     check_polynomial,
     degree_or_error,
@@ -66,8 +66,7 @@ class SingleThreshold(Method):
 
     def __post_init__(self) -> None:
         degree, epsilon = degree_or_error(self.degree, self.epsilon)
-        object.__setattr__(self, "degree", degree)
-        object.__setattr__(self, "epsilon", epsilon)
+        self._set(degree=degree, epsilon=epsilon)
         check_polynomial(self.polynomial)
         if self.c is not None:
             if self.threshold != "sqrt-log":
@@ -77,15 +76,14 @@ class SingleThreshold(Method):
                 )
             if not is_positive(self.c):
                 raise InputError(f"c must be a finite number > 0 or None, got {self.c!r}")
-            object.__setattr__(self, "c", float(self.c))
+            self._set(c=float(self.c))
         if is_positive(self.threshold):
-            object.__setattr__(self, "threshold", float(self.threshold))
-            return
-        if self.threshold is None or self.threshold in RULES:
-            return
-        raise InputError(
-            f"threshold must be a finite number > 0, None or one of {RULES}, got {self.threshold!r}"
-        )
+            self._set(threshold=float(self.threshold))
+        elif self.threshold not in (None, *RULES):
+            raise InputError(
+                f"threshold must be a finite number > 0, None or one of {RULES}, "
+                f"got {self.threshold!r}"
+            )
 
     __repr__ = short_repr
 
@@ -114,9 +112,8 @@ class SingleThreshold(Method):
     def _at(self, head: Head, threshold: float, degree: int | None = None) -> HeadPlan:
         """The plan at a threshold, with the method's degree or one derived from epsilon."""
         degree = self.degree if degree is None else degree
-        epsilon = self.epsilon
-        if epsilon is None:
-            epsilon = EPSILON if self.threshold is None else math.inf
+        otherwise = EPSILON if self.threshold is None else math.inf
+        epsilon = otherwise if self.epsilon is None else self.epsilon
         return threshold_plan(head, threshold, degree, epsilon, kind=self.polynomial)
 
     def _cheapest(self, head: Head) -> HeadPlan:
@@ -129,14 +126,13 @@ class SingleThreshold(Method):
             return exact_plan(head, f"no threshold has a {which} within {epsilon:.3g}")
         best = min(found, key=lambda plan: plan.cost)
         if isinstance(best, ThresholdHead) and best.cost >= 1:
-            return exact_plan(
-                head, f"T={best.threshold:.4g} would cost {best.cost:.3g} times exact attention"
-            )
+            reason = f"T={best.threshold:.4g} would cost {best.cost:.3g} times exact attention"
+            return exact_plan(head, reason)
         return best
 
     def _degrees(self, head: Head, epsilon: float) -> list[int]:
         """Degrees that may have the cheapest plan, found with ranges to 0.1 %: costs within 1 %."""
-        keys = head.m if head.live_keys is None else len(head.live_keys)
+        keys = live_count(head)
         costs: dict[int, float] = {}
         least, last = 1.0, -1.0
         for degree in range(highest_degree(head.dim) + 1):
@@ -169,8 +165,7 @@ class SingleThreshold(Method):
             return float(self.threshold)
         if self.threshold == "sqrt-log":
             return sub_gaussian.log_threshold(max(2, head.n, head.m), self.c or 1.0)
-        live = head.live_keys
-        key = head.key if live is None else head.key[live]
+        key = take(head.key, head.live_keys)
         return sub_gaussian.sub_gaussian_threshold(head.query, key) if len(key) else None
 
 
@@ -179,14 +174,13 @@ def threshold_plan(
     threshold: float,
     degree: int | None,
     epsilon: float = math.inf,
-    sample: ScoreSample | None = None,
     kind: str = "auto",
 ) -> ExactHead | ThresholdHead:
     """Split at a threshold and pick the polynomial for what is small, certified to epsilon; without
     a degree, of the smallest one that can be."""
     tokens = large_tokens(head, threshold)
     rows, keys = sides(head, *tokens)
-    if _none(rows.small) or _none(keys.small):
+    if is_empty(rows.small) or is_empty(keys.small):
         return exact_plan(head, f"at T={threshold:.4g} every row or every key is large")
     reach = min(entry_reach(head, threshold), score_reach(head, rows.small, keys.small))
     if degree is None:
@@ -198,33 +192,21 @@ def threshold_plan(
             f"{highest_degree(head.dim)}, the highest for head dim {head.dim}, is certified to "
             f"epsilon={epsilon:.3g}",
         )
-    sample = sample or ScoreSample.draw(head, rows.small, keys.small)
+    sample = ScoreSample.draw(head, rows.small, keys.small)
     work = split_work(head, rows, keys, degree)
-    return ThresholdHead(
-        n=head.n,
-        m=head.m,
-        cost=work.cost(head),
-        speedup=work.speedup(head),
-        polynomial=best_polynomial(sample, degree, reach, epsilon, kind=kind),
-        threshold=threshold,
-        large=(len(tokens[0]), len(tokens[1])),
-    )
+    poly = best_polynomial(sample, degree, reach, epsilon, kind=kind)
+    large = (len(tokens[0]), len(tokens[1]))
+    return ThresholdHead(polynomial=poly, threshold=threshold, large=large, **work.settings(head))
 
 
 def split_work(head: Head, rows: Side, keys: Side, degree: int) -> Work:
     """Exact rectangles, features of the rest, and what the planner reads."""
     large_rows, small_rows = rows.count(head.n)
     large_keys, small_keys = keys.count(head.m)
-    share = head.pairs / max(1, head.n * head.m)
-    pairs = (large_rows * head.m + small_rows * large_keys) * share
+    exact = (large_rows * head.m + small_rows * large_keys) * pair_share(head)
+    read = (head.n + head.m + ScoreSample.MULTIPLY_ADDS) * head.dim
     work = polynomial_work(head, small_rows, small_keys, degree)
-    return Work(
-        exact_pairs=int(pairs),
-        feature_rows=work.feature_rows,
-        degree=degree,
-        dense_pairs=work.dense_pairs,
-        scanned=work.scanned + (head.n + head.m) * head.dim + ScoreSample.MULTIPLY_ADDS * head.dim,
-    )
+    return work + Work(exact_pairs=int(exact), scanned=read)
 
 
 def largest_threshold(head: Head, reach: float) -> float | None:
@@ -246,23 +228,17 @@ def largest_threshold(head: Head, reach: float) -> float | None:
     by_entry = scale * head.dim * candidates.square()
     feasible = torch.minimum(by_norm, by_entry) <= reach
     count = int(feasible.sum())  # the range grows with T, so the feasible ones come first
-    if count == 0 or float(candidates[count - 1]) <= 0:
-        return None if count == 0 else torch.finfo(torch.float64).tiny
-    return float(candidates[count - 1])
+    tiny = torch.finfo(torch.float64).tiny
+    return max(float(candidates[count - 1]), tiny) if count else None
 
 
 def _sorted_side(maxima: Tensor, norms: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
-    if live is not None:
-        maxima, norms = maxima[live], norms[live]
-    ordered, permutation = maxima.double().sort()
-    return ordered, norms[permutation].cummax(0).values if len(norms) else norms
+    ordered, permutation = take(maxima, live).double().sort()
+    norms = take(norms, live)[permutation]
+    return ordered, norms.cummax(0).values if len(norms) else norms
 
 
 def _running(ordered: Tensor, norms: Tensor, thresholds: Tensor) -> Tensor:
     """Largest norm among the tokens whose largest entry is at most each threshold."""
     count = torch.searchsorted(ordered, thresholds, right=True)
     return torch.where(count > 0, norms[(count - 1).clamp(min=0)], 0.0)
-
-
-def _none(index: Tensor | None) -> bool:
-    return index is not None and not len(index)

@@ -20,7 +20,8 @@ from ..problem.problem import Head, Problem
 
 # of far leaves that are open; and with blocks of half the size, which have smaller errors where
 # many leaves are open (on a CPU: on a GPU heads of other sizes run one after the other)
-SHARES, FINE_SHARES = (0.0, 0.003, 0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.35), (0.07, 0.12, 0.2, 0.35)
+SHARES = (0.0, 0.003, 0.01, 0.02, 0.03, 0.045, 0.065, 0.09, 0.12, 0.16, 0.21, 0.28, 0.36)
+FINE_SHARES = (0.07, 0.12, 0.2, 0.35)
 FINEST = 32  # queries of a block, at least
 FITTED = tuple(FittedPolynomial(tolerance=tolerance) for tolerance in (0.03, 0.1, 0.3))
 CERTIFIED = {1: (Polynomial(1), SingleThreshold(degree=1)),

@@ -37,7 +37,7 @@ from .use import use
 ROUNDS = 8  # of verification, each with a lower limit
 BLOCK = 256  # tokens whose divergences count as one observation
 CONFIDENCE = 0.95
-MARGIN = 0.45  # of the limit that a plan aims at: other texts move the prediction further
+MARGIN = 0.5  # of the limit that a plan aims at: other texts move the prediction further
 MINIMISE = ("cost", "time")
 
 
@@ -60,7 +60,7 @@ def plan(
     inputs of the model (tensors, or dictionaries of its arguments), of the length that it will run
     at; the last third of them, at least one if there are two, is held back to measure the whole
     plan. The plan is tightened until the upper limit of what is measured (95 % confidence) is below
-    45 % of what is allowed: inputs unlike the batches move the prediction further.
+    half of what is allowed: inputs unlike the batches move the prediction further.
 
     ``minimise`` is "cost", multiply-adds, or "time", predicted for this device and the batches'
     length. ``samples`` is the number of backward passes of a batch. The same seed gives the same

@@ -31,8 +31,6 @@ def smallest_maximum(*maxima: Tensor) -> float:
 
     >>> smallest_maximum(torch.tensor([0.0, 2.0]), torch.tensor([3.0]))
     2.0
-    >>> smallest_maximum(torch.zeros(2), torch.zeros(0))
-    0.0
     """
     together = torch.cat([side.double() for side in maxima])
     positive = together[together > 0]
@@ -47,8 +45,7 @@ def bucket_count(smallest: float, largest: float, ratio: float) -> int:
     """
     if not 0 < smallest <= largest:
         return 1
-    numbers = bucket_numbers(torch.tensor([largest], dtype=torch.float64), smallest, ratio)
-    return int(numbers[0])
+    return int(bucket_numbers(torch.tensor(largest, dtype=torch.float64), smallest, ratio))
 
 
 def bucket_numbers(maxima: Tensor, smallest: float, ratio: float) -> Tensor:
@@ -85,8 +82,7 @@ def edges(maxima: Tensor, smallest: float, largest: float, ratio: float) -> tupl
     if ratio == math.inf or smallest <= 0:
         return (largest,)
     numbers = bucket_numbers(maxima, smallest, ratio).unique().double()
-    upper = _threshold(smallest, ratio, numbers).clamp(max=largest)
-    return tuple(upper.tolist())
+    return tuple(_threshold(smallest, ratio, numbers).clamp(max=largest).tolist())
 
 
 def bucket_of(maxima: Tensor, upper: Sequence[float]) -> Tensor:

@@ -15,8 +15,6 @@ from ..errors import InputError
 from ..problem.checks import check_finite, check_integer
 from .split import check_pair, check_threshold
 
-_BINS = 4096  # magnitude bins that locate the binding order statistic
-
 
 def variance_proxy(x: Tensor) -> float:
     """Smallest σ² whose sub-Gaussian tail covers the entries of x, a tensor of any shape.
@@ -26,52 +24,20 @@ def variance_proxy(x: Tensor) -> float:
 
         σ² = max_k |x|_(k)² / ln(2N/k).
 
-    Exact, yet only a few entries are sorted: a histogram bounds the term of each bin from both
-    sides, and bins that cannot hold the maximum are dropped. O(N) but for degenerate data. All
-    zeros give 0.0.
-
     >>> x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     >>> 1.0 < variance_proxy(x) < 2.1  # a standard Gaussian has 2
     True
     """
     check_entries("x", x)
-    magnitudes = x.detach().flatten().abs()
-    if magnitudes.dtype != torch.float64:
-        magnitudes = magnitudes.float()
-    total, largest = magnitudes.numel(), float(magnitudes.max())
-    if largest == 0:
-        return 0.0
-    candidates, above = _binding_candidates(magnitudes, largest)
-    ordered = candidates.double().sort(descending=True).values
-    rank = above + torch.arange(1, ordered.numel() + 1, dtype=torch.float64, device=x.device)
-    return float((ordered.square() / (2 * total / rank).log()).max())
-
-
-def _binding_candidates(magnitudes: Tensor, largest: float) -> tuple[Tensor, int]:
-    """The entries that may attain the maximum in `variance_proxy`, and how many lie above them."""
-    if magnitudes.numel() <= _BINS:
-        return magnitudes, 0
-    # Monotone in the magnitude whatever the rounding, so that the bins are ordered.
-    bins = (magnitudes / largest * _BINS).int().clamp_(max=_BINS - 1)
-    counts = torch.bincount(bins, minlength=_BINS)
-    at_least = counts.flip(0).cumsum(0).flip(0)
-    log = (2 * magnitudes.numel() / at_least.double()).log()
-    edges = torch.arange(_BINS + 1, dtype=torch.float64, device=magnitudes.device) / _BINS
-    margin = 1e-6  # more than the rounding of the bin index
-    attained = ((edges[:-1] * (1 - margin)).square() / log).max()
-    attainable = (edges[1:] * (1 + margin)).square() / log
-    kept = (attainable >= attained).nonzero()
-    low, high = int(kept[0]), int(kept[-1])
-    return magnitudes[(bins >= low) & (bins <= high)], int(at_least[high] - counts[high])
+    ordered = x.detach().flatten().abs().sort(descending=True).values.double()
+    rank = torch.arange(1, ordered.numel() + 1, dtype=torch.float64, device=x.device)
+    return float((ordered.square() / (2 * ordered.numel() / rank).log()).max())
 
 
 def expected_large_entries(n: int, d: int, threshold: float, proxy: float) -> float:
     """Lemma D.2: E|supp(M^(L))| ≤ 2nd·exp(-T²/σ²) for M of n × d entries with proxy σ².
 
     Independence is not needed. The bound may exceed nd when T is small.
-
-    >>> round(expected_large_entries(n=1000, d=10, threshold=2.0, proxy=1.0), 1)
-    366.3
     """
     check_integer("n", n, 0)
     check_integer("d", d, 0)
@@ -101,9 +67,6 @@ def support_exponent(count: float, n: int) -> float:
     """The exponent α with count = n^α, that is ln(count) / ln(n).
 
     One large entry gives 0.0; none gives -inf (n^(-inf) = 0), so the two stay distinct.
-
-    >>> support_exponent(32, 1024)
-    0.5
     """
     check_not_negative("count", count)
     check_integer("n", n, 2)
@@ -111,11 +74,7 @@ def support_exponent(count: float, n: int) -> float:
 
 
 def log_threshold(n: int, c: float = 1.0) -> float:
-    """T = sqrt(c·ln n), the threshold of Lemma D.3 and Theorem D.4 (which take 0 < c < 1).
-
-    >>> round(log_threshold(4096), 3)
-    2.884
-    """
+    """T = sqrt(c·ln n), the threshold of Lemma D.3 and Theorem D.4 (which take 0 < c < 1)."""
     check_integer("n", n, 2)
     if not (c > 0 and math.isfinite(c)):
         raise InputError(f"c must be a finite number > 0, got {c!r}")
@@ -154,10 +113,10 @@ def sub_gaussian_threshold(query: Tensor, key: Tensor, alpha: float = 0.5) -> fl
     check_pair(query, key)
     check_entries("query", query)
     check_entries("key", key)
-    return max(_side_threshold(x, variance_proxy(x), alpha) for x in (query, key))
+    return max(side_threshold(x, variance_proxy(x), alpha) for x in (query, key))
 
 
-def _side_threshold(x: Tensor, proxy: float, alpha: float) -> float:
+def side_threshold(x: Tensor, proxy: float, alpha: float) -> float:
     return sharpest_threshold(x.shape[-2], x.shape[-1], proxy, alpha)
 
 

@@ -4,10 +4,9 @@
 `heads`         a class of settings for each kind of head, and its components
 `supports`      which rows and keys a component covers
 `plan`          `Plan`: the heads of a call
-`model_plan`    `ModelPlan`: the plans of a model; `model_drawing`: its picture
+`model_plan`    `ModelPlan`: the plans of a model
 `files`         plans as JSON; `schema`: fields, checked when they are read
-`head_fields`   the fields of each kind of head
-`drawing`       a picture of the components of a head
+`drawing`       pictures: the components of a head, the heads of a model
 `cost`          multiply-adds of a plan, and its predicted time
 `calibration`   seconds of each kind of work, measured or from a table
 ==============  ==========================================================================

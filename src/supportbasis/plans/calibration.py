@@ -26,11 +26,14 @@ from ..problem.problem import Head
 ROUNDS, REPEATS = 4, 3  # of timings: rounds over all dims, calls in each
 
 
+Pairs = tuple[tuple[float, float], ...]  # (dim, one exact pair at that dim), dims ascending
+
+
 @dataclass(frozen=True)
 class Rates:
     """Seconds of each unit of work."""
 
-    pairs: tuple[tuple[float, float], ...]  # (dim, one exact pair at that dim), dims ascending
+    pairs: Pairs
     feature: float  # forming one feature
     product: float  # one multiply-add of a feature with a value
     scan: float  # reading one entry
@@ -78,8 +81,7 @@ def calibrate(device: str, dtype: torch.dtype) -> Rates:
     small work would only measure how long a launch takes."""
     features = FeatureMap(48, 2)
     lanes, rows = lane_count(device), 504 if device == "cpu" else 64 * 504
-    x = _numbers((lanes, rows, 48), device)
-    value = _numbers((lanes, rows, 64), device)
+    x, value = (_numbers((lanes, rows, width), device) for width in (48, 64))
     buffer = features.buffer(lanes, rows, x)
     written = features.write(x, buffer)
     state = value.new_zeros(lanes, features.count - 1, 64)
@@ -88,8 +90,7 @@ def calibrate(device: str, dtype: torch.dtype) -> Rates:
     product = _best(lambda: state.baddbmm_(written, value), device) / count
     wide = x if device == "cpu" else written
     scan = _best(lambda: wide.abs().amax(-1), device) / wide.numel()
-    pairs = _time_sdpa((4, 16, 64), device, dtype)
-    return Rates(pairs, write, product / 64, scan)
+    return Rates(_time_sdpa((4, 16, 64), device, dtype), write, product / 64, scan)
 
 
 def _numbers(shape: tuple[int, ...], device: str) -> Tensor:
@@ -97,9 +98,7 @@ def _numbers(shape: tuple[int, ...], device: str) -> Tensor:
     return torch.randn(shape, generator=generator).to(device)
 
 
-def _time_sdpa(
-    dims: Sequence[int], device: str, dtype: torch.dtype
-) -> tuple[tuple[float, float], ...]:
+def _time_sdpa(dims: Sequence[int], device: str, dtype: torch.dtype) -> Pairs:
     """Seconds of a pair at each dim, in turns: a busy moment must not hit all calls of one."""
     heads, tokens = (1, 1536) if device == "cpu" else (16, 8192)
     found, calls = dict.fromkeys(dims, math.inf), {}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -70,31 +71,14 @@ class Work:
     def __add__(self, other: Work) -> Work:
         """The sum of two amounts; at most one of them may have features."""
         assert not (self.feature_rows and other.feature_rows)
-        return Work(
-            self.exact_pairs + other.exact_pairs,
-            self.feature_rows + other.feature_rows,
-            self.degree + other.degree,
-            self.dense_pairs + other.dense_pairs,
-            self.scanned + other.scanned,
-            self.formed + other.formed,
-            self.products + other.products,
-            self.moved + other.moved,
-            self.equivalent + other.equivalent,
-            self.direct + other.direct,
-        )
+        return Work(*(x + y for x, y in zip(astuple(self), astuple(other), strict=True)))
 
     def multiply_adds(self, head: Head) -> float:
         pair = head.dim + head.value_dim
         rank = true_rank(head.dim, self.degree) if self.feature_rows else 0
-        return (
-            self.exact_pairs * pair
-            + self.dense_pairs * (pair + self.degree)
-            + self.feature_rows * rank * (head.value_dim + 2)
-            + self.scanned
-            + self.formed
-            + self.products
-            + self.equivalent
-        )
+        pairs = self.exact_pairs * pair + self.dense_pairs * (pair + self.degree)
+        features = self.feature_rows * rank * (head.value_dim + 2)
+        return pairs + features + self.scanned + self.formed + self.products + self.equivalent
 
     def cost(self, head: Head) -> float:
         """Multiply-adds relative to those of exact attention on the same head."""
@@ -131,6 +115,10 @@ class Work:
         """Predicted time of exact attention over predicted time of this work."""
         return exact_seconds(head) / self.seconds(head)
 
+    def settings(self, head: Head) -> dict[str, Any]:
+        """What every `HeadPlan` of this work has."""
+        return {"n": head.n, "m": head.m, "cost": self.cost(head), "speedup": self.speedup(head)}
+
 
 def _move_seconds(head: Head, rates: Rates) -> float:
     if head.query.device.type != "cpu":
@@ -160,7 +148,12 @@ def polynomial_work(head: Head, rows: int, keys: int, degree: int) -> Work:
 
 def pair_work(head: Head, rows: int, keys: int) -> Work:
     """``rows`` rows with ``keys`` keys, exactly; of a causal head about half of the pairs."""
-    return Work(exact_pairs=int(rows * keys * (head.pairs / max(1, head.n * head.m))))
+    return Work(exact_pairs=int(rows * keys * pair_share(head)))
+
+
+def pair_share(head: Head) -> float:
+    """Pairs that count, of all: about half in a causal head."""
+    return head.pairs / max(1, head.n * head.m)
 
 
 def kernel_work(head: Head, rows: int, keys: int, kernel: PowerKernel) -> Work:
@@ -183,19 +176,13 @@ def sketch_work(head: Head, rows: int, keys: int, power: int, size: int, degree:
     )
 
 
-def _transform_work(head: Head) -> int:
-    """Multiply-adds of a balancing transform: its covariances, and its products with all tokens."""
-    sampled = min(head.n, TRANSFORM_TOKENS) + min(head.m, TRANSFORM_TOKENS)
-    return (head.n + head.m + sampled) * head.dim**2
-
-
 def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
     """A fitted polynomial: transform, ``count`` features and far tokens. On a GPU, features and
     moved entries count as the multiply-adds of exact attention in the same time."""
     tokens = head.n + head.m
     far = far_rows * head.m + (head.n - far_rows) * far_keys
-    share = head.pairs / max(1, head.n * head.m)
     products = tokens * count * (head.value_dim + 1)
+    sampled = min(head.n, TRANSFORM_TOKENS) + min(head.m, TRANSFORM_TOKENS)  # for covariances
     moved, equivalent, direct = 0, 0, 0.0
     if _has_kernels(head):
         moved = int(FIT_ENTRY * tokens * (head.dim + head.value_dim))
@@ -204,10 +191,10 @@ def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
         moved = tokens * (FITTED_TOKEN * head.dim + FITTED_FEATURE * count)
         direct = FITTED_SECONDS
     return Work(
-        exact_pairs=int(far * share),
+        exact_pairs=int(far * pair_share(head)),
         dense_pairs=head.n * CAUSAL_CHUNK // 2 if head.is_causal else 0,
         formed=tokens * count,
-        products=products + _transform_work(head),
+        products=products + (tokens + sampled) * head.dim**2,
         moved=moved,
         direct=direct,
         equivalent=equivalent,

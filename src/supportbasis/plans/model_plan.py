@@ -116,7 +116,7 @@ class ModelPlan:
 
     def draw(self, path: str | Path | None = None) -> Figure:
         """Draw layer × head: the method and cost of each, and its share of the effect."""
-        from .model_drawing import draw_model
+        from .drawing import draw_model
 
         return draw_model(self, path)
 

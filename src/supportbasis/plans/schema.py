@@ -47,12 +47,11 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
         repeated = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the name {shown(repeated)} is repeated")
-    return content
+    return dict(pairs)
 
 
 def shown(value: object) -> str:
@@ -61,13 +60,9 @@ def shown(value: object) -> str:
     >>> shown("text"), shown([1, [2]]), shown(True), shown(None)
     ("'text'", 'a list of 2', 'true', 'null')
     """
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    if isinstance(value, dict):
-        return "an object"
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    text = ascii(value)
+    if isinstance(value, (list, dict)):
+        return f"a list of {len(value)}" if isinstance(value, list) else "an object"
+    text = json.dumps(value) if value is None or isinstance(value, bool) else ascii(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
@@ -75,80 +70,65 @@ def refuse(at: str, value: object, expected: str) -> NoReturn:
     raise ValueError(f"{at} is {shown(value)}; expected {expected}")
 
 
+def single(
+    accepts: Callable[[Any], bool], expected: str, convert: Callable[[Any], Any] = lambda x: x
+) -> Field:
+    """One value that is neither a list nor an object."""
+
+    def read(value: Any, at: str) -> Any:
+        if not accepts(value):
+            refuse(at, value, expected)
+        return convert(value)
+
+    return Field(read, _plain)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if not isinstance(value, Real):
+        raise ValueError(f"{type(value).__name__} cannot be written as JSON")
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if math.isfinite(value) else str(float(value))
+
+
+TEXT = single(lambda x: isinstance(x, str) and x.isprintable(), "a line of text")
+# checked by what it is handed to
+ANY = single(
+    lambda x: not isinstance(x, (list, dict)),
+    "a string, a number, a boolean or null",
+    lambda x: math.inf if x == "inf" else x,
+)
+
+
 def integer(low: int, high: int, step: int = 1) -> Field:
     """An integer from low to high, in steps."""
     kind = "an integer" if step == 1 else f"a multiple of {step}"
-
-    def read(value: Any, at: str) -> int:
-        if type(value) is not int or not low <= value <= high or value % step:
-            refuse(at, value, f"{kind} from {low} to {high}")
-        return value
-
-    return Field(read, int)
+    return single(
+        lambda x: type(x) is int and low <= x <= high and x % step == 0,
+        f"{kind} from {low} to {high}",
+    )
 
 
 def number(low: float = -LARGEST, high: float = LARGEST, infinite: bool = False) -> Field:
     """A finite number from low to high; ``infinite`` also takes "inf", for which JSON has no
     number."""
-
-    def read(value: Any, at: str) -> float:
-        if infinite and value == "inf":
-            return math.inf
-        if type(value) not in (int, float) or not low <= value <= high:
-            refuse(at, value, f"a number{_range(low, high)}" + (' or "inf"' if infinite else ""))
-        return float(value)
-
-    return Field(read, _plain)
-
-
-def _range(low: float, high: float) -> str:
     least = "" if low == -LARGEST else " > 0" if low == LEAST else f" >= {low:g}"
-    return least + ("" if high == LARGEST else f" and <= {high:g}" if least else f" <= {high:g}")
-
-
-def _plain(value: Any) -> Any:
-    """A single value as JSON has it."""
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, Integral):
-        return int(value)
-    if not isinstance(value, Real):
-        raise ValueError(f"{type(value).__name__} cannot be written as JSON")
-    return float(value) if math.isfinite(value) else str(float(value))
-
-
-def text() -> Field:
-    """Letters of one line."""
-
-    def read(value: Any, at: str) -> str:
-        if not isinstance(value, str) or not value.isprintable():
-            refuse(at, value, "a line of text")
-        return value
-
-    return Field(read, _plain)
+    most = "" if high == LARGEST else " and" * bool(least) + f" <= {high:g}"
+    return single(
+        lambda x: (infinite and x == "inf") or (type(x) in (int, float) and low <= x <= high),
+        f"a number{least}{most}" + ' or "inf"' * infinite,
+        float,
+    )
 
 
 def choice(*values: str | int | bool | None) -> Field:
     """One of these values."""
-
-    def read(value: Any, at: str) -> Any:
-        if not any(type(value) is type(one) and value == one for one in values):
-            names = " or ".join(dict.fromkeys(shown(one) for one in values))
-            refuse(at, value, names)
-        return value
-
-    return Field(read, _plain)
-
-
-def scalar() -> Field:
-    """A string, a number, a boolean or null, which is checked by what it is handed to."""
-
-    def read(value: Any, at: str) -> Any:
-        if isinstance(value, (list, dict)):
-            refuse(at, value, "a string, a number, a boolean or null")
-        return math.inf if value == "inf" else value
-
-    return Field(read, _plain)
+    return single(
+        lambda x: any(type(x) is type(one) and x == one for one in values),
+        " or ".join(dict.fromkeys(map(shown, values))),
+    )
 
 
 def optional(field: Field) -> Field:
@@ -159,14 +139,13 @@ def optional(field: Field) -> Field:
     )
 
 
-def array(field: Field, least: int = 0, most: int | None = None) -> Field:
+def array(field: Field, least: int = 0, most: int = sys.maxsize) -> Field:
     """A list of at least so many and at most so many, as a tuple."""
-    longest = sys.maxsize if most is None else most
-    length = f"{least} or more" if most is None else f"{least} to {most}"
+    length = "or more" if most == sys.maxsize else f"to {most}"
 
     def read(value: Any, at: str) -> tuple[Any, ...]:
-        if not isinstance(value, list) or not least <= len(value) <= longest:
-            refuse(at, value, f"a list of {least if least == most else length}")
+        if not isinstance(value, list) or not least <= len(value) <= most:
+            refuse(at, value, f"a list of {least}" + f" {length}" * (least != most))
         return tuple(field.read(one, f"{at}[{i}]") for i, one in enumerate(value))
 
     return Field(read, lambda values: [field.write(value) for value in values])
@@ -186,10 +165,9 @@ def record(build: Callable[..., Any], fields: Mapping[str, Field]) -> Field:
         except ValueError as error:
             raise ValueError(f"{at}: {error}" if at else str(error)) from None
 
-    def write(value: Any) -> dict[str, Any]:
-        return {name: field.write(getattr(value, name)) for name, field in fields.items()}
-
-    return Field(read, write)
+    return Field(
+        read, lambda value: {name: f.write(getattr(value, name)) for name, f in fields.items()}
+    )
 
 
 def member(value: Any, name: str, field: Field, at: str = "") -> Any:

@@ -35,6 +35,15 @@ class Side:
         return large, total - large if self.small is None else len(self.small)
 
 
+def take(x: Tensor, index: Tensor | None) -> Tensor:
+    """The entries of an index set (None: all)."""
+    return x if index is None else x[index]
+
+
+def is_empty(index: Tensor | None) -> bool:
+    return index is not None and not len(index)
+
+
 def large_tokens(head: Head, threshold: float) -> tuple[Tensor, Tensor]:
     """Rows of the query and live keys with an entry beyond the threshold (Definition B.3)."""
     rows = (head.query_maxima > threshold).nonzero().squeeze(1)
@@ -64,15 +73,14 @@ def members(maxima: Tensor, edges: Sequence[float], live: Tensor | None) -> list
     """Tokens of each bucket, by their largest entries; None where one bucket holds all."""
     if len(edges) == 1:
         return [live]
-    position = bucket_of(maxima if live is None else maxima[live], edges)
+    position = bucket_of(take(maxima, live), edges)
     found = [(position == i).nonzero().squeeze(1) for i in range(len(edges))]
     return [index if live is None else live[index] for index in found]
 
 
 def score_reach(head: Head, rows: Tensor | None, keys: Tensor | None) -> float:
     """Largest possible |score| of these rows and keys: |scale| max|q| max|k|."""
-    query = head.query_norms if rows is None else head.query_norms[rows]
-    key = head.key_norms if keys is None else head.key_norms[keys]
+    query, key = take(head.query_norms, rows), take(head.key_norms, keys)
     if not query.numel() or not key.numel():
         return 0.0
     return min(abs(head.scale) * float(query.max()) * float(key.max()), LARGEST_REACH)

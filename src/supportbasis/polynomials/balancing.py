@@ -63,27 +63,18 @@ class Transform:
         maps = (x.cpu() for x in (self.query_map, self.key_map))
         return not centres and all(torch.equal(x, identity) for x in maps)
 
-    @cached_property
-    def spread(self) -> float:
-        """The standard deviation of <x, y>."""
-        return float(self.eigenvalues.square().sum().sqrt())
-
     def apply(self, head: Head) -> BalancedHead:
         """The transformed head: queries x, keys y, scale 1, and the third term as log-weights."""
         root, like = math.sqrt(head.scale), head.query.new_empty((), dtype=head.dtype)
-        if self.is_identity:
-            weight = head.key_log_weight
-            weight = like.new_zeros(head.m) if weight is None else weight.to(like)
-            return BalancedHead.of(
-                head, head.query.to(like) * root, head.key.to(like) * root, weight
-            )
-        query = (head.query.to(like) - self.query_centre.to(like)) @ self.query_map.to(like)
-        key = head.key.to(like) - self.key_centre.to(like)
-        shift = (key @ self.query_centre.to(like)) * head.scale
+        query, key, weight = head.query.to(like), head.key.to(like), like.new_zeros(head.m)
+        if not self.is_identity:
+            query = (query - self.query_centre.to(like)) @ self.query_map.to(like)
+            key = key - self.key_centre.to(like)
+            weight = (key @ self.query_centre.to(like)) * head.scale
+            key = key @ self.key_map.to(like)
         if head.key_log_weight is not None:
-            shift = shift + head.key_log_weight.to(like)
-        key = (key @ self.key_map.to(like)).mul_(root)
-        return BalancedHead.of(head, query.mul_(root), key, shift)
+            weight = weight + head.key_log_weight.to(like)
+        return BalancedHead.of(head, query * root, key * root, weight)
 
     def pull_back(
         self, balanced: Gradients, weight: Tensor, shift: Tensor, total: Gradients, scale: float
@@ -140,15 +131,10 @@ def own_transform(head: Head) -> Transform:
     where entries of the transform would overflow in the dtype of the sums."""
 
     def make() -> Transform:
-        transform, largest = balancing_transform(head, prefix_of(head)), torch.finfo(head.dtype).max
-        parts = (
-            transform.query_centre,
-            transform.key_centre,
-            transform.query_map,
-            transform.key_map,
-        )
+        made, largest = balancing_transform(head, prefix_of(head)), torch.finfo(head.dtype).max
+        parts = (made.query_centre, made.key_centre, made.query_map, made.key_map)
         finite = all(bool((x.abs() < math.sqrt(largest)).all()) for x in parts)
-        return transform if finite else identity_transform(head)
+        return made if finite else identity_transform(head)
 
     return _own.get(head, "balanced", make)
 

@@ -24,29 +24,12 @@ from .coefficients import COEFFICIENTS, remez
 from .degrees import first_degree, last_within, widest_bound
 from .proofs import TINY, UNIT, certify, exp
 
-__all__ = [
-    "CertifiedPolynomial",
-    "certified",
-    "chebyshev",
-    "largest_bound",
-    "minimax",
-    "paper_degree",
-    "paper_rank",
-    "smallest_degree",
-    "taylor",
-    "true_rank",
-]
-
 LARGEST_DEGREE = 256  # certification takes (degree + 1)^3 numbers, 185 MiB at twice this degree
 _WIDEST = 300.0  # `largest_bound` does not search further
 
 
 def horner(coefficients: Sequence[float], t: Tensor) -> Tensor:
-    """sum_k c_k t^k entrywise, one pass over memory a degree.
-
-    >>> horner((1.0, 2.0, 3.0), torch.tensor([2.0]))
-    tensor([17.])
-    """
+    """sum_k c_k t^k entrywise, one pass over memory a degree."""
     *lower, last = coefficients
     if not lower:
         return torch.full_like(t, last)
@@ -61,11 +44,7 @@ def horner(coefficients: Sequence[float], t: Tensor) -> Tensor:
 
 
 def derivative(coefficients: Sequence[float]) -> tuple[float, ...]:
-    """Coefficients of the derivative; of a constant, those of zero.
-
-    >>> derivative((5.0, 1.0, 3.0)), derivative((5.0,))
-    ((1.0, 6.0), (0.0,))
-    """
+    """Coefficients of the derivative; of a constant, those of zero."""
     return tuple(k * c for k, c in enumerate(coefficients) if k) or (0.0,)
 
 
@@ -77,30 +56,20 @@ class CertifiedPolynomial:
 
     `bound == 0` means the single point z = 0: then t := 0 and only coefficients[0] matters.
 
-    Attributes:
-        kind: "taylor", "chebyshev" or "minimax".
-        degree: number of coefficients minus one.
-        bound: B >= 0; what is stated holds for all real z in [-B, B].
-        coefficients: c_k, in t = z / B and divided by e^B.
-        error: upper bound of |p(z) - e^z| / e^z; inf when it leaves float64.
-        log_ratio: (lower, upper) bounds of log(p(z) e^{-z}); lower is -inf when p is not
-            certified positive.
-
-    Example:
-        >>> p = minimax(2, 1.0)
-        >>> round(p.error, 3), p.positive
-        (0.04, True)
-        >>> z = torch.tensor([0.5], dtype=torch.float64)
-        >>> abs(p(z).item() * math.exp(p.bound) / math.exp(0.5) - 1) <= p.error
-        True
+    >>> p = minimax(2, 1.0)
+    >>> round(p.error, 3), p.positive
+    (0.04, True)
+    >>> z = torch.tensor([0.5], dtype=torch.float64)
+    >>> abs(p(z).item() * math.exp(p.bound) / math.exp(0.5) - 1) <= p.error
+    True
     """
 
-    kind: str
+    kind: str  # "taylor", "chebyshev" or "minimax"
     degree: int
-    bound: float
-    coefficients: tuple[float, ...]
-    error: float
-    log_ratio: tuple[float, float]
+    bound: float  # B >= 0; what is stated holds for all real z in [-B, B]
+    coefficients: tuple[float, ...]  # c_k, in t = z / B and divided by e^B
+    error: float  # upper bound of |p(z) - e^z| / e^z; inf when it leaves float64
+    log_ratio: tuple[float, float]  # bounds of log(p(z) e^{-z}); -inf: not certified positive
 
     @property
     def positive(self) -> bool:
@@ -108,24 +77,14 @@ class CertifiedPolynomial:
         return self.log_ratio[0] > -math.inf
 
     def __call__(self, z: Tensor) -> Tensor:
-        """The SCALED value p(z) * exp(-bound): Horner in t = z / bound, in the dtype of z.
-
-        >>> scaled = taylor(1, 2.0)(torch.tensor([1.0])).item()
-        >>> round(scaled * math.exp(2.0), 6)  # 1 + z at z = 1
-        2.0
-        """
+        """The SCALED value p(z) * exp(-bound): Horner in t = z / bound, in the dtype of z."""
         return horner(self.coefficients, self._t(z))
 
     def slope(self, z: Tensor) -> Tensor:
-        """The SCALED derivative p'(z) * exp(-bound).
-
-        >>> taylor(1, 2.0).slope(torch.tensor([1.0])) * math.exp(2.0)  # of 1 + z
-        tensor([1.])
-        """
+        """The SCALED derivative p'(z) * exp(-bound)."""
         if self.bound == 0.0:
             return torch.zeros_like(z)
-        slopes = tuple(c / self.bound for c in derivative(self.coefficients))
-        return horner(slopes, self._t(z))
+        return horner([c / self.bound for c in derivative(self.coefficients)], self._t(z))
 
     def _t(self, z: Tensor) -> Tensor:
         if self.bound == 0.0:
@@ -146,18 +105,17 @@ class CertifiedPolynomial:
         >>> p.on(2.0).error > p.error > p.on(0.5).error
         True
         """
-        new = _checked_bound(bound)
-        old = self.bound
-        log_stretch = math.log(new) - math.log(old) if new > 0 and old > 0 else 0.0
-        log_factor = [k * log_stretch + (old - new) for k in range(self.degree + 1)]
-        kept = self.degree + 1 if new > 0 and old > 0 else 1
-        coefficients = tuple(
-            # in two steps, for e^{B-b} may leave float64 where the product does not
-            c * exp(log_factor[k] / 2) * exp(log_factor[k] / 2) if k < kept and c != 0.0 else 0.0
-            for k, c in enumerate(self.coefficients)
-        )
-        log_size = abs(math.log(new)) + abs(math.log(old)) if kept > 1 else 0.0
-        rounding = 8 * UNIT * (1 + self.degree * (1 + log_size) + abs(old) + abs(new))
+        new, old, kept = _checked_bound(bound), self.bound, 1
+        log_new = log_old = 0.0
+        if new > 0 and old > 0:
+            kept, log_new, log_old = self.degree + 1, math.log(new), math.log(old)
+        coefficients = [0.0] * (self.degree + 1)
+        for k, c in enumerate(self.coefficients[:kept]):
+            if c != 0.0:  # in two steps, for e^{B-b} may leave float64 where the product does not
+                half = exp((k * (log_new - log_old) + (old - new)) / 2)
+                coefficients[k] = c * half * half
+        log_size = abs(log_new) + abs(log_old)
+        rounding = 8 * UNIT * (1 + self.degree * (1 + log_size) + old + new)
         return _certified(self.kind, coefficients, new, 0.0 if new == old else rounding)
 
     def weight_log_spread(self, with_exact: bool) -> float:
@@ -166,17 +124,11 @@ class CertifiedPolynomial:
         Unnormalised weights made with p err by factors at most this far apart. `with_exact` adds
         r = 1 to the range, because exact weights enter the same sum. inf if p is not positive.
 
-        >>> p = minimax(2, 1.0)
-        >>> p.weight_log_spread(False) <= math.log((1 + p.error) / (1 - p.error)) + 1e-12
-        True
         """
         lower, upper = self.log_ratio
         if not self.positive:
             return math.inf
         return max(upper, 0.0) - min(lower, 0.0) if with_exact else upper - lower
-
-
-# ------------------------------------------------------------------------------ public builders
 
 
 def taylor(degree: int, bound: float) -> CertifiedPolynomial:
@@ -189,9 +141,8 @@ def taylor(degree: int, bound: float) -> CertifiedPolynomial:
 
 
 def chebyshev(degree: int, bound: float) -> CertifiedPolynomial:
-    """The interpolant of exp at the g + 1 Chebyshev nodes of [-B, B] (AS23; paper Algorithm 2).
-
-    The nodes are z_i = B cos(pi (2i + 1) / (2g + 2)).
+    """The interpolant of exp at the g + 1 Chebyshev nodes of [-B, B] (AS23; paper Algorithm 2),
+    z_i = B cos(pi (2i + 1) / (2g + 2)).
 
     >>> chebyshev(2, 1.0).error < taylor(2, 1.0).error
     True
@@ -213,12 +164,7 @@ def minimax(degree: int, bound: float) -> CertifiedPolynomial:
 
 
 def certified(kind: str, coefficients: Sequence[float], bound: float) -> CertifiedPolynomial:
-    """The polynomial with these coefficients, whatever they are, and what is proved about it.
-
-    >>> p = minimax(2, 1.0)
-    >>> certified(p.kind, p.coefficients, p.bound) == p
-    True
-    """
+    """The polynomial with these coefficients, whatever they are, and what is proved about it."""
     _built_degree(len(coefficients) - 1)
     return _certified(_checked_kind(kind), coefficients, _checked_bound(bound))
 
@@ -274,24 +220,16 @@ def paper_degree(epsilon: float, bound: float) -> float:
     >>> round(paper_degree(1e-3, 1.0), 2), paper_degree(0.1, 3.0)
     (3.57, 9.0)
     """
-    epsilon, bound = _checked_epsilon(epsilon), _checked_bound(bound)
-    square = bound * bound
-    log_inverse = -math.log(epsilon)
+    log_inverse, square = -math.log(_checked_epsilon(epsilon)), _checked_bound(bound) ** 2
     if log_inverse <= 0.0:
         raise InputError(f"epsilon must lie in (0, 1) for the paper's formula, got {epsilon:g}.")
-    if square == 0.0:
-        return 0.0
-    if log_inverse <= square:
+    if square == 0.0 or log_inverse <= square:
         return square
     return max(log_inverse / math.log(log_inverse / square), square)
 
 
 def paper_rank(dim: int, degree: int) -> int:
-    """The paper's rank C(2(d + g), 2g) (Lemma A.4); `true_rank` is what is needed.
-
-    >>> paper_rank(64, 2)
-    12082785
-    """
+    """The paper's rank C(2(d + g), 2g) (Lemma A.4); `true_rank` is what is needed."""
     dim, degree = check_integer("dim", dim, 0), check_integer("degree", degree, 0)
     return math.comb(2 * (dim + degree), 2 * degree)
 
@@ -331,17 +269,16 @@ def _largest_bound(degree: int, epsilon: float, kind: str, tolerance: float) -> 
     def meets(bound: float) -> bool:
         return bound <= widest and _build(kind, degree, bound).error <= epsilon
 
-    low, high = 0.0, 1.0
+    high = 1.0
     while meets(high):
         if high == _WIDEST:
             return high
-        low, high = high, min(2 * high, _WIDEST)
-    if low == 0.0:
-        low = 0.5
-        while not meets(low):
-            low, high = low / 2, low
-            if low < 1e-17:
-                return 0.0
+        high = min(2 * high, _WIDEST)
+    low = high / 2 if high < _WIDEST else 256.0
+    while not meets(low):
+        low, high = low / 2, low
+        if low < 1e-17:
+            return 0.0
     high = min(high, widest)
     return last_within(lambda b: _build(kind, degree, b).error, epsilon, low, high, tolerance)
 
@@ -355,35 +292,26 @@ def _certified(
     )
 
 
-# --------------------------------------------------------------------------------------- checks
-
-
 def _built_degree(degree: int, name: str = "degree") -> int:
     """A degree that a polynomial can be certified at."""
     return check_integer(name, degree, 0, LARGEST_DEGREE)
 
 
 def _checked_bound(bound: float) -> float:
-    value = _checked_number(bound, "bound")
-    if value < 0.0:
-        raise InputError(f"bound must be a finite number >= 0, got {bound!r}.")
-    return value + 0.0  # -0.0 -> 0.0
+    return _checked_number(bound, "bound", ">= 0") + 0.0  # -0.0 -> 0.0
 
 
 def _checked_epsilon(epsilon: float, name: str = "epsilon") -> float:
-    value = _checked_number(epsilon, name)
-    if value <= 0.0:
-        raise InputError(f"{name} must be a finite number > 0, got {epsilon!r}.")
-    return value
+    return _checked_number(epsilon, name, "> 0")
 
 
-def _checked_number(value: float, name: str) -> float:
+def _checked_number(value: float, name: str, wanted: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
-        raise InputError(f"{name} must be a finite number, got {value!r}.")
+    if not math.isfinite(number) or number < 0.0 or (wanted == "> 0" and number == 0.0):
+        raise InputError(f"{name} must be a finite number {wanted}, got {value!r}.")
     return number
 
 

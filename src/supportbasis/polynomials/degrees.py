@@ -5,6 +5,7 @@ do. For epsilon >= 1 nothing is known: p = 0 has an error of 1.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 
 from .proofs import UNIT, margin_operations
@@ -26,19 +27,12 @@ def first_degree(
     step = 1
     while degree <= limit and rounding_error(epsilon, degree, bound) <= epsilon:
         if error(degree) <= epsilon:
-            return _halved(error, epsilon, low, degree)
+            middle = bisect_left(range(low, degree), True, key=lambda g: error(g) <= epsilon)
+            return low + middle
         low = degree + 1
         degree = low if low > limit else min(degree + step, limit)
         step *= 2 if is_steep else 1
     return None
-
-
-def _halved(error: Callable[[int], float], epsilon: float, low: int, high: int) -> int:
-    """The smallest degree of low..high within epsilon; that of high is."""
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if error(middle) <= epsilon else (middle + 1, high)
-    return high
 
 
 def _highest_useful(epsilon: float, bound: float, limit: int) -> int:
@@ -92,9 +86,6 @@ def least_degree(epsilon: float, bound: float) -> int:
 
     On [-B, 0] such a p is at most 1 + epsilon, so at z = B it is at most (1 + epsilon) T_g(3), but
     it is at least (1 - epsilon) e^B there.
-
-    >>> least_degree(0.1, 10.0)
-    6
     """
     if epsilon >= 1.0:
         return 0
@@ -106,9 +97,6 @@ def rounding_error(epsilon: float, degree: int, bound: float) -> float:
 
     At z = -B the certificate allows for the rounding of sum_k c_k t^k, relative to sum_k |c_k|;
     that sum is at least p(B) e^{-B} >= 1 - epsilon, and there e^{2B} multiplies it.
-
-    >>> rounding_error(0.01, 20, 14.0) > 0.01 > rounding_error(0.01, 20, 13.9)
-    True
     """
     if epsilon >= 1.0:
         return 0.0

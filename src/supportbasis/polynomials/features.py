@@ -72,13 +72,12 @@ class FeatureMap:
     """
 
     def __init__(self, dim: int, degree: int, spans: tuple[int, ...] | None = None):
-        self.dim, self.degree = dim, degree
-        full = (dim,) * degree
-        whole = spans is None or spans == full
-        if whole:
-            check_rank(dim, degree)
+        self.dim, self.degree, full = dim, degree, (dim,) * degree
         self._steps: list[Step] | None = None  # None: `Pairs`
-        if whole and degree == 2:
+        is_whole = spans is None or spans == full
+        if is_whole:
+            check_rank(dim, degree)
+        if is_whole and degree == 2:
             self.multiplicity, self.degrees = pair_multiplicity(dim)
         else:
             self.multiplicity, self.degrees, self._steps = suffix_steps(dim, spans or full)

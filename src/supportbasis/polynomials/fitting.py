@@ -71,7 +71,7 @@ class FittedKernel:
         return to_x, to_y
 
     def __str__(self) -> str:
-        spans = ", ".join(str(span) for span in self.spans)
+        spans = ", ".join(map(str, self.spans))
         return f"degree {self.degree} in ({spans}) directions, {self.features} features"
 
 
@@ -167,15 +167,8 @@ class PairSample:
         log_weight = key_count.log()
         if log_weights is not None:
             log_weight = log_weight + log_weights[key].double()
-        return PairSample(
-            head.query[row].double(),
-            head.key[key].double(),
-            log_weight,
-            row_count,
-            key_count,
-            query_radius,
-            key_radius,
-        )
+        tokens = head.query[row].double(), head.key[key].double()
+        return PairSample(*tokens, log_weight, row_count, key_count, query_radius, key_radius)
 
     def fit(self, spans: tuple[int, ...]) -> FittedKernel | None:
         """Least squares for the weights of every row relative to their norm, as random values would

@@ -9,7 +9,7 @@ each number of tokens: made anew for every block, they would take longer than th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -45,32 +45,24 @@ class Buffer(ABC):
         writes."""
 
 
-class PairViews(NamedTuple):
-    """Of the memory of `Pairs`: spare rows, tokens, products of all rotations, opposite pairs."""
+class Rotations(NamedTuple):
+    """Views of memory whose first rows are the repeated variables and then all of them."""
 
-    features: Tensor
     spare: Tensor
     tokens: Tensor  # [lanes, dim, rows]
     last: Tensor  # tokens that the spare rows repeat
     low: Tensor  # of the opposite pairs, first
     high: Tensor  # and second variable
-    opposite: Tensor  # their products
-    windows: tuple[Tensor, ...]  # tokens from each row of the memory on, [lanes, dim, rows]
-    rotated: Tensor  # the same in one, [lanes, rotations, dim, rows]
-    products: Tensor  # with the tokens
+    rotated: Tensor  # tokens from each row of the memory on, [lanes, rotations, dim, rows]
+    windows: tuple[Tensor, ...]  # the same one by one
 
-
-class PairGradients(NamedTuple):
-    """Views of the memory of `Pairs` for the backward pass."""
-
-    spare: Tensor
-    tokens: Tensor
-    last: Tensor
-    low: Tensor
-    high: Tensor
-    windows: tuple[Tensor, ...]
-    chunk: Tensor  # [lanes, chunk * dim, rows]
-    parts: tuple[Tensor, ...]  # of the chunk, by rotation
+    @staticmethod
+    def of(memory: Tensor, dim: int) -> Rotations:
+        spare, half = (dim - 1) // 2, dim // 2 if dim % 2 == 0 else 0
+        tokens = memory[:, spare : spare + dim]
+        rotated = memory[:, : spare + dim].unfold(1, dim, 1).transpose(2, 3)
+        ends = tokens[:, dim - spare :], tokens[:, :half], tokens[:, dim - half :]
+        return Rotations(memory[:, :spare], tokens, *ends, rotated, rotated.unbind(1))
 
 
 class Pairs(Buffer):
@@ -83,79 +75,58 @@ class Pairs(Buffer):
 
     def __init__(self, lanes: int, dim: int, rows: int, like: Tensor):
         self.dim, self.rotations, self.spare = dim, (dim + 1) // 2, (dim - 1) // 2
-        self.half = dim // 2 if dim % 2 == 0 else 0
         super().__init__(lanes, dim + dim * (dim + 1) // 2, rows, like)
 
-    def views(self, rows: int) -> PairViews:
+    def views(self, rows: int) -> tuple[Rotations, Tensor, Tensor]:
+        """Tokens, products of all rotations [lanes, rotations, dim, rows], opposite pairs."""
         if rows not in self._views:
-            dim, spare, end = self.dim, self.spare, self.spare + self.dim
-            memory, middle = self.memory[:, :, :rows], end + self.rotations * self.dim
-            tokens, products = memory[:, spare:end], memory[:, end:middle]
-            rotated = memory[:, :end].unfold(1, dim, 1).transpose(2, 3)
-            products = products.unflatten(1, (self.rotations, dim))
-            self._views[rows] = PairViews(
-                memory[:, spare:],
-                memory[:, :spare],
-                tokens,
-                tokens[:, dim - spare :],
-                tokens[:, : self.half],
-                tokens[:, dim - self.half :],
-                memory[:, middle:],
-                rotated.unbind(1),
-                rotated,
-                products,
-            )
-        made: PairViews = self._views[rows]
+            memory, end = self.memory[:, :, :rows], self.spare + self.dim
+            middle = end + self.rotations * self.dim
+            products = memory[:, end:middle].unflatten(1, (self.rotations, self.dim))
+            self._views[rows] = Rotations.of(memory, self.dim), products, memory[:, middle:]
+        made: tuple[Rotations, Tensor, Tensor] = self._views[rows]
         return made
 
     @cached_property
     def _gradients(self) -> tuple[Tensor, Tensor]:
         """Memory for the gradients of tokens, and of one chunk of features."""
         lanes, _, rows = self.memory.shape
-        chunk = max(self.half, min(CHUNK, self.rotations) * self.dim)
+        chunk = min(CHUNK, self.rotations) * self.dim
         sizes = (self.spare + self.dim, chunk)
         tokens, part = (self.memory.new_empty(lanes, size, rows) for size in sizes)
         return tokens, part
 
-    def gradients(self, rows: int) -> PairGradients:
+    def gradients(self, rows: int) -> tuple[Rotations, Tensor, tuple[Tensor, ...]]:
+        """Gradients of the tokens, of a chunk of features, and that chunk by rotation."""
         if rows not in self._gradient_views:
             memory, chunk = (x[:, :, :rows] for x in self._gradients)
-            tokens = memory[:, self.spare :]
-            whole = chunk[:, : min(CHUNK, self.rotations) * self.dim]
-            self._gradient_views[rows] = PairGradients(
-                memory[:, : self.spare],
-                tokens,
-                tokens[:, self.dim - self.spare :],
-                tokens[:, : self.half],
-                tokens[:, self.dim - self.half :],
-                memory.unfold(1, self.dim, 1).transpose(2, 3).unbind(1),
-                chunk,
-                whole.unflatten(1, (-1, self.dim)).unbind(1),
-            )
-        made: PairGradients = self._gradient_views[rows]
+            parts = chunk.unflatten(1, (-1, self.dim)).unbind(1)
+            self._gradient_views[rows] = Rotations.of(memory, self.dim), chunk, parts
+        made: tuple[Rotations, Tensor, tuple[Tensor, ...]] = self._gradient_views[rows]
         return made
 
     def write(self, x: Tensor) -> Tensor:
-        own = self.views(x.shape[1])
+        own, products, opposite = self.views(x.shape[1])
         own.tokens.copy_(x.transpose(1, 2))
         own.spare.copy_(own.last)
-        torch.mul(own.tokens.unsqueeze(1), own.rotated, out=own.products)
-        torch.mul(own.low, own.high, out=own.opposite)
-        return own.features
+        torch.mul(own.tokens.unsqueeze(1), own.rotated, out=products)
+        torch.mul(own.low, own.high, out=opposite)
+        return self.features(x.shape[1])
 
     def pull_back(self, fill: Fill, rows: int) -> Tensor:
         """Each product adds its gradient to both of its factors."""
-        own, grads, dim = self.views(rows), self.gradients(rows), self.dim
+        own, (grads, chunk, parts), dim = self.views(rows)[0], self.gradients(rows), self.dim
         fill(0, dim, grads.tokens)
         grads.spare.zero_()
         for first in range(0, self.rotations, CHUNK):
             last = min(self.rotations, first + CHUNK)
-            fill((1 + first) * dim, (1 + last) * dim, grads.chunk[:, : (last - first) * dim])
-            for part, at in zip(grads.parts, range(first, last), strict=False):
+            fill((1 + first) * dim, (1 + last) * dim, chunk[:, : (last - first) * dim])
+            for part, at in zip(parts, range(first, last), strict=False):
                 grads.windows[at].addcmul_(part, own.tokens)
                 grads.tokens.addcmul_(part, own.windows[at])
-        opposite, end = grads.chunk[:, : self.half], (1 + self.rotations) * dim
-        fill(end, end + self.half, opposite)
+        half, end = own.low.shape[1], (1 + self.rotations) * dim
+        opposite = chunk[:, :half]
+        fill(end, end + half, opposite)
         grads.low.addcmul_(opposite, own.high)
         grads.high.addcmul_(opposite, own.low)
         grads.last.add_(grads.spare)
@@ -181,13 +152,11 @@ class Step(NamedTuple):
     stop: int
     to: int  # where the products begin
 
-
-class StepViews(NamedTuple):
-    """Of the memory of `Suffixes`, for one step: [lanes, 1 or size, rows] each."""
-
-    variable: Tensor
-    suffix: Tensor
-    products: Tensor
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Start and size of the variable, the suffix and the products."""
+        size = self.stop - self.start
+        return (self.variable, 1), (self.start, size), (self.to, size)
 
 
 class Suffixes(Buffer):
@@ -202,17 +171,14 @@ class Suffixes(Buffer):
         self.dim, self.steps = dim, steps
         super().__init__(lanes, count, rows, like)
 
-    def views(self, rows: int) -> list[StepViews]:
-        if rows not in self._views:
-            self._views[rows] = self._cut(self.memory[:, :, :rows])
-        made: list[StepViews] = self._views[rows]
+    def _cut(self, memory: Tensor, rows: int, views: dict[int, Any]) -> Sequence[list[Tensor]]:
+        """Of each step the variable, the suffix and their products, [lanes, 1 or size, rows]."""
+        if rows not in views:
+            views[rows] = [
+                [memory[:, at : at + size, :rows] for at, size in step.spans] for step in self.steps
+            ]
+        made: Sequence[list[Tensor]] = views[rows]
         return made
-
-    def _cut(self, memory: Tensor) -> list[StepViews]:
-        return [
-            StepViews(memory[:, t : t + 1], memory[:, a:b], memory[:, to : to + b - a])
-            for t, a, b, to in self.steps
-        ]
 
     @cached_property
     def _gradients(self) -> Tensor:
@@ -221,7 +187,7 @@ class Suffixes(Buffer):
     def write(self, x: Tensor) -> Tensor:
         rows = x.shape[1]
         self.memory[:, : self.dim, :rows].copy_(x.transpose(1, 2))
-        for variable, suffix, products in self.views(rows):
+        for variable, suffix, products in self._cut(self.memory, rows, self._views):
             torch.mul(variable, suffix, out=products)
         return self.features(rows)
 
@@ -229,13 +195,13 @@ class Suffixes(Buffer):
         """Each product, the last one first, adds its gradient to both of its factors."""
         grad = self._gradients[:, :, :rows]
         fill(0, grad.shape[1], grad)
-        if rows not in self._gradient_views:
-            self._gradient_views[rows] = self._cut(grad)
-        steps = zip(reversed(self.views(rows)), reversed(self._gradient_views[rows]), strict=True)
-        for own, grads in steps:
-            grads.suffix.addcmul_(grads.products, own.variable)
-            grads.products.mul_(own.suffix)
-            grads.variable.add_(grads.products.sum(1, keepdim=True))
+        own = self._cut(self.memory, rows, self._views)
+        grads = self._cut(self._gradients, rows, self._gradient_views)
+        for (variable, suffix, _), of in zip(reversed(own), reversed(grads), strict=True):
+            to_variable, to_suffix, products = of
+            to_suffix.addcmul_(products, variable)
+            products.mul_(suffix)
+            to_variable.add_(products.sum(1, keepdim=True))
         return grad[:, : self.dim]
 
 

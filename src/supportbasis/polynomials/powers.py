@@ -42,21 +42,11 @@ class PowerKernel:
         return score if self.polynomial is None else self.polynomial(score / self.power)
 
     def log(self, score: Tensor) -> Tensor:
-        """Log-weights of scores; -inf where the weight is zero.
-
-        >>> import torch
-        >>> PowerKernel(2, None).log(torch.tensor([-3.0])).exp().round()
-        tensor([9.])
-        """
+        """Log-weights of scores; -inf where the weight is zero."""
         return self.inner(score).abs().log().add_(self.log_unit).mul_(self.power)
 
     def log_slope(self, score: Tensor) -> Tensor:
-        """Derivative of `log`; not finite where the weight is zero.
-
-        >>> import torch
-        >>> PowerKernel(2, None).log_slope(torch.tensor([-4.0]))
-        tensor([-0.5000])
-        """
+        """Derivative of `log`; not finite where the weight is zero."""
         if self.polynomial is None:
             return self.power / score
         inner = score / self.power
@@ -64,11 +54,7 @@ class PowerKernel:
 
     @property
     def log_ratio(self) -> tuple[float, float]:
-        """Certified range of log(weight / exp(z)): p times that of the polynomial.
-
-        >>> PowerKernel(2, None).log_ratio
-        (-inf, inf)
-        """
+        """Certified range of log(weight / exp(z)): p times that of the polynomial."""
         if self.polynomial is None:
             return -math.inf, math.inf
         low, high = self.polynomial.log_ratio
@@ -84,11 +70,9 @@ class PowerKernel:
         return replace(self, polynomial=poly.on(reach / self.power))
 
     def __str__(self) -> str:
-        if self.polynomial is None:
-            text = f"power {self.power}"
-        else:
-            poly = self.polynomial
-            text = f"power {self.power} of {poly.kind} degree {poly.degree} on ±{poly.bound:.3g}"
+        text, poly = f"power {self.power}", self.polynomial
+        if poly is not None:
+            text += f" of {poly.kind} degree {poly.degree} on ±{poly.bound:.3g}"
         return text if self.sketch_size is None else f"{text}, sketch {self.sketch_size}"
 
 

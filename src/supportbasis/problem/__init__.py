@@ -5,9 +5,8 @@
 `densities`     the same for kernel densities
 `problem`       `Problem`, and `Head`: queries, keys and values of one (batch, head) pair
 `result`        `Outcome` of the engine, `Result` of a call
-`checks`        refuses entries that are not finite, and seeds that are not integers
+`checks`        of entries, integers and seeds; whether a call is traced (compile, functorch)
 `caching`       typed caches that modules keep for heads and plans
 `rounding`      unit roundoffs, and the dtype in which sums are made
-`tracing`       whether a call is traced (compile, functorch, forward mode)
 ==============  ==========================================================================
 """

@@ -1,18 +1,46 @@
-"""Checks of the entries of tensors, and whether a call is traced and cannot be checked."""
+"""Checks of the entries of tensors; calls under `torch.compile`, `torch.func` and forward-mode
+differentiation, which cannot be checked; and errors for derivatives that do not exist."""
 
 from __future__ import annotations
 
 import math
 from numbers import Integral
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from ..errors import InputError
+from ..errors import InputError, SupportBasisError
 from .rounding import compute_dtype
-from .tracing import check_visible, is_tracing
 
-__all__ = ["check_bias", "check_finite", "check_integer", "check_seed", "is_tracing"]
+
+def is_tracing() -> bool:
+    """Whether something traces the call: the compiler, a transform of `torch.func`, or forward-mode
+    differentiation. Then only operators see entries."""
+    transforms = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+    return bool(torch.compiler.is_compiling() or transforms() or _in_dual_level())
+
+
+def _in_dual_level() -> bool:
+    return bool(getattr(forward_ad, "_current_level", -1) >= 0)
+
+
+def check_visible(name: str, tensor: Tensor) -> None:
+    """Raise if a tensor's entries cannot be read, or not without dropping its tangent."""
+    if not is_tracing() or torch.compiler.is_compiling():
+        return
+    functorch, inner = torch._C._functorch, tensor
+    while functorch.is_functorch_wrapped_tensor(inner):
+        if functorch.is_batchedtensor(inner):
+            raise InputError(
+                f"{name} is batched by torch.func.vmap, but this call reads its entries, as "
+                "calls without a plan and masks of pairs do; make a plan outside of vmap and pass "
+                "it as plan=, or pass the batch as leading dims"
+            )
+        inner = functorch.get_unwrapped(inner)
+    if _in_dual_level():
+        first_order(tensor)  # raises if there is a tangent
 
 
 def check_finite(**tensors: Tensor) -> None:
@@ -56,3 +84,56 @@ def check_bias(mask: Tensor) -> None:
     check_visible("attn_mask", mask)
     if mask.dtype != torch.bool and bool((mask.isnan() | (mask == math.inf)).any()):
         raise InputError("attn_mask contains NaN or +inf; a bias is finite or -inf (masked)")
+
+
+def refuse_second(ctx: Any, *grads: Tensor | None) -> NoReturn:
+    """Raise: the backward pass cannot be differentiated."""
+    raise SupportBasisError(
+        "attention has no second derivatives so far: do not differentiate its gradients "
+        "(create_graph=True), or use F.scaled_dot_product_attention with the math backend"
+    )
+
+
+def refuse_forward(ctx: Any, *tangents: Tensor | None) -> NoReturn:
+    """Raise: there is no forward-mode derivative (`torch.func.hessian` needs it)."""
+    raise SupportBasisError(
+        "attention has no forward-mode derivatives (torch.func.jvp, jacfwd, hessian) so far: use "
+        "torch.func.vjp or jacrev for first derivatives; there are no second ones"
+    )
+
+
+def first_order(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors for a kernel of PyTorch whose second derivative raises our error; unchanged in
+    compiled graphs."""
+    if torch.compiler.is_compiling() or not all(isinstance(x, Tensor) for x in tensors):
+        return tensors
+    tracing, recorded = is_tracing(), torch.is_grad_enabled()
+    chosen = [tracing or (recorded and x.requires_grad) for x in tensors]
+    if not any(chosen):
+        return tensors
+    apply: Any = _FirstOrder.apply
+    pairs = list(zip(tensors, chosen, strict=True))
+    wrapped = iter(apply(False, *(x for x, wanted in pairs if wanted)))
+    return tuple(next(wrapped) if wanted else x for x, wanted in pairs)
+
+
+class _FirstOrder(torch.autograd.Function):
+    """The identity, which can be differentiated once; or, of gradients, not at all."""
+
+    generate_vmap_rule = True
+    jvp = staticmethod(refuse_forward)
+
+    @staticmethod
+    def forward(of_gradients: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.of_gradients = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if ctx.of_gradients:
+            refuse_second(ctx)
+        apply: Any = _FirstOrder.apply
+        return (None, *apply(True, *grads))

@@ -221,25 +221,16 @@ class Problem:
 
     def head(self, batch: int, head: int) -> Head:
         """One head; cached, so that norms found while planning serve the execution too."""
-        if (batch, head) not in self._heads:
-            self._heads[batch, head] = self._slice(batch, head)
-        return self._heads[batch, head]
-
-    def _slice(self, batch: int, head: int) -> Head:
-        key_head = head // self.group
-        weight, row_weight = self.key_log_weight, self.query_log_weight
-        return Head(
-            self.query[batch, head],
-            self.key[batch, key_head],
-            self.value[batch, key_head],
-            None if weight is None else weight[batch, head],
-            None if row_weight is None else row_weight[batch, head],
-            self.scale,
-            self.is_causal,
-            self.normalise,
-            None if self.mask is None else self.mask[batch, head],
-            is_reused=self.is_reused,
-        )
+        at, key_at = (batch, head), (batch, head // self.group)
+        if at not in self._heads:
+            factors = (self.key_log_weight, self.query_log_weight, self.mask)
+            weight, row_weight, mask = (None if x is None else x[at] for x in factors)
+            tokens = (self.query[at], self.key[key_at], self.value[key_at])
+            settings = (self.scale, self.is_causal, self.normalise)
+            self._heads[at] = Head(
+                *tokens, weight, row_weight, *settings, mask, is_reused=self.is_reused
+            )
+        return self._heads[at]
 
     def each_head(self) -> Iterator[tuple[int, int, Head]]:
         for batch in range(self.batch):

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .checks import check_bias, check_finite, is_tracing
+from .checks import check_bias, check_finite, check_visible, is_tracing
 from .problem import Problem
 from .rounding import compute_dtype
-from .tracing import check_visible
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -36,7 +35,9 @@ def attention_problem(
     value_given = value if value is not None else key
     given = (query, key, value_given)
     check_tensors(given, names)
-    _check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            raise InputError(f"{name} must be True or False, got {flag!r}")
     leading, key_leading = _leading_dims(given, names, enable_gqa)
     n, m, dim = query.shape[-2], key.shape[-2], query.shape[-1]
     if finite and isinstance(attn_mask, Tensor):
@@ -90,12 +91,6 @@ def with_weights(problem: Problem, key: Tensor, query: Tensor) -> Problem:
         key_log_weight=key.expand(*problem.leading, m).reshape(*shape, m),
         query_log_weight=query.expand(*problem.leading, n).reshape(*shape, n),
     )
-
-
-def _check_flags(**flags: object) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise InputError(f"{name} must be True or False, got {flag!r}")
 
 
 def check_tensors(tensors: Sequence[Tensor], names: Sequence[str]) -> None:

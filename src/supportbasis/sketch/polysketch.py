@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Real
 from typing import NamedTuple
@@ -36,16 +36,13 @@ from .draws import Source
 
 
 class SketchCost(NamedTuple):
-    """Operations for one vector under `PolySketch.nonnegative`, as item 3 of Theorem A.9 counts.
-
-    ``multiply_adds`` is the arithmetic of the half map, all of it but the self-Kronecker product.
-    """
+    """Operations for one vector under `PolySketch.nonnegative`, as item 3 of Theorem A.9 counts."""
 
     leaf_products: int  # maps R^d -> R^z
     inner_products: int  # maps R^z -> R^z
     hadamard_products: int
     self_kronecker: int
-    multiply_adds: int
+    multiply_adds: int  # of the half map, all but the self-Kronecker product
 
 
 @dataclass(frozen=True)
@@ -108,11 +105,6 @@ class PolySketch:
         <φ'(x), φ'(y)> = <half(x), half(y)>² ≥ 0 estimates <x, y>^power for an even power; the
         sum of size² terms may round to just below zero. Where only these inner products are
         needed, squaring those of `half` is cheaper and never negative.
-
-        >>> sketch = PolySketch(power=2, size=3)
-        >>> x = torch.tensor([1.0, 2.0])
-        >>> bool((sketch.nonnegative(x) == torch.kron(sketch.half(x), sketch.half(x))).all())
-        True
         """
         half = self.half(x)
         return (half.unsqueeze(-1) * half.unsqueeze(-2)).flatten(-2)
@@ -131,17 +123,13 @@ class PolySketch:
 
     @property
     def half(self) -> PolySketch:
-        """The sketch of half the power, whose self-tensor is `nonnegative`.
-
-        >>> PolySketch(power=6, size=8).half
-        PolySketch(power=3, size=8, seed=0, base='gaussian')
-        """
+        """The sketch of half the power, whose self-tensor is `nonnegative`."""
         if self.power % 2:
             raise InputError(
                 f"power is {self.power}, which is odd and has no half; expected an even power, "
                 "as odd powers of an inner product can be negative"
             )
-        return PolySketch(self.power // 2, self.size, self.seed, self.base)
+        return replace(self, power=self.power // 2)
 
     def cost(self, dim: int) -> SketchCost:
         """Operations of `nonnegative` for one vector of ``dim`` entries (Theorem A.9, item 3).
@@ -156,8 +144,9 @@ multiply_adds=10464)
         dim = check_integer("dim", dim, 1)
         base, leaves = _BASES[self.base], self.half.power
         inner, joins = max(0, leaves - 2), leaves - 1
-        work = leaves * base.map_work(dim, self.size) + inner * base.map_work(self.size, self.size)
-        return SketchCost(leaves, inner, joins, 1, work + joins * base.join_work(self.size))
+        leaf, join = base.work(dim, self.size)
+        total = leaves * leaf + inner * base.work(self.size, self.size)[0] + joins * join
+        return SketchCost(leaves, inner, joins, 1, total)
 
 
 def theory_size(power: int, epsilon: float, delta: float, pairs: int = 1) -> int:
@@ -170,8 +159,6 @@ def theory_size(power: int, epsilon: float, delta: float, pairs: int = 1) -> int
     has the variance (1 + 8/z)^(n-1) - 1 ≈ 8(n-1)/z at |x| = 1, so that a normal tail wants about
     eight times this size for an error ε of the half map, and ε(2 + ε) of its square (H.2 prints ε).
 
-    >>> theory_size(power=4, epsilon=0.5, delta=0.1)
-    37
     >>> theory_size(power=4, epsilon=0.5, delta=0.1, pairs=100)
     111
     """
@@ -183,9 +170,6 @@ def theory_size(power: int, epsilon: float, delta: float, pairs: int = 1) -> int
                 f"{name} must be a number between 0 and 1, both excluded, got {value!r}"
             )
     return math.ceil(power / epsilon / epsilon * (math.log(pairs) - math.log(delta)))
-
-
-# --- the tree ---------------------------------------------------------------------------------
 
 
 class _Maps(ABC):
@@ -213,14 +197,9 @@ class _Maps(ABC):
         return a * b
 
     @staticmethod
-    def join_work(size: int) -> int:
-        """Multiply-adds of `join` for one vector."""
-        return size
-
-    @staticmethod
     @abstractmethod
-    def map_work(dim: int, size: int) -> int:
-        """Multiply-adds of one map of one vector."""
+    def work(dim: int, size: int) -> tuple[int, int]:
+        """Multiply-adds of one map, and of one `join`, for one vector."""
 
 
 class _Tree(NamedTuple):
@@ -265,9 +244,6 @@ def _draw_tree(sketch: PolySketch, dim: int, dtype: torch.dtype, device: torch.d
     return _Tree(leaves, inner)
 
 
-# --- the random maps --------------------------------------------------------------------------
-
-
 class _Gaussian(_Maps):
     """x -> Gx with independent entries N(0, scale²); one matrix product serves all maps."""
 
@@ -282,17 +258,18 @@ class _Gaussian(_Maps):
         return torch.cat(list(grads), -1) @ self.matrix.T
 
     @staticmethod
-    def map_work(dim: int, size: int) -> int:
-        return dim * size
+    def work(dim: int, size: int) -> tuple[int, int]:
+        return dim * size, size
 
 
 class _Srht(_Maps):
     """x -> scale · P H D x: random signs, Hadamard transform, coordinates with replacement."""
 
     def __init__(self, source: Source, dim: int, size: int, count: int, scale: float):
-        self.padding = _padded(dim) - dim
+        padded = 2 ** _logarithm(dim)
+        self.padding = padded - dim
         self.signs = source.signs(count, dim, scale=scale)
-        self.rows = source.below(_padded(dim), count, size)
+        self.rows = source.below(padded, count, size)
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         signed = (pad(x * signs, (0, self.padding)).movedim(-1, 0) for signs in self.signs)
@@ -300,8 +277,8 @@ class _Srht(_Maps):
         return [u.movedim(0, -1).contiguous() for u in sampled]
 
     @staticmethod
-    def map_work(dim: int, size: int) -> int:
-        return dim + _padded(dim) * _logarithm(dim)
+    def work(dim: int, size: int) -> tuple[int, int]:
+        return dim + 2 ** _logarithm(dim) * _logarithm(dim), size
 
 
 class _CountSketch(_Maps):
@@ -331,13 +308,9 @@ class _CountSketch(_Maps):
         return torch.fft.irfft(torch.fft.rfft(a) * torch.fft.rfft(b), n=a.shape[-1])
 
     @staticmethod
-    def join_work(size: int) -> int:
-        """Three real transforms of size · log₂ size multiply-adds, and the product of spectra."""
-        return 3 * size * _logarithm(size) + 4 * (size // 2 + 1)
-
-    @staticmethod
-    def map_work(dim: int, size: int) -> int:
-        return dim
+    def work(dim: int, size: int) -> tuple[int, int]:
+        """A join: three real transforms of size · log₂ size, and the product of their results."""
+        return dim, 3 * size * _logarithm(size) + 4 * (size // 2 + 1)
 
 
 _BASES: dict[str, type[_Maps]] = {
@@ -353,9 +326,6 @@ def _hadamard(x: Tensor) -> Tensor:
     A pass pairs the entries half the length apart and writes sum and difference side by side, so
     that after k passes each entry has its own index again. The transform runs over the first
     dimension, as sums of long rows are the fast ones.
-
-    >>> _hadamard(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    tensor([10., -2., -4.,  0.])
     """
     for _ in range(_logarithm(len(x))):
         a, b = x.chunk(2)
@@ -366,14 +336,6 @@ def _hadamard(x: Tensor) -> Tensor:
 def _logarithm(dim: int) -> int:
     """ceil(log2(dim))."""
     return (dim - 1).bit_length()
-
-
-def _padded(dim: int) -> int:
-    """The smallest power of two that is at least ``dim``."""
-    return 2 ** _logarithm(dim)
-
-
-# --- checks -----------------------------------------------------------------------------------
 
 
 def _check_vectors(x: object) -> None:

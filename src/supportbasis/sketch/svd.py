@@ -20,7 +20,6 @@ depends on the shape alone.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from numbers import Real
 
 import torch
@@ -63,17 +62,17 @@ def approximate_svd(
         raise InputError(f"eps must be a number in (0, 1], got {eps!r}")
     size, second = sketch_sizes(k, float(eps))
     if min(n, m) <= size:
-        left, values, right = torch.linalg.svd(matrix.dense(), full_matrices=False)
+        left, values, right = torch.linalg.svd(matrix.to_dense(), full_matrices=False)
         return left[:, :k], values[:k], right[:k].T
     fields = ("svd", n, m, k, float(eps), seed)
-    source = Source.seeded(fields, matrix.values.dtype, matrix.values.device)
+    source = Source.seeded(fields, matrix.dtype, matrix.device)
     # row by row in memory, as a sparse product reads it
-    basis = torch.linalg.qr(_sketch(matrix, size, source).T).Q.contiguous()
-    if matrix.count <= n * second:
-        return _best_in_span(matrix.times(basis), None, basis, k)
-    buckets = _Buckets.draw(m, second, source)
-    image = _sketch(matrix.transposed(), second, source, buckets).T
-    embedded = torch.linalg.qr(_sketch(_Matrix.of(basis), second, source, buckets))
+    basis = torch.linalg.qr(_sketch(matrix, size, _draw_buckets(n, size, source)).T).Q.contiguous()
+    if (matrix._values() if matrix.is_sparse else matrix).numel() <= n * second:
+        return _best_in_span(matrix @ basis, None, basis, k)
+    buckets = _draw_buckets(m, second, source)
+    image = _sketch(matrix.T, second, buckets).T
+    embedded = torch.linalg.qr(_sketch(basis, second, buckets))
     return _best_in_span(image @ embedded.Q, embedded.R, basis, k)
 
 
@@ -104,83 +103,30 @@ def _best_in_span(
     return tall.Q @ (left[:, :k] @ turn), values, basis @ right.T
 
 
-# --- sketches of a matrix ---------------------------------------------------------------------
+def _draw_buckets(coordinates: int, size: int, source: Source) -> tuple[Tensor, Tensor]:
+    """Row of the sketch, and sign, of each coordinate in each CountSketch, [STACKED, n] both."""
+    width = size // STACKED
+    first = width * torch.arange(STACKED, device=source.device).unsqueeze(1)
+    index = first + source.below(width, STACKED, coordinates)
+    return index, source.signs(STACKED, coordinates, scale=STACKED**-0.5)
 
 
-@dataclass(frozen=True, eq=False)
-class _Matrix:
-    """A matrix by its entries; ``rows`` and ``columns`` are None where it is dense."""
-
-    values: Tensor  # [entries], or [n, m]
-    rows: Tensor | None
-    columns: Tensor | None
-    shape: tuple[int, int]
-
-    @staticmethod
-    def of(a: Tensor) -> _Matrix:
-        shape = (a.shape[0], a.shape[1])
-        if a.layout == torch.sparse_csr:
-            rows = torch.arange(len(a), device=a.device).repeat_interleave(a.crow_indices().diff())
-            return _Matrix(a.values(), rows, a.col_indices(), shape)
-        if a.layout == torch.sparse_coo:
-            rows, columns = a._indices().unbind(0)
-            return _Matrix(a._values(), rows, columns, shape)
-        return _Matrix(a, None, None, shape)
-
-    @property
-    def count(self) -> int:
-        return self.values.numel()
-
-    def transposed(self) -> _Matrix:
-        values = self.values.T if self.rows is None else self.values
-        return _Matrix(values, self.columns, self.rows, self.shape[::-1])
-
-    def times(self, other: Tensor) -> Tensor:
-        return self._tensor() @ other
-
-    def dense(self) -> Tensor:
-        return self._tensor().to_dense()
-
-    def _tensor(self) -> Tensor:
-        if self.rows is None or self.columns is None:
-            return self.values
-        index = torch.stack([self.rows, self.columns])
-        return torch.sparse_coo_tensor(index, self.values, self.shape, check_invariants=False)
-
-
-@dataclass(frozen=True, eq=False)
-class _Buckets:
-    """Bucket and sign of each coordinate in each CountSketch of a stack."""
-
-    index: Tensor  # [STACKED, n]: rows of the sketch
-    signs: Tensor  # [STACKED, n]
-
-    @staticmethod
-    def draw(coordinates: int, size: int, source: Source) -> _Buckets:
-        width = size // STACKED
-        first = width * torch.arange(STACKED, device=source.device).unsqueeze(1)
-        index = first + source.below(width, STACKED, coordinates)
-        return _Buckets(index, source.signs(STACKED, coordinates, scale=STACKED**-0.5))
-
-
-def _sketch(matrix: _Matrix, size: int, source: Source, buckets: _Buckets | None = None) -> Tensor:
-    """S A [size, m]: the rows of A with random signs, added up in buckets."""
-    n, m = matrix.shape
-    buckets = buckets or _Buckets.draw(n, size, source)
-    image = matrix.values.new_zeros(size, m)
-    if matrix.rows is None or matrix.columns is None:
-        for bucket, signs in zip(buckets.index, buckets.signs, strict=True):
-            image.index_add_(0, bucket, matrix.values * signs.unsqueeze(1))
+def _sketch(a: Tensor, size: int, buckets: tuple[Tensor, Tensor]) -> Tensor:
+    """S A [size, m], A dense or COO: the rows of A with random signs, added up in buckets."""
+    image, m = a.new_zeros(size, a.shape[1], layout=torch.strided), a.shape[1]
+    if not a.is_sparse:
+        for bucket, signs in zip(*buckets, strict=True):
+            image.index_add_(0, bucket, a * signs.unsqueeze(1))
         return image
-    for start in range(0, matrix.count, ENTRIES):
-        part = slice(start, start + ENTRIES)
-        rows, columns, values = matrix.rows[part], matrix.columns[part], matrix.values[part]
-        for bucket, signs in zip(buckets.index, buckets.signs, strict=True):
+    entries = (*a._indices().unbind(0), a._values())
+    for rows, columns, values in zip(*(x.split(ENTRIES) for x in entries), strict=True):
+        for bucket, signs in zip(*buckets, strict=True):
             image.view(-1).index_add_(0, bucket[rows] * m + columns, values * signs[rows])
     return image
 
 
-def _check_matrix(a: Tensor) -> _Matrix:
+def _check_matrix(a: Tensor) -> Tensor:
+    """The matrix, dense or COO, in the dtype of all sums."""
     if not isinstance(a, Tensor):
         raise InputError(f"a must be a tensor [n, m], got {type(a).__name__}")
     if a.layout not in (torch.strided, torch.sparse_coo, torch.sparse_csr):
@@ -191,6 +137,7 @@ def _check_matrix(a: Tensor) -> _Matrix:
         raise InputError(f"a has shape {tuple(a.shape)}; expected a matrix [n, m]")
     if a.requires_grad and torch.is_grad_enabled():
         raise InputError("a requires grad, but the factors have no gradients; detach it")
-    matrix = _Matrix.of(a.detach())
-    check_finite(a=matrix.values)
-    return replace(matrix, values=matrix.values.to(compute_dtype(a.dtype)))
+    a = a.detach()
+    a = a.to_sparse_coo() if a.layout == torch.sparse_csr else a
+    check_finite(a=a._values() if a.is_sparse else a)
+    return a.to(compute_dtype(a.dtype))

@@ -4,14 +4,14 @@ Keys are sorted into leaves of L similar keys; similar queries form cells of B. 
 query m a leaf of keys k_j, values v_j and log-weights b_j becomes one key:
 
     t_j = scale <m, k_j> + b_j    w = softmax t    kt = sum_j w_j k_j    vt = sum_j w_j v_j
-    lt = logsumexp t - scale <m, kt>
+    lt = logsumexp t - scale <m, kt> + log(1 + s / 2)    s = scale^2 variance spread
 
+with variance = mean_i |q_i - m|^2 / d over the cell's queries and spread the mean of |k_j - mean|^2
+over the leaf's real keys: s estimates the variance of scores between them.
 Some rows q_i of the cell give it the score z_il = scale <q_i, kt_l> + lt_l, and the share p_il of
-their softmax over all leaves. Leaves whose importance mean_i p_il^2 scale^2 variance spread_l
-exceeds the price (`lists.tables.ListSettings`) are open: their keys are attended exactly. Here
-variance = mean_i |q_i - m|^2 / d and spread_l is the mean of |k_j - mean|^2 over the leaf's real
-keys. Output is one softmax over the own window (causal attention), the tilted keys of closed leaves
-and the keys of open ones.
+their softmax over all leaves. Leaves whose importance mean_i p_il^2 s_l exceeds the price
+(`lists.tables.ListSettings`) are open: their keys are attended exactly. Output is one softmax over
+the own window (causal attention), the tilted keys of closed leaves and the keys of open ones.
 
 Tilts belong to a range of cells, in causal attention of whole windows, so that a caller can bound
 their memory. No function synchronises with the host; shapes depend on shapes alone.
@@ -34,9 +34,9 @@ from . import list_kernels as kernels
 # float32 up to 128, 256.
 Shapes = tuple[tuple[int, int, int, int], ...]
 TILES: dict[str, Shapes] = {  # cells and leaves of a program; rows, leaves or keys at a time
-    "tilt": ((64, 32, 4, 3), (64, 8, 4, 2), (64, 8, 8, 1), (32, 4, 8, 1), (16, 4, 8, 1)),
-    "select": ((32, 128, 4, 3), (32, 64, 4, 3), (32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
-    "attend": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+    "tilt": ((64, 32, 4, 3), (64, 16, 4, 2), (64, 8, 8, 1), (32, 4, 8, 1), (16, 4, 8, 1)),
+    "select": ((32, 128, 4, 3), (32, 128, 4, 3), (32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
+    "attend": ((128, 64, 4, 3), (64, 64, 4, 3), (64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
 }  # fmt: skip
 
 
@@ -62,6 +62,7 @@ class Tables:
     ks: Tensor  # [Hk, M, d], sorted; M in whole leaves
     vs: Tensor  # [Hk, M, dv]
     bs: Tensor | None  # [Hq, M] float32 log-weights, -inf at padding
+    slots: Tensor  # [Hk, M] int32: the key of a sorted slot, -1: none
     members: Tensor  # [Hq, cells, B] int32, -1: none
     visible: Tensor  # [cells] int32: leaves that a cell attends to, ascending
     mean: Tensor  # [Hq, cells, d] float32, of the members
@@ -204,8 +205,8 @@ def tilt(tables: Tables, first: int, last: int, leaves: int, scale: float) -> Ti
     tile = tables.tile("tilt")
     together, per = min(tile.rows, power_of_two(cells)), min(tile.keys, power_of_two(leaves, 1))
     kernels.tilt[(cdiv(cells, together), cdiv(leaves, per), heads)](
-        tables.mean, ks, tables.vs, ks if tables.bs is None else tables.bs, tables.visible,
-        tilts.kt, tilts.vt, tilts.lt,
+        tables.mean, ks, tables.vs, ks if tables.bs is None else tables.bs,
+        tables.variance, tables.spread, tables.visible, tilts.kt, tilts.vt, tilts.lt,
         tables.cells, first, cells, ks.shape[1], leaves, tables.group, scale,
         d, dv, wide, value_wide, together, per, tables.leaf, tables.bs is not None, tables.dot,
         **tile.launch,
@@ -317,6 +318,7 @@ def _check_tables(tables: Tables) -> None:
     check("vs", tables.vs, (key_heads, keys, dv), dtype)
     if tables.bs is not None:
         check("bs", tables.bs, (heads, keys), torch.float32)
+    check("slots", tables.slots, (key_heads, keys), torch.int32)
     check("members", tables.members, (heads, cells, block), torch.int32)
     check("visible", tables.visible, (cells,), torch.int32)
     check("mean", tables.mean, (heads, cells, d), torch.float32)

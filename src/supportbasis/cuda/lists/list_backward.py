@@ -11,7 +11,9 @@ and the keys of the leaf, w being the weights of its tilt,
     dk_j = w_j dkt + scale dt_j m    dv_j = w_j dvt    db_j = dt_j
     dm = scale sum_j (dt_j - w_j dlt) k_j
 
-of which every member of the cell gets its share. Open leaves have the gradients of exact attention.
+of which every member of the cell gets its share. Through log(1 + s / 2), s = scale^2 variance
+spread, dlt also reaches the variances of the cell's queries and of the leaf's keys. Open leaves
+have the gradients of exact attention.
 Rows are gathered by tile first: then kernels read whole tiles. Every number of the totals has one
 program that adds to it, in a fixed sequence: results repeat to the bit. No function synchronises
 with the host. As in other kernels, products of 16-bit tokens take 16-bit weights: float16 gradients
@@ -69,6 +71,7 @@ class Totals:
     query: Tensor  # [Hq, n, d]
     key: Tensor  # [Hq, M, d]
     value: Tensor  # [Hq, M, dv]
+    spread: Tensor  # [Hq, leaves], of the variances of leaves
     weight: Tensor | None = None  # [Hq, M], of log-weights; None: not wanted
 
 
@@ -111,7 +114,8 @@ class Changes:
 def gradients(
     tables: Tables, tilts: Tilts, lists: Lists, rows: Rows, scale: float, totals: Totals
 ) -> None:
-    """Add the gradients of the rows of the tilts' cells, except those of the own window.
+    """Add the gradients of the rows of the tilts' cells, except those of the own window; those of
+    keys through the variances of their leaves wait for `add_spreads`.
 
     ``tilts`` and ``lists`` are those of the forward pass. The tilts' kt and vt are overwritten;
     beside them a pair of a cell and a leaf takes 13 bytes, and 4 for every tile of the cell.
@@ -183,10 +187,12 @@ def tilt_gradients(tables: Tables, tilts: Tilts, gathered: Gathered, scale: floa
     rows = min(tile.rows, tables.block)
     runs = (tables.visible,) * 2 if routes is None else (routes.first, routes.count)
     kernels.tilt_gradients[(cdiv(tilts.leaves, tile.keys), tilts.cells, tables.heads)](
-        *gathered.tensors, changes.mean, tilts.kt, tilts.vt, tilts.lt, tables.visible, *runs,
+        *gathered.tensors, changes.mean, tilts.kt, tilts.vt, tilts.lt,
+        tables.variance, tables.spread, tables.visible, *runs,
         changes.kt, changes.vt, changes.lam, changes.shift, changes.level,
         gathered.tiles * gathered.size, tables.cells, first, tilts.cells, tilts.leaves,
-        tiles_of(tables, tilts)[0], scale, d, dv, wide, value_wide, gathered.size, rows, tile.keys,
+        tables.spread.shape[1], tables.group, tiles_of(tables, tilts)[0], scale,
+        d, dv, wide, value_wide, gathered.size, rows, tile.keys,
         routes is not None, tables.dot, **tile.launch,
     )  # fmt: skip
     return changes
@@ -247,7 +253,7 @@ def leaf_gradients(
 def mean_gradients(
     tables: Tables, tilts: Tilts, changes: Changes, scale: float, totals: Totals
 ) -> None:
-    """Add to members their share of the gradient of their cell's mean."""
+    """Add to members their share in the gradients of their cell's mean and variance."""
     d, dv, wide, value_wide = tables.widths
     heads, n = tables.query.shape[:2]
     tile = pick(TILES["mean"], tables)
@@ -263,9 +269,37 @@ def mean_gradients(
         tables.bs is not None, tables.dot, **tile.launch,
     )  # fmt: skip
     kernels.add_means[(tilts.cells, heads)](
-        parts, tables.members, totals.query, n, tables.cells, tilts.first, splits,
+        parts, _variance_gradients(tables, tilts, changes, scale, totals), tables.query,
+        tables.mean, tables.members, totals.query, n, tables.cells, tilts.first, splits,
         d, wide, tables.block, num_warps=8 if tables.block * wide > 8192 else 4,
     )  # fmt: skip
+
+
+def _variance_gradients(
+    tables: Tables, tilts: Tilts, changes: Changes, scale: float, totals: Totals
+) -> Tensor:
+    """Gradients of the variances of cells [Hq, cells]; those of leaves are added to the totals."""
+    last, half = tilts.first + tilts.cells, scale * scale / 2
+    variance = tables.variance[:, tilts.first : last].unsqueeze(2)  # [Hq, cells, 1]
+    spread = tables.spread[:, : tilts.leaves].repeat_interleave(tables.group, 0).unsqueeze(1)
+    leaf = torch.arange(tilts.leaves, device=spread.device)
+    hidden = leaf >= tables.visible[tilts.first : last].unsqueeze(1)
+    grad = (changes.shift + changes.level).masked_fill_(hidden, 0.0)  # of lt
+    grad = grad * half / (1 + half * variance * spread)
+    totals.spread[:, : tilts.leaves] += (grad * variance).sum(1)
+    return (grad * spread).sum(2)
+
+
+def add_spreads(tables: Tables, totals: Totals) -> None:
+    """Add to keys their share in the gradients of the variances of their leaves."""
+    group, shape = tables.group, (-1, tables.leaf)
+    real = (tables.slots >= 0).unflatten(1, shape).unsqueeze(3)  # [Hk, leaves, L, 1]
+    count = real.sum(2, keepdim=True).clamp(min=1)
+    key = tables.ks.unflatten(1, shape).float()
+    away = (key - key.sum(2, keepdim=True) / count) * real * (2 / count)
+    grad = totals.spread.unflatten(0, (-1, group))[..., None, None]
+    total = totals.key.view(-1, group, *away.shape[1:])
+    total.addcmul_(away.unsqueeze(1), grad)
 
 
 def _keys_of(totals: Totals) -> tuple[Tensor, Tensor, Tensor]:
@@ -284,5 +318,6 @@ def _check_totals(tables: Tables, rows: Rows, totals: Totals) -> None:
     check("totals.query", totals.query, (heads, n, d), torch.float32)
     check("totals.key", totals.key, (heads, keys, d), torch.float32)
     check("totals.value", totals.value, (heads, keys, dv), torch.float32)
+    check("totals.spread", totals.spread, (heads, keys // tables.leaf), torch.float32)
     if totals.weight is not None:
         check("totals.weight", totals.weight, (heads, keys), torch.float32)

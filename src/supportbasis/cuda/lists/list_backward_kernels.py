@@ -8,7 +8,15 @@ cell one after the other. Every sum has one program and a fixed sequence.
 from __future__ import annotations
 
 from ..runtime.language import jit, tl
-from .list_kernels import key_bias, leaf_bias, listed_keys, load_rows, store_rows, tile_rows
+from .list_kernels import (
+    curvature,
+    key_bias,
+    leaf_bias,
+    listed_keys,
+    load_rows,
+    store_rows,
+    tile_rows,
+)
 
 
 @jit
@@ -127,8 +135,9 @@ def _add_rows(
 
 @jit
 def tilt_gradients(
-    query, grad, slope, lse, mean, kt, vt, lt, visible, run, runs, dkt, dvt, lam, shift, level,
-    slots, all_cells, first, cells, leaves, first_tile, scale,
+    query, grad, slope, lse, mean, kt, vt, lt, variance, spread, visible, run, runs,
+    dkt, dvt, lam, shift, level,
+    slots, all_cells, first, cells, leaves, all_leaves, group, first_tile, scale,
     d: tl.constexpr, dv: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     T: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     ROUTED: tl.constexpr, PRECISION: tl.constexpr,
@@ -145,8 +154,8 @@ def tilt_gradients(
     value = load_rows(vt + offset * dv, at, here, dv, E)
     bias = leaf_bias(lt + offset, at, here)
     begin, many = cell * T, T
+    whole = bh * all_cells + first + cell
     if ROUTED:
-        whole = bh * all_cells + first + cell
         begin = (tl.load(run + whole) - first_tile) * T
         many = tl.load(runs + whole) * T
     many = tl.where(tl.program_id(0) * BN < end, many, 0)
@@ -172,6 +181,8 @@ def tilt_gradients(
     mixed = tl.sum(to_key.to(tl.float32) * key, 1)
     mixed += tl.sum(to_value.to(tl.float32) * value.to(tl.float32), 1)
     top = bias + tl.sum(key * middle[None, :], 1) * (scale * 1.4426950408889634)
+    apart = tl.load(spread + bh // group * all_leaves + at, mask=here, other=0.0)
+    top -= tl.log2(curvature(tl.load(variance + whole), apart, scale))
     top = tl.where(bias == float("-inf"), float("inf"), top)
     tl.debug_barrier()  # dkt and dvt are kt and vt: no thread is to write before all have read
     store_rows(dkt + offset * d, to_key, at, here, d, D)
@@ -351,17 +362,21 @@ def mean_gradients(
 
 @jit
 def add_means(
-    parts, members, total, n, all_cells, first, splits,
+    parts, variance, query, mean, members, total, n, all_cells, first, splits,
     d: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Every member's share of its cell's mean."""
+    """Every member's share in the gradients of its cell's mean and variance."""
     cell, bh, cells = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     dims = tl.arange(0, D)
-    row = tl.load(members + (bh * all_cells + first + cell) * B + tl.arange(0, B)).to(tl.int64)
+    whole = bh * all_cells + first + cell
+    row = tl.load(members + whole * B + tl.arange(0, B)).to(tl.int64)
     live = row >= 0
-    middle = tl.zeros((D,), dtype=tl.float32)
+    change = tl.zeros((D,), dtype=tl.float32)
     for split in range(splits):
         at = (tl.cast(split, tl.int64) * tl.num_programs(1) + bh) * cells + cell
-        middle += tl.load(parts + at * d + dims, mask=dims < d, other=0.0)
-    middle /= tl.maximum(tl.sum(live.to(tl.float32), 0), 1.0)
-    add_rows(total + bh * n * d, tl.broadcast_to(middle[None, :], (B, D)), row, live, d, D)
+        change += tl.load(parts + at * d + dims, mask=dims < d, other=0.0)
+    away = load_rows(query + bh * n * d, row, live, d, D).to(tl.float32)
+    away -= tl.load(mean + whole * d + dims, mask=dims < d, other=0.0)[None, :]
+    change = change[None, :] + away * (tl.load(variance + bh * cells + cell) * 2.0 / d)
+    change /= tl.maximum(tl.sum(live.to(tl.float32), 0), 1.0)
+    add_rows(total + bh * n * d, change, row, live, d, D)

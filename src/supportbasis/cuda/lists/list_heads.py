@@ -8,7 +8,7 @@ longer than their work are captured as CUDA graphs, which synchronises once a sh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -84,16 +84,16 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and lse of all rows of a problem with these tensors."""
     problem = replace(problem, query=query, key=key, value=value, key_log_weight=weight)
-    call = _Call.of(problem, settings)
+    tables = _tables(problem, settings)
     if settings.window:
         output, lse = own_windows(problem, settings.window)
     else:
         output, lse = (x.flatten(0, 1) for x in exact.empty_results(problem))
     own = (output, lse) if settings.window else None
     for first, last, leaves in parts:
-        tilts = kernels.tilt(call.tables, first, last, leaves, problem.scale)
-        lists = kernels.select(call.tables, tilts, price, problem.scale)
-        kernels.attend(call.tables, tilts, lists, own, output, lse, problem.scale)
+        tilts = kernels.tilt(tables, first, last, leaves, problem.scale)
+        lists = kernels.select(tables, tilts, price, problem.scale)
+        kernels.attend(tables, tilts, lists, own, output, lse, problem.scale)
     shape = problem.query.shape[:3]
     return output.view(*shape, -1), lse.view(shape)
 
@@ -101,21 +101,22 @@ def _forward(
 def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
     """Gradients of the call; tables, tilts and lists are made again, bit by bit the same."""
     settings, group = _settings_of(plan.heads[0]), problem.group
-    call, total = _Call.of(problem, settings), exact.empty_totals(problem)
+    tables, total = _tables(problem, settings), exact.empty_totals(problem)
     slope = -slopes(saved.grad, saved.grad_lse, saved.output)
     rows = backward.Rows(*(x.flatten(0, 1).contiguous() for x in (saved.grad, slope, saved.lse)))
-    heads, (slots, d), dv = call.tables.heads, call.tables.ks.shape[1:], call.tables.vs.shape[2]
-    shapes = ((heads, slots, d), (heads, slots, dv), (heads, slots))
-    sums = [total.query.new_zeros(shape) for shape in shapes]
-    sorted_total = backward.Totals(total.query.flatten(0, 1), sums[0], sums[1], sums[2])
+    heads, (slots, d), dv = tables.heads, tables.ks.shape[1:], tables.vs.shape[2]
+    shapes = ((slots, d), (slots, dv), (tables.spread.shape[1],), (slots,))
+    sums = [total.query.new_zeros(heads, *shape) for shape in shapes]
+    sorted_total = backward.Totals(total.query.flatten(0, 1), *sums)
     price = _prices(plan, problem)
     for first, last, leaves in ranges(problem, settings):
-        tilts = kernels.tilt(call.tables, first, last, leaves, problem.scale)
-        lists = kernels.select(call.tables, tilts, price, problem.scale)
-        backward.gradients(call.tables, tilts, lists, rows, problem.scale, sorted_total)
-    at = call.slots.repeat_interleave(group, 0).unsqueeze(-1)
+        tilts = kernels.tilt(tables, first, last, leaves, problem.scale)
+        lists = kernels.select(tables, tilts, price, problem.scale)
+        backward.gradients(tables, tilts, lists, rows, problem.scale, sorted_total)
+    backward.add_spreads(tables, sorted_total)
+    at = tables.slots.repeat_interleave(group, 0).unsqueeze(-1)
     wholes = (total.key, total.value, total.weight.unsqueeze(-1))
-    for whole, part in zip(wholes, (sums[0], sums[1], sums[2].unsqueeze(-1)), strict=True):
+    for whole, part in zip(wholes, (sums[0], sums[1], sums[3].unsqueeze(-1)), strict=True):
         part = part.masked_fill_(at < 0, 0.0)  # a slot without a key has no gradient
         index = at.clamp(min=0).long().expand_as(part)
         whole.flatten(0, 1).scatter_add_(1, index, part)
@@ -161,39 +162,30 @@ def _prices(plan: Plan, problem: Problem) -> Tensor:
     return _kept.get(plan, (device, batch), make)
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
+def _tables(problem: Problem, settings: ListSettings) -> kernels.Tables:
     """The tables of a call."""
-
-    tables: kernels.Tables
-    slots: Tensor  # [key heads, slots] int32: the key of each sorted slot, -1 for none
-
-    @staticmethod
-    def of(problem: Problem, settings: ListSettings) -> _Call:
-        query, key, value = (
-            x.flatten(0, 1).contiguous() for x in (problem.query, problem.key, problem.value)
-        )
-        weight = problem.key_log_weight
-        weight = None if weight is None else weight.flatten(0, 1).float()
-        slots, members = _sorted(query, key, weight, settings)
-        size, leaf = settings.block, settings.leaf
-        members = members.view(len(query), -1, size)
-        if settings.strict:  # the cells of a window are made of the queries before it
-            members = pad(members, (0, 0, settings.cells, 0), value=-1)[:, : -settings.cells]
-            members = members.contiguous()
-        mean, variance = kernels.cell_means(query, members)
-        routes = _routes(query, mean, settings) if settings.strict else None
-        ks, vs, spread = kernels.gather_leaves(key, value, slots, leaf)
-        bs = None
-        if weight is not None or slots.shape[1] != _keys(problem, settings):
-            bs = _leaf_weights(weight, slots, problem)
-        cells = torch.arange(members.shape[1], dtype=torch.int32, device=query.device)
-        visible = visible_leaves(cells, slots.shape[1] // leaf, settings)
-        tables = kernels.Tables(
-            query, ks, vs, bs, members, visible, mean, variance, spread, leaf, routes,
-            exact.precision(),
-        )  # fmt: skip
-        return _Call(tables, slots)
+    query, key, value = (
+        x.flatten(0, 1).contiguous() for x in (problem.query, problem.key, problem.value)
+    )
+    weight = problem.key_log_weight
+    weight = None if weight is None else weight.flatten(0, 1).float()
+    slots, members = _sorted(query, key, weight, settings)
+    members = members.view(len(query), -1, settings.block)
+    if settings.strict:  # the cells of a window are made of the queries before it
+        members = pad(members, (0, 0, settings.cells, 0), value=-1)[:, : -settings.cells]
+        members = members.contiguous()
+    mean, variance = kernels.cell_means(query, members)
+    routes = _routes(query, mean, settings) if settings.strict else None
+    ks, vs, spread = kernels.gather_leaves(key, value, slots, settings.leaf)
+    bs = None
+    if weight is not None or slots.shape[1] != _keys(problem, settings):
+        bs = _leaf_weights(weight, slots, problem)
+    cells = torch.arange(members.shape[1], dtype=torch.int32, device=query.device)
+    visible = visible_leaves(cells, slots.shape[1] // settings.leaf, settings)
+    return kernels.Tables(
+        query, ks, vs, bs, slots, members, visible, mean, variance, spread, settings.leaf, routes,
+        exact.precision(),
+    )  # fmt: skip
 
 
 def ranges(problem: Problem, settings: ListSettings) -> list[tuple[int, int, int]]:

@@ -78,8 +78,14 @@ def cell_means(
 
 
 @jit
+def curvature(variance, spread, scale):
+    """1 + s / 2, by which a tilted key weighs more than the mean query gives it."""
+    return 1.0 + variance * (0.5 * scale * scale * spread)
+
+
+@jit
 def tilt(
-    mean, ks, vs, bs, visible, kt, vt, lt,
+    mean, ks, vs, bs, variance, spread, visible, kt, vt, lt,
     all_cells, first, cells, keys, leaves, group, scale,
     d: tl.constexpr, dv: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BC: tl.constexpr, PER: tl.constexpr, L: tl.constexpr,
@@ -90,8 +96,10 @@ def tilt(
     near, key_at = tl.arange(0, BC), tl.arange(0, L)
     here, one = start + near < cells, tl.full((L,), 1, tl.int1)
     shown = tl.load(visible + first + start + near, mask=here, other=0)
-    middle = load_rows(mean + (bh * all_cells + first + start) * d, near, here, d, D)
-    middle = middle.to(ks.dtype.element_ty)
+    whole = bh * all_cells + first + start
+    middle = load_rows(mean + whole * d, near, here, d, D).to(ks.dtype.element_ty)
+    apart = tl.load(variance + whole + near, mask=here, other=0.0)
+    spread += bh // group * (keys // L)
     ks += bh // group * keys * d
     vs += bh // group * keys * dv
     bs += bh * keys
@@ -122,6 +130,7 @@ def tilt(
         tilted = tilted.to(kt.dtype.element_ty)
         store_rows(kt, tilted, near + leaf, here, d, D)
         link = tl.sum(middle.to(tl.float32) * tilted.to(tl.float32), 1) * scale
+        size += tl.log2(curvature(apart, tl.load(spread + leaf), scale))
         tl.store(lt + near + leaf, size * 0.6931471805599453 - link, mask=here)
         value = load_rows(vs + slot * dv, key_at, one, dv, E)
         value = tl.dot(rounded, value, input_precision=PRECISION) * share[:, None]
