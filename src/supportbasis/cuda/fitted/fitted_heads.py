@@ -121,7 +121,7 @@ def _outcome(
     """Output, lse, which rows failed, and three counts of the worst head: far keys and exact rows,
     whose capacity is ``sizes``, and failed rows. Does not synchronise with the host."""
     built = _Built.of(call, *given)
-    query, _, value = tokens = built.tokens
+    query, value = built.whole.query, built.whole.value
     sums = [fitted_sums.sums(kernel, built.near(i)) for i, kernel in enumerate(call.kernels)]
     total, unit = (torch.stack(x) for x in zip(*sums, strict=True))
     unit = unit + built.balanced.shift
@@ -139,10 +139,9 @@ def _outcome(
     output = num.to(value.dtype).view(*query.shape[:3], -1)
     lse = lse.view(query.shape[:3]).contiguous()
     if sizes[1]:
-        exact_rows(*tokens, built.row_rectangle(failed, sizes[1]), output, lse)
+        exact_rows(built.row_rectangle(failed, sizes[1]), output, lse)
     if guarded:
-        whole = built.whole_unless(enough(needed, sizes))
-        exact_rows(*tokens, whole, output, lse)
+        exact_rows(all_unless(enough(needed, sizes), built.whole), output, lse)
     counts = torch.cat([needed, failed.sum(1).amax().view(1)])
     return output, lse, failed.view(lse.shape), counts
 
@@ -185,20 +184,17 @@ def _gradients(
     made = built.transforms.token_gradients(query, key, value, weight, shift)
     total = Totals(*(x.unflatten(0, lse.shape[:2]).contiguous() for x in made))
     if sizes[0]:
-        far = built.key_rectangle(sizes[0])
-        add_gradients(total, grad, slope, near, *built.tokens, far)
+        add_gradients(total, grad, slope, near, built.key_rectangle(sizes[0]))
     if sizes[1]:
-        rows = built.row_rectangle(failed, sizes[1])
-        add_gradients(total, grad, slope, known, *built.tokens, rows)
+        add_gradients(total, grad, slope, known, built.row_rectangle(failed, sizes[1]))
     if guarded:
-        add_gradients(total, grad, slope, lse, *built.tokens, built.whole_unless(fits))
-    return total.query, total.key, total.value, total.weight, needed
+        add_gradients(total, grad, slope, lse, all_unless(fits, built.whole))
+    return *total, needed
 
 
 class _Built(NamedTuple):
     """Transformed heads, and which tokens are exact; forward and backward build the same."""
 
-    tokens: tuple[Tensor, Tensor, Tensor]
     transforms: Transforms
     balanced: Balanced
     far_keys: Tensor  # [heads, m]
@@ -216,11 +212,11 @@ class _Built(NamedTuple):
         far_rows = torch.linalg.vector_norm(balanced.query, dim=2) > query_radius
         far_rows |= torch.arange(query.shape[2], device=query.device) < call.first
         whole = Rectangle(
-            Tokens(query.shape[2]), Tokens(key.shape[2]), call.scale, False, weight,
-            precision=call.precision,
+            query, key, value, Tokens(query.shape[2]), Tokens(key.shape[2]), call.scale, False,
+            weight, precision=call.precision,
         )  # fmt: skip
         far_keys &= balanced.log_weight > -math.inf
-        return _Built((query, key, value), transforms, balanced, far_keys, far_rows, whole)
+        return _Built(transforms, balanced, far_keys, far_rows, whole)
 
     def near(self, head: int, failed: Tensor | None = None) -> Near:
         """The tokens of one head that are not exact; ``failed`` rows [heads, n] are exact."""
@@ -236,9 +232,6 @@ class _Built(NamedTuple):
         rows = (self.exact_rows | failed).sum(1).amax()
         return torch.stack([self.far_keys.sum(1).amax(), rows])
 
-    def whole_unless(self, fits: Tensor) -> Rectangle:
-        return all_unless(fits, self.whole, len(self.exact_rows))
-
     def row_rectangle(self, failed: Tensor, most: int) -> Rectangle:
         """Exact rows, at most so many of a head, and all keys."""
         return replace(self.whole, rows=marked(self.exact_rows | failed, most))
@@ -250,8 +243,8 @@ class _Built(NamedTuple):
     def over_far_keys(self, most: int) -> tuple[Tensor, Tensor]:
         """Mean values [heads, n, dv] and log-sums [heads, n] of all rows over far keys, exactly."""
         shape, new = self.exact_rows.shape, self.balanced.query.new_empty
-        output, lse = new(*shape, self.tokens[2].shape[3]), new(shape)
-        exact_rows(*self.tokens, self.key_rectangle(most), output, lse)
+        output, lse = new(*shape, self.whole.value.shape[3]), new(shape)
+        exact_rows(self.key_rectangle(most), output, lse)
         return output, lse
 
 

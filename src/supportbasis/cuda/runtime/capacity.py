@@ -109,10 +109,9 @@ def marked(flags: Tensor, most: int) -> Tokens:
     return Tokens(most, index, flags.sum(1).clamp(max=most).int())
 
 
-def all_unless(fits: Tensor, whole: Rectangle, heads: int) -> Rectangle:
-    """All rows of the ``whole`` of so many heads if the capacity was exceeded (not ``fits``), else
-    no row."""
-    n = whole.rows.most
+def all_unless(fits: Tensor, whole: Rectangle) -> Rectangle:
+    """All rows of the ``whole`` if the capacity was exceeded (not ``fits``), else no row."""
+    n, heads = whole.rows.most, whole.heads
     everyone = torch.arange(n, dtype=torch.int32, device=fits.device).expand(heads, -1)
     count = ((~fits).int() * n).expand(heads)
     return replace(whole, rows=Tokens(n, everyone.contiguous(), count.contiguous()))
