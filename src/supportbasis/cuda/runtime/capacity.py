@@ -21,6 +21,7 @@ from ...problem.caching import WeakCache
 from ...problem.problem import Problem
 from ..exact.rectangle import Rectangle, Tokens
 from .language import cdiv, power_of_two
+from .lengths import listed
 from .reporting import Report, capturing
 
 Result = TypeVar("Result")
@@ -101,12 +102,8 @@ def enough(needed: Tensor, sizes: Sizes) -> Tensor:
 
 def marked(flags: Tensor, most: int) -> Tokens:
     """The first ``most`` flagged tokens of each head; flags are [heads, tokens]."""
-    heads, tokens = flags.shape
-    slot = flags.cumsum(1) - 1
-    slot = torch.where(flags & (slot < most), slot, most)
-    token = torch.arange(tokens, dtype=torch.int32, device=flags.device).expand(heads, -1)
-    index = token.new_zeros(heads, most + 1).scatter_(1, slot, token)[:, :most].contiguous()
-    return Tokens(most, index, flags.sum(1).clamp(max=most).int())
+    index, count = listed(flags, most)
+    return Tokens(most, index, count.clamp(max=most))
 
 
 def all_unless(fits: Tensor, whole: Rectangle) -> Rectangle:
