@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from supportbasis.cuda.polynomial import sums as polynomial
-from supportbasis.cuda.polynomial.tiles import RowTiles, StateTiles, choose_tiles
+from supportbasis.cuda.polynomial.setting import Setting, Tile, choose_tiles
 from supportbasis_studies.gpu.cases import LONG, PAPER, gaussian
 from supportbasis_studies.gpu.measure import milliseconds
 
@@ -29,19 +29,19 @@ def sweep(d: int) -> None:
         {64, d}, (1, 2, 4), ((64, 3), (32, 4), (64, 2)), (4, 8)
     ):
         if 64 <= rows * d * pairs // (warps * 32) <= 128:  # registers of the sums
-            state = StateTiles(rows, d, pairs, tokens, warps, stages)
-            setting = polynomial.setting_of(q, v, replace(given, tiles=replace(known, state=state)))
+            state = Tile(rows, d, tokens, warps, stages, pairs)
+            setting = Setting(q, v, replace(given, tiles=known._replace(state=state)))
             side = polynomial.prepared(k, v, None, setting, summed=True)
             show(state, partial(polynomial.sums_over, side, setting))
-    setting = polynomial.setting_of(q, v, given)
+    setting = Setting(q, v, given)
     keys = polynomial.prepared(k, v, None, setting, summed=True)
     queries = polynomial.prepared(q, v, None, setting, read=True)
     sums = polynomial.sums_over(keys, setting)
     for (count, warps), columns, stages in itertools.product(
         ((64, 4), (128, 8), (128, 4), (256, 8)), {64, d}, (2, 3, 4)
     ):
-        read = RowTiles(count, columns, 64, warps, stages)
-        setting = polynomial.setting_of(q, v, replace(given, tiles=replace(known, read=read)))
+        read = Tile(count, columns, 64, warps, stages)
+        setting = Setting(q, v, replace(given, tiles=known._replace(read=read)))
         show(read, partial(polynomial.read, queries, sums, keys, setting))
 
 

@@ -76,11 +76,11 @@ def check(shape, dtype, rough, *, causal, listed_rows, listed_keys, started, wei
         written = written & ~excluded
         excluded = excluded.to(torch.uint8)
     given = exact.Rectangle(
-        rows, keys, scale, causal, log_weight if weighted else None, excluded, precision="ieee"
+        q, k, v, rows, keys, scale, causal, log_weight if weighted else None, excluded, "ieee"
     )
     output = torch.full((batch, heads, n, dv), 7.0, dtype=dtype, device=DEVICE)
     lse = torch.full((batch, heads, n), 7.0, device=DEVICE)
-    exact.exact_rows(q, k, v, given, output, lse, start)
+    exact.exact_rows(given, output, lse, start)
     assert (output[~written] == 7).all() and (lse[~written] == 7).all()
 
     tokens = [x.double().requires_grad_() for x in (q, k, v, log_weight)]
@@ -104,10 +104,10 @@ def check(shape, dtype, rough, *, causal, listed_rows, listed_keys, started, wei
         *(torch.zeros(x.shape[0], heads, *x.shape[2:], device=DEVICE) for x in tokens)
     )
     slope = exact.slopes(grad, grad_lse, output)
-    exact.add_gradients(made, grad, slope, lse, q, k, v, given)
+    exact.add_gradients(made, grad, slope, lse, given)
     loss = (expected * grad).sum() + torch.where(seen, expected_lse * grad_lse, 0.0).sum()
     wanted = torch.autograd.grad(loss, tokens)
-    for mine, theirs in zip((made.query, made.key, made.value, made.weight), wanted, strict=True):
+    for mine, theirs in zip(made, wanted, strict=True):
         mine = mine.unflatten(1, (theirs.shape[1], -1)).sum(2)
         assert relative(mine, theirs) < 2 * rough
 

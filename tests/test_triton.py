@@ -172,16 +172,8 @@ def test_bad_arguments_are_named():
     taylor = polynomials(q, k, TAYLOR, 0.3)
     with pytest.raises(InputError, match="degree: got 3"):
         polynomial.polynomial_sums(q, k, v, replace(taylor, degree=3))
-    with pytest.raises(InputError, match=r"query: got torch\.float64"):
-        polynomial.polynomial_sums(q.double(), k.double(), v.double(), taylor)
     with pytest.raises(InputError, match="chunk: got 100"):
         polynomial.polynomial_sums(q, k, v, replace(taylor, causal=True, chunk=100))
-    with pytest.raises(InputError, match=r"value: got \(1, 1, 10, 16\) with key"):
-        polynomial.polynomial_sums(q, k, v[:, :, :10], taylor)
-    with pytest.raises(InputError, match=r"key: got shape \(1, 1, 0, 16\)"):
-        polynomial.polynomial_attention(q, k[:, :, :0], v[:, :, :0], taylor)
-    with pytest.raises(InputError, match="key: got 2 heads, expected a divisor of 1"):
-        polynomial.polynomial_sums(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), taylor)
 
 
 def test_missing_triton_is_said_in_words(monkeypatch):

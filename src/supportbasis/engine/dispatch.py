@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ EVALUATORS = {  # of a kind of head, a module of `supportbasis.cuda`
     "lists": "lists.list_heads",
     "fitted": "fitted.fitted_heads",
 }
-WITHOUT_KERNELS = (EVALUATORS["fitted"],)  # all heads at once, but by PyTorch operations
+# all heads at once, but by PyTorch operations; causal heads run through the component engine
+WITHOUT_KERNELS = (EVALUATORS["fitted"],)
 
 
 # output in the input dtype and lse in float32, contiguous; and which rows failed and were computed
@@ -79,7 +80,7 @@ def check_implementation(implementation: object) -> str:
     return str(implementation)
 
 
-_groups: WeakCache[Plan, tuple[torch.device, str, bool], tuple[Group, ...]] = WeakCache()
+_groups: WeakCache[Plan, tuple[torch.device, str, bool, bool], tuple[Group, ...]] = WeakCache()
 
 
 def groups(problem: Problem, plan: Plan, implementation: str) -> tuple[Group, ...]:
@@ -88,12 +89,8 @@ def groups(problem: Problem, plan: Plan, implementation: str) -> tuple[Group, ..
     reason = reason or refusal(problem, implementation)
     if implementation == "triton" and reason is not None:
         raise InputError(f"implementation='triton' cannot run this call: {reason}")
-    device, possible = problem.query.device, reason is None
-    return _groups.get(
-        plan,
-        (device, implementation, possible),
-        lambda: _grouped(device, plan, implementation, possible),
-    )
+    how = (problem.query.device, implementation, reason is None, problem.is_causal)
+    return _groups.get(plan, how, lambda: _grouped(plan, *how))
 
 
 def label(found: Sequence[Group]) -> str:
@@ -107,7 +104,7 @@ def label(found: Sequence[Group]) -> str:
 
 def refusal(problem: Problem, implementation: str) -> str | None:
     """Why no head of this call can run through kernels, or None."""
-    query, value = problem.query, problem.value
+    query, widest = problem.query, max(problem.query.shape[-1], problem.value.shape[-1])
     if not has_triton():
         return "Triton is not installed (pip install 'supportbasis[triton]')"
     if query.device.type != "cuda" and not (implementation == "triton" and _interpreted()):
@@ -118,9 +115,9 @@ def refusal(problem: Problem, implementation: str) -> str | None:
         return "kernel sums have no kernels"
     if problem.needs_exact:
         return problem.needs_exact
-    if max(query.shape[-1], value.shape[-1]) > WIDEST:
-        return f"a token has {max(query.shape[-1], value.shape[-1])} entries, more than {WIDEST}"
-    if 0 in (*query.shape, *value.shape):
+    if widest > WIDEST:
+        return f"a token has {widest} entries, more than {WIDEST}"
+    if 0 in (*query.shape, *problem.value.shape):
         return "there is nothing to do"
     return None
 
@@ -137,11 +134,11 @@ def _interpreted() -> bool:
 
 
 def _grouped(
-    device: torch.device, plan: Plan, implementation: str, possible: bool
+    plan: Plan, device: torch.device, implementation: str, possible: bool, causal: bool
 ) -> tuple[Group, ...]:
     found: dict[tuple[str, object] | None, list[int]] = {}
     for number, head in enumerate(plan.heads):
-        family = _family(number, head, implementation) if possible else None
+        family = _family(number, head, implementation, causal) if possible else None
         found.setdefault(family, []).append(number)
     if len(found) <= 1:
         only = next(iter(found), None)
@@ -157,18 +154,20 @@ def _grouped(
     )
 
 
-def _family(number: int, head: HeadPlan, implementation: str) -> tuple[str, object] | None:
+def _family(
+    number: int, head: HeadPlan, implementation: str, causal: bool
+) -> tuple[str, object] | None:
     """The evaluator of a head, and the key of heads that it runs together; None: no evaluator."""
     kind = EVALUATORS.get(head.kind)
-    if kind in WITHOUT_KERNELS and implementation == "triton":
-        kind = None
-    refused = f"{head.kind} heads have no kernels" if kind is None else None
-    refused = refused or (None if kind is None else evaluator(kind).refusal(head))
-    if refused is not None and implementation == "triton":
+    if kind is None or (kind in WITHOUT_KERNELS and (causal or implementation == "triton")):
+        refused: str | None = f"{head.kind} heads have no kernels"
+    else:
+        refused = evaluator(kind).refusal(head)
+        if refused is None:
+            return kind, evaluator(kind).family(head)
+    if implementation == "triton":
         raise InputError(f"implementation='triton' cannot run head {number}: {refused}")
-    if kind is None or refused is not None:
-        return None
-    return kind, evaluator(kind).family(head)
+    return None
 
 
 @lru_cache
@@ -186,22 +185,11 @@ def run(problem: Problem, found: Sequence[Group]) -> Outcome:
         return _outcome(problem, found[0])
     total = Outcome.empty(problem)
     for group in found:
-        part = _outcome(_own_problem(problem, group), group)
+        index = cast(Tensor, group.index)  # several groups have one each
+        part = _outcome(of_heads(problem, index), group)
         for name in vars(total):
-            _put(getattr(total, name), group, getattr(part, name))
+            getattr(total, name).index_copy_(1, index, getattr(part, name))
     return total
-
-
-def _own_problem(problem: Problem, group: Group) -> Problem:
-    return problem if group.index is None else of_heads(problem, group.index)
-
-
-def _put(whole: Tensor, group: Group, part: Tensor) -> None:
-    """Write the heads of a group, dim 1, into those of the call."""
-    if group.index is None:
-        whole.copy_(part)
-    else:
-        whole.index_copy_(1, group.index, part)
 
 
 def _outcome(problem: Problem, group: Group) -> Outcome:
@@ -253,13 +241,13 @@ def gradients(problem: Problem, found: Sequence[Group], saved: SavedForward) -> 
     ]
     weight = new(*shape, problem.m, dtype=problem.dtype) if saved.for_weights else None
     for group in found:
-        own = saved if group.index is None else saved.of_heads(group.index)
-        part = _gradients(_own_problem(problem, group), group, own)
+        index = cast(Tensor, group.index)
+        part = _gradients(of_heads(problem, index), group, saved.of_heads(index))
         pairs = list(zip(parts, (part.query, part.key, part.value), strict=True))
         if weight is not None and part.key_log_weight is not None:
             pairs.append((weight, part.key_log_weight))
         for whole, piece in pairs:
-            _put(whole, group, piece.to(whole.dtype))
+            whole.index_copy_(1, index, piece.to(whole.dtype))
     query, key, value = parts
     return Gradients(query, by_key_head(key, problem), by_key_head(value, problem), weight)
 

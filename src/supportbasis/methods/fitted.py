@@ -106,6 +106,8 @@ class FittedSearch:
         """The search, or why there can be none."""
         if not head.normalise:
             return "polynomials are fitted to softmax attention, not to kernel sums"
+        if head.is_causal and head.query.is_cuda:
+            return "causal fitted polynomials are slower than exact attention on a GPU"
         if head.n < FEWEST or head.m < FEWEST or head.dim == 0:
             return "there is too little to fit a polynomial to"
         transform = own_transform(head)

@@ -37,8 +37,6 @@ FITTED_TOKEN, FITTED_FEATURE = 60, 3  # entries moved for each entry of a token,
 FEATURE_COST = 32  # multiply-adds of exact attention in the time of one multiply-add of a feature
 MOVE_COST = 700  # the same in the time of one moved entry
 FIT_ENTRY = 9.5  # entries moved for each entry of a token and its value
-FIT_FEATURE, FIT_PAIR = 3.5, 20.0  # the same for each feature and pair of a chunk of causal heads
-FIT_CHUNK = 256  # tokens of a chunk
 # ---- of lists on a CPU: entries moved for an entry of a token and its value, for a pair of a mean
 # query and a key, of a row and a tilted key, for an entry of a key in a list, for an exact pair
 LIST_TOKEN, LIST_TILT, LIST_COARSE, LIST_GATHERED, LIST_EXACT = 54.0, 20.0, 40.0, 14.0, 18.0
@@ -188,8 +186,6 @@ def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
     moved, equivalent, direct = 0, 0, 0.0
     if _has_kernels(head):
         moved = int(FIT_ENTRY * tokens * (head.dim + head.value_dim))
-        if head.is_causal:
-            moved += int(FIT_FEATURE * tokens * count + FIT_PAIR * head.n * FIT_CHUNK)
         equivalent = (FEATURE_COST - 1) * products + MOVE_COST * moved
     elif head.query.device.type == "cpu":
         moved = tokens * (FITTED_TOKEN * head.dim + FITTED_FEATURE * count)

@@ -27,32 +27,26 @@ def forward(problem: Problem, plan: Plan) -> Forward:
     if made is not None:
         return (*made, None)
     output, lse = empty_results(problem)
-    exact_rows(problem.query, problem.key, problem.value, whole(problem), output, lse)
+    exact_rows(whole(problem), output, lse)
     return output, lse, None
 
 
 def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
-    made = None
     if saved.grad_lse is None:
         made = fused.gradients(problem, saved.output, saved.lse, saved.grad)
-    if made is not None:
-        return Gradients(*made, None)
-    total, tokens = empty_totals(problem), (problem.query, problem.key, problem.value)
-    slope = slopes(saved.grad, saved.grad_lse, saved.output)
-    add_gradients(total, saved.grad, slope, saved.lse, *tokens, whole(problem))
+        if made is not None:
+            return Gradients(*made, None)
+    total, slope = empty_totals(problem), slopes(saved.grad, saved.grad_lse, saved.output)
+    add_gradients(total, saved.grad, slope, saved.lse, whole(problem))
     return finished(total, problem, saved.for_weights)
 
 
 def whole(problem: Problem) -> Rectangle:
     """All rows and all keys."""
     return Rectangle(
-        Tokens(problem.n),
-        Tokens(problem.m),
-        problem.scale,
-        problem.is_causal,
-        problem.key_log_weight,
-        precision=precision(),
-    )
+        problem.query, problem.key, problem.value, Tokens(problem.n), Tokens(problem.m),
+        problem.scale, problem.is_causal, problem.key_log_weight, precision=precision(),
+    )  # fmt: skip
 
 
 def precision() -> str:

@@ -9,8 +9,7 @@ unless PyTorch is set to deterministic algorithms.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +18,6 @@ from ...problem.problem import Problem
 
 DTYPES = (torch.bfloat16, torch.float16)
 LONG = 2**17  # rows of all heads from which on cuDNN comes first: it prepares every shape anew
-
-Made = TypeVar("Made")
 
 
 class Kernel(NamedTuple):
@@ -34,26 +31,21 @@ class Kernel(NamedTuple):
 
 def attention(problem: Problem) -> tuple[Tensor, Tensor] | None:
     """Output and lse, contiguous; None where no kernel takes the call."""
-    for kernel in kernels_for(problem):
-        made = _tried((kernel.name, "forward"), problem, partial(kernel.attend, problem))
-        if made is not None:
-            output, lse = made
-            return output.contiguous(), lse.contiguous()
-    return None
+    made = _first(kernels_for(problem), "attend", problem)
+    return None if made is None else (made[0].contiguous(), made[1].contiguous())
 
 
 def gradients(
     problem: Problem, output: Tensor, lse: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Gradients of query, key and value in their dtype; None where no kernel takes the call."""
-    given = (problem, output.contiguous(), lse.contiguous())
-    for kernel in kernels_for(problem):
-        wanted = grad.to(problem.query.dtype).contiguous()
-        call = partial(kernel.differentiate, *given, wanted)
-        made = _tried((kernel.name, "backward"), problem, call)
-        if made is not None:
-            return made
-    return None
+    kernels = kernels_for(problem)
+    if not kernels:
+        return None
+    given = (output, lse, grad.to(problem.query.dtype))
+    made: tuple[Tensor, Tensor, Tensor] | None
+    made = _first(kernels, "differentiate", problem, *(x.contiguous() for x in given))
+    return made
 
 
 def kernels_for(problem: Problem) -> list[Kernel]:
@@ -82,19 +74,20 @@ def is_plain(problem: Problem) -> bool:
 _refused: set[Hashable] = set()  # calls that a kernel raised an error for, in spite of `can_use`
 
 
-def _tried(what: Hashable, problem: Problem, call: Callable[[], Made]) -> Made | None:
-    """The result of a kernel, or None if it raises for calls of this kind."""
+def _first(kernels: list[Kernel], what: str, problem: Problem, *given: Tensor) -> Any:
+    """The result of the first kernel that does not raise for calls of this kind, or None."""
     query, key = problem.query, problem.key
-    kind = (what, query.device, query.dtype, query.shape, key.shape, problem.is_causal)
-    if kind in _refused:
-        return None
-    try:
-        return call()
-    except _FAULTS:
-        raise
-    except (RuntimeError, TypeError):  # of the operator: the device ran nothing
-        _refused.add(kind)
-        return None
+    for kernel in kernels:
+        kind = (kernel.name, what, query.device, query.dtype, query.shape, key.shape)
+        if (*kind, problem.is_causal) in _refused:
+            continue
+        try:
+            return getattr(kernel, what)(problem, *given)
+        except _FAULTS:
+            raise
+        except (RuntimeError, TypeError):  # of the operator: the device ran nothing
+            _refused.add((*kind, problem.is_causal))
+    return None
 
 
 # what is wrong with the device or its memory, not with the call

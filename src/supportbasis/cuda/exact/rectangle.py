@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..polynomial.setting import check_inputs
 from ..polynomial.sums import rows_of
 from ..runtime.language import cdiv, interpreted, power_of_two
 from . import rectangle_kernels as kernels
@@ -37,27 +36,27 @@ class Tokens:
     def listed(self) -> bool:
         return self.index is not None
 
-
-@dataclass(frozen=True, eq=False)
-class Rectangle:
-    """Rows, keys, and how their scores become weights: scale, causal mask, log-weights."""
-
-    rows: Tokens
-    keys: Tokens
-    scale: float
-    causal: bool = False
-    log_weight: Tensor | None = None  # [batch, heads of the queries, m] float32
-    excluded: Tensor | None = None  # [batch, heads, n] uint8: rows that are not to be written
-    precision: str = "tf32x3"  # of float32 products
+    def tensors(self, unused: Tensor) -> tuple[Tensor, Tensor]:
+        """Index and count, or any tensor where there are none."""
+        index, count = self.index, self.count
+        return unused if index is None else index, unused if count is None else count
 
 
-@dataclass(frozen=True, eq=False)
-class Start:
+class Start(NamedTuple):
     """Sums of other components, in units of exp(unit)."""
 
     num: Tensor  # [batch, heads, n, dv] float32
     den: Tensor  # [batch, heads, n]
     unit: Tensor  # [batch * heads]
+
+
+class Totals(NamedTuple):
+    """Gradients in float32, to which every rectangle adds; one for each head of the queries."""
+
+    query: Tensor  # [batch, heads, n, d]
+    key: Tensor  # [batch, heads, m, d]
+    value: Tensor  # [batch, heads, m, dv]
+    weight: Tensor  # [batch, heads, m]
 
 
 @dataclass(frozen=True)
@@ -98,43 +97,84 @@ def splits_of(blocks: int, length: int, tile: int) -> tuple[int, int]:
     return max(1, cdiv(length, span)), span
 
 
+@dataclass(frozen=True, eq=False)
+class Rectangle:
+    """Tokens, rows and keys among them, and how scores become weights: scale, causal mask,
+    log-weights."""
+
+    query: Tensor  # [batch, heads, n, d]
+    key: Tensor  # [batch, key heads, m, d]
+    value: Tensor  # [batch, key heads, m, dv]
+    rows: Tokens
+    keys: Tokens
+    scale: float
+    causal: bool = False
+    log_weight: Tensor | None = None  # [batch, heads of the queries, m] float32
+    excluded: Tensor | None = None  # [batch, heads, n] uint8: rows that are not to be written
+    precision: str = "tf32x3"  # of float32 products
+
+    @property
+    def heads(self) -> int:
+        """Of the queries, of all batches."""
+        return self.query.shape[0] * self.query.shape[1]
+
+    @property
+    def full(self) -> bool:
+        return self.query.dtype == torch.float32 or interpreted()
+
+    @property
+    def width(self) -> int:
+        return power_of_two(max(self.query.shape[-1], self.value.shape[-1]))
+
+    def new(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.query.device)
+
+    def launch(
+        self, kernel: Any, tile: Tile, programs: tuple[int, int], given: tuple[Tensor, ...],
+        span: int, scale: float, switches: tuple[bool, ...], strides: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        """Launch a kernel with the arguments that all of them share, and those that are given."""
+        query, key, value = tokens = [rows_of(x) for x in (self.query, self.key, self.value)]
+        (_, heads, n, d), (_, key_heads, m, dv) = query.shape, value.shape
+        weight = rows_of(query if self.log_weight is None else self.log_weight)
+        grid = (*programs, self.heads)
+        kernel[grid](
+            *tokens, weight, *self.rows.tensors(query), *self.keys.tensors(query), *given,
+            heads, key_heads, n, m, d, dv, self.rows.most, self.keys.most, span, scale,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *weight.stride()[:2],
+            *strides, power_of_two(d), power_of_two(dv), tile.rows, tile.keys,
+            self.rows.listed, self.keys.listed, self.causal, self.log_weight is not None,
+            *switches, self.precision if self.full else None, **tile.launch,
+        )  # fmt: skip
+
+
 def exact_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rectangle: Rectangle,
-    output: Tensor,
-    lse: Tensor,
-    start: Start | None = None,
+    rectangle: Rectangle, output: Tensor, lse: Tensor, start: Start | None = None
 ) -> None:
     """Write output and lse of the rows of a rectangle."""
-    check_inputs(query, key, value)
-    shape = _Shape.of(query, key, value, rectangle)
-    rows, keys = rectangle.rows, rectangle.keys
+    rows, keys, excluded = rectangle.rows, rectangle.keys, rectangle.excluded
+    heads, dv, new = rectangle.heads, output.shape[-1], rectangle.new
     if not rows.most:
         return
-    tile = forward_tile(shape.width, shape.full)
+    tile = forward_tile(rectangle.width, rectangle.full)
     blocks = cdiv(rows.most, tile.rows)
-    splits, span = splits_of(blocks * shape.heads, keys.most, tile.keys)
-    excluded = rectangle.excluded
+    splits, span = splits_of(blocks * heads, keys.most, tile.keys)
     if start is not None or excluded is not None:
         splits, span = 1, max(1, keys.most)
-    new, parts, tops, masses = shape.new, output, lse, lse
+    parts, tops, masses = output, lse, lse
     if splits > 1:
-        parts = new(splits, shape.heads, rows.most, shape.dv)
-        tops, masses = new(2, splits, shape.heads, rows.most).unbind(0)
-    given = (lse, lse, lse) if start is None else (start.num, start.den, start.unit)
-    kernels.attend[(blocks, splits, shape.heads)](
-        *shape.tensors, *given, lse if excluded is None else excluded, parts, tops, masses,
-        *shape.sizes, span, rectangle.scale * LOG2E, *shape.strides,
-        shape.d_width, shape.dv_width, tile.rows, tile.keys,
-        rows.listed, keys.listed, rectangle.causal, rectangle.log_weight is not None,
-        start is not None, excluded is not None, splits > 1, shape.precision, **tile.launch,
+        parts = new(splits, heads, rows.most, dv)
+        tops, masses = new(2, splits, heads, rows.most).unbind(0)
+    given = (*(start or (lse, lse, lse)), lse if excluded is None else excluded)
+    switches = (start is not None, excluded is not None, splits > 1)
+    rectangle.launch(
+        kernels.attend, tile, (blocks, splits), (*given, parts, tops, masses),
+        span, rectangle.scale * LOG2E, switches,
     )  # fmt: skip
     if splits > 1:
-        kernels.join_splits[(cdiv(rows.most, 16), shape.heads)](
-            parts, tops, masses, *shape.rows, output, lse,
-            shape.n, shape.dv, rows.most, splits, shape.dv_width, 16, rows.listed,
+        kernels.join_splits[(cdiv(rows.most, 16), heads)](
+            parts, tops, masses, *rows.tensors(parts), output, lse,
+            lse.shape[-1], dv, rows.most, splits, power_of_two(dv), 16, rows.listed,
         )  # fmt: skip
 
 
@@ -150,123 +190,41 @@ def slopes(grad: Tensor, grad_lse: Tensor | None, output: Tensor) -> Tensor:
     return slope
 
 
-@dataclass(frozen=True, eq=False)
-class Totals:
-    """Gradients in float32, to which every rectangle adds; one for each head of the queries."""
-
-    query: Tensor  # [batch, heads, n, d]
-    key: Tensor  # [batch, heads, m, d]
-    value: Tensor  # [batch, heads, m, dv]
-    weight: Tensor  # [batch, heads, m]
-
-
 def add_gradients(
-    total: Totals,
-    grad: Tensor,
-    slope: Tensor,
-    lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rectangle: Rectangle,
+    total: Totals, grad: Tensor, slope: Tensor, lse: Tensor, rectangle: Rectangle
 ) -> None:
     """Add the gradients of a rectangle; ``lse`` is that of the whole row."""
-    check_inputs(query, key, value)
-    shape = _Shape.of(query, key, value, rectangle)
-    rows, keys, heads = rectangle.rows, rectangle.keys, shape.heads
+    rows, keys, heads = rectangle.rows, rectangle.keys, rectangle.heads
     if not rows.most or not keys.most:
         return
-    tile = backward_tile(shape.width, shape.full)
-    grad = rows_of(grad.to(query.dtype))
-    excluded = rectangle.excluded
-    given = (grad, lse, slope, lse if excluded is None else excluded)
-    strides = (*shape.strides, *grad.stride()[:3])
-    switches = (
-        shape.d_width, shape.dv_width, tile.rows, tile.keys,
-        rows.listed, keys.listed, rectangle.causal, rectangle.log_weight is not None,
-        excluded is not None, shape.precision,
-    )  # fmt: skip
+    tile = backward_tile(rectangle.width, rectangle.full)
+    grad, excluded = rows_of(grad.to(rectangle.query.dtype)), rectangle.excluded
+
+    def launch(kernel: Any, blocks: int, splits: int, span: int, *parts: Tensor) -> None:
+        given = (grad, lse, slope, lse if excluded is None else excluded, *parts)
+        rectangle.launch(
+            kernel, tile, (blocks, splits), given, span, rectangle.scale,
+            (excluded is not None,), grad.stride()[:3],
+        )  # fmt: skip
+
     blocks = cdiv(rows.most, tile.rows)
     splits, span = splits_of(blocks * heads, keys.most, tile.keys)
-    part = shape.new(splits, heads, rows.most, shape.d)
-    kernels.query_gradient[(blocks, splits, heads)](
-        *shape.tensors, *given, part, *shape.sizes, span, rectangle.scale, *strides, *switches,
-        **tile.launch,
-    )  # fmt: skip
+    part = rectangle.new(splits, heads, rows.most, total.query.shape[-1])
+    launch(kernels.query_gradient, blocks, splits, span, part)
     _add(part, rows, total.query)
     blocks = cdiv(keys.most, tile.keys)
     splits, span = splits_of(blocks * heads, rows.most, tile.rows)
-    to_key = shape.new(splits, heads, keys.most, shape.d)
-    to_value = shape.new(splits, heads, keys.most, shape.dv)
-    to_weight = shape.new(splits, heads, keys.most, 1)
-    kernels.key_gradient[(blocks, splits, heads)](
-        *shape.tensors, *given, to_key, to_value, to_weight,
-        *shape.sizes, span, rectangle.scale, *strides, *switches, **tile.launch,
-    )  # fmt: skip
-    _add(to_key, keys, total.key)
-    _add(to_value, keys, total.value)
-    _add(to_weight, keys, total.weight.unsqueeze(-1))
+    wholes = (total.key, total.value, total.weight.unsqueeze(-1))
+    parts = [rectangle.new(splits, heads, keys.most, whole.shape[-1]) for whole in wholes]
+    launch(kernels.key_gradient, blocks, splits, span, *parts)
+    for part, whole in zip(parts, wholes, strict=True):
+        _add(part, keys, whole)
 
 
 def _add(parts: Tensor, tokens: Tokens, total: Tensor) -> None:
     splits, heads, most, width = parts.shape
     at_once = 64 if width <= 64 else 16
     kernels.add_parts[(cdiv(most, at_once), heads)](
-        parts, parts if tokens.index is None else tokens.index,
-        parts if tokens.count is None else tokens.count, total,
-        total.shape[2], width, most, splits, power_of_two(width, 1), at_once, tokens.listed,
+        parts, *tokens.tensors(parts), total, total.shape[2], width, most, splits,
+        power_of_two(width, 1), at_once, tokens.listed,
     )  # fmt: skip
-
-
-@dataclass(frozen=True, eq=False)
-class _Shape:
-    """Arguments that the kernels of a rectangle share."""
-
-    tensors: tuple[Tensor, ...]
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    heads: int  # of the queries, of all batches
-    n: int
-    d: int
-    dv: int
-    full: bool
-    precision: str | None
-
-    @staticmethod
-    def of(query: Tensor, key: Tensor, value: Tensor, rectangle: Rectangle) -> _Shape:
-        query, key, value = rows_of(query), rows_of(key), rows_of(value)
-        batch, heads, n, d = query.shape
-        m, dv = value.shape[2:]
-        log_weight = rows_of(query if rectangle.log_weight is None else rectangle.log_weight)
-        sides = [
-            query if x is None else x
-            for side in (rectangle.rows, rectangle.keys)
-            for x in (side.index, side.count)
-        ]
-        full = query.dtype == torch.float32 or interpreted()
-        return _Shape(
-            (query, key, value, log_weight, *sides),
-            (heads, key.shape[1], n, m, d, dv, rectangle.rows.most, rectangle.keys.most),
-            tuple(stride for x in (query, key, value) for stride in x.stride()[:3])
-            + log_weight.stride()[:2],
-            batch * heads, n, d, dv, full, rectangle.precision if full else None,
-        )  # fmt: skip
-
-    @property
-    def rows(self) -> tuple[Tensor, Tensor]:
-        return self.tensors[4], self.tensors[5]
-
-    @property
-    def d_width(self) -> int:
-        return power_of_two(self.d)
-
-    @property
-    def dv_width(self) -> int:
-        return power_of_two(self.dv)
-
-    @property
-    def width(self) -> int:
-        return max(self.d_width, self.dv_width)
-
-    def new(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=self.tensors[0].device)

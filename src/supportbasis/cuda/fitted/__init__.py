@@ -1,8 +1,8 @@
-"""Fitted polynomials, by PyTorch operations on all heads at once.
+"""Fitted polynomials, by PyTorch operations on all heads at once; no causal heads.
 
-======================  ==================================================================
-`fitted_heads`          forward of a call; `fitted_backward`: its gradients
-`fitted_sums`           feature sums of one head; `fitted_chunks`: of one causal head
-`transformed`           all heads in their balancing transforms; `transforming`: by a kernel
-======================  ==================================================================
+=================  =======================================================================
+`fitted_heads`     forward and gradients of a call
+`fitted_sums`      feature sums of one head, and their gradients
+`transformed`      all heads in their balancing transforms; `transforming_kernels`: its kernel
+=================  =======================================================================
 """

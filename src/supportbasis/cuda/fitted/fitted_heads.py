@@ -1,16 +1,21 @@
 """Fitted polynomials on the device, all heads in one captured CUDA graph.
 
-Near rows read near keys through the feature sums of `fitted_sums`, those of causal heads through
-the sums of `fitted_chunks`. Far keys, far rows and failed rows are exact, as many as fit into the
-preallocated capacity (`runtime.capacity`), so that the graph has fixed shapes and no call
-synchronises with the host. The number of failed rows is reported at the next call, which warns if
-there were many. `fitted_backward` is the backward pass.
+Near rows read near keys through the feature sums of `fitted_sums`. Far keys, far rows and failed
+rows are exact, as many as fit into the preallocated capacity (`runtime.capacity`), so that the
+graph has fixed shapes and no call synchronises with the host. The number of failed rows is reported
+at the next call, which warns if there were many. Causal heads run through the component engine.
+
+The backward pass finds far tokens again; failed rows are saved by the forward pass. Gradients of
+near rows and keys flow through the sums of their features and the balancing transforms, those of
+far keys and exact rows through rectangles; all rows are exact where the capacity was exceeded. A
+log-sum of +inf excludes a row from a part. All sums are float32.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple, cast
@@ -20,19 +25,19 @@ import torch
 from torch import Tensor
 
 from ...components.cotangent import Gradients, SavedForward
-from ...engine.dispatch import Forward, by_key_head
+from ...engine.dispatch import Forward
 from ...engine.jensen import FITTED_SHARE, SIGNS, grouped_lse
 from ...plans import FittedHead, HeadPlan, Plan
 from ...polynomials.fitting import FittedKernel
 from ...problem.problem import Problem
 from ...problem.result import FAILED_SHARE
-from ..exact.exact_heads import precision
-from ..exact.rectangle import Rectangle, Tokens, exact_rows
-from ..runtime.capacity import Capacity, Sizes, enough, exact_unless, marked
-from ..runtime.replayed_call import ReplayedCall, split_given
-from . import fitted_chunks, fitted_sums
-from .fitted_sums import Near
-from .transformed import Balanced
+from ..exact.exact_heads import finished, precision
+from ..exact.rectangle import Rectangle, Tokens, Totals, add_gradients, exact_rows, slopes
+from ..runtime.capacity import Capacity, Sizes, all_unless, enough, marked
+from ..runtime.replay import replayed
+from . import fitted_sums
+from .fitted_sums import Near, finite, with_ones
+from .transformed import Balanced, Transforms
 
 
 def refusal(head: HeadPlan) -> str | None:
@@ -43,51 +48,15 @@ def family(head: HeadPlan) -> object:
     return "fitted", _fitted(head).exact_rows
 
 
-def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
-    """Gradients of query, key, value and key log-weights, as `engine.execute.backward`."""
-    from . import fitted_backward
-
-    query, key, value, weight = fitted_backward.gradients(problem, plan, saved)
-    key, value = (by_key_head(x, problem) for x in (key, value))
-    return Gradients(query, key, value, weight if saved.for_weights else None)
+def _fitted(head: HeadPlan) -> FittedHead:
+    return cast(FittedHead, head)  # the only kind that `engine.dispatch` sends here
 
 
 def forward(problem: Problem, plan: Plan) -> Forward:
     """Output, lse, and which rows failed and were computed exactly."""
-    call = replayed_call(problem, plan)
-    work = partial(_all_heads, Constants.of(problem, plan))
-    output, lse, failed = call.forward("fitted", work)
-    _warn_once(plan, call.capacity, problem.n)
-    return output, lse, failed
-
-
-class Constants(NamedTuple):
-    """What the work of a call depends on beside tensors."""
-
-    kernels: tuple[FittedKernel, ...]
-    first: int  # rows at the start of a causal head that are exact
-    scale: float
-    causal: bool
-
-    @staticmethod
-    def of(problem: Problem, plan: Plan) -> Constants:
-        kernels = tuple(_fitted(head).fitted for head in plan.heads) * problem.batch
-        first = min(_fitted(plan.heads[0]).exact_rows, problem.n)
-        return Constants(kernels, first, problem.scale, problem.is_causal)
-
-
-def replayed_call(problem: Problem, plan: Plan) -> ReplayedCall:
-    """A call with a capacity for far keys and for exact rows of a head, at first (0, 0)."""
-    return ReplayedCall.of(problem, plan, Constants.of(problem, plan), (0, 0))
-
-
-_warned: WeakSet[Plan] = WeakSet()
-
-
-def _warn_once(plan: Plan, capacity: Capacity, rows: int) -> None:
-    """Warn, once for each plan, if many rows failed in the last call that was reported."""
-    counts = capacity.reported
-    if counts and counts[0] > FAILED_SHARE * rows and plan not in _warned:
+    output, lse, failed = _replayed(problem, plan, _outcome)
+    counts = capacity_of(problem, plan).reported
+    if counts and counts[0] > FAILED_SHARE * problem.n and plan not in _warned:
         _warned.add(plan)
         warnings.warn(
             "supportbasis: in an earlier call with this plan the fitted polynomial failed on more "
@@ -96,51 +65,158 @@ def _warn_once(plan: Plan, capacity: Capacity, rows: int) -> None:
             UserWarning,
             stacklevel=2,
         )
+    return output, lse, failed
 
 
-def _all_heads(
-    call: Constants,
-    sizes: Sizes,
-    guarded: bool,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *transforms: Tensor,
+_warned: WeakSet[Plan] = WeakSet()  # once for each plan
+
+
+def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
+    """Gradients of query, key, value and key log-weights, as `supportbasis.engine.backward`."""
+    grad_lse = torch.zeros_like(saved.lse) if saved.grad_lse is None else saved.grad_lse
+    tensors = (saved.output, saved.lse, saved.fallback, saved.grad, grad_lse)
+    total = Totals(*_replayed(problem, plan, _gradients, *tensors))
+    return finished(total, problem, saved.for_weights)
+
+
+def capacity_of(problem: Problem, plan: Plan) -> Capacity:
+    """For far keys and for exact rows of a head."""
+    return Capacity.of(plan, problem, (0, 0))
+
+
+class _Constants(NamedTuple):
+    """What the work of a call depends on beside tensors."""
+
+    kernels: tuple[FittedKernel, ...]
+    first: int  # rows at the start of a head that are exact
+    scale: float
+    group: int
+    precision: str
+
+
+def _replayed(
+    problem: Problem, plan: Plan, work: Callable[..., tuple[Tensor, ...]], *saved: Tensor
+) -> tuple[Tensor, ...]:
+    """The results of ``work(constants, sizes, guarded, *saved, *tokens, *transforms, log-weights)``
+    (`Capacity.run`), by a CUDA graph; in the backward pass with what the forward pass ``saved``."""
+    capacity = capacity_of(problem, plan)  # may raise: before anything is copied
+    kernels = tuple(_fitted(head).fitted for head in plan.heads) * problem.batch
+    first = min(_fitted(plan.heads[0]).exact_rows, problem.n)
+    constants = _Constants(kernels, first, problem.scale, problem.group, precision())
+    weight = () if problem.key_log_weight is None else (problem.key_log_weight.float(),)
+    tokens = (problem.query, problem.key, problem.value)
+    given = (*saved, *tokens, *Transforms.of(problem, plan), *weight)
+
+    def run(sizes: Sizes, guarded: bool) -> tuple[tuple[Tensor, ...], Tensor]:
+        function, key = partial(work, constants, sizes, guarded), (work, constants, sizes)
+        *results, needed = replayed(key, function, *given) if guarded else function(*given)
+        return tuple(results), needed
+
+    return capacity.run_backward(run) if saved else capacity.run(run)
+
+
+def _outcome(
+    call: _Constants, sizes: Sizes, guarded: bool, *given: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, lse, which rows failed, and three counts of the worst head: far keys and exact rows,
     whose capacity is ``sizes``, and failed rows. Does not synchronise with the host."""
-    tokens = (query, key, value)
-    built = build(call, *tokens, *transforms)
-    balanced, module = built.balanced, fitted_chunks if call.causal else fitted_sums
-    sums = [module.sums(kernel, built.near(i)) for i, kernel in enumerate(call.kernels)]
+    built = _Built.of(call, *given)
+    query, value = built.whole.query, built.whole.value
+    sums = [fitted_sums.sums(kernel, built.near(i)) for i, kernel in enumerate(call.kernels)]
     total, unit = (torch.stack(x) for x in zip(*sums, strict=True))
-    unit = unit + balanced.shift
+    unit = unit + built.balanced.shift
     if sizes[0]:
-        total, unit = _with(total, unit, *over_far_keys(built, sizes[0], tokens))
-    num, lse = _divided(total, fitted_sums.finite(unit))
-    least = _least(balanced, call.causal) + balanced.shift + math.log(FITTED_SHARE)
-    failed = ~((lse >= least) & (lse < math.inf))
-    failed &= ~built.exact_rows
+        more, size = built.over_far_keys(sizes[0])
+        top = torch.maximum(unit, size)
+        mine, theirs = ((x - finite(top)).exp().unsqueeze(2) for x in (unit, size))
+        total, unit = total * mine + with_ones(more) * theirs, top
+    den = total[..., -1:]
+    num = torch.where(den == 0, 0.0, total[..., :-1] / den)  # zero for a row without keys
+    lse = den.squeeze(2).log() + finite(unit)
+    least = _least(built.balanced) + built.balanced.shift + math.log(FITTED_SHARE)
+    failed = ~((lse >= least) & (lse < math.inf)) & ~built.exact_rows
     needed = built.needed(failed)
     output = num.to(value.dtype).view(*query.shape[:3], -1)
     lse = lse.view(query.shape[:3]).contiguous()
     if sizes[1]:
-        exact_rows(*tokens, built.row_rectangle(failed, sizes[1]), output, lse)
+        exact_rows(built.row_rectangle(failed, sizes[1]), output, lse)
     if guarded:
-        whole = (*tokens, call.scale, built.weight, precision())
-        exact_unless(enough(needed, sizes), *whole, output, lse, causal=call.causal)
+        exact_rows(all_unless(enough(needed, sizes), built.whole), output, lse)
     counts = torch.cat([needed, failed.sum(1).amax().view(1)])
     return output, lse, failed.view(lse.shape), counts
 
 
-class Built(NamedTuple):
+def _gradients(
+    call: _Constants,
+    sizes: Sizes,
+    guarded: bool,
+    output: Tensor,
+    lse: Tensor,
+    fallback: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor,
+    *given: Tensor,
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value and log-weights, one for each head of the queries, and the
+    needed capacity."""
+    built, failed = _Built.of(call, *given), fallback.flatten(0, 1)
+    needed = built.needed(failed)
+    fits, slope = enough(needed, sizes), slopes(grad, grad_lse, output)
+    known = torch.where(fits, lse, math.inf)
+    near = torch.where((built.exact_rows | failed).view(lse.shape), math.inf, known)
+    real = near.isfinite().flatten(0, 1)
+    both = torch.cat([grad.float(), slope.unsqueeze(3)], 3).flatten(0, 1)
+    both = torch.where(real.unsqueeze(2), both, 0.0)
+    log_factor = torch.where(real, built.balanced.shift - near.flatten(0, 1), -math.inf)
+    parts = [
+        fitted_sums.gradients(kernel, built.near(i, failed), both[i], log_factor[i])
+        for i, kernel in enumerate(call.kernels)
+    ]
+    # the scores of all near keys contain the rows' shifts: those of all keys, whose gradients sum
+    # to that of lse, less far keys
+    shift = torch.where(real, grad_lse.float().flatten(0, 1), 0.0)
+    if sizes[0]:
+        own, size = built.over_far_keys(sizes[0])
+        share = (size - near.flatten(0, 1)).exp().nan_to_num(0.0)  # a row without keys has none
+        along = (grad.float().flatten(0, 1) * own).sum(2)
+        shift = shift - share * (along + slope.flatten(0, 1))
+    query, key, value, weight = (torch.stack(x) for x in zip(*parts, strict=True))
+    made = built.transforms.token_gradients(query, key, value, weight, shift)
+    total = Totals(*(x.unflatten(0, lse.shape[:2]).contiguous() for x in made))
+    if sizes[0]:
+        add_gradients(total, grad, slope, near, built.key_rectangle(sizes[0]))
+    if sizes[1]:
+        add_gradients(total, grad, slope, known, built.row_rectangle(failed, sizes[1]))
+    if guarded:
+        add_gradients(total, grad, slope, lse, all_unless(fits, built.whole))
+    return *total, needed
+
+
+class _Built(NamedTuple):
     """Transformed heads, and which tokens are exact; forward and backward build the same."""
 
+    transforms: Transforms
     balanced: Balanced
-    weight: Tensor | None  # log-weights of the keys that were given
     far_keys: Tensor  # [heads, m]
-    exact_rows: Tensor  # [heads, n]: far rows, and the first ones of causal heads
+    exact_rows: Tensor  # [heads, n]: far rows, and the first ones
     whole: Rectangle  # all rows and keys
+
+    @staticmethod
+    def of(call: _Constants, query: Tensor, key: Tensor, value: Tensor, *given: Tensor) -> _Built:
+        """Transform all heads, and find the tokens beyond the radii of their polynomials."""
+        count = len(Transforms._fields)
+        transforms, weight = Transforms(*given[:count]), given[count] if given[count:] else None
+        balanced = Balanced.of(query, key, value, transforms, weight)
+        key_radius, query_radius = _radii(call.kernels, query.device)
+        far_keys = torch.linalg.vector_norm(balanced.key, dim=2) > key_radius
+        far_rows = torch.linalg.vector_norm(balanced.query, dim=2) > query_radius
+        far_rows |= torch.arange(query.shape[2], device=query.device) < call.first
+        whole = Rectangle(
+            query, key, value, Tokens(query.shape[2]), Tokens(key.shape[2]), call.scale, False,
+            weight, precision=call.precision,
+        )  # fmt: skip
+        far_keys &= balanced.log_weight > -math.inf
+        return _Built(transforms, balanced, far_keys, far_rows, whole)
 
     def near(self, head: int, failed: Tensor | None = None) -> Near:
         """The tokens of one head that are not exact; ``failed`` rows [heads, n] are exact."""
@@ -164,44 +240,12 @@ class Built(NamedTuple):
         """All rows and far keys, at most so many of a head."""
         return replace(self.whole, keys=marked(self.far_keys, most))
 
-
-def build(call: Constants, query: Tensor, key: Tensor, value: Tensor, *given: Tensor) -> Built:
-    """Transform all heads, and find the tokens beyond the radii of their polynomials."""
-    transforms, weight = split_given(given)
-    balanced = Balanced.of(query, key, value, transforms).weighted(weight)
-    key_radius, query_radius = _radii(call.kernels, query.device)
-    far_keys = torch.linalg.vector_norm(balanced.key, dim=2) > key_radius
-    far_rows = torch.linalg.vector_norm(balanced.query, dim=2) > query_radius
-    far_rows |= torch.arange(query.shape[2], device=query.device) < call.first
-    whole = Rectangle(
-        Tokens(query.shape[2]), Tokens(key.shape[2]), call.scale, call.causal, weight,
-        precision=precision(),
-    )  # fmt: skip
-    return Built(balanced, weight, far_keys & (balanced.log_weight > -math.inf), far_rows, whole)
-
-
-def over_far_keys(
-    built: Built, most: int, tokens: tuple[Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Mean values [heads, n, dv] and log-sums [heads, n] of all rows over far keys, exactly."""
-    shape, new = built.exact_rows.shape, built.balanced.query.new_empty
-    output, lse = new(*shape, tokens[2].shape[3]), new(shape)
-    exact_rows(*tokens, built.key_rectangle(most), output, lse)
-    return output, lse
-
-
-def _with(total: Tensor, unit: Tensor, more: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    """Add mean values ``more`` with log-sums ``size`` over further keys to the sums ``total``
-    [heads, n, dv + 1] in units of exp(unit); returns the new sums and units."""
-    top = torch.maximum(unit, size)
-    mine, theirs = ((x - fitted_sums.finite(top)).exp().unsqueeze(2) for x in (unit, size))
-    return total * mine + fitted_sums.with_ones(more) * theirs, top
-
-
-def _divided(total: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean values and log-sums; zero and -inf for a row without keys."""
-    num, den = total[..., :-1], total[..., -1]
-    return torch.where(den.unsqueeze(2) == 0, 0.0, num / den.unsqueeze(2)), den.log() + unit
+    def over_far_keys(self, most: int) -> tuple[Tensor, Tensor]:
+        """Mean values [heads, n, dv] and log-sums [heads, n] of all rows over far keys, exactly."""
+        shape, new = self.exact_rows.shape, self.balanced.query.new_empty
+        output, lse = new(*shape, self.whole.value.shape[3]), new(shape)
+        exact_rows(self.key_rectangle(most), output, lse)
+        return output, lse
 
 
 @lru_cache(maxsize=64)
@@ -211,33 +255,12 @@ def _radii(kernels: tuple[FittedKernel, ...], device: torch.device) -> tuple[Ten
     return key.to(device), torch.tensor([[kernel.query_radius] for kernel in kernels]).to(device)
 
 
-def _fitted(head: HeadPlan) -> FittedHead:
-    return cast(FittedHead, head)  # the only kind that `engine.dispatch` sends here
-
-
-def _least(balanced: Balanced, causal: bool) -> Tensor:
-    """Lower bound of the log-sums of all rows [heads, n] by Jensen's inequality: from mean keys of
-    groups (`grouped_lse`), or for causal rows from the mean of the keys up to the row."""
-    if causal:
-        return torch.stack([_least_so_far(balanced.one(i)) for i in range(len(balanced.key))])
+def _least(balanced: Balanced) -> Tensor:
+    """Lower bound of the log-sums of all rows [heads, n] by Jensen's inequality, from mean keys of
+    groups (`grouped_lse`)."""
     tokens = max(balanced.query.shape[1], balanced.key.shape[1])
     step = max(1, fitted_sums.ENTRIES // (4 * 2**SIGNS * tokens))  # heads at a time
-    found = []
-    for at in range(0, len(balanced.key), step):
-        query, key, log_weight = (
-            x[at : at + step] for x in (balanced.query, balanced.key, balanced.log_weight)
-        )
-        hidden = (log_weight == -math.inf).unsqueeze(2)
-        found.append(grouped_lse(query, key.masked_fill(hidden, 0.0), log_weight))
-    return torch.cat(found)
-
-
-def _least_so_far(balanced: Balanced) -> Tensor:
-    """The bound of one causal head, [n]; running sums in float64, along rows for speed."""
-    query, key, log_weight = balanced.query[0], balanced.key[0], balanced.log_weight[0].double()
-    top = fitted_sums.finite(log_weight.max())
-    weight = (log_weight - top).exp()
-    at = torch.arange(len(query), device=query.device).clamp(max=len(key) - 1)
-    mass, total = weight.cumsum(0)[at], (key.T.contiguous() * weight).cumsum(1)[:, at]
-    score = (query.T * total).sum(0) / torch.where(mass > 0, mass, 1.0)
-    return (score + mass.log() + top).float()
+    hidden = (balanced.log_weight == -math.inf).unsqueeze(2)
+    sides = (balanced.query, balanced.key.masked_fill(hidden, 0.0), balanced.log_weight)
+    parts = zip(*(side.split(step) for side in sides), strict=True)
+    return torch.cat([grouped_lse(*part) for part in parts])

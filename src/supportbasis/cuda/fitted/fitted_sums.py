@@ -2,7 +2,7 @@
 
 `components.streaming` works in blocks that fit a cache; here a block is as many tokens as fit in
 memory, and no number is read on the host. Units are the radii of the plan, not the largest norms.
-Every row attends to every key; causal heads are in `fitted_chunks`.
+Every row attends to every key.
 """
 
 from __future__ import annotations
@@ -33,54 +33,42 @@ class Near(NamedTuple):
     log_weight: Tensor  # [m]
 
 
-class Rows(NamedTuple):
-    """Gradients of the rows' sums, in units of exp(log_factor)."""
-
-    grad: Tensor  # [n, dv + 1]: of numerators and denominator
-    log_factor: Tensor  # [n]; -inf: zero
-
-
-class TokenGradients(NamedTuple):
-    """Gradients of all transformed tokens of a head."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    log_weight: Tensor
-
-
 def sums(kernel: FittedKernel, near: Near) -> tuple[Tensor, Tensor]:
     """Sums of the values and of ones [n, dv + 1], and the logarithm of each row's unit [n]."""
-    features = Features.of(kernel, near.query.device)
-    query, key = features.tokens(near.query, near.key)
+    features = _Features.of(kernel, near.query.device)
+    query, key = features.tokens(near)
     top = near.log_weight.max()
-    weight = (near.log_weight - finite(top)).exp().unsqueeze(1)
-    state = features.state(key, with_ones(near.value) * weight)
+    state = features.state(key, near, finite(top))
     read = [features.written(query[part]).read(state) for part in features.parts(len(query))]
     return torch.cat(read), top.expand(len(query))
 
 
-def gradients(kernel: FittedKernel, near: Near, rows: Rows) -> TokenGradients:
-    """Gradients of the tokens from those of the rows' sums."""
-    features = Features.of(kernel, near.query.device)
-    query, key = features.tokens(near.query, near.key)
+def gradients(
+    kernel: FittedKernel, near: Near, grad: Tensor, log_factor: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and log-weight from those of the rows' sums: ``grad``
+    [n, dv + 1] in units of exp(log_factor) [n]; -inf: zero."""
+    features = _Features.of(kernel, near.query.device)
+    query, key = features.tokens(near)
     top, value = finite(near.log_weight.max()), with_ones(near.value)
-    state = features.state(key, value * (near.log_weight - top).exp().unsqueeze(1))
-    unit, to_query, to_key, read = finite(rows.log_factor.max()), [], [], []
+    state = features.state(key, near, top)
+    unit, to_query, to_key, read = finite(log_factor.max()), [], [], []
     of_rows = torch.zeros_like(state)
     for part in features.parts(len(query), with_gradients=True):
-        made, log_factor = features.written(query[part]), rows.log_factor[part].unsqueeze(1)
-        to_query.append(made.pull_back(state, rows.grad[part] * (log_factor + top).exp()))
-        of_rows += made.summed(rows.grad[part] * (log_factor - unit).exp())
+        made, factor = features.written(query[part]), log_factor[part].unsqueeze(1)
+        to_query.append(made.pull_back(state, grad[part] * (factor + top).exp()))
+        of_rows += made.summed(grad[part] * (factor - unit).exp())
     of_rows *= features.weights
     weight = (near.log_weight + unit).exp().unsqueeze(1)
     for part in features.parts(len(key), with_gradients=True):
         made = features.written(key[part])
         to_key.append(made.pull_back(of_rows, value[part] * weight[part]))
         read.append(made.read(of_rows))
-    return features.token_gradients(
-        near, torch.cat(to_query), torch.cat(to_key), torch.cat(read) * weight
-    )
+    total = torch.cat(read) * weight
+    sides = (torch.zeros_like(near.query), torch.zeros_like(near.key))
+    for side, parts, scale in zip(sides, (to_query, to_key), features.units, strict=True):
+        side[:, : features.map.dim] = torch.cat(parts).flip(1) / scale
+    return *sides, total[:, :-1], (total * value).sum(1)
 
 
 def with_ones(value: Tensor) -> Tensor:
@@ -93,7 +81,7 @@ def finite(top: Tensor) -> Tensor:
     return torch.where(top > -math.inf, top, 0.0)
 
 
-class Features(NamedTuple):
+class _Features(NamedTuple):
     """The features of a kernel: their map, their weights, and the units of queries and keys."""
 
     map: FeatureMap
@@ -102,7 +90,7 @@ class Features(NamedTuple):
 
     @staticmethod
     @lru_cache(maxsize=512)  # one for each head of a model
-    def of(kernel: FittedKernel, device: torch.device) -> Features:
+    def of(kernel: FittedKernel, device: torch.device) -> _Features:
         query_unit, key_unit = (
             radius if radius < math.inf else 1.0
             for radius in (kernel.query_radius, kernel.key_radius)
@@ -110,13 +98,13 @@ class Features(NamedTuple):
         made = FeatureMap(kernel.spans[0], kernel.degree, kernel.spans)
         scaled = [a * (query_unit * key_unit) ** k for k, a in enumerate(kernel.coefficients)]
         weights = made.multiplicity * torch.tensor(scaled, dtype=torch.float64)[made.degrees]
-        return Features(made, weights.float().to(device).unsqueeze(1), (query_unit, key_unit))
+        return _Features(made, weights.float().to(device).unsqueeze(1), (query_unit, key_unit))
 
-    def tokens(self, *sides: Tensor) -> tuple[Tensor, ...]:
-        """Queries and keys [..., d] in their units: the leading coordinates, which are the last of
-        the map's variables."""
-        pairs = zip(sides, self.units, strict=True)
-        return tuple((x[..., : self.map.dim] / unit).flip(-1) for x, unit in pairs)
+    def tokens(self, near: Near) -> tuple[Tensor, ...]:
+        """Queries and keys in their units: the leading coordinates, which are the last of the map's
+        variables."""
+        pairs = zip((near.query, near.key), self.units, strict=True)
+        return tuple((x[:, : self.map.dim] / unit).flip(1) for x, unit in pairs)
 
     def parts(self, tokens: int, *, with_gradients: bool = False) -> Iterator[slice]:
         """Slices of tokens whose features (and their gradients) fit in memory."""
@@ -124,68 +112,45 @@ class Features(NamedTuple):
         step = max(PRODUCTS, entries // self.map.count // PRODUCTS * PRODUCTS)
         return (slice(start, start + step) for start in range(0, tokens, step))
 
-    def written(self, x: Tensor) -> Written:
-        """Features of tokens [tokens, dim], or of those of several lanes [lanes, tokens, dim]."""
-        lanes = x if x.dim() == 3 else x.unsqueeze(0)
-        buffer = self.map.buffer(len(lanes), lanes.shape[1], lanes)
-        return Written(self.map, buffer, self.map.write(lanes, buffer), x.dim() == 3)
+    def written(self, x: Tensor) -> _Written:
+        """Features of tokens [tokens, dim]."""
+        buffer = self.map.buffer(1, len(x), x)
+        return _Written(self.map, buffer, self.map.write(x.unsqueeze(0), buffer)[0])
 
-    def state(self, x: Tensor, columns: Tensor) -> Tensor:
-        """Sums over tokens of weight x feature x column [tokens, width]: [count, width]."""
+    def state(self, key: Tensor, near: Near, unit: Tensor) -> Tensor:
+        """Sums over keys of features and values (and ones), with the keys' weights in units of
+        exp(unit) and those of the features: [count, dv + 1]."""
+        columns = with_ones(near.value) * (near.log_weight - unit).exp().unsqueeze(1)
         total = columns.new_zeros(self.map.count, columns.shape[1])
-        for part in self.parts(len(x)):
-            total += self.written(x[part]).summed(columns[part])
+        for part in self.parts(len(key)):
+            total += self.written(key[part]).summed(columns[part])
         return total.mul_(self.weights)
 
-    def token_gradients(
-        self, near: Near, query: Tensor, key: Tensor, read: Tensor
-    ) -> TokenGradients:
-        """Gradients of tokens from those in their units, and of values and log-weights from what
-        the keys read, [m, dv + 1]."""
-        whole = []
-        pairs = zip((near.query, near.key), (query, key), self.units, strict=True)
-        for tokens, part, unit in pairs:
-            grad = torch.zeros_like(tokens)
-            grad[:, : self.map.dim] = part.flip(1) / unit
-            whole.append(grad)
-        return TokenGradients(
-            whole[0], whole[1], read[:, :-1], (read * with_ones(near.value)).sum(1)
-        )
 
-
-class Written(NamedTuple):
+class _Written(NamedTuple):
     """Features of some tokens; the constant one is left out."""
 
     map: FeatureMap
     buffer: Buffer
-    features: Tensor  # [lanes, count - 1, tokens]
-    in_lanes: bool
+    features: Tensor  # [count - 1, tokens]
 
     def summed(self, columns: Tensor) -> Tensor:
-        """Features times columns: [count, width], or [lanes, count, width]."""
-        if self.in_lanes:
-            first = columns.sum(1, keepdim=True)
-            return torch.cat([first, self.features @ columns], 1)
+        """Features times columns [tokens, width]: [count, width]."""
         # one product so long and thin would keep few of the device's units busy
         parts = math.gcd(len(columns), PRODUCTS)
-        split = self.features[0].unflatten(1, (parts, -1)).transpose(0, 1)
+        split = self.features.unflatten(1, (parts, -1)).transpose(0, 1)
         rest = (split @ columns.unflatten(0, (parts, -1))).sum(0)
         return torch.cat([columns.sum(0, keepdim=True), rest])
 
     def read(self, state: Tensor) -> Tensor:
-        """Features times a state [count, width]: [tokens, width], or [lanes, tokens, width]."""
-        features = self.features if self.in_lanes else self.features[0]
-        return features.mT @ state[..., 1:, :] + state[..., :1, :]
+        """Features times a state [count, width]: [tokens, width]."""
+        return self.features.mT @ state[1:] + state[:1]
 
     def pull_back(self, state: Tensor, columns: Tensor) -> Tensor:
         """Gradients of the tokens, given those of `read`, ``columns`` [tokens, width]."""
-        columns = columns.mT if self.in_lanes else columns.T.unsqueeze(0)
 
         def fill(start: int, stop: int, out: Tensor) -> None:
-            torch.matmul(state[..., 1 + start : 1 + stop, :], columns, out=out)
+            torch.matmul(state[1 + start : 1 + stop], columns.T.unsqueeze(0), out=out)
 
-        grad = self.map.pull_back(self.buffer, fill, columns.shape[-1]).mT
-        grad = grad.clone(
-            memory_format=torch.contiguous_format
-        )  # frees the gradients of all features
-        return grad if self.in_lanes else grad[0]
+        grad = self.map.pull_back(self.buffer, fill, len(columns))[0].mT
+        return grad.clone(memory_format=torch.contiguous_format)  # frees those of all features

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,7 +13,59 @@ from torch import Tensor
 from ...plans import FittedHead, Plan
 from ...polynomials.balancing import Transform
 from ...problem.problem import Problem
-from . import transforming
+from ..runtime.language import cdiv, interpreted, power_of_two
+from . import transforming_kernels as kernels
+
+ROWS, COLUMNS = 128, 64  # of the result, that one program makes
+
+
+class Transforms(NamedTuple):
+    """Balancing transforms of several heads on the device: x = q A + a, log-weights = k b + c."""
+
+    query_map: Tensor
+    query_offset: Tensor
+    shift_map: Tensor
+    zero: Tensor  # [heads]
+    key_map: Tensor
+    key_offset: Tensor
+    weight_map: Tensor
+    weight_offset: Tensor
+
+    @staticmethod
+    def of(problem: Problem, plan: Plan) -> Transforms:
+        """The balancing transforms of all heads of a plan, for every batch element."""
+        transforms = tuple(head.transform for head in plan.heads if isinstance(head, FittedHead))
+        return _stack(transforms * problem.batch, problem.scale, problem.query.device)
+
+    def token_gradients(
+        self, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, shift: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys, values and log-weights [heads, tokens, ...] from those of the
+        transformed heads and of the rows' shifts [heads, n]."""
+        query = query @ self.query_map.mT
+        query += shift.unsqueeze(2) * self.shift_map.mT
+        key = key @ self.key_map.mT
+        key += weight.unsqueeze(2) * self.weight_map.mT
+        return query, key, value, weight
+
+
+@lru_cache(maxsize=64)
+def _stack(transforms: Sequence[Transform], scale: float, device: torch.device) -> Transforms:
+    root = math.sqrt(scale)
+
+    def stacked(part: Callable[[Transform], Tensor]) -> Tensor:
+        return torch.stack([part(each).cpu() for each in transforms]).float().to(device)
+
+    return Transforms(
+        stacked(lambda each: each.query_map * root),
+        stacked(lambda each: -(each.query_centre @ each.query_map).unsqueeze(0) * root),
+        stacked(lambda each: each.key_centre.unsqueeze(1) * scale),
+        torch.zeros(len(transforms), device=device),
+        stacked(lambda each: each.key_map * root),
+        stacked(lambda each: -(each.key_centre @ each.key_map).unsqueeze(0) * root),
+        stacked(lambda each: each.query_centre.unsqueeze(1) * scale),
+        stacked(lambda each: -(each.key_centre @ each.query_centre).view(1, 1) * scale),
+    )
 
 
 class Balanced(NamedTuple):
@@ -26,87 +78,31 @@ class Balanced(NamedTuple):
     shift: Tensor  # scale <q, c>, which log-sums of transformed rows lack
 
     @staticmethod
-    def of(query: Tensor, key: Tensor, value: Tensor, transforms: Transforms) -> Balanced:
-        """Heads without key log-weights of their own; several heads may share keys."""
-        group, heads = query.shape[1] // key.shape[1], len(transforms.zero)
-        if group > 1:
-            value = value.repeat_interleave(group, 1)
-        query, shift = transforming.transformed(
-            query.flatten(0, 1), heads, transforms.query_map, transforms.query_offset,
-            transforms.shift_map, transforms.zero,
-        )  # fmt: skip
-        key, weight = transforming.transformed(
-            key.flatten(0, 1), heads, transforms.key_map, transforms.key_offset,
-            transforms.weight_map, transforms.weight_offset,
-        )  # fmt: skip
+    def of(
+        query: Tensor, key: Tensor, value: Tensor, transforms: Transforms, given: Tensor | None
+    ) -> Balanced:
+        """Several heads may share keys; log-weights [batch, heads, m] may be ``given``."""
+        heads, group = len(transforms.zero), query.shape[1] // key.shape[1]
+        value = value.repeat_interleave(group, 1) if group > 1 else value
+        query, shift = _transformed(query.flatten(0, 1), heads, *transforms[:4])
+        key, weight = _transformed(key.flatten(0, 1), heads, *transforms[4:])
+        if given is not None:
+            weight = weight + given.flatten(0, 1).float()
         return Balanced(query, key, value.flatten(0, 1), weight, shift)
 
-    def weighted(self, log_weight: Tensor | None) -> Balanced:
-        """The same with log-weights [batch, heads, m] added to those of the keys."""
-        if log_weight is None:
-            return self
-        return self._replace(log_weight=self.log_weight + log_weight.flatten(0, 1).float())
 
-    def one(self, head: int) -> Balanced:
-        return Balanced(*(x[head : head + 1] for x in self))
-
-
-class Transforms(NamedTuple):
-    """Balancing transforms of several heads on the device: x = q A + a, log-weights = k b + c."""
-
-    query_map: Tensor
-    query_offset: Tensor
-    key_map: Tensor
-    key_offset: Tensor
-    weight_map: Tensor
-    weight_offset: Tensor
-    shift_map: Tensor
-    zero: Tensor  # [heads]
-
-
-def transforms_of(problem: Problem, plan: Plan) -> Transforms:
-    """The balancing transforms of all heads of a plan, for every batch element."""
-    transforms = tuple(head.transform for head in plan.heads if isinstance(head, FittedHead))
-    return _stack(transforms * problem.batch, problem.scale, problem.query.device)
-
-
-@lru_cache(maxsize=64)
-def _stack(transforms: Sequence[Transform], scale: float, device: torch.device) -> Transforms:
-    root = math.sqrt(scale)
-
-    def stacked(parts: Sequence[Tensor]) -> Tensor:
-        return torch.stack([part.cpu() for part in parts]).float().to(device)
-
-    return Transforms(
-        stacked([each.query_map * root for each in transforms]),
-        stacked([-(each.query_centre @ each.query_map).unsqueeze(0) * root for each in transforms]),
-        stacked([each.key_map * root for each in transforms]),
-        stacked([-(each.key_centre @ each.key_map).unsqueeze(0) * root for each in transforms]),
-        stacked([each.query_centre.unsqueeze(1) * scale for each in transforms]),
-        stacked([-(each.key_centre @ each.query_centre).view(1, 1) * scale for each in transforms]),
-        stacked([each.key_centre.unsqueeze(1) * scale for each in transforms]),
-        torch.zeros(len(transforms), device=device),
-    )
-
-
-def token_gradients(
-    transforms: Transforms, balanced: tuple[Tensor, Tensor, Tensor, Tensor], factor: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys, values and log-weights [heads, tokens, ...] from those of the
-    transformed heads; ``factor`` [heads, n] are those of the rows' shifts."""
-    query, key, value, weight = balanced
-    query = query @ transforms.query_map.transpose(1, 2)
-    if factor is not None:
-        query += factor.unsqueeze(2) * transforms.shift_map.transpose(1, 2)
-    key = key @ transforms.key_map.transpose(1, 2)
-    key += weight.unsqueeze(2) * transforms.weight_map.transpose(1, 2)
-    return query, key, value, weight
-
-
-def shift_factor(own: tuple[Tensor, Tensor], grad: Tensor, lse: Tensor, slope: Tensor) -> Tensor:
-    """The part of exact keys, whose scores contain no shift, in the gradients of the rows' shifts,
-    [heads * n]; ``own`` are mean values and log-sums of all rows over these keys."""
-    output, size = own
-    share = (size.flatten() - lse.flatten()).exp().nan_to_num(0.0)  # a row without keys has none
-    along = (grad.float().flatten(0, 2) * output.view(-1, output.shape[-1])).sum(1)
-    return -share * (along + slope.flatten())
+def _transformed(tokens: Tensor, heads: int, matrix: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    """For ``tokens`` x [heads or fewer, tokens, d], which several of the ``heads`` may share, x A
+    + a and x b + c in float32; products are as good as those of float32 for any dtype of tokens."""
+    count, d = tokens.shape[1:]
+    out, extra = matrix.new_empty(heads, count, d), matrix.new_empty(heads, count)
+    rows = 32 if tokens.dtype == torch.float32 else ROWS
+    width = min(COLUMNS, power_of_two(d))
+    precision = "ieee" if tokens.dtype == torch.float32 else "tf32x3"
+    if tokens.dtype == torch.bfloat16 and not interpreted():  # NumPy has no such numbers
+        precision = "bf16x3"
+    kernels.transform[(cdiv(count, rows), heads, cdiv(d, width))](
+        tokens.contiguous(), matrix, *rest, out, extra,
+        count, d, heads // len(tokens), rows, width, precision,
+    )  # fmt: skip
+    return out, extra

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The kernel of `transforming`."""
+"""The kernel of `transformed`."""
 
 from __future__ import annotations
 

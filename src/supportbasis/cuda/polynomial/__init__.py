@@ -2,7 +2,7 @@
 
 ===================  =====================================================================
 `threshold_heads`    forward and gradients of polynomial and threshold heads
-`setting`            what the kernels of a call share; `tiles`: their tile shapes
+`setting`            what the kernels of a call share, and their tile shapes
 `sums`               feature sums and their read-out; `sum_gradients`: gradients
 `moments`            kernels of degree 0 and 1; `folded`: of degree 2
 `contract`           kernels of the gradients

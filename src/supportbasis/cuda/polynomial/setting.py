@@ -1,19 +1,69 @@
-"""What the kernels of one call of `sums` share: polynomials, checked inputs, tiles, precisions."""
+"""What the kernels of one call of `sums` share: polynomials, tiles, precisions."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import InputError
-from ..runtime.language import interpreted, power_of_two, require, tl
-from .tiles import Tiles, choose_tiles
+from ..runtime.language import interpreted, power_of_two, tl
 
 CHUNK = 1024  # tokens of a causal chunk
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Of one kernel: rows and columns that a program writes, tokens that it reads at a time."""
+
+    rows: int
+    columns: int
+    tokens: int
+    warps: int
+    stages: int
+    pairs: int = 1  # rows of the packing, of `square_state`
+
+    @property
+    def launch(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+class Tiles(NamedTuple):
+    """Tile shapes of one call."""
+
+    state: Tile  # of `square_state`
+    read: Tile  # of `read_out`
+    contract: Tile
+    small: int  # rows, columns of the small moments
+
+
+def choose_tiles(dim: int, value_dim: int, full_precision: bool, causal: bool = False) -> Tiles:
+    """The fastest tiles for keys of ``dim`` and values of ``value_dim`` entries."""
+    d, e = power_of_two(dim), power_of_two(value_dim)
+    narrow, wide = max(d, e) <= 64, max(d, e) > 128
+    if full_precision:
+        columns, tokens, stages = (32, 16, 1) if wide else (64, 32, 2)
+        return Tiles(
+            Tile(min(d, 64), min(e, columns), 32, 4, stages, 1),
+            Tile(32 if wide else 64, min(e, columns), tokens, 4, stages),
+            Tile(32 if wide else 64, min(d, columns), tokens, 4, stages),
+            min(d, e, 32),
+        )
+    if wide:
+        rows = Tile(64, 64, 32, 4, 1 if causal else 2)  # what shared memory holds
+        return Tiles(
+            Tile(min(d, 64), min(e, 128), 64, 4, 3, 4 if e <= 64 else 2),
+            replace(rows, columns=min(e, 64)), replace(rows, columns=min(d, 64)), min(d, e, 64),
+        )  # fmt: skip
+    return Tiles(
+        Tile(min(d, 64), e, 64, 4, 3, 4 if e <= 64 else 2),
+        Tile(128 if narrow else 64, e, 64, 4, 3 if narrow else 2),
+        Tile(128, min(d, 64), 64, 4 if narrow else 8, 3 if narrow else 2),
+        min(d, e, 64),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,87 +80,31 @@ class Polynomials:
     tiles: Tiles | None = None
 
 
-@dataclass(frozen=True, eq=False)
 class Setting:
-    """Coefficients, shapes, dtypes and tiles that the kernels of one call share."""
+    """Coefficients, shapes, dtypes and tiles that the kernels of one call share; raises for a
+    degree or a chunk that the kernels do not have."""
 
-    coefficients: Tensor
-    degree: int
-    dim: int
-    value_dim: int
-    dtype: torch.dtype  # of operands
-    precision: str | None  # of float32 products
-    tiles: Tiles
-    causal: bool
-    chunk: int
-
-    @property
-    def pairs(self) -> int:
-        return (self.dim + 1) // 2 if self.degree == 2 else 0
-
-    @property
-    def blocks(self) -> int:
-        return self.pairs + 2 if self.degree == 2 else 1
-
-    @property
-    def width(self) -> int:
-        return power_of_two(self.dim)
-
-    @property
-    def value_width(self) -> int:
-        return power_of_two(self.value_dim)
-
-    @property
-    def switches(self) -> dict[str, Any]:
-        operand = tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32
-        return {"OPERAND": operand, "PRECISION": self.precision}
-
-    @property
-    def packed(self) -> bool:
-        return self.dtype == torch.bfloat16 and not interpreted()
-
-
-def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise if shapes, dtypes or devices do not fit; does not synchronise with the host."""
-    require()
-    if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise InputError(f"query: got {query.dtype}, expected bfloat16, float16 or float32")
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() != 4 or not all(x.shape):
-            raise InputError(
-                f"{name}: got shape {tuple(x.shape)}, expected [batch, heads, n, width], not empty"
-            )
-        if x.dtype != query.dtype or x.device != query.device:
-            raise InputError(
-                f"{name}: got {x.dtype} on {x.device}, expected {query.dtype} on {query.device}"
-            )
-        if x.shape[-1] > 256:
-            raise InputError(f"{name}: got a width of {x.shape[-1]}, expected at most 256")
-    if key.shape != (query.shape[0], key.shape[1], key.shape[2], query.shape[3]):
-        raise InputError(f"key: got {tuple(key.shape)} with query {tuple(query.shape)}")
-    if value.shape[:3] != key.shape[:3]:
-        raise InputError(f"value: got {tuple(value.shape)} with key {tuple(key.shape)}")
-    if query.shape[1] % key.shape[1]:
-        raise InputError(f"key: got {key.shape[1]} heads, expected a divisor of {query.shape[1]}")
-
-
-def setting_of(query: Tensor, value: Tensor, polynomials: Polynomials) -> Setting:
-    """The `Setting` of a call; raises for a degree or a chunk that the kernels do not have."""
-    degree, chunk, causal = polynomials.degree, polynomials.chunk, polynomials.causal
-    if degree not in (1, 2):
-        raise InputError(f"degree: got {degree}, expected 1 or 2")
-    full = query.dtype == torch.float32 or interpreted()
-    dim, value_dim = query.shape[-1], value.shape[-1]
-    tiles = polynomials.tiles or choose_tiles(dim, value_dim, full, causal)
-    if chunk % max(tiles.read.rows, tiles.contract.rows, tiles.state.tokens, 64):
-        raise InputError(f"chunk: got {chunk}, expected a multiple of the kernels' rows")
-    return Setting(
-        polynomials.coefficients,
-        degree, dim, value_dim,
-        torch.float32 if full else torch.bfloat16,
-        polynomials.precision if full else None,
-        tiles, causal, chunk,
-    )  # fmt: skip
+    def __init__(self, query: Tensor, value: Tensor, polynomials: Polynomials) -> None:
+        self.degree, self.causal = polynomials.degree, polynomials.causal
+        if self.degree not in (1, 2):
+            raise InputError(f"degree: got {self.degree}, expected 1 or 2")
+        self.coefficients, self.chunk = polynomials.coefficients, polynomials.chunk
+        full = query.dtype == torch.float32 or interpreted()
+        self.dim, self.value_dim = query.shape[-1], value.shape[-1]
+        self.width, self.value_width = power_of_two(self.dim), power_of_two(self.value_dim)
+        self.pairs = (self.dim + 1) // 2 if self.degree == 2 else 0
+        self.blocks = self.pairs + 2 if self.degree == 2 else 1
+        self.dtype = torch.float32 if full else torch.bfloat16  # of operands
+        self.packed = not full
+        self.precision = polynomials.precision if full else None  # of float32 products
+        self.switches = {
+            "OPERAND": tl.float32 if full else tl.bfloat16,
+            "PRECISION": self.precision,
+        }
+        self.tiles = polynomials.tiles or choose_tiles(self.dim, self.value_dim, full, self.causal)
+        rows = (self.tiles.read.rows, self.tiles.contract.rows, self.tiles.state.tokens, 64)
+        if self.chunk % max(rows):
+            raise InputError(f"chunk: got {self.chunk}, expected a multiple of the kernels' rows")
 
 
 def operands(x: Tensor, causal: bool) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..runtime.language import cdiv
 from . import contract as gradient
-from .setting import Polynomials, Setting, check_inputs, operands, setting_of
+from .setting import Polynomials, Setting, operands
 from .sums import Side, State, key_sums, prepared, read, rows_of, sums_over
 
 
@@ -33,7 +33,7 @@ def token_gradient(
     weight = slope if other.weight is None else other.weight
     row_weight = slope if rows.weight is None else rows.weight
     gradient.contract[(cdiv(n, shape.rows), cdiv(setting.width, shape.columns), batch * heads)](
-        x, x if rows.words is None else rows.words, u, slope, *state.tensors,
+        x, x if rows.words is None else rows.words, u, slope, *state,
         y, v, weight, row_weight, setting.coefficients, out,
         heads, n, rows.padded, d, setting.value_dim, setting.pairs, setting.blocks,
         setting.chunk, ratio,
@@ -41,7 +41,7 @@ def token_gradient(
         *x.stride()[:3], *u.stride()[:3], *y.stride()[:3], *v.stride()[:3],
         setting.width, shape.columns, setting.value_width, shape.rows, shape.tokens,
         setting.degree, scan, queries, other.weight is not None, rows.weight is not None,
-        setting.packed, **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
+        setting.packed, **setting.switches, **shape.launch,
     )  # fmt: skip
     return out
 
@@ -65,13 +65,12 @@ def polynomial_gradients(
     ``lse`` belongs to the whole row, so other components may have been added to the sums; rows
     that are ``excluded`` [batch, heads, n] had none of them.
     """
-    check_inputs(query, key, value)
     dim, columns, causal = query.shape[-1], value.shape[-1], polynomials.causal
     dtype = dtype or query.dtype
     query, key, value, grad, output = (
         operands(x, causal) for x in (query, key, value, grad.to(query.dtype), output)
     )
-    setting = setting_of(query, value, polynomials)
+    setting = Setting(query, value, polynomials)
     batch, heads, n = lse.shape
     grad, output = rows_of(grad), output.contiguous()
     g = torch.empty(batch, heads, n, setting.value_dim, dtype=setting.dtype, device=grad.device)

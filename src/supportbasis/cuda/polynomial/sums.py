@@ -18,29 +18,25 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..runtime.language import cdiv, power_of_two
 from . import folded, moments
-from .setting import Polynomials, Setting, check_inputs, operands, setting_of
+from .setting import Polynomials, Setting, operands
 
 PAD = 128  # transposed tokens are padded to a multiple of this
 PROGRAMS = 2048  # of the state kernel, at least, by cutting the keys into splits
 
 
-@dataclass(frozen=True, eq=False)
-class State:
+class State(NamedTuple):
     """Sums over one side: of all its tokens, or before (after) each chunk."""
 
     features: Tensor  # [states, batch * heads, blocks, width, value_width]
     vectors: Tensor  # [states, batch * heads, dv + d + 1]: of values, of tokens, of weights
     matrix: Tensor  # [states, batch * heads, 2, width, width]: of products, rounded and rest
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.features, self.vectors, self.matrix
 
 
 @lru_cache(maxsize=32)
@@ -175,30 +171,21 @@ def sums_over(
             heads, n, span, padded, setting.pairs, blocks, d, dv, groups, row_tiles,
             *value.stride()[:3],
             width, shape.rows, shape.columns, shape.tokens, shape.pairs, setting.packed,
-            **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
+            **setting.switches, **shape.launch,
         )  # fmt: skip
-    return finish(part, flat, splits, states, group, flat_size, flat_at, scan, queries, setting)
-
-
-def finish(
-    part: Tensor, flat: Tensor, splits: int, states: int, group: int,
-    flat_size: int, flat_at: int, scan: int, queries: bool, setting: Setting,
-) -> State:  # fmt: skip
-    """Add up the splits, those of queries with their coefficients."""
-    d, dv, width, value_width = setting.dim, setting.value_dim, setting.width, setting.value_width
-    heads = part.shape[1] // group
-    new = part.new_empty
-    features = new(states, heads, setting.blocks, width, value_width, dtype=setting.dtype)
-    vectors = new(states, heads, dv + d + 1)
+    # add up the splits, those of queries with their coefficients
+    value_width, own = setting.value_width, all_heads // group
+    features = new(states, own, blocks, width, value_width, dtype=setting.dtype)
+    vectors = new(states, own, dv + d + 1)
     size = width if setting.degree == 2 else 0
-    matrix = new(states, heads, 2, size, size, dtype=setting.dtype)
+    matrix = new(states, own, 2, size, size, dtype=setting.dtype)
     rows = min(width, 16)
-    folded.finish_state[(setting.blocks * width // rows, heads)](
+    folded.finish_state[(blocks * width // rows, own)](
         part, features, setting.coefficients,
-        splits, states, group, setting.pairs, setting.blocks, d, dv,
+        splits, states, group, setting.pairs, blocks, d, dv,
         width, value_width, rows, scan, queries,
     )  # fmt: skip
-    moments.finish_moments[(size + 1, heads)](
+    moments.finish_moments[(size + 1, own)](
         flat, vectors, matrix if size else vectors, setting.coefficients,
         splits, states, group, d, dv, flat_size, flat_at,
         size, power_of_two(max(dv + d + 1, width)), scan, queries,
@@ -231,17 +218,17 @@ def read(
     weight = weight if other.weight is None else other.weight
     row_weight = den if rows.weight is None else rows.weight
     folded.read_out[(cdiv(n, shape.rows), cdiv(setting.value_width, shape.columns), batch * heads)](
-        x, x if rows.words is None else rows.words, *state.tensors,
+        x, x if rows.words is None else rows.words, *state,
         fold_masks(d, x.device), y, u, weight, row_weight,
         setting.coefficients, den if unit is None else unit, out, den,
         heads, n, rows.padded, d, dv, setting.pairs, setting.blocks, setting.chunk, ratio,
         other.heads, y.shape[2], members,
         *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
         setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
-        min(setting.width, 64), shape.unroll if setting.pairs % shape.unroll == 0 else 1,
+        min(setting.width, 64), 1,
         setting.degree, scan, queries, queries or slope is not None, unit is not None,
         other.weight is not None, rows.weight is not None, setting.packed,
-        **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
+        **setting.switches, **shape.launch,
     )  # fmt: skip
     return out, den
 
@@ -276,11 +263,10 @@ def polynomial_attention(
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials, unit: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    check_inputs(query, key, value)
     columns, causal = value.shape[-1], polynomials.causal
     dtype = torch.float32 if unit is None else query.dtype
     query, key, value = (operands(x, causal) for x in (query, key, value))
-    setting = setting_of(query, value, polynomials)
+    setting = Setting(query, value, polynomials)
     keys, state = key_sums(query, key, value, polynomials.weight, setting)
     queries = prepared(query, value, None, setting, read=True)
     out, den = read(queries, state, keys, setting, scan=int(causal), unit=unit, dtype=dtype)

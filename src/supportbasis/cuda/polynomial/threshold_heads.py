@@ -13,8 +13,8 @@ denominator is not positive gets zeros and lse -inf; it does not fall back to ex
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -26,7 +26,7 @@ from ...plans import HeadPlan, Plan, PolynomialHead, ThresholdHead
 from ...polynomials.certified import CertifiedPolynomial
 from ...problem.caching import WeakCache
 from ...problem.problem import Problem
-from ..exact.exact_heads import empty_results, finished, precision
+from ..exact.exact_heads import empty_results, finished, precision, whole
 from ..exact.rectangle import Rectangle, Start, Tokens, Totals, add_gradients, exact_rows, slopes
 from ..runtime.capacity import Capacity, Sizes, all_unless, enough
 from ..runtime.lengths import large, listed, rounded_down
@@ -63,6 +63,7 @@ class Split:
     large_row: Tensor | None  # [batch, heads, n] uint8
     small_key: Tensor | None  # [batch, heads, m] float32: 0 where a key is large
     shared: bool  # whether heads that share keys have the same large ones
+    fits: Tensor | None = None  # whether the capacity was enough
 
 
 def forward(problem: Problem, plan: Plan) -> Forward:
@@ -72,8 +73,8 @@ def forward(problem: Problem, plan: Plan) -> Forward:
     def work(sizes: Sizes, guarded: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
         split, needed = _new_split(problem, plan, sizes)
         output, lse = _attended(problem, plan, split)
-        if guarded:
-            exact_rows(*_tokens(problem), _all_rows(problem, enough(needed, sizes)), output, lse)
+        if guarded and split.fits is not None:
+            exact_rows(all_unless(split.fits, whole(problem)), output, lse)
         return (output, lse), needed
 
     return (*Capacity.of(plan, problem, (0, 0)).run(work), None)
@@ -88,31 +89,31 @@ def _attended(problem: Problem, plan: Plan, split: Split) -> tuple[Tensor, Tenso
         output, lse = empty_results(problem)
         num, den = sums.sums()
         start = Start(num.contiguous(), den, sums.polynomials.unit)
-        exact_rows(*_tokens(problem), _small_rows(problem, split), output, lse, start)
+        exact_rows(_small_rows(problem, split), output, lse, start)
     output, lse = output.contiguous(), lse.contiguous()
     if split.rows.most:
-        exact_rows(*_tokens(problem), _large_rows(problem, split), output, lse)
+        exact_rows(replace(whole(problem), rows=split.rows), output, lse)
     return output, lse
 
 
 def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
     pulled = partial(_pulled_back, problem, plan, saved)
     if not _splits(plan):
-        return pulled(_whole(problem, plan), None)
+        return pulled(_whole(problem, plan), guarded=False)
 
     def work(sizes: Sizes, guarded: bool) -> tuple[Gradients, Tensor]:
         split, needed = _new_split(problem, plan, sizes)
-        return pulled(split, _all_rows(problem, enough(needed, sizes)) if guarded else None), needed
+        return pulled(split, guarded), needed
 
     return Capacity.of(plan, problem, (0, 0)).run_backward(work)
 
 
 def _pulled_back(
-    problem: Problem, plan: Plan, saved: SavedForward, split: Split, instead: Rectangle | None
+    problem: Problem, plan: Plan, saved: SavedForward, split: Split, guarded: bool
 ) -> Gradients:
-    """Gradients through sums and rectangles; ``instead`` replaces them where the capacity was
-    exceeded."""
-    mixed = bool(split.keys.most or split.rows.most or instead is not None)
+    """Gradients through sums and rectangles; if ``guarded``, through all rows exactly instead where
+    the capacity was exceeded."""
+    mixed = bool(split.keys.most or split.rows.most or guarded)
     sums = _Sums.of(problem, plan, split, shared=split.shared and not saved.for_weights)
     made = sums.gradients(saved, split, wide=mixed)
     if not mixed:
@@ -128,39 +129,20 @@ def _pulled_back(
         new(*shape, problem.m) if weight is None else weight.contiguous(),
     )
     slope = slopes(saved.grad, saved.grad_lse, saved.output)
-    rectangles = [_small_rows(problem, split), _large_rows(problem, split)]
-    for rectangle in rectangles + ([] if instead is None else [instead]):
-        add_gradients(total, saved.grad, slope, saved.lse, *_tokens(problem), rectangle)
+    rectangles = [_small_rows(problem, split), replace(whole(problem), rows=split.rows)]
+    if guarded and split.fits is not None:
+        rectangles.append(all_unless(split.fits, whole(problem)))
+    for rectangle in rectangles:
+        add_gradients(total, saved.grad, slope, saved.lse, rectangle)
     found = finished(total, problem, saved.for_weights)
     if shares_keys:
         found.key, found.value = found.key + key, found.value + value
     return found
 
 
-def _tokens(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    return problem.query, problem.key, problem.value
-
-
 def _small_rows(problem: Problem, split: Split) -> Rectangle:
     """All rows but the large ones, and the large keys."""
-    return Rectangle(
-        Tokens(problem.n), split.keys, problem.scale, problem.is_causal,
-        problem.key_log_weight, split.large_row, precision(),
-    )  # fmt: skip
-
-
-def _large_rows(problem: Problem, split: Split) -> Rectangle:
-    """The large rows, and all keys."""
-    return Rectangle(
-        split.rows, Tokens(problem.m), problem.scale, problem.is_causal,
-        problem.key_log_weight, None, precision(),
-    )  # fmt: skip
-
-
-def _all_rows(problem: Problem, fits: Tensor) -> Rectangle:
-    """All rows and keys if the capacity was exceeded, else no row."""
-    weight, causal = problem.key_log_weight, problem.is_causal
-    return all_unless(fits, problem.query, problem.key, problem.scale, weight, precision(), causal)
+    return replace(whole(problem), keys=split.keys, excluded=split.large_row)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,18 +158,15 @@ class _Sums:
 
     @staticmethod
     def of(problem: Problem, plan: Plan, split: Split, *, shared: bool) -> _Sums:
-        query, key, value = _tokens(problem)
+        query, key, value = problem.query, problem.key, problem.value
         group, bias, small = problem.group, problem.key_log_weight, split.small_key
         shared = shared and (bias is None or bias.stride(1) == 0 or problem.heads == 1)
-        weighted = bias is not None or small is not None
-        weight, unit = None, split.unit
-        if weighted:
-            step = group if shared else 1
-            weight = None if small is None else small[:, ::step]
-            if bias is not None:
-                factor, shift = key_weights(bias[:, ::step])
-                weight = factor if weight is None else factor * weight
-                unit = unit + shift.repeat_interleave(step, 1).flatten()
+        unit, step = split.unit, group if shared else 1
+        weight = None if small is None else small[:, ::step]
+        if bias is not None:
+            factor, shift = key_weights(bias[:, ::step])
+            weight = factor if weight is None else factor * weight
+            unit = unit + shift.repeat_interleave(step, 1).flatten()
         if weight is not None and group > 1 and not shared:
             query = query.reshape(-1, group, *query.shape[2:])
             key, value = (
@@ -252,7 +231,7 @@ def _new_split(problem: Problem, plan: Plan, sizes: Sizes) -> tuple[Split, Tenso
         listed(flags, size) for flags, size in zip((rows, keys), sizes, strict=True)
     )
     needed = torch.stack([row_count, key_count]).amax(1)
-    fits = (needed <= _on_device(sizes, query.device)).all()
+    fits = enough(needed, sizes)
     listed_rows = Tokens(sizes[0], row_index, row_count.clamp(max=sizes[0]) * fits)
     listed_keys = Tokens(sizes[1], key_index, key_count.clamp(max=sizes[1]))
     thresholds = [_limit(head) for head in plan.heads]
@@ -260,15 +239,9 @@ def _new_split(problem: Problem, plan: Plan, sizes: Sizes) -> tuple[Split, Tenso
     bias = problem.key_log_weight
     shared = all(len(set(each)) == 1 for each in groups) and (bias is None or bias.stride(1) == 0)
     large_row = (rows | ~fits).view(query.shape[:3]).view(torch.uint8)
-    small_key = None
-    if sizes[1]:
-        small_key = 1.0 - keys.view(*query.shape[:2], -1).float()
-    return Split(table, unit, listed_rows, listed_keys, large_row, small_key, shared), needed
-
-
-@lru_cache(maxsize=64)
-def _on_device(sizes: Sizes, device: torch.device) -> Tensor:
-    return torch.tensor(sizes, device=device)
+    small_key = 1.0 - keys.view(*query.shape[:2], -1).float() if sizes[1] else None
+    split = Split(table, unit, listed_rows, listed_keys, large_row, small_key, shared, fits)
+    return split, needed
 
 
 _tables: WeakCache[Plan, tuple[torch.device, int, float], tuple[Tensor, Tensor, Tensor]]
@@ -277,13 +250,17 @@ _tables = WeakCache()
 
 def _table(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     """Coefficients, units and thresholds [batch * heads], on the device."""
-    device, batch = problem.query.device, problem.batch
+    device, batch, scale = problem.query.device, problem.batch, problem.scale
 
     def make() -> tuple[Tensor, Tensor, Tensor]:
-        limit = rounded_down([_limit(head) for head in plan.heads] * batch).to(device)
-        return *_polynomials(problem, plan), limit
+        coefficients = torch.tensor(
+            [_coefficients(head, scale) for head in plan.heads] * batch, dtype=torch.float64
+        )
+        unit = torch.tensor([_polynomial(head).bound for head in plan.heads] * batch)
+        limit = rounded_down([_limit(head) for head in plan.heads] * batch)
+        return coefficients.float().to(device), unit.to(device), limit.to(device)
 
-    return _tables.get(plan, (device, batch, problem.scale), make)
+    return _tables.get(plan, (device, batch, scale), make)
 
 
 def _limit(head: HeadPlan) -> float:
@@ -296,20 +273,9 @@ def _whole(problem: Problem, plan: Plan) -> Split:
     return Split(table, unit, Tokens(0), Tokens(0), None, None, True)
 
 
-def _polynomials(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Coefficients and units of all heads, on the device."""
-    coefficients = torch.tensor(
-        [_coefficients(head, problem.scale) for head in plan.heads] * problem.batch,
-        dtype=torch.float64,
-    )
-    unit = torch.tensor([_polynomial(head).bound for head in plan.heads] * problem.batch)
-    device = problem.query.device
-    return coefficients.float().to(device), unit.to(device)
-
-
-def _coefficients(head: HeadPlan, scale: float) -> tuple[float, float, float]:
+def _coefficients(head: HeadPlan, scale: float) -> tuple[float, ...]:
     """Coefficients of the polynomial in <q, k>, from those in z / B."""
     polynomial = _polynomial(head)
     unit = scale / polynomial.bound if polynomial.bound > 0 else 0.0
     c = [factor * unit**power for power, factor in enumerate(polynomial.coefficients)]
-    return (c[0], c[1] if len(c) > 1 else 0.0, c[2] if len(c) > 2 else 0.0)
+    return tuple((*c, 0.0, 0.0)[:3])

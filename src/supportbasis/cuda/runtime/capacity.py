@@ -9,6 +9,7 @@ of a plan synchronises, until its capacity suffices.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -18,8 +19,9 @@ from ...errors import InputError
 from ...plans import Plan
 from ...problem.caching import WeakCache
 from ...problem.problem import Problem
-from ..exact.rectangle import Rectangle, Tokens, exact_rows
+from ..exact.rectangle import Rectangle, Tokens
 from .language import cdiv, power_of_two
+from .lengths import listed
 from .reporting import Report, capturing
 
 Result = TypeVar("Result")
@@ -100,44 +102,13 @@ def enough(needed: Tensor, sizes: Sizes) -> Tensor:
 
 def marked(flags: Tensor, most: int) -> Tokens:
     """The first ``most`` flagged tokens of each head; flags are [heads, tokens]."""
-    heads, tokens = flags.shape
-    slot = flags.cumsum(1) - 1
-    slot = torch.where(flags & (slot < most), slot, most)
-    token = torch.arange(tokens, dtype=torch.int32, device=flags.device).expand(heads, -1)
-    index = token.new_zeros(heads, most + 1).scatter_(1, slot, token)[:, :most].contiguous()
-    return Tokens(most, index, flags.sum(1).clamp(max=most).int())
+    index, count = listed(flags, most)
+    return Tokens(most, index, count.clamp(max=most))
 
 
-def all_unless(
-    fits: Tensor,
-    query: Tensor,
-    key: Tensor,
-    scale: float,
-    log_weight: Tensor | None,
-    precision: str,
-    causal: bool = False,
-) -> Rectangle:
-    """All rows and keys if the capacity was exceeded (not ``fits``), else no row."""
-    batch, heads, n = query.shape[:3]
-    everyone = torch.arange(n, dtype=torch.int32, device=query.device)
-    count = ((~fits).int() * n).expand(batch * heads).contiguous()
-    rows = Tokens(n, everyone.expand(batch * heads, -1).contiguous(), count)
-    keys = Tokens(key.shape[2])
-    return Rectangle(rows, keys, scale, causal, log_weight, precision=precision)
-
-
-def exact_unless(
-    fits: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    log_weight: Tensor | None,
-    precision: str,
-    output: Tensor,
-    lse: Tensor,
-    causal: bool = False,
-) -> None:
-    """Write all rows exactly if the capacity was exceeded (not ``fits``); else do nothing."""
-    rectangle = all_unless(fits, query, key, scale, log_weight, precision, causal)
-    exact_rows(query, key, value, rectangle, output, lse)
+def all_unless(fits: Tensor, whole: Rectangle) -> Rectangle:
+    """All rows of the ``whole`` if the capacity was exceeded (not ``fits``), else no row."""
+    n, heads = whole.rows.most, whole.heads
+    everyone = torch.arange(n, dtype=torch.int32, device=fits.device).expand(heads, -1)
+    count = ((~fits).int() * n).expand(heads)
+    return replace(whole, rows=Tokens(n, everyone.contiguous(), count.contiguous()))
