@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ..engine.run import merged, run
+from ..engine.autograd import run
+from ..engine.sdpa import merged
 from ..methods import Method
 from ..methods.planning import plan_of
 from ..plans import ListHead, Plan

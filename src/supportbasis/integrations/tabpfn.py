@@ -1,9 +1,9 @@
 """An attention backend of TabPFN (8.3 or newer).
 
 TabPFN offers a backend the shapes of a call, not its layer. So plans are kept by shape, in the
-order of calls, and each is checked on sampled rows whenever it is used: a call whose error is
-beyond the tolerance is planned anew. After the last plan comes the first one again, if it serves.
-Checking takes 128 rows of exact attention.
+order of calls, and each is checked on sampled rows whenever it is used: a call whose measured error
+is beyond the tolerance is planned anew. After the last plan comes the first one again, if it
+serves. Checking takes 128 rows of exact attention.
 """
 
 from __future__ import annotations
@@ -111,8 +111,9 @@ class Backend:
     def _checked(
         self, plan: Plan, query: Tensor, key: Tensor, value: Tensor, grouped: bool
     ) -> Tensor | None:
-        """The output, if no head leaves the range of its plan and the error of each on sampled
-        rows is within the tolerance."""
+        """The output, if no head leaves the range of its plan and the measured error of each is
+        within the tolerance. Its upper limit is not asked for: the plan was held to that when it
+        was made, on more rows, and few of its heads would pass by another sample again."""
         problem = attention_problem(query, key, value, None, 0.0, False, None, grouped)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a plan that serves another layer
@@ -127,7 +128,7 @@ class Backend:
             exact = exact_rows(head, sample.rows, dtype=torch.float32)
             wrong = output[batch, number, sample.rows].float() - exact
             sizes = (x.double().square().sum(1) for x in (wrong, exact))
-            if sample.frobenius_limit(*sizes)[1] > self.method.tolerance:
+            if sample.frobenius_limit(*sizes)[0] > self.method.tolerance:
                 return None
         return output.transpose(1, 2)
 
