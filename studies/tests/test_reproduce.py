@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import supportbasis as sb
 from supportbasis import Plan
-from supportbasis.accuracy import reference
 from supportbasis.plans.plan import HeadPlan
 from supportbasis.problem.validation import attention_problem
 from supportbasis.sketch import PolySketch
+from supportbasis_studies import reference
 
 pytest.importorskip("matplotlib")
 

@@ -225,7 +225,10 @@ def test_shares_have_the_cost_or_the_time_of_the_plan() -> None:
     )
     plan = sb.ModelPlan(layers, "change", 0.1, 64, 0.0)
     assert baselines.equal_cost(plan) == [[1.0, 0.1], [0.1, 0.1]]
-    shares = baselines.equal_time(plan, 0.4)
+    same = baselines.without_tilts(plan)
+    assert same[0][0] == 1.0
+    assert 10 / 64 + 1 / 16 < same[1][0] < 10 / 64 + 1 / 16 + 4 / 32
+    shares = baselines.ideal(plan, 0.4)
     assert shares[0][0] == 1.0
     assert sum(map(sum, shares)) == pytest.approx(0.4 * 4)
 
@@ -283,7 +286,7 @@ def test_the_command_compares_clips_with_exact_ones(
         raise result.exception
     with (out / "video.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * (1 + 2 * 5)
+    assert len(rows) == 2 * (1 + 2 * 6)
     psnr = {(r["method"], r["change"], r["clip"]): float(r["psnr"]) for r in rows}
     assert psnr["exact", "", "0"] == quality.EQUAL
     for clip in "01":

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from ..engine.dispatch import EVALUATORS, evaluator, has_triton
 from ..engine.ranges import with_range
 from ..methods import Auto, FittedPolynomial, Method, Polynomial, SingleThreshold
 from ..methods.fitted import FEWEST
@@ -60,7 +61,11 @@ def _lists(head: Head, seed: int) -> list[HeadPlan]:
 
 def _saves(plan: HeadPlan, head: Head, minimise: str) -> bool:
     """Whether a setting is predicted to be faster than exact attention: at the head's length, or,
-    where cost is minimised, at the longest of `LENGTHS`."""
+    where cost is minimised, at the longest of `LENGTHS`. On a GPU what has no kernels is not."""
+    if head.query.is_cuda and has_triton():
+        kind = EVALUATORS.get(plan.kind)
+        if kind is None or evaluator(kind).refusal(plan) is not None:
+            return False
     if minimise == "time":
         return plan.speedup > FASTER
     longest = _with_tokens(head, max(head.n, *LENGTHS))

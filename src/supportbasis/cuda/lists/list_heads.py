@@ -8,6 +8,7 @@ longer than their work are captured as CUDA graphs, which synchronises once a sh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -26,7 +27,7 @@ from ...problem.caching import WeakCache
 from ...problem.problem import Problem
 from ..exact import exact_heads as exact
 from ..exact.rectangle import slopes
-from ..runtime.replay import replayed
+from ..runtime.replay import joined, replayed
 from . import list_attention as kernels
 from . import list_backward as backward
 from . import window_sorting as sorting
@@ -236,17 +237,24 @@ def _keys(problem: Problem, settings: ListSettings) -> int:
 def _sorted(
     query: Tensor, key: Tensor, weight: Tensor | None, settings: ListSettings
 ) -> tuple[Tensor, Tensor]:
-    """Keys and queries of all heads in their sorted slots."""
-    n = query.shape[1]
-    if settings.window:
-        keys = min(n, key.shape[1])
-        slots = sorting.window_permutation(key, settings.window, settings.leaf, keys)
-        return slots, sorting.window_permutation(query, settings.window, settings.block, n)
+    """Keys and queries of all heads in their sorted slots.
+
+    As many keys as queries are sorted together with them, as heads of one tensor: short calls do
+    not fill the device.
+    """
+    n, keys, leaf, block = query.shape[1], key.shape[1], settings.leaf, settings.block
+    sort: Callable[..., Tensor] = sorting.head_permutation
     hidden = None
-    if weight is not None:  # by all heads that share a key
+    if settings.window:
+        sort = partial(sorting.window_permutation, window=settings.window)
+        keys = min(n, keys)
+    elif weight is not None:  # by all heads that share a key
         hidden = (weight == -torch.inf).unflatten(0, (len(key), -1)).all(1)
-    slots = sorting.head_permutation(key, settings.leaf, key.shape[1], hidden)
-    return slots, sorting.head_permutation(query, settings.block, n)
+    if n == key.shape[1] and hidden is None and (settings.window or n > sorting.SPAN):
+        both = sort(joined(query, key), leaf=block, count=n, others=(len(query), leaf))
+        return both[len(query) :], both[: len(query)]
+    only = {} if settings.window else {"hidden": hidden}
+    return sort(key, leaf=leaf, count=keys, **only), sort(query, leaf=block, count=n)
 
 
 def _leaf_weights(weight: Tensor | None, slots: Tensor, problem: Problem) -> Tensor:

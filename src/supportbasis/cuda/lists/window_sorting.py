@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...errors import InputError
-from ...lists.sorting import AXES, AXIS_STEPS, NODE_STEPS
+from ...lists.sorting import AXES, AXIS_STEPS, NODE_STEPS, SORTED, sample_size
 from ...lists.sorting import CENTRES as MOST_CENTRES
-from ...lists.sorting import SORTED as SPAN
 from ..runtime.language import cdiv, interpreted, power_of_two, require, tl
 from . import window_sorting_kernels as kernels
 
+SPAN = SORTED  # tokens that are sorted as one window, at most, where windows are ours to choose
 NARROWEST = 16  # tokens of a window: what the tensor cores multiply
 WIDEST = 4096  # tokens of a window: one program holds their coordinates
 HELD = 8  # tokens of a window that one thread holds; 16 registers for each
@@ -32,15 +32,23 @@ IN_REGISTERS = 128  # entries of a token, for a covariance that one program can 
 
 
 def window_permutation(
-    x: Tensor, window: int, leaf: int, count: int, sequence: Tensor | None = None
+    x: Tensor,
+    window: int,
+    leaf: int,
+    count: int,
+    sequence: Tensor | None = None,
+    others: tuple[int, int] | None = None,
 ) -> Tensor:
     """Tokens ``x`` [heads, tokens, d] sorted inside windows of consecutive slots.
 
     Returns the token of each sorted slot, [heads, windows * window] int32, -1 for padding, which is
     last in its window. Slot j holds token j, up to ``count`` of them, or ``sequence[head, j]``
-    (int32 [heads, slots]; -1: none, after the tokens of its window).
+    (int32 [heads, slots]; -1: none, after the tokens of its window). Heads from the first of
+    ``others`` on have leaves of the second.
     """
-    _check(x, window, leaf, count, sequence)
+    first, other = others or (len(x), leaf)
+    for size in {leaf, other}:
+        _check(x, window, size, count, sequence)
     heads, windows = len(x), cdiv(count, window)
     if 0 in (heads, windows):
         return torch.empty(heads, 0, dtype=torch.int32, device=x.device)
@@ -48,20 +56,28 @@ def window_permutation(
     points = _wide_points(cut) if x.shape[2] > IN_REGISTERS else _points(cut)
     permutation = torch.empty(heads, windows * window, dtype=torch.int32, device=x.device)
     keys = torch.empty_like(permutation, dtype=torch.uint32)
+    levels = [(window // size).bit_length() - 1 for size in (leaf, other)]
     kernels.split[(windows, heads)](
-        points, cut.sequence, keys, permutation, cut.slots, count, window,
-        (window // leaf).bit_length() - 1, NODE_STEPS + 1, cut.listed,
+        points, cut.sequence, keys, permutation, cut.slots, count, first, *levels,
+        window, max(levels), NODE_STEPS + 1, cut.listed,
         num_warps=max(1, window // (32 * HELD)), maxnreg=16 * HELD,
     )  # fmt: skip
     return permutation
 
 
-def head_permutation(x: Tensor, leaf: int, count: int, hidden: Tensor | None = None) -> Tensor:
+def head_permutation(
+    x: Tensor,
+    leaf: int,
+    count: int,
+    hidden: Tensor | None = None,
+    others: tuple[int, int] | None = None,
+) -> Tensor:
     """All tokens ``x`` [heads, tokens, d] of a head sorted, [heads, slots] int32, -1 for padding.
 
     Up to SPAN tokens are one window, the smallest leaf * 2^k that holds them. More are gathered
     around centres first, and the sequence of the centres is cut into windows of SPAN. ``hidden``
-    [heads, tokens]: tokens that are left out; their slots are padding, at the end.
+    [heads, tokens]: tokens that are left out; their slots are padding, at the end. ``others`` as in
+    `window_permutation`, for more than SPAN tokens.
     """
     _check(x, SPAN, leaf, count, None)
     if hidden is not None and (hidden.dtype, hidden.shape) != (torch.bool, x.shape[:2]):
@@ -75,7 +91,7 @@ def head_permutation(x: Tensor, leaf: int, count: int, hidden: Tensor | None = N
         return window_permutation(
             x, window, leaf, count, None if hidden is None else _visible(hidden)
         )
-    return window_permutation(x, SPAN, leaf, count, _by_centre(x, count, hidden))
+    return window_permutation(x, SPAN, leaf, count, _by_centre(x, count, hidden), others)
 
 
 def _check(x: Tensor, window: int, leaf: int, count: int, sequence: Tensor | None) -> None:
@@ -206,18 +222,19 @@ def _centres(x: Tensor, count: int, hidden: Tensor | None) -> tuple[Tensor, Tens
     """Centres c [heads, Z, d] about their mean s in the dtype of x, and -<s, c> - |c|^2 / 2, both
     padded: a token's score <x, c> + offset is largest at the nearest s + c.
 
-    They are the means of the leaves of SPAN tokens at even strides, of those that are not hidden.
+    They are the means of the leaves of a sample at even strides, of tokens that are not hidden.
     """
     heads, _, d = x.shape
     many = min(MOST_CENTRES, power_of_two(cdiv(count, SPAN), 1))
-    stride = torch.arange(SPAN, device=x.device).expand(heads, SPAN)
+    size = sample_size(many)
+    stride = torch.arange(size, device=x.device).expand(heads, size)
     if hidden is None:
-        token = stride * count // SPAN
+        token = stride * count // size
     else:
         shown = (~hidden).sum(1, keepdim=True)
-        token = _visible(hidden).long().gather(1, stride * shown // SPAN).clamp(min=0)
+        token = _visible(hidden).long().gather(1, stride * shown // size).clamp(min=0)
     sample = x.gather(1, token.unsqueeze(2).expand(-1, -1, d))
-    permutation = window_permutation(sample, SPAN, SPAN // many, SPAN).long()
+    permutation = window_permutation(sample, size, size // many, size).long()
     mean = sample.gather(1, permutation.unsqueeze(2).expand(-1, -1, d)).float()
     mean = mean.view(heads, many, -1, d).mean(2)
     shift = mean.mean(1, keepdim=True)

@@ -35,7 +35,8 @@ def deflated_axes(C, d, D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr):
     """R principal axes [D, 16] of a covariance [D, D], by 2 * PAIRS power iterations each.
 
     C is symmetric: its products with v alternate between sums over rows and over columns, so that
-    v always lies where the next product wants it.
+    v always lies where the next product wants it. Entries of C are at most 1, so that every other
+    product may go without being divided by its length.
     """
     dims, columns = tl.arange(0, D), tl.arange(0, 16)
     on_diagonal = dims[:, None] == dims[None, :]
@@ -44,7 +45,7 @@ def deflated_axes(C, d, D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr):
         largest = tl.argmax(tl.sum(tl.where(on_diagonal, C, 0.0), 0), 0)
         v = unit(tl.sum(tl.where(dims[None, :] == largest, C, 0.0), 1))
         for _ in range(PAIRS):
-            u = unit(tl.sum(C * v[:, None], 0))
+            u = tl.sum(C * v[:, None], 0)
             v = unit(tl.sum(C * u[None, :], 1))
         along = tl.sum(C * v[:, None], 0)
         across = tl.sum(tl.where(on_diagonal, v[:, None], 0.0), 0)
@@ -184,10 +185,11 @@ def split_nodes(
 
 @jit
 def split(
-    points, sequence, keys, permutation, slots, count,
+    points, sequence, keys, permutation, slots, count, others, levels, other_levels,
     W: tl.constexpr, LEVELS: tl.constexpr, STEPS: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """All splits of a window; ``permutation`` [W] holds slots in between, and tokens at the end."""
+    """All splits of a window; ``permutation`` [W] holds slots in between, and tokens at the end.
+    Heads from ``others`` on have splits of ``other_levels``; LEVELS are the most."""
     window, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     base = (head * tl.num_programs(0) + window) * W
     points += base * 8
@@ -195,13 +197,15 @@ def split(
     permutation += base
     sequence += head * slots
     first = (window * W).to(tl.int32)
+    levels = tl.where(head < others, levels, other_levels)
     for level in tl.static_range(LEVELS):
-        split_nodes(
-            points, sequence, keys, permutation, first, slots, count,
-            1 << level, W >> level, STEPS, LISTED,
-        )  # fmt: skip
+        if level < levels:
+            split_nodes(
+                points, sequence, keys, permutation, first, slots, count,
+                1 << level, W >> level, STEPS, LISTED,
+            )  # fmt: skip
     local = tl.arange(0, W)
-    if LEVELS > 0:
+    if levels > 0:
         local = tl.load(permutation + local)
     token = tokens_of(sequence, first + local, slots, count, LISTED)
     tl.debug_barrier()

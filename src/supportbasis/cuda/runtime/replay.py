@@ -7,8 +7,9 @@ The graphs of a stream share one memory pool and the tensors that hold their arg
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
 from weakref import WeakValueDictionary
@@ -16,7 +17,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-MOST_GRAPHS = 16  # a graph that was evicted is not captured again
+MOST_GRAPHS = 32
+PATIENCE = 64  # calls after which a graph that was evicted, or found no memory, is captured again
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -27,12 +29,13 @@ class CapturedGraph:
 
     graph: torch.cuda.CUDAGraph
     stream: Hashable  # device and stream
+    memory: list[Tensor]  # of what is given
     given: tuple[Tensor, ...]
     result: tuple[Tensor, ...]
 
     @staticmethod
     def of(function: Function, given: tuple[Tensor, ...], stream: Hashable) -> CapturedGraph:
-        given = tuple(_held(stream, number, x) for number, x in enumerate(given))
+        memory, given = _held(stream, given)
         function(*given)  # kernels are compiled before the capture
         torch.cuda.synchronize(given[0].device)
         others = (other.graph for other in _graphs.values() if other.stream == stream)
@@ -40,7 +43,7 @@ class CapturedGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = function(*given)
-        return CapturedGraph(graph, stream, given, result)
+        return CapturedGraph(graph, stream, memory, given, result)
 
     def replay(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         for mine, theirs in zip(self.given, given, strict=True):
@@ -50,18 +53,34 @@ class CapturedGraph:
 
 
 _graphs: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
-_uncaptured: set[Hashable] = set()  # calls that run without a graph: memory or _graphs was full
+_uncaptured: Counter[Hashable] = Counter()  # calls that ran without a graph since it was evicted
 _inputs: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()  # by stream and shape
 _lock = Lock()
 
 
-def _held(stream: Hashable, number: int, x: Tensor) -> Tensor:
-    """The tensor that is filled with an argument before each replay."""
-    key = (stream, number, x.shape, x.dtype)
-    held = _inputs.get(key)
-    if held is None:
-        held = _inputs[key] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return held.copy_(x)
+def _held(stream: Hashable, given: tuple[Tensor, ...]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Memory that is filled with the arguments before each replay, and the arguments in it: those
+    of a dtype lie side by side, each from a multiple of 64 entries on."""
+    parts, memory = {}, []
+    for dtype in dict.fromkeys(x.dtype for x in given):
+        sizes = [-(-x.numel() // 64) * 64 for x in given if x.dtype == dtype]
+        key = (stream, dtype, *sizes)
+        whole = _inputs.get(key)
+        if whole is None:
+            whole = _inputs[key] = torch.empty(sum(sizes), dtype=dtype, device=given[0].device)
+        memory.append(whole)
+        parts[dtype] = iter(whole.split(sizes))
+    return memory, tuple(next(parts[x.dtype])[: x.numel()].view(x.shape).copy_(x) for x in given)
+
+
+def joined(first: Tensor, second: Tensor) -> Tensor:
+    """Two contiguous tensors one after the other; not copied where they lie so in memory."""
+    end = first.storage_offset() + first.numel()
+    together = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    if together and second.storage_offset() == end:
+        shape = (len(first) + len(second), *first.shape[1:])
+        return first.as_strided(shape, first.stride(), first.storage_offset())
+    return torch.cat([first, second])
 
 
 @torch.no_grad()
@@ -73,11 +92,12 @@ def replayed(key: Hashable, function: Function, *given: Tensor) -> tuple[Tensor,
     stream = (current.device, current.cuda_stream)
     key = (key, stream, tuple((x.shape, x.dtype) for x in given))
     with _lock:
-        if key not in _graphs and key not in _uncaptured:
+        if key not in _graphs and _uncaptured[key] in (0, PATIENCE):
             _capture(key, function, given, stream)
         if key in _graphs:
             _graphs.move_to_end(key)
             return _graphs[key].replay(given)
+        _uncaptured[key] += 1
     return function(*given)
 
 
@@ -85,10 +105,9 @@ def _capture(
     key: Hashable, function: Function, given: tuple[Tensor, ...], stream: Hashable
 ) -> None:
     """Capture a call, unless the device is out of memory, and evict the oldest graph if needed."""
-    try:
+    _uncaptured[key] = 0
+    with suppress(torch.OutOfMemoryError):
         _graphs[key] = CapturedGraph.of(function, given, stream)
-    except torch.OutOfMemoryError:
-        _uncaptured.add(key)
     if len(_graphs) > MOST_GRAPHS:
         oldest, _ = _graphs.popitem(last=False)
-        _uncaptured.add(oldest)
+        _uncaptured[oldest] = 1

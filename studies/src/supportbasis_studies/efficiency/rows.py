@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from supportbasis.accuracy import reference
 from supportbasis.plans import BucketHead, ExactHead, HeadPlan, ListHead, ThresholdHead
 from supportbasis.problem.problem import Head
 from supportbasis.problem.validation import attention_problem
 
+from .. import reference
 from ..comparison.measure import ROW_CHUNK, ExactRows
 from ..comparison.settings import Setting
 from ..polynomial_attention.variants import Powers

@@ -52,7 +52,9 @@ def all_sketched(plan: HeadPlan, size: int, seed: int, *, share: bool = False) -
     pairs = []
     assert isinstance(plan, BucketHead)
     for index, pair in enumerate(plan.pairs):
-        assert pair.kernel is not None
+        if pair.kernel is None:  # exact, since no polynomial holds on its range
+            pairs.append(pair)
+            continue
         own = seed * MOST_PAIRS + (0 if share else index)
         pairs.append(replace(pair, kernel=replace(pair.kernel, sketch_size=size, seed=own)))
     return replace(plan, pairs=tuple(pairs))

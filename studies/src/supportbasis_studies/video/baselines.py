@@ -6,8 +6,10 @@ the rest is dropped.
                  mean query of a block has the most weight
 `TILES`          the same with tiles of neighbouring tokens in time and space
 `SLIDING`        tiles near the tile of the queries, whatever they hold
-`IDEAL`          `CLUSTERS` with as much of the keys as PyTorch's kernel, without any time for
-                 grouping and selection, attends to in the time of the plan
+`SAME_TIME`      `CLUSTERS` with as many keys as the library's kernels attend to in the time of
+                 the plan if they drop the rest: the time of tilted keys goes to exact ones
+`IDEAL`          `CLUSTERS` with as many keys as PyTorch's kernel, without any time for grouping
+                 and selection, attends to in the time of the plan
 ===============  ===========================================================================
 
 The mean query's weight is computed from all keys, and neither that nor the grouping is counted, so
@@ -27,10 +29,11 @@ from supportbasis import ModelPlan
 from supportbasis.integrations.calls import Call
 from supportbasis.lists.tables import ListSettings, tables
 from supportbasis.methods.list_search import SIZES
-from supportbasis.plans import ExactHead
+from supportbasis.plans import ExactHead, HeadPlan, ListHead
+from supportbasis.plans.cost import LIST_PAIR, TILT_PAIR
 
 CLUSTERS, TILES, SLIDING = "drop, clusters", "drop, tiles", "sliding tiles"
-IDEAL = "drop, ideal kernel"  # as CLUSTERS, at equal time in place of equal cost
+SAME_TIME, IDEAL = "drop, equal time", "drop, ideal kernel"  # in place of equal cost
 TILE = 4  # tokens of a tile in each direction
 GATHERED = 2**26  # entries of keys that are gathered at a time
 Grid = tuple[int, int, int]  # tokens in time, height and width
@@ -115,7 +118,7 @@ class Sparse:
             return call.exact()
         query, key, value = (x.flatten(0, 1) for x in (call.query, call.key, call.value))
         heads, scale = len(query), query.shape[-1] ** -0.5
-        if self.kind in (CLUSTERS, IDEAL):
+        if self.kind in (CLUSTERS, SAME_TIME, IDEAL):
             groups = clusters(query, key)
         else:
             groups = tiles(self.grid, heads, query.device)
@@ -138,7 +141,21 @@ def equal_cost(plan: ModelPlan) -> list[list[float]]:
     return [[min(1.0, head.cost) for head in layer.heads] for layer in plan.layers]
 
 
-def equal_time(plan: ModelPlan, share: float) -> list[list[float]]:
+def without_tilts(plan: ModelPlan) -> list[list[float]]:
+    """The share of keys of each head that the library's kernels attend to in the time of the plan,
+    by its model of their time, if no key is tilted: one for each tilted key, and what tilting it
+    for a block of queries takes."""
+
+    def share(head: HeadPlan) -> float:
+        if not isinstance(head, ListHead):
+            return min(1.0, head.cost)
+        tilted = 1 / head.lists.leaf + TILT_PAIR / LIST_PAIR / head.lists.block
+        return min(1.0, head.keys / max(1, head.m) + tilted)
+
+    return [[share(head) for head in layer.heads] for layer in plan.layers]
+
+
+def ideal(plan: ModelPlan, share: float) -> list[list[float]]:
     """The share of keys of each head with which an ideal kernel takes ``share`` of the time of
     exact attention: exact heads of the plan stay exact, the others share the rest as in the plan.
     """

@@ -105,7 +105,7 @@ class Denoiser(nn.Module):
         frames, height, width = clip.shape[2], clip.shape[3] // PATCH, clip.shape[4] // PATCH
         x = clip.unflatten(3, (height, PATCH)).unflatten(5, (width, PATCH))
         x = x.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3)  # [batch, tokens, 12]
-        wave = waves(timestep).to(clip.dtype)
+        wave = waves(timestep.to(clip.device)).to(clip.dtype)
         known = F.silu(self.time(wave) + self.prompt(prompt.to(clip.dtype)))
         turn = turns(frames, height, width, self.sizes.dim, clip.device)
         x, modulation = self.patches(x), self.modulation(known)
@@ -179,7 +179,7 @@ def sample(
     times = timesteps(steps)
     for now, then in pairwise(times):
         before(now)
-        at = torch.full((len(x),), now, device=x.device)
+        at = torch.full((len(x),), now)  # on the CPU: plans by timestep read it without waiting
         x = x + (then - now) * model(x.to(dtype), at, prompt.to(dtype)).float()
     return x
 

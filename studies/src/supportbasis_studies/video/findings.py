@@ -13,7 +13,7 @@ from supportbasis.models.planning import upper_limit
 
 from ..numbers import seconds
 from ..study import Check, Grid, table
-from .baselines import CLUSTERS, IDEAL, SLIDING, TILES
+from .baselines import CLUSTERS, SAME_TIME, SLIDING, TILES
 from .measure import EXACT
 from .rows import HeadRow, VideoRow
 
@@ -110,7 +110,7 @@ def checks(rows: Sequence[VideoRow]) -> list[Check]:
             speed(fastest[0]) >= FASTER,
         )
     ]
-    for method in (CLUSTERS, TILES, SLIDING, IDEAL):
+    for method in (SAME_TIME, CLUSTERS, TILES, SLIDING):
         if chosen(rows, method, change):
             value, half = difference(rows, method, change)
             statement = f"{BETTER:g} dB nearer to exact than “{method}”"

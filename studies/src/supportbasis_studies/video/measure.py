@@ -22,7 +22,7 @@ from supportbasis.integrations.replacing import replaced
 from supportbasis.models.planning import Search
 
 from . import quality
-from .baselines import IDEAL, Sparse, equal_cost, equal_time
+from .baselines import IDEAL, SAME_TIME, Sparse, equal_cost, ideal, without_tilts
 from .clips import Scenes
 from .denoiser import PATCH, Denoiser, sample, timesteps
 from .rows import HeadRow, VideoRow
@@ -46,7 +46,7 @@ class Extent:
     parts: int = 2  # ranges of timesteps with a plan of their own
     clips: int = 8
     batch: int = 4
-    changes: tuple[float, ...] = (2e-3, 2e-2, 2e-1)
+    changes: tuple[float, ...] = (2e-3, 5e-3, 2e-2)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -77,12 +77,9 @@ class Lab:
 
     def __init__(self, model: Denoiser, extent: Extent, device: torch.device, seed: int) -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model, self.extent, self.device, self.seed = (
-            model.to(device, dtype),
-            extent,
-            device,
-            seed,
-        )
+        self.model, self.extent = model.to(device, dtype), extent
+        self.device, self.seed = device, seed
+        self.backend: str | None = None  # of exact attention, the fastest once that is known
 
     def inputs(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
         """Noise and prompts, the same on every device."""
@@ -144,19 +141,20 @@ class Lab:
     # ---- methods
 
     def exact(self) -> Sampled:
-        """By PyTorch's attention, on a GPU by its fastest backend."""
-        backends: dict[str, AbstractContextManager[Any]] = {"SDPA": nullcontext()}
-        if self.device.type == "cuda":
-            backends = {name: sdpa_kernel(backend) for name, backend in BACKENDS.items()}
+        """By PyTorch's attention, on a GPU by its fastest backend, which exact heads and steps of
+        plans have from then on."""
+        if self.device.type != "cuda":
+            return self._sampled(EXACT, None, nullcontext, 1.0, note="SDPA")
         found = []
-        for name, backend in backends.items():
+        for self.backend in BACKENDS:
             try:
-                with backend:
-                    found.append(self._sampled(EXACT, None, nullcontext, 1.0, note=name))
+                found.append(self._sampled(EXACT, None, nullcontext, 1.0, note=self.backend))
             except RuntimeError as error:  # a backend that does not take these inputs
                 if "kernel" not in str(error):
                     raise
-        return min(found, key=lambda one: one.attention)
+        fastest = min(found, key=lambda one: one.attention)
+        self.backend = fastest.note
+        return fastest
 
     def planned(self, change: float, plans: list[sb.ModelPlan]) -> Sampled:
         """By plans, one for each range of timesteps."""
@@ -176,10 +174,12 @@ class Lab:
         return Sampled(**{**vars(found), "note": note})
 
     def sparse(self, kind: str, change: float, plans: list[sb.ModelPlan], share: float) -> Sampled:
-        """Sparse attention at the cost of plans; of the kind `IDEAL` with ``share`` of the time of
-        exact attention, in steps that are not dense."""
+        """Sparse attention at the cost or time of plans; of the kind `IDEAL` with ``share`` of the
+        time of exact attention, in steps that are not dense."""
         if kind == IDEAL:
-            shares = [equal_time(plan, share) for plan in plans]
+            shares = [ideal(plan, share) for plan in plans]
+        elif kind == SAME_TIME:
+            shares = [without_tilts(plan) for plan in plans]
         else:
             shares = [equal_cost(plan) for plan in plans]
         handler = Sparse(kind, self.extent.grid)
@@ -218,6 +218,8 @@ class Lab:
         batches = self.batches()
         with ExitStack() as stack:
             stack.enter_context(using())
+            if self.backend is not None and repeat:
+                stack.enter_context(sdpa_kernel(BACKENDS[self.backend]))
             if repeat and self.device.type == "cuda":
                 for _ in range(2):
                     sample(self.model, *batches[0], self.extent.steps, also)

@@ -15,7 +15,10 @@ SHOWN, CLIPS = 4, 2  # frames of a clip; clips
 
 
 def draw_frames(found: Sequence[Sampled], path: Path) -> None:
-    """A line for each method, frames of some clips across."""
+    """A line for each plan, and for each baseline at the middle change; frames of clips across."""
+    changes = [one.change for one in found if one.method == PLAN]
+    middle = changes[len(changes) // 2] if changes else None
+    found = [one for one in found if one.method in (EXACT, PLAN) or one.change == middle]
     frames, count = found[0].clips.shape[2], min(CLIPS, len(found[0].clips))
     at = [round(i * (frames - 1) / max(1, SHOWN - 1)) for i in range(min(SHOWN, frames))]
     figure = new_figure(1.15 * len(at) * count + 1.8, 1.2 * len(found))
@@ -28,7 +31,7 @@ def draw_frames(found: Sequence[Sampled], path: Path) -> None:
             place.spines[:].set_visible(False)
         name = label(one.method, one.change).replace(", ", "\n")
         line[0].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
 
 
 def draw_quality(rows: Sequence[VideoRow], path: Path) -> None:
