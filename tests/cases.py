@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import supportbasis as sb
-from supportbasis.accuracy import reference
 from supportbasis.lists.tables import ListSettings
 from supportbasis.plans import ListHead
 from supportbasis.problem.validation import attention_problem
+from supportbasis_studies import reference
 
 quiet = pytest.mark.filterwarnings("ignore:supportbasis. .* has a measured error")
 

@@ -21,10 +21,11 @@ from torch import Tensor
 
 import supportbasis as sb
 from fuzz_cases import REFUSED_MASKS, TURNS, Case, Inputs, build
-from supportbasis.accuracy import certificate, reference
+from supportbasis.accuracy import certificate
 from supportbasis.methods import auto
 from supportbasis.plans import BucketHead, HeadPlan, PolynomialHead
 from supportbasis.problem.validation import attention_problem
+from supportbasis_studies import reference
 
 Array = np.ndarray
 WIDE = np.longdouble

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import supportbasis as sb
-from supportbasis.accuracy import reference
 from supportbasis.plans import BucketPair, HeadPlan
 from supportbasis.polynomials import certified as polynomials
 from supportbasis.polynomials.powers import PowerKernel
 from supportbasis.problem.problem import Head
 from supportbasis.problem.validation import attention_problem
+from supportbasis_studies import reference
 
 EPS = torch.finfo(torch.float64).eps
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -12,7 +12,6 @@ from torch import Tensor
 import supportbasis as sb
 from cases import beyond, dense_attention, max_error, qkv
 from paper_cases import DTYPES, dyadic_pair, few, head_of, properties
-from supportbasis.accuracy import reference
 from supportbasis.components import ExactSum
 from supportbasis.errors import InputError
 from supportbasis.methods import multi_threshold
@@ -24,6 +23,7 @@ from supportbasis.polynomials.powers import (
     smallest_power,
 )
 from supportbasis.problem.problem import Head
+from supportbasis_studies import reference
 
 # --- the power of a pair ----------------------------------------------------------------------
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 import supportbasis as sb
 from cases import beyond, dense_attention, max_error, qkv
-from supportbasis.accuracy import reference
 from supportbasis.accuracy.certificate import CONFIDENCE, SAMPLED_ROWS
 from supportbasis.accuracy.sampling import RowSample
 from supportbasis.components import ExactSum, evaluate
 from supportbasis.plans import ExactHead
 from supportbasis.problem.validation import attention_problem
+from supportbasis_studies import reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:supportbasis. rows had no usable")
 

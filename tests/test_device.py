@@ -23,10 +23,10 @@ from device_cases import (
     relative,
     slow_case,
 )
-from supportbasis.accuracy import reference
 from supportbasis.engine import dispatch
 from supportbasis.methods import Method
 from supportbasis.problem.validation import attention_problem
+from supportbasis_studies import reference
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -148,7 +148,7 @@ def mixed_plan(q, k, v, call) -> sb.Plan:
 
 @needs_triton
 def test_heads_of_several_kinds(monkeypatch):
-    monkeypatch.setattr(dispatch, "refusal", lambda problem, implementation: None)
+    monkeypatch.setattr(dispatch, "refusal", lambda problem, how: how if how == "eager" else None)
     leaves = [x.requires_grad_() for x in tokens(1, 4, 2, 50, 40, 16, 16)]
     call = call_of(bias_of("heads", 1, 4, 40).requires_grad_(), True, True)
     plan = mixed_plan(*(x.detach() for x in leaves), _detached(call))

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import supportbasis as sb
 from cases import beyond, dense_attention, fitted_problem, in_turn, qkv, relative
-from supportbasis.accuracy import reference
 from supportbasis.accuracy.fitted_rows import RowCheck
 from supportbasis.engine.execute import execute
 from supportbasis.engine.jensen import FITTED_SHARE
@@ -23,6 +22,7 @@ from supportbasis.polynomials.balancing import balancing_transform, transformed
 from supportbasis.polynomials.features import FeatureMap
 from supportbasis.polynomials.fitting import FittedKernel, PairSample, choose_spans, count_features
 from supportbasis.problem.validation import attention_problem
+from supportbasis_studies import reference
 
 # ---- the kernel -------------------------------------------------------------------------------
 

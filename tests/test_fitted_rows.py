@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import supportbasis as sb
 from cases import dense_attention, fitted_problem
-from supportbasis.accuracy import reference
 from supportbasis.accuracy.fitted_rows import RowCheck
 from supportbasis.engine import jensen
 from supportbasis.engine.execute import execute
@@ -22,6 +21,7 @@ from supportbasis.polynomials import fitting as fitted
 from supportbasis.polynomials.balancing import balancing_transform, own_transform, transformed
 from supportbasis.polynomials.fitting import FittedKernel, PairSample, choose_spans
 from supportbasis.problem.validation import attention_problem
+from supportbasis_studies import reference
 
 # ---- rows that go wrong -----------------------------------------------------------------------
 

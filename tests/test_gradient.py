@@ -15,11 +15,11 @@ from torch import Tensor
 import supportbasis as sb
 from cases import gaussian, relative
 from loss_cases import NAMES, problem, run
-from supportbasis.accuracy import reference as dense
 from supportbasis.gradient.dense_loss import autograd, closed_form, softmax_weights
 from supportbasis.gradient.loss import EPS, SEED
 from supportbasis.polynomials.certified import chebyshev
 from supportbasis.problem.validation import attention_problem
+from supportbasis_studies import reference as dense
 
 # float64: sums of a few hundred terms of one magnitude, each rounded to 1.1e-16, in a dozen stages
 CLOSE = 1e-11

@@ -27,7 +27,7 @@ def test_rows_on_which_a_polynomial_fails_are_exact():
     far[:, :, ::2] -= 30
     inputs = [x.requires_grad_() for x in (far, k.abs() + 1, v)]
     problem = attention_problem(*inputs, None, 0.0, False, None, False)
-    outcome = autograd.run(problem, plan)
+    outcome = autograd.as_operator(problem, plan)
     assert outcome.fallback[0, 0].tolist() == [True, False] * 20
     weight = torch.zeros(40, 1).double()
     weight[::2] = 1.0
@@ -40,7 +40,7 @@ def test_rows_on_which_a_polynomial_fails_are_exact():
 
 def test_rows_on_which_a_sketch_fails_are_exact():
     case = Case(sb.PowerAttention(6, sketch_size=1), "none", {"leading": (1, 1), "n": 40, "d": 8})
-    outcome = autograd.run(case.problem(*case.tensors), case.plan)
+    outcome = autograd.as_operator(case.problem(*case.tensors), case.plan)
     assert 0 < int(outcome.fallback.sum()) < 40
     assert_close(gradients(case.run, case.inputs), gradients(case.dense_reference, case.inputs))
 
@@ -58,7 +58,7 @@ def test_a_wide_range_makes_no_gradient_infinite(degree, causal, dtype):
         inputs = [x.requires_grad_() for x in (q, torch.ones(64, 3, dtype=dtype), v)]
         problem = attention_problem(*inputs, None, 0.0, causal, None, False)
         plan = sb.plan(*inputs, is_causal=causal, method=sb.Polynomial(degree))
-        outcome = autograd.run(problem, plan)
+        outcome = autograd.as_operator(problem, plan)
         (given,) = torch.autograd.grad(outcome.output.float().sum(), v, retain_graph=True)
         assert all(
             x.isfinite().all() for x in torch.autograd.grad(outcome.output.float().sum(), inputs)
@@ -82,7 +82,7 @@ def test_a_denominator_that_underflows_is_no_result(causal):
         problem = attention_problem(*inputs, None, 0.0, causal, scale, False)
         method = sb.Polynomial(2, bound=1.0)
         plan = sb.plan(*inputs, is_causal=causal, scale=scale, method=method)
-        outcome = autograd.run(problem, plan)
+        outcome = autograd.as_operator(problem, plan)
         (grad,) = torch.autograd.grad(outcome.output.sum(), v)
         assert grad.isfinite().all()
         means = v.cumsum(0) / torch.arange(1, 21).unsqueeze(1) if causal else v.mean(0, True)
@@ -112,7 +112,9 @@ def test_values_that_overflow_leave_no_trace_in_the_gradients_of_other_rows(caus
     q, k, _ = (x.requires_grad_() for x in qkv(n=64, d=3, scale=0.3, dtype=torch.float32))
     v = torch.full((64, 1), 3e38).requires_grad_()
     problem = attention_problem(q, k, v, None, 0.0, causal, None, False)
-    outcome = autograd.run(problem, sb.plan(q, k, v, is_causal=causal, method=sb.Polynomial(2)))
+    outcome = autograd.as_operator(
+        problem, sb.plan(q, k, v, is_causal=causal, method=sb.Polynomial(2))
+    )
     assert (outcome.lse > -math.inf).sum() <= int(causal)  # the first row sees one key
     for grad in torch.autograd.grad(outcome.output.sum(), (q, k, v)):
         assert grad.isfinite().all()
@@ -163,7 +165,7 @@ def test_a_sketch_of_tokens_of_any_length_is_finite(size, dtype):
         plan = beyond(sb.plan(q, k, v, method=method))
         inputs = [x.clone().requires_grad_() for x in (q * size, k, v)]
         problem = attention_problem(*inputs, None, 0.0, False, None, False)
-        outcome = autograd.run(problem, plan)
+        outcome = autograd.as_operator(problem, plan)
         assert outcome.output.isfinite().all() and outcome.lse.isfinite().all()
         assert all(x.isfinite().all() for x in torch.autograd.grad(outcome.lse.sum(), inputs[:2]))
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from cases import centred_head, in_turn, key_weights
-from supportbasis.accuracy import reference
 from supportbasis.components.cotangent import Cotangent, Gradients
 from supportbasis.lists.list_sum import ListSum, head_tables, list_attention
 from supportbasis.lists.sorting import head_permutation
 from supportbasis.lists.tables import ListSettings, score_variances
 from supportbasis.problem.problem import Head
+from supportbasis_studies import reference
 
 MODES, KINDS = ["whole", "causal", "strict"], ["none", "bias", "mask"]
 DTYPES = {torch.float64: 1e-10, torch.float32: 3e-5}

@@ -71,7 +71,7 @@ def test_certificate_holds_at_random_points(kind, degree, bound, points):
     st.lists(st.floats(-1, 1), min_size=20, max_size=20),
 )
 def test_certificate_holds_for_any_coefficients(coefficients, bound, points):
-    p = polynomials._certified("taylor", coefficients, bound)
+    p = polynomials.certified("taylor", coefficients, bound)
     if bound == 0.0:
         points = [0.0]
     assert_certificate_holds(p, [mpmath.mpf(t) for t in points])
@@ -86,7 +86,7 @@ def test_certificate_grows_when_a_coefficient_is_perturbed(degree, bound, which,
     # |r - 1| grows to at least amount e^{B(1-t)} - error at t = -1
     amount = 3 * p.error * math.exp(-2 * bound)
     coefficients[k] += sign * amount
-    worse = polynomials._certified("minimax", coefficients, bound)
+    worse = polynomials.certified("minimax", coefficients, bound)
     assert worse.error >= 1.9 * p.error
     assert true_error(worse) <= worse.error
 
@@ -94,16 +94,16 @@ def test_certificate_grows_when_a_coefficient_is_perturbed(degree, bound, which,
 def test_a_flipped_sign_is_seen():
     p = taylor(3, 1.0)
     flipped = (p.coefficients[0], -p.coefficients[1], *p.coefficients[2:])
-    assert polynomials._certified("taylor", flipped, 1.0).error > 4 > 0.2 > p.error
+    assert polynomials.certified("taylor", flipped, 1.0).error > 4 > 0.2 > p.error
 
 
 def test_a_dip_between_two_grid_points_is_covered():
     # s = (t - m)^2 + d is smallest in mid-cell, 250 times below its values on the grid
     middle = proofs.WIDTH * 100.5 - 1.0
-    dip = polynomials._certified("taylor", (middle**2 + 1e-9, -2 * middle, 1.0), 1.0)
+    dip = polynomials.certified("taylor", (middle**2 + 1e-9, -2 * middle, 1.0), 1.0)
     truth = float(mpmath.log(ratio(dip, mpmath.mpf(middle))))
     assert truth - 0.01 <= dip.log_ratio[0] <= truth
-    touching = polynomials._certified("taylor", (middle**2, -2 * middle, 1.0), 1.0)
+    touching = polynomials.certified("taylor", (middle**2, -2 * middle, 1.0), 1.0)
     assert not touching.positive
     assert touching.error >= 1.0
 
@@ -230,9 +230,9 @@ def test_weight_log_spread():
     lower, upper = p.log_ratio
     assert p.weight_log_spread(False) == upper - lower
     assert p.weight_log_spread(True) == upper - lower  # the ratio 1 lies inside
-    shifted = polynomials._certified("minimax", [3 * c for c in p.coefficients], 1.0)
+    shifted = polynomials.certified("minimax", [3 * c for c in p.coefficients], 1.0)
     assert shifted.weight_log_spread(False) == pytest.approx(upper - lower, rel=1e-3)
     assert shifted.weight_log_spread(True) == pytest.approx(math.log(3) + upper, rel=1e-3)
-    shrunk = polynomials._certified("minimax", [c / 3 for c in p.coefficients], 1.0)
+    shrunk = polynomials.certified("minimax", [c / 3 for c in p.coefficients], 1.0)
     assert shrunk.weight_log_spread(True) == pytest.approx(math.log(3) - lower, rel=1e-3)
     assert taylor(1, 2.0).weight_log_spread(False) == math.inf

@@ -9,11 +9,11 @@ import torch
 
 import supportbasis as sb
 from cases import dense_attention, qkv, relative
-from supportbasis.accuracy import reference
 from supportbasis.components import ExactSum, PowerSum, SketchSum, evaluate
 from supportbasis.engine import execute
 from supportbasis.methods import multi_threshold
 from supportbasis.problem.validation import attention_problem
+from supportbasis_studies import reference
 
 LOST_ROWS = "ignore:supportbasis. rows had no usable"
 

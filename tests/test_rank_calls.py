@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import supportbasis as sb
 from rank_cases import on_ranks, outcomes
-from supportbasis.plans.files import PLAN
+from supportbasis.plans.files import to_json
 from supportbasis.problem.rounding import unit_roundoff
 
 context = sb.distributed
@@ -48,7 +48,7 @@ def plans() -> list[tuple[dict, torch.Tensor]]:
 
 def _settings(plan: sb.Plan) -> dict:
     """A plan without predicted times, which depend on the measured speed of the machine."""
-    content = PLAN.write(plan)
+    content = to_json(plan)
     for head in content["heads"]:
         head.pop("speedup", None)
     return content

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -208,8 +209,14 @@ def nearest_centres(x: Tensor, span: int) -> list[int]:
     return torch.cdist(x.double(), centres).argmin(1).tolist()
 
 
-def test_a_head_is_gathered_around_centres(monkeypatch):
+def short_spans(monkeypatch):
+    """Heads are cut into windows of 64 tokens, and 64 tokens are sampled for centres."""
     monkeypatch.setattr(sorting, "SPAN", 64)
+    monkeypatch.setattr(sorting, "sample_size", lambda centres: 64)
+
+
+def test_a_head_is_gathered_around_centres(monkeypatch):
+    short_spans(monkeypatch)
     x = clusters(64, 64, 16, 20).repeat_interleave(4, 1)  # the sample has 16 of each of 4 clusters
     x = (torch.cat([x, 10 * x.flip(1)]) + 3.0).bfloat16()  # heads of their own
     permutation = sorting.head_permutation(x.to(DEVICE), 16, 256).cpu()
@@ -221,7 +228,7 @@ def test_a_head_is_gathered_around_centres(monkeypatch):
 
 
 def test_a_window_of_a_head_is_sorted_too(monkeypatch):
-    monkeypatch.setattr(sorting, "SPAN", 64)
+    short_spans(monkeypatch)
     x = random(1, 200, 5).float()
     centre = nearest_centres(x[0], 64)
     sequence = torch.tensor(sorted(range(200), key=lambda token: centre[token]))
@@ -235,7 +242,7 @@ def test_a_window_of_a_head_is_sorted_too(monkeypatch):
 
 @pytest.mark.parametrize(("count", "slots"), [(1, 16), (33, 64), (64, 64), (65, 128)])
 def test_every_token_of_a_head_has_a_slot(monkeypatch, count, slots):
-    monkeypatch.setattr(sorting, "SPAN", 64)
+    short_spans(monkeypatch)
     permutation = sorting.head_permutation(random(2, 70, 4).float().to(DEVICE), 16, count)
     assert permutation.shape == (2, slots)
     for row in permutation:
@@ -243,9 +250,20 @@ def test_every_token_of_a_head_has_a_slot(monkeypatch, count, slots):
         assert (row[count:] == -1).all()
 
 
+def test_heads_with_leaves_of_two_sizes_are_sorted_as_if_alone(monkeypatch):
+    short_spans(monkeypatch)
+    key, query = random(2, 150, 6).float().to(DEVICE), random(3, 150, 6).float().to(DEVICE) + 1
+    both = torch.cat([key, query])
+    for sort in (sorting.head_permutation, partial(sorting.window_permutation, window=64)):
+        for leaf, other in ((16, 32), (32, 16), (16, 64)):
+            found = sort(both, leaf=leaf, count=150, others=(2, other)).tolist()
+            assert found[:2] == sort(key, leaf=leaf, count=150).tolist()
+            assert found[2:] == sort(query, leaf=other, count=150).tolist()
+
+
 @pytest.mark.parametrize("count", [60, 150])
 def test_hidden_tokens_are_left_out(monkeypatch, count):
-    monkeypatch.setattr(sorting, "SPAN", 64)
+    short_spans(monkeypatch)
     x = random(3, 160, 4).float()
     hidden = torch.rand(3, 160, generator=torch.Generator().manual_seed(0)) < 0.4
     hidden[1], hidden[2, :count] = False, True
@@ -263,7 +281,7 @@ def test_hidden_tokens_are_left_out(monkeypatch, count):
 
 def test_centres_come_from_tokens_that_are_not_hidden(monkeypatch):
     """A head with hidden tokens is sorted as if they were not there."""
-    monkeypatch.setattr(sorting, "SPAN", 64)
+    short_spans(monkeypatch)
     x, hidden = random(1, 200, 4).float(), torch.arange(200).view(1, -1) % 4 == 1
     x[hidden] = 1e6
     seen = (~hidden[0]).nonzero().flatten()

@@ -324,9 +324,9 @@ def test_shapes_and_types_are_checked() -> None:
         large_rows(torch.ones(2, 2, 2), 1.0)
     with pytest.raises(InputError, match="at least two"):
         are_disjoint(torch.ones(2))
-    with pytest.raises(InputError, match=r"matrices\[1\] has shape \(3,\)"):
+    with pytest.raises(InputError, match=r"have shapes \[\(2,\), \(3,\)\]"):
         are_disjoint(torch.ones(2), torch.ones(3))
-    with pytest.raises(InputError, match="whole has shape"):
+    with pytest.raises(InputError, match=r"whole, have shapes"):
         is_support_basis([torch.zeros(2), torch.ones(2)], torch.ones(3))
     with pytest.raises(InputError, match="atol"):
         is_support_basis([torch.zeros(2), torch.ones(2)], torch.ones(2), atol=math.nan)

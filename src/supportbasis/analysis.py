@@ -1,9 +1,7 @@
 """How the entries of Q and K are distributed, and what that makes of A^(L) (Appendix D, App. L).
 
-Entries are sub-Gaussian with variance proxy σ² when Pr(|x| ≥ t) ≤ 2·exp(-t²/σ²) for all t ≥ 0
-(Definition D.1; a Gaussian of standard deviation s has σ² = 2s²). Then few entries exceed a
-threshold T, few rows are large, and A^(L) is sparse. `EntryProfile.of(query, key)` says whether
-that is so for your tensors; the functions above it are the lemmas it is made of.
+Where entries are sub-Gaussian (see `paper.sub_gaussian`), few exceed a threshold T, few rows are
+large, and A^(L) is sparse. `EntryProfile.of(query, key)` says whether that is so for your tensors.
 
 A caution the paper leaves out: sub-Gaussian does not mean sparse. At T = sqrt(c·ln n) the bound
 is 2d·n^(1 - c/σ²), so the exponent α must exceed 1 - c/σ², which is near 1 for large σ².
@@ -14,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +28,6 @@ from .paper.sub_gaussian import (
     expected_large_entries,
     log_threshold,
     sharpest_threshold,
-    side_threshold,
     sub_gaussian_threshold,
     support_exponent,
     variance_proxy,
@@ -175,7 +173,10 @@ class EntryProfile:
             check_entries(name, x)
         n = max(x.shape[-2] for x in given.values())
         proxies = {name: variance_proxy(x) for name, x in given.items()}
-        sharpest = max(side_threshold(x, proxies[name], alpha) for name, x in given.items())
+        sharpest = max(
+            sharpest_threshold(x.shape[-2], x.shape[-1], proxies[name], alpha)
+            for name, x in given.items()
+        )
         considered = {"sqrt(ln n)": log_threshold(n), f"T({alpha:g})": sharpest}
         if threshold is not None:
             check_threshold(threshold)
@@ -204,12 +205,8 @@ class EntryProfile:
         return "\n".join(lines)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draw one row per side; save it when `path` is given.
-
-        Left: histogram of the entries, log scale, with red dashed lines at ±sqrt(ln n) as in the
-        paper's figures. Right: large entries per matrix against T, below their sub-Gaussian bound.
-        Needs matplotlib.
-        """
+        """Draw one row per side: a histogram of the entries with red dashed lines at ±sqrt(ln n) as
+        in the paper's figures, and large entries per matrix against T below their bound."""
         try:  # not pyplot: no window, no global state, no backend to choose
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -237,14 +234,12 @@ def _side_profile(
     moments = float(mean), float(variance.sqrt())
     maxima = row_maxima(x)
     largest, large = float(maxima.max()), []
+    rms = math.hypot(*moments)
+    of_counts = partial(LargeEntries.of_counts, shape=shape, proxy=proxy, rms=rms, alpha=alpha)
     for threshold in thresholds:
         is_large = maxima.double() > threshold
         entries = int((x[is_large].abs().double() > threshold).sum())  # only large rows have any
-        counts = threshold, entries, int(is_large.sum())
-        made = LargeEntries.of_counts(
-            *counts, shape=shape, proxy=proxy, rms=math.hypot(*moments), alpha=alpha
-        )
-        large.append(made)
+        large.append(of_counts(threshold, entries, int(is_large.sum())))
     unit = x.flatten() / (largest or 1.0)  # in [-1, 1]
     bins = ((unit + 1) * _HALF).int().clamp_(0, 2 * _HALF - 1)
     histogram = tuple(torch.bincount(bins, minlength=2 * _HALF).tolist())

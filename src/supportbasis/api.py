@@ -11,10 +11,10 @@ from torch import Tensor
 
 from .accuracy.certificate import certify
 from .cuda.runtime.noise import with_noise
-from .engine import autograd, sdpa
+from .engine import sdpa
+from .engine.autograd import is_recorded, is_sdpa, run
 from .engine.call_checks import warn_about
 from .engine.dispatch import check_implementation, groups, label
-from .engine.run import is_sdpa, run
 from .errors import InputError
 from .methods import Method
 from .methods.planning import plan_of
@@ -141,7 +141,7 @@ def attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=plan is None
     )
     plan = plan_of(problem, method, plan, implementation)
-    plan = plan.resolved(autograd.is_recorded(problem))
+    plan = plan.resolved(is_recorded(problem))
     outcome = run(problem, plan, return_result, implementation)
     if return_result:
         return _result(problem, plan, outcome, implementation)

@@ -7,6 +7,5 @@
 `density`       errors of density estimates
 `scores`        a sample of a head's scores, for errors of polynomials
 `fitted_rows`   errors of polynomials on sampled rows, without running a plan
-`reference`     dense float64 references of every component, for tests
 ==============  ==========================================================================
 """

@@ -20,16 +20,15 @@ from ..plans import (
 )
 from ..plans.supports import is_empty, score_reach
 from ..polynomials.certified import CertifiedPolynomial
+from ..polynomials.proofs import exp, expm1
 from ..problem.problem import Head
 
 SKETCH_FAILURE = 0.05  # probability that the bound on a sketch does not hold
 
 
 class Distortion(NamedTuple):
-    """Bounds of given / exact weights over all pairs of a head.
-
-    A sketch's distortion is bounded with probability 95 % over its seed; everything else always.
-    """
+    """Bounds of given / exact weights over all pairs of a head; with a sketch they hold with
+    probability 95 % over its seed."""
 
     spread: float  # ln rho: how far one weight of a row can be distorted against another
     error: float  # largest relative error of one weight
@@ -94,7 +93,7 @@ def _of_buckets(head: Head, plan: BucketHead) -> Distortion:
         if ranges:
             low, high = min(r[0] for r in ranges), max(r[1] for r in ranges)
             spread = max(spread, high - low)
-            error = max(error, _expm1(high), -_expm1(low))
+            error = max(error, expm1(high), -expm1(low))
     return Distortion(spread, error, True)
 
 
@@ -135,15 +134,7 @@ def sketch_error(power: int, size: int, failure: float) -> float:
     >>> 0.1 < sketch_error(1, 10**4, 1e-3) < 0.4
     True
     """
-    variance = 2 / size if power == 1 else _expm1((power - 1) * math.log1p(8 / size))
+    variance = 2 / size if power == 1 else expm1((power - 1) * math.log1p(8 / size))
     degree = 2 * max(1, 2 * power - 2)
     logs = [-math.log(failure) / t + degree / 2 * math.log(t - 1) for t in range(2, 256)]
     return exp(min(logs) + math.log(variance) / 2)
-
-
-def exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
-
-
-def _expm1(x: float) -> float:
-    return math.expm1(x) if x < 700 else math.inf

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ..lists.list_sum import row_risks
-from ..plans import ExactHead, FittedHead, HeadPlan, ListHead, Plan, PolynomialHead, PowerHead
+from ..plans import FittedHead, HeadPlan, ListHead, Plan, PolynomialHead, PowerHead
+from ..polynomials.proofs import exp
 from ..problem.problem import Head, Problem
 from ..problem.result import FAILED_SHARE, Outcome
 from ..problem.rounding import unit_roundoff
-from .bounds import distortion, exp
-from .density import density_error
+from .bounds import distortion
+from .density import NormBins
 from .sampling import RowSample, Sketch, exact_rows
 
 SAMPLED_ROWS = 256
@@ -108,7 +109,9 @@ def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int
     invalid = int(outcome.invalid_rows[at]) > int(outcome.fallback_rows[at])  # zeros
     spread, error, nonnegative = distortion(head, plan)
     if not head.normalise:
-        underflow = min(1.0, vanishing * _smallest_row(outcome, at))
+        lse = outcome.lse[at][outcome.lse[at] > -math.inf].double()
+        least = float(lse.min()) if lse.numel() else math.inf  # rows far below the unit underflow
+        underflow = min(1.0, vanishing * exp(float(outcome.log_scale[at]) - least))
         underflow += torch.finfo(head.dtype).smallest_normal / largest if largest else 0.0
         total = error + (1 + error) * (1 + eta) * (eta + narrow) + underflow
         return max(total, 1.0) if invalid else total
@@ -137,15 +140,6 @@ def _sample(
     return RowSample.draw(head, SAMPLED_ROWS, seed, tuple(measures))
 
 
-def _smallest_row(outcome: Outcome, at: tuple[int, int]) -> float:
-    """The common unit of a kernel sum over its smallest row sum; rows far below the unit
-    underflow."""
-    lse = outcome.lse[at][outcome.lse[at] > -math.inf].double()
-    if not lse.numel():
-        return 0.0
-    return exp(float(outcome.log_scale[at]) - float(lse.min()))
-
-
 def sampled_error(
     head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int], sample: RowSample
 ) -> tuple[float, float]:
@@ -165,8 +159,9 @@ def sampled_error(
     if len(sample.rows) == head.n:
         return measured, math.inf if failed else measured
     # the weights' error is bounded for all rows; twice the measured one is left for rounding
-    if isinstance(plan, (PolynomialHead, ExactHead)):
-        return measured, 2 * measured + density_error(head, plan, math.log(peak) + log_scale)
+    if isinstance(plan, PolynomialHead):
+        error_of = NormBins(head, plan).error
+        return measured, 2 * measured + error_of(plan.polynomial, math.log(peak) + log_scale)
     relative = distortion(head, plan).error
     largest = float(outcome.output[at].double().abs().max()) / peak
     bound = relative / (1 - relative) * largest if relative < 1 else math.inf

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,14 +31,13 @@ from ..problem.problem import Head
 SAMPLED_KEYS, OUTLIER_KEYS, FOUND_KEYS = 64, 24, 48
 PILOT_ROWS = 64
 PILOT_ENTRIES = 2**23
-PIECE = {"cpu": 1024, "cuda": 2**16}  # rows at a time: on a CPU their scores stay in the caches
+PIECE = (1024, 2**16)  # rows at a time on a CPU, where their scores stay in the caches, on a GPU
 LENGTH_POWER = 8
 EVEN = 0.4  # of the sample: the share that is drawn from all rows with equal probability
 FLOOR = 1e-6  # of the largest eigenvalue: directions with less count as that
 
 
-@dataclass(frozen=True, eq=False)
-class Sketch:
+class Sketch(NamedTuple):
     """Measures of every row, made before any row is compared with its exact output."""
 
     measures: tuple[Tensor, ...]  # float64 [n] each, >= 0
@@ -80,6 +79,9 @@ def _proportional(measure: Tensor, count: float) -> Tensor:
 def spread_out(tokens: Tensor) -> Tensor:
     """(x - mean)^T Cov^-1 (x - mean) of each token [n, d], in float64."""
     x = tokens.double() if tokens.dtype == torch.float64 else tokens.float()
+    top = float(x.abs().max()) if x.numel() else 1.0
+    if not 1e-12 < top < 1e12:  # so that squares neither overflow nor vanish
+        x = x.double() / max(top, 1e-300)
     away = x - x.mean(0)
     values, axes = torch.linalg.eigh((away.T @ away).double() / max(1, len(away)))
     floor = max(float(values[-1]) * FLOOR, 1e-300) if len(values) else 1.0
@@ -89,10 +91,9 @@ def spread_out(tokens: Tensor) -> Tensor:
 
 def _sketch(head: Head, seed: int) -> Sketch:
     query, key = head.query.detach(), head.key.detach()
-    norms = head.query_norms
-    top = float(norms.max()) if head.n else 1.0
-    lengths = (norms / max(top, 1e-300)).pow(LENGTH_POWER)
-    rare = spread_out(_unit(query))
+    top = float(head.query_norms.max()) if head.n else 1.0
+    lengths = (head.query_norms / max(top, 1e-300)).pow(LENGTH_POWER)
+    rare = spread_out(query)
     live = head.live_keys
     live = torch.arange(head.m, device=key.device) if live is None else live
     if head.is_causal:
@@ -104,63 +105,36 @@ def _sketch(head: Head, seed: int) -> Sketch:
     pilots = min(head.n, max(16, min(PILOT_ROWS, PILOT_ENTRIES // max(1, head.m))))
     chance = probabilities(torch.ones_like(lengths), (lengths, rare), pilots)
     rows = draw_rows(chance, pilots, seed + 4)
-    sizes = (head.key_norms[live], spread_out(_unit(key[live])), value_size)
-    outliers = {i for size in sizes for i in _top(size, OUTLIER_KEYS)}
-    outliers.update(_found_keys(head, live, value_size, rows))
-    special = torch.tensor(sorted(outliers), device=live.device)
+    found = [
+        size.topk(min(OUTLIER_KEYS, len(live))).indices
+        for size in (head.key_norms[live], spread_out(key[live]), value_size)
+    ]
+    special = torch.cat([*found, _found_keys(head, live, value_size, rows)]).unique()
     concentration, lse = _estimate(head, live, value_size, special, seed + 4)
     return Sketch((lengths, rare, concentration), lse)
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Scaled so that squares neither overflow nor vanish."""
-    top = float(x.abs().max()) if x.numel() else 1.0
-    return x if 1e-12 < top < 1e12 else x.double() / max(top, 1e-300)
-
-
-def _top(x: Tensor, count: int) -> list[int]:
-    return x.topk(min(count, len(x))).indices.tolist()
 
 
 def draw_rows(chance: Tensor, count: int, seed: int) -> Tensor:
     """``count`` rows drawn with these probabilities, which add up to it: systematically along a
     random permutation. Sorted."""
-    permutation, start = _permutation(len(chance), seed, chance.device)
+    generator = torch.Generator().manual_seed(seed)
+    permutation = torch.randperm(len(chance), generator=generator).to(chance.device)
+    start = float(torch.rand((), generator=generator, dtype=torch.float64))
     steps = chance[permutation].cumsum(0)
     steps = (steps * (count / max(float(steps[-1]), 1e-300)) + start).floor().clamp(max=count)
-    before = torch.cat([steps.new_zeros(1), steps[:-1]])
-    return permutation[steps > before].sort().values
+    return permutation[steps.diff(prepend=steps.new_zeros(1)) > 0].sort().values
 
 
-@lru_cache(maxsize=4)  # a search draws several samples of a head, and heads are equally long
-def _permutation(count: int, seed: int, device: torch.device) -> tuple[Tensor, float]:
-    """A random permutation, and a number between 0 and 1."""
-    generator = torch.Generator().manual_seed(seed)
-    permutation = torch.randperm(count, generator=generator).to(device)
-    return permutation, float(torch.rand((), generator=generator, dtype=torch.float64))
-
-
-def _scores(head: Head, rows: Tensor, keys: Tensor) -> Tensor:
-    """Log-weights of some pairs in the compute dtype."""
-    dtype = head.dtype
-    score = (head.query[rows].to(dtype) * head.scale) @ head.key[keys].to(dtype).T
-    if head.key_log_weight is not None:
-        score += head.key_log_weight[keys].to(dtype)
-    if head.is_causal:
-        score.masked_fill_(keys > rows.unsqueeze(1), -math.inf)
-    return score
-
-
-def _found_keys(head: Head, live: Tensor, value_size: Tensor, rows: Tensor) -> list[int]:
+def _found_keys(head: Head, live: Tensor, value_size: Tensor, rows: Tensor) -> Tensor:
     """Keys with the largest share in the output of some pilot row."""
     best = value_size.new_zeros(len(live))
     for some in rows.split(32):
-        weight = _scores(head, some, live).softmax(1).nan_to_num_(0.0)
+        weight = _log_weights(head, some, live, head.dtype).softmax(1).nan_to_num_(0.0)
         part = weight.mul_(value_size.sqrt().to(weight)).square_()
         largest, at = part.topk(min(2, len(live)), 1)
         share = largest.double() / part.sum(1, keepdim=True).double().clamp(min=1e-300)
         best.scatter_reduce_(0, at.flatten(), share.flatten(), "amax")
-    return _top(best, FOUND_KEYS)
+    return best.topk(min(FOUND_KEYS, len(live))).indices
 
 
 def _estimate(
@@ -181,9 +155,8 @@ def _estimate(
     many = max(1.0, len(index) / max(1, int(sampled.sum())))
     count = torch.where(sampled, many, 1.0).to(head.dtype)
     parts, sums = [], []
-    piece = PIECE.get(live.device.type, PIECE["cpu"])
-    for rows in torch.arange(head.n, device=live.device).split(piece):
-        score = _scores(head, rows, keys)
+    for rows in torch.arange(head.n, device=live.device).split(PIECE[live.is_cuda]):
+        score = _log_weights(head, rows, keys, head.dtype)
         top = score.amax(1)
         weight = score.sub_(top.unsqueeze(1)).exp_()
         total = weight @ count
@@ -204,12 +177,8 @@ QUANTILE = 1.645  # one-sided 95 % of a normal ratio
 
 @dataclass(frozen=True, eq=False)
 class RowSample:
-    """Rows drawn with unequal probabilities, each of which counts for the inverse of its own.
-
-    One row in thousands can carry most of a head's error, so outlier queries are drawn almost
-    surely. Sums over all rows are estimated without bias, whatever
-    the probabilities (Horvitz and Thompson); good ones make the estimates certain.
-    """
+    """Rows drawn with unequal probabilities, each of which counts for the inverse of its own: sums
+    over all rows are estimated without bias, whatever they are (Horvitz and Thompson)."""
 
     rows: Tensor  # sorted
     weight: Tensor  # float64: 1 / probability of each of the rows
@@ -247,8 +216,7 @@ class RowSample:
         The limit takes the standard error of the linearised ratio, as if rows were drawn
         independently, on the logarithm of the ratio, which suits the long right tail that squared
         errors have. One row is added, with the largest error and the largest weight among the
-        sampled rows that could have been missed, for rows of which the sample has no example.
-        """
+        sampled rows that could have been missed, for rows of which the sample has no example."""
         error, total = self.total(squared), self.total(size)
         if error == 0.0 and math.isfinite(total):
             return 0.0, 0.0
@@ -275,17 +243,14 @@ def exact_rows(
     """The exact result of some rows, in any order (``kernel``: of a power instead of exp).
 
     Softmax over tiles of plain products. It shares nothing with components and kernels, which it
-    is there to check: neither code nor, through PyTorch's attention, their faults.
-    """
-    query, shown = head.query[rows].to(dtype) * head.scale, head.m
-    if head.is_causal and len(rows):
-        shown = min(head.m, int(rows.max()) + 1)
-    top = query.new_full((len(rows), 1), -math.inf)
-    den, num = torch.zeros_like(top), query.new_zeros(len(rows), head.value_dim)
+    is there to check: neither code nor, through PyTorch's attention, their faults."""
+    shown = min(head.m, int(rows.max()) + 1) if head.is_causal and len(rows) else head.m
+    top = head.query.new_full((len(rows), 1), -math.inf, dtype=dtype)
+    den, num = torch.zeros_like(top), top.new_zeros(len(rows), head.value_dim)
     step = max(1, TILE // max(1, len(rows)))
     for start in range(0, shown, step):
-        keys = slice(start, min(shown, start + step))
-        log_weight = _log_weights(head, query, rows, keys, kernel)
+        keys = torch.arange(start, min(shown, start + step), device=rows.device)
+        log_weight = _log_weights(head, rows, keys, dtype, kernel)
         peak = torch.maximum(top, log_weight.amax(1, keepdim=True))
         unit = torch.where(peak > -math.inf, peak, 0.0)
         weight, shrink = (log_weight - unit).exp(), (top - unit).exp()
@@ -299,18 +264,17 @@ def exact_rows(
 
 
 def _log_weights(
-    head: Head, query: Tensor, rows: Tensor, keys: slice, kernel: PowerKernel | None
+    head: Head, rows: Tensor, keys: Tensor, dtype: torch.dtype, kernel: PowerKernel | None = None
 ) -> Tensor:
-    """Log-weights of scaled queries with some keys; -inf for pairs that do not count."""
-    score = query @ head.key[keys].to(query.dtype).T
+    """Log-weights of some pairs; -inf for those that do not count."""
+    score = (head.query[rows].to(dtype) * head.scale) @ head.key[keys].to(dtype).T
     score = score if kernel is None else kernel.log(score)
     if head.key_log_weight is not None:
-        score = score + head.key_log_weight[keys].to(query.dtype)
+        score += head.key_log_weight[keys].to(dtype)
     if head.mask is not None:
-        mask = head.mask[rows, keys]
+        mask = head.mask[rows.unsqueeze(1), keys]
         hidden = mask.dtype == torch.bool
         score = score.masked_fill(~mask, -math.inf) if hidden else score + mask
     if head.is_causal:
-        later = torch.arange(keys.start, keys.stop, device=rows.device) > rows.unsqueeze(1)
-        score = score.masked_fill(later, -math.inf)
+        score.masked_fill_(keys > rows.unsqueeze(1), -math.inf)
     return score

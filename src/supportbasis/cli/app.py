@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -170,17 +170,14 @@ def run_study(context: typer.Context) -> None:
     """Pass the user's words on to the command that the studies register under this name."""
     name = context.command.name or ""
     with friendly(name):
-        command = _registered(name)
+        found = list(entry_points(group=GROUP, name=name))
+        if not found:
+            raise InputError(
+                "this command comes with the studies: pip install supportbasis-studies "
+                "(in a checkout: pip install ./studies)"
+            )
+        command = found[0].load()
     command(args=context.args, prog_name=f"supportbasis {name}")
-
-
-def _registered(name: str) -> Any:
-    for found in entry_points(group=GROUP, name=name):
-        return found.load()
-    raise InputError(
-        "this command comes with the studies: pip install supportbasis-studies "
-        "(in a checkout: pip install ./studies)"
-    )
 
 
 for study, purpose in STUDIES.items():

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ..errors import InputError
 
-INSTALL = 'reading a model needs transformers: pip install "supportbasis[hf]"'
 CONTEXT = ("max_position_embeddings", "max_sequence_length")  # in a configuration
-CHARACTERS = 6  # of a token, about: how much text the tokenizer is given at first
+CHARACTERS = 32  # for each token that is wanted: how much of a text the tokenizer is given
 
 
 @dataclass(frozen=True)
@@ -43,20 +42,14 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.model.device
-        return device
+        return torch.device(self.model.device)
 
     def tokens(self, path: Path, count: int) -> Tensor:
         """The first ``count`` tokens of a text, or all that there are, [tokens]."""
         if self.tokenizer is None:
             raise InputError(f"--text: {self.name} takes pictures, not text")
-        text, length = read_text(path), CHARACTERS * count
-        found: list[int] = []
-        while len(found) <= count:  # the last may be half a word
-            found = self.tokenizer(text[:length], verbose=False).input_ids
-            if length >= len(text):
-                break
-            length *= 2
+        text = read_text(path)[: CHARACTERS * count]
+        found = self.tokenizer(text, verbose=False).input_ids
         if not found:
             raise InputError(f"--text: {path} has no tokens of {self.name}")
         return torch.tensor(found[:count], device=self.device)
@@ -109,7 +102,7 @@ def _auto_class(config: Any) -> Any:
 def check_installed() -> None:
     """Raise an `InputError` with the line to install where transformers is missing."""
     if find_spec("transformers") is None:
-        raise InputError(INSTALL)
+        raise InputError('reading a model needs transformers: pip install "supportbasis[hf]"')
 
 
 def check_folder(name: str) -> None:
@@ -161,20 +154,15 @@ def chosen_device(name: str | None) -> torch.device:
 
 def chosen_dtype(name: str | None) -> torch.dtype | None:
     """A floating-point type of PyTorch by its name."""
-    kinds = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-    names = {str(kind).removeprefix("torch."): kind for kind in kinds}
+    names = ("float32", "float16", "bfloat16", "float64")
     if name is not None and name not in names:
         raise InputError(f"--dtype: got {name!r}, expected one of {', '.join(names)}")
-    return None if name is None else names[name]
+    return None if name is None else getattr(torch, name)
 
 
 def mend(name: str, config: Any, auto_class: str, options: dict[str, bool]) -> None:
-    """Complete a model that brings code of its own, where it may run, before weights are read.
-
-    Code written before transformers 5, LLaDA's for example, leaves out what it expects of a class:
-    the map of tied weights that ``post_init`` makes, arguments of ``tie_weights``, and
-    ``use_cache`` in the configuration.
-    """
+    """Add what transformers 5 expects of a model's own code, where it may run, and older code lacks
+    (LLaDA's): a map of tied weights, arguments of ``tie_weights``, ``use_cache``."""
     reference = (getattr(config, "auto_map", None) or {}).get(auto_class)
     if reference is None or not options["trust_remote_code"]:
         return

@@ -18,18 +18,10 @@ from ..models.evaluation import Evaluation
 from ..models.ladder import LEAST
 from ..models.profiling import HeadProfile, profile
 from ..plans import ExactHead, ModelPlan
+from ..plans.drawing import layer_panels, new_figure
+from ..plans.model_plan import UNITS
 from .loading import LoadedModel
-from .report import (
-    Grid,
-    Machine,
-    Section,
-    length_label,
-    new_figure,
-    plain_axes,
-    publish,
-    times,
-    write_csv,
-)
+from .report import Grid, Machine, Section, length_label, plain_axes, publish, times, write_csv
 
 TOKENS, CPU_TOKENS = {"cuda": 32768}, 8192  # of a batch, where nothing is said
 SMALLEST = 1e-9  # nats, of a picture
@@ -62,42 +54,39 @@ def run_plan(
 ) -> None:
     """Plan a model on batches [batches, tokens] and write plan and report."""
     plan = models.plan(loaded.model, list(ids.split(1)), **wish)
-    file, folder = out, out.with_suffix("")
+    folder = out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    plan.save(file)
-    picture = folder / "plan.png"
+    picture, machine = folder / "plan.png", Machine.here(loaded.device.type)
+    plan.save(out)
     plan.draw(picture)
-    machine = Machine.here(loaded.device.type)
-    rows = head_rows(plan)
-    write_csv(folder / "heads.csv", machine, rows)
+    write_csv(folder / "heads.csv", machine, head_rows(plan))
     console.print(str(plan))
     batches, tokens = ids.shape
     text = "Cost of each head relative to exact attention, and its share of the predicted effect."
-    figures, findings = [(picture, text)], [_plan_finding(plan)]
+    findings, figures = [_plan_finding(plan)], [(picture, text)]
     sections = [
         Section("The plan", findings=findings, figures=figures, verbatim=str(plan)),
-        Section("Heads", grids=[_head_grid(rows, plan.unit)], printed=()),
+        Section("Heads", grids=[_head_grid(plan)], printed=()),
     ]
     lead = (
         f"{loaded.name}, {batches} batches of {tokens} tokens; the last third of them was held "
         "back to measure the whole plan."
     )
     publish(folder, f"Attention plan of {loaded.name}", lead, sections, machine, console)
-    console.print(f"Plan: {file}", style="bold")
+    console.print(f"Plan: {out}", style="bold")
 
 
 def _plan_finding(plan: ModelPlan) -> str:
     exact = sum(isinstance(head, ExactHead) for head in plan.heads)
-    unit = "nats per token" if plan.unit == "kl" else "of the output's square"
     return (
         f"{len(plan.heads) - exact} of {len(plan.heads)} heads are approximated, at a mean cost of "
         f"{plan.cost:.3g} of exact attention. On batches that were held back the prediction moved "
-        f"by {plan.measured:.2g} {unit} (below {plan.upper:.2g} with 95 % confidence; allowed "
-        f"{plan.limit:.2g})."
+        f"by {plan.measured:.2g} {UNITS[plan.unit]} (below {plan.upper:.2g} with 95 % confidence; "
+        f"allowed {plan.limit:.2g})."
     )
 
 
-def head_rows(plan: ModelPlan) -> list[dict[str, object]]:
+def head_rows(plan: ModelPlan) -> list[dict[str, Any]]:
     """A row for each head."""
     return [
         {
@@ -114,13 +103,12 @@ def head_rows(plan: ModelPlan) -> list[dict[str, object]]:
     ]
 
 
-def _head_grid(rows: Sequence[dict[str, Any]], unit: str) -> Grid:
+def _head_grid(plan: ModelPlan) -> Grid:
     lines = []
-    for row in rows:
-        name, speed = f"{row['layer']}, head {row['head']}", times(row["speedup"])
-        numbers = f"{row[unit]:.1e}", f"{row['share']:.1%}"
-        lines.append([name, row["kind"], f"{row['cost']:.3g}", speed, *numbers])
-    return Grid("", ("head", "kind", "cost", "predicted speed", unit, "share"), lines)
+    for layer, head, kind, cost, speed, effect, share in (r.values() for r in head_rows(plan)):
+        numbers = [f"{cost:.3g}", times(speed), f"{effect:.1e}", f"{share:.1%}"]
+        lines.append([f"{layer}, head {head}", kind, *numbers])
+    return Grid("", ("head", "kind", "cost", "predicted speed", plan.unit, "share"), lines)
 
 
 def run_profile(
@@ -183,14 +171,10 @@ def draw_profile(found: Sequence[HeadProfile], path: Path) -> None:
         values = (head.score_std, share, best.speedup)
         panels[:, layers.index(head.layer), head.head] = torch.tensor(values)
     figure = new_figure(5.0 + 0.9 * heads, 1.9 + 0.36 * len(layers))
+    speeds = LogNorm(1.0, max(2.0, float(panels[2].nan_to_num().max())))
     names = ("σ of scores", "entropy over uniform", "predicted speed over SDPA")
-    for axes, values, name in zip(figure.subplots(1, 3, sharey=True), panels, names, strict=True):
-        norm = LogNorm(1.0, max(2.0, float(values.nan_to_num().max()))) if "speed" in name else None
-        image = axes.imshow(values.numpy(), aspect="auto", norm=norm, cmap="Blues")
-        axes.set(title=name, xlabel="head", xticks=range(0, heads, max(1, heads // 6)))
-        axes.title.set_fontsize(10)
-        figure.colorbar(image, ax=axes, shrink=0.8)
-    figure.axes[0].set(ylabel="layer", yticks=range(0, len(layers), max(1, len(layers) // 12)))
+    scales = (None, None, speeds)
+    layer_panels(figure, list(zip(names, panels, scales, ["Blues"] * 3, strict=True)))
     figure.savefig(path, dpi=150)
 
 

@@ -3,7 +3,7 @@
 ====================  ====================================================================
 `context_parallel`    `attention` and `plan`: which heads move what
 `token_layout`        which tokens a rank holds; `split_tokens`, `gather_tokens`
-`state_exchange`      polynomials: sums of features move; `state_units`, `state_gradients`
+`state_exchange`      polynomials: sums of features move; `state_*`: its parts
 `related_sums`        sums over the chunks before or after one; tokens that all ranks need
 `head_exchange`       heads for tokens: any method, and planning
 `ring`                slices of keys go round: exact heads, where they are fewer than ranks

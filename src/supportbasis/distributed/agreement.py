@@ -14,7 +14,7 @@ import torch
 
 from ..errors import InputError, SupportBasisError
 from ..plans import Plan
-from ..plans.files import PLAN
+from ..plans.files import to_json
 from ..problem.caching import WeakCache
 from .ranks import Ranks
 
@@ -28,7 +28,7 @@ def fingerprint(plan: Plan) -> int:
     """A number that plans with the same settings share, whatever times were predicted for them."""
 
     def make() -> int:
-        content = PLAN.write(plan)
+        content = to_json(plan)
         for head in content["heads"]:
             head.pop("speedup")
         return crc32(repr(content).encode())

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import api
-from ..engine.call_checks import check_entries, check_plan
+from ..engine.call_checks import check_entries
 from ..engine.dispatch import of_heads
-from ..engine.ranges import check_sign
+from ..engine.ranges import check_plan
 from ..errors import InputError
 from ..methods import Auto, Exact, Method
 from ..plans import ExactHead, Plan
@@ -177,7 +177,6 @@ def _problem(given: tuple[Tensor, Tensor, Tensor, Tensor | None], options: _Opti
             "queries and keys of the same tokens"
         )
     if options.plan is not None:
-        check_sign(problem, options.plan)
         check_plan(problem, options.plan)
         check_entries(problem)
     return problem

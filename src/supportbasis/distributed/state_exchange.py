@@ -25,13 +25,13 @@ from ..components.streaming import State, sum_keys
 from ..engine.call_checks import warn_about
 from ..engine.dispatch import of_heads
 from ..engine.execute import check_values, falls_back, usable_rows
-from ..engine.jensen import group_sums, least_lse_with
 from ..engine.ranges import exact_where, leaves, range_of
 from ..plans import FittedHead, Plan, PolynomialHead
 from ..problem.problem import Head, Problem
 from ..problem.result import Outcome
 from .ranks import Ranks
 from .related_sums import Chunks, Gathered, Relation
+from .state_bounds import group_sums, least_lse_with
 from .state_units import NORM_SUMS, Unit, norm_width, units_of
 from .token_layout import TokenLayout
 

@@ -1,10 +1,10 @@
-"""Attention as operators of PyTorch: what autograd, ``torch.compile`` and ``torch.func`` see.
+"""Runs a call: by SDPA, as an operator of PyTorch, or directly.
 
-Two operators wrap the engine, one for each direction. Everything that depends on entries happens
-inside them: checks, supports, warnings. So a graph around a call contains tensors only. A plan is a
-constant of the call, which the operators find by its handle, a string. Outside of graphs the same
-two functions run as an `autograd.Function`, which `torch.func` needs and which does not load the
-compiler.
+Two operators wrap the engine, one for each direction, for autograd, ``torch.compile`` and
+``torch.func``. Everything that depends on entries happens inside them: checks, supports, warnings.
+So a graph around a call contains tensors only. A plan is a constant of the call, which the
+operators find by its handle, a string. Outside of graphs the same two functions run as an
+`autograd.Function`, which `torch.func` needs and which does not load the compiler.
 """
 
 from __future__ import annotations
@@ -32,7 +32,35 @@ def is_recorded(problem: Problem) -> bool:
     return problem.requires_grad or (is_tracing() and not torch.compiler.is_compiling())
 
 
-def run(
+def run(problem: Problem, plan: Plan, need_lse: bool, implementation: str = "auto") -> Outcome:
+    """Run a plan: by SDPA if every head is exact, as an operator if the call is differentiated or
+    traced, else directly."""
+    with torch.autocast(problem.query.device.type, enabled=False):
+        if is_sdpa(problem, plan, need_lse, implementation):
+            outcome = sdpa.attend(problem, plan, need_lse)
+            if not is_tracing():
+                check_output(problem, outcome.output)
+            return outcome
+        if problem.requires_grad or is_tracing():
+            return as_operator(problem, plan, implementation)
+        return compute(problem, plan, implementation)
+
+
+def is_sdpa(problem: Problem, plan: Plan, need_lse: bool, implementation: str) -> bool:
+    """Whether `run` calls SDPA."""
+    if not plan.is_exact or implementation == "triton" or not sdpa.can_run(problem, need_lse):
+        return False
+    if is_tracing() and problem.query.is_cpu and problem.needs_exact is None:
+        return False  # entries are checked, which only operators can do here
+    if implementation == "eager" or not problem.query.is_cuda:
+        return True
+    if not need_lse and problem.key_log_weight is None:
+        return True
+    # PyTorch's CUDA kernels give no lse, and `sdpa` has to read the entries of a bias
+    return dispatch.groups(problem, plan, implementation)[0].kind is None
+
+
+def as_operator(
     problem: Problem, plan: Plan, implementation: str = "auto", kept: Kept | None = None
 ) -> Outcome:
     """`compute` with gradients: of output and lse by query, key, value and key log-weights. A
@@ -61,14 +89,12 @@ def run(
 def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
     """Run every head, through kernels where they take it, and warn about failed rows.
 
-    Rows made by kernels are not checked, since that would synchronise with the host.
-    """
-    outcome = None
+    Rows made by kernels are not checked, since that would synchronise with the host."""
     if plan.is_exact and implementation == "auto" and sdpa.can_run(problem, need_lse=True):
-        outcome = exact_outcome(problem)
-    if outcome is not None:
-        check_output(problem, outcome.output)
-        return outcome
+        outcome = sdpa.with_lse(problem)
+        if outcome is not None:
+            check_output(problem, outcome.output)
+            return outcome
     if reports_later(problem, plan, implementation):
         from ..cuda.runtime.range_check import RangeCheck
 
@@ -78,16 +104,6 @@ def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
     if any(group.kind is None for group in groups):
         warn_about(problem, plan, outcome)
     return outcome
-
-
-def exact_outcome(problem: Problem) -> Outcome | None:
-    """All heads by PyTorch's kernel for CPUs, where it takes them."""
-    pair = sdpa.sdpa_with_lse(problem)
-    if pair is None:
-        return None
-    lse, noise = pair[1], sdpa.sdpa_noise(problem)
-    zero, none = torch.zeros_like(noise), lse.new_zeros(lse.shape, dtype=torch.bool)
-    return Outcome(*pair, zero, zero, zero, noise, none)
 
 
 TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? key_log_weight, Tensor? mask"
@@ -180,24 +196,14 @@ def _(
     return query, key, value, lse.new_empty(weight)
 
 
-def _call_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_log_weight: Tensor | None,
-    mask: Tensor | None,
-    plan: str,
-    implementation: str,
-    scale: float,
-    is_causal: bool,
-    kept: Kept | None = None,
-) -> tuple[Problem, str, str]:
+def _call_of(*inputs: Any) -> tuple[Problem, str, str]:
     """Inputs of both operators as a problem, the handle of its plan and the implementation."""
-    leading = tuple(query.shape[:2])
+    query, key, value, weight, mask, handle, implementation, scale, is_causal, *kept = inputs
+    factors, leading = (weight, None, mask), tuple(query.shape[:2])
     problem = Problem(
-        query, key, value, key_log_weight, None, mask, 0.0, is_causal, scale, True, leading, kept
-    )
-    return problem, plan, implementation
+        query, key, value, *factors, 0.0, is_causal, scale, True, leading, *kept
+    )  # fmt: skip
+    return problem, handle, implementation
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -226,47 +232,39 @@ _attention.register_autograd(partial(_gradients, _backward), setup_context=_save
 _backward.register_autograd(refuse_second)
 
 
-def _one_by_one(
-    operator: Any, info: Any, in_dims: Sequence[int | None], *args: Any
-) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """``vmap``: a plan belongs to given heads, so the operator is called for each slice."""
-    results = [
-        operator(
-            *(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True))
-        )
-        for i in range(info.batch_size)
-    ]
-    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
-    return stacked, (0,) * len(stacked)
+class _Operator(torch.autograd.Function):
+    """An operator outside of graphs."""
+
+    jvp = staticmethod(refuse_forward)
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+        """A plan belongs to given heads, so the operator is called for each slice."""
+        apply: Any = cls.apply
+        pairs = list(zip(args, in_dims, strict=True))
+        results = [
+            apply(*(x if dim is None else x.select(dim, i) for x, dim in pairs))
+            for i in range(info.batch_size)
+        ]
+        stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+        return stacked, (0,) * len(stacked)
 
 
-class _Attention(torch.autograd.Function):
-    """The forward operator outside of graphs."""
-
+class _Attention(_Operator):
     forward = staticmethod(_run_forward)
     setup_context = staticmethod(_save)
-    jvp = staticmethod(refuse_forward)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return _gradients(_AttentionBackward.apply, ctx, *grads)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-        return _one_by_one(_Attention.apply, info, in_dims, *args)
 
-
-class _AttentionBackward(torch.autograd.Function):
+class _AttentionBackward(_Operator):
     """The backward pass of `_Attention`, which has no backward pass of its own."""
 
     forward = staticmethod(_run_backward)
     backward = staticmethod(refuse_second)
-    jvp = staticmethod(refuse_forward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Nothing is saved."""
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-        return _one_by_one(_AttentionBackward.apply, info, in_dims, *args)

@@ -20,21 +20,11 @@ from ..problem.result import FAILED_SHARE, Outcome
 from . import dispatch, ranges
 
 
-def check_plan(problem: Problem, plan: Plan) -> None:
-    """Raise if a plan does not fit the inputs' shapes."""
-    shape, made_for = (problem.heads, problem.query.shape[-1]), (plan.num_heads, plan.dim)
-    if shape != made_for:
-        raise InputError(
-            f"plan was made for (heads, dim) = {made_for}, but the inputs have {shape}"
-        )
-    ranges.check_call(problem, plan)
-
-
 def checked(problem: Problem, plan: Plan, implementation: str) -> Plan:
     """The plan to use for a call, whose entries are checked on a CPU: heads whose scores leave the
     range they were planned for are exact. With kernels on a GPU those that left it in
     earlier calls are exact: checking this call would synchronise with the host."""
-    check_plan(problem, plan)
+    ranges.check_plan(problem, plan)
     check_entries(problem)
     if reports_later(problem, plan, implementation):
         from ..cuda.runtime.range_check import RangeCheck
@@ -46,8 +36,10 @@ def checked(problem: Problem, plan: Plan, implementation: str) -> Plan:
 
 
 def reports_later(problem: Problem, plan: Plan, implementation: str) -> bool:
-    has_kernels = implementation != "eager" and dispatch.refusal(problem, implementation) is None
-    return problem.query.is_cuda and has_kernels and not plan.is_exact
+    """Whether the range of a call's scores is checked on the device, and reported later."""
+    if plan.is_exact or not problem.query.is_cuda:
+        return False
+    return dispatch.refusal(problem, implementation) is None
 
 
 def check_entries(problem: Problem) -> None:

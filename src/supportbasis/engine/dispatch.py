@@ -40,25 +40,22 @@ EVALUATORS = {  # of a kind of head, a module of `supportbasis.cuda`
 WITHOUT_KERNELS = (EVALUATORS["fitted"],)
 
 
-# output in the input dtype and lse in float32, contiguous; and which rows failed and were computed
-# exactly, where an evaluator checks for them
+# output in the input dtype, lse in float32, and which rows failed and were computed exactly, where
+# an evaluator checks for them; contiguous
 Forward = tuple[Tensor, Tensor, Tensor | None]
 
 
 class Evaluator(Protocol):
-    """A module with kernels for some kinds of heads."""
+    """A module with kernels for some kinds of heads: why it refuses a head (None: it does not),
+    the key of heads that run together, output and lse of all rows, and gradients."""
 
-    def refusal(self, head: HeadPlan) -> str | None:
-        """Why this head cannot run, or None."""
+    def refusal(self, head: HeadPlan) -> str | None: ...
 
-    def family(self, head: HeadPlan) -> object:
-        """Heads with the same family run together."""
+    def family(self, head: HeadPlan) -> object: ...
 
-    def forward(self, problem: Problem, plan: Plan) -> Forward:
-        """Output and lse of all rows."""
+    def forward(self, problem: Problem, plan: Plan) -> Forward: ...
 
-    def gradients(self, problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
-        """Gradients of query, key, value and key log-weights, as `backward.backward`."""
+    def gradients(self, problem: Problem, plan: Plan, saved: SavedForward) -> Gradients: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +82,7 @@ _groups: WeakCache[Plan, tuple[torch.device, str, bool, bool], tuple[Group, ...]
 
 def groups(problem: Problem, plan: Plan, implementation: str) -> tuple[Group, ...]:
     """How the heads of a call run; raises if kernels were asked for and cannot take all of it."""
-    reason = None if implementation != "eager" else "the caller asked for it"
-    reason = reason or refusal(problem, implementation)
+    reason = refusal(problem, implementation)
     if implementation == "triton" and reason is not None:
         raise InputError(f"implementation='triton' cannot run this call: {reason}")
     how = (problem.query.device, implementation, reason is None, problem.is_causal)
@@ -105,6 +101,8 @@ def label(found: Sequence[Group]) -> str:
 def refusal(problem: Problem, implementation: str) -> str | None:
     """Why no head of this call can run through kernels, or None."""
     query, widest = problem.query, max(problem.query.shape[-1], problem.value.shape[-1])
+    if implementation == "eager":
+        return "the caller asked for it"
     if not has_triton():
         return "Triton is not installed (pip install 'supportbasis[triton]')"
     if query.device.type != "cuda" and not (implementation == "triton" and _interpreted()):
@@ -176,9 +174,6 @@ def evaluator(kind: str) -> Evaluator:
     return module
 
 
-# ---- forward ---------------------------------------------------------------------------------
-
-
 def run(problem: Problem, found: Sequence[Group]) -> Outcome:
     """Run the groups of a call."""
     if len(found) == 1:
@@ -196,21 +191,12 @@ def _outcome(problem: Problem, group: Group) -> Outcome:
     if group.kind is None:
         return execute(problem, group.plan)
     output, lse, failed = evaluator(group.kind).forward(problem, group.plan)
-    zero, none = _zeros.get(group.plan, (lse.device, problem.batch), lambda: _no_rows(lse))
+    zero = lse.new_zeros(lse.shape[:2])
     if failed is None:
-        return Outcome(output, lse, zero, zero, zero, zero, none.expand(lse.shape))
+        none = zero.bool().unsqueeze(-1).expand(lse.shape)
+        return Outcome(output, lse, zero, zero, zero, zero, none)
     count = failed.sum(-1).to(zero.dtype)
     return Outcome(output, lse, zero, count, count.clone(), zero, failed)
-
-
-_zeros: WeakCache[Plan, tuple[torch.device, int], tuple[Tensor, Tensor]] = WeakCache()
-
-
-def _no_rows(lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Zeros [batch, heads] and False [batch, heads, 1], cached: every launch counts in a short
-    call."""
-    zero = lse.new_zeros(lse.shape[:2])
-    return zero, zero.bool().unsqueeze(-1)
 
 
 def of_heads(problem: Problem, index: Tensor) -> Problem:
@@ -227,28 +213,21 @@ def of_heads(problem: Problem, index: Tensor) -> Problem:
     )
 
 
-# ---- backward --------------------------------------------------------------------------------
-
-
 def gradients(problem: Problem, found: Sequence[Group], saved: SavedForward) -> Gradients:
     """Gradients of query, key, value and, if asked for, of the key log-weights."""
     if len(found) == 1:
         return _gradients(problem, found[0], saved)
-    shape, new = (problem.batch, problem.heads), problem.query.new_zeros
-    parts = [
-        new(*shape, x.shape[2], x.shape[3], dtype=problem.dtype)
-        for x in (problem.query, problem.key, problem.value)
-    ]
-    weight = new(*shape, problem.m, dtype=problem.dtype) if saved.for_weights else None
+    shape, sizes = (problem.batch, problem.heads), (problem.query, problem.key, problem.value)
+    query, key, value = (x.new_zeros(*shape, *x.shape[2:], dtype=problem.dtype) for x in sizes)
+    weight = query.new_zeros(*shape, problem.m) if saved.for_weights else None
     for group in found:
         index = cast(Tensor, group.index)
         part = _gradients(of_heads(problem, index), group, saved.of_heads(index))
-        pairs = list(zip(parts, (part.query, part.key, part.value), strict=True))
+        pairs = [(query, part.query), (key, part.key), (value, part.value)]
         if weight is not None and part.key_log_weight is not None:
             pairs.append((weight, part.key_log_weight))
         for whole, piece in pairs:
             whole.index_copy_(1, index, piece.to(whole.dtype))
-    query, key, value = parts
     return Gradients(query, by_key_head(key, problem), by_key_head(value, problem), weight)
 
 

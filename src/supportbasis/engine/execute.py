@@ -41,11 +41,7 @@ def execute(problem: Problem, plan: Plan) -> Outcome:
 
 
 def run_head(
-    head: Head,
-    plan: HeadPlan,
-    basis: Sequence[RowGroup],
-    outcome: Outcome,
-    at: tuple[int, int],
+    head: Head, plan: HeadPlan, basis: Sequence[RowGroup], outcome: Outcome, at: tuple[int, int]
 ) -> None:
     """One head: evaluate, check, fall back to exact sums where rows failed, divide."""
     finished = []
@@ -56,7 +52,9 @@ def run_head(
         if bool(failed.any()):
             outcome.invalid_rows[at] += failed.sum()
             if falls_back(plan):
-                _fall_back(plan, head, group.rows, failed, total)
+                where = failed.nonzero().squeeze(1)
+                rows = where if group.rows is None else group.rows[where]
+                total.put_(where, evaluate([plan.exact(head)], head, rows))
                 valid = total.has_keys & (total.usable if head.normalise else total.finite)
                 fallback = failed & valid
                 outcome.fallback_rows[at] += fallback.sum()
@@ -104,27 +102,15 @@ def usable_rows(
     return usable
 
 
-def _fall_back(
-    plan: HeadPlan, head: Head, rows: Tensor | None, failed: Tensor, total: Partial
-) -> None:
-    """Compute failed rows exactly, in place."""
-    where = failed.nonzero().squeeze(1)
-    exact = evaluate([plan.exact(head)], head, where if rows is None else rows[where])
-    total.put_(where, exact)
-
-
 Finished = list[tuple[Tensor | None, Partial, Tensor]]
 
 
 def _write_attention(head: Head, finished: Finished, outcome: Outcome, at: tuple[int, int]) -> None:
     for rows, total, valid in finished:
         output, lse = total.divide_(valid)
-        if rows is None:
-            outcome.output[at].copy_(output)
-            outcome.lse[at].copy_(lse)
-        else:
-            outcome.output[at].index_copy_(0, rows, output.to(outcome.output.dtype))
-            outcome.lse[at].index_copy_(0, rows, lse)
+        where = slice(None) if rows is None else rows
+        outcome.output[at][where] = output.to(outcome.output.dtype)
+        outcome.lse[at][where] = lse
 
 
 def _write_sums(head: Head, finished: Finished, outcome: Outcome, at: tuple[int, int]) -> None:
@@ -132,8 +118,7 @@ def _write_sums(head: Head, finished: Finished, outcome: Outcome, at: tuple[int,
 
     The unit is that of the largest sum, but not so small that a factor overflows; one that does
     belongs to sums of zero. A factor e^x has the rounding of x, and a few of exp; it is applied in
-    halves, since it may vanish where its product with a huge value does not.
-    """
+    halves, since it may vanish where its product with a huge value does not."""
     top, least = -math.inf, -math.log(torch.finfo(head.dtype).max) / 2
     for rows, total, valid in finished:
         if head.query_log_weight is not None:

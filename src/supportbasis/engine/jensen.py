@@ -13,7 +13,6 @@ leading coordinates, and the bounds of the groups are added up; not those of cau
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,73 +31,30 @@ PRODUCTS = 128  # at most, that one sum over keys is made of
 
 def least_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:
     """Log of the smallest sum of the given rows (None: all) that has not failed."""
-    if not isinstance(plan, FittedHead):
-        return lower_lse(plan, head, rows) + math.log(SKETCHED_SHARE)
-    if head.is_causal or not head.m:
-        return lower_lse(plan, head, rows) + math.log(FITTED_SHARE)
-    balanced = transformed(head, plan.transform)
-    return _least_of_groups(plan, head, rows, balanced.key, balanced.key_log_weight)
+    if isinstance(plan, FittedHead) and head.m and not head.is_causal:
+        balanced = transformed(head, plan.transform)
+        return least_of_groups(plan, head, rows, balanced.key, balanced.key_log_weight)
+    share = FITTED_SHARE if isinstance(plan, FittedHead) else SKETCHED_SHARE
+    return lower_lse(plan, head, rows) + math.log(share)
 
 
-def _least_of_groups(
+def least_of_groups(
     plan: FittedHead, head: Head, rows: Tensor | None, key: Tensor, log_weight: Tensor
 ) -> Tensor:
-    """`least_lse` of the rows of a head by transformed keys."""
+    """`least_lse` of the rows of a head by transformed keys, or by the means of their groups."""
     query = transformed(head, plan.transform).query
     query = query if rows is None else query[rows]
     least = grouped_lse(query[None], key[None], log_weight[None])
     return (least[0] + plan.transform.row_shift(head, rows)).double() + math.log(FITTED_SHARE)
 
 
-def group_sums(plan: FittedHead, head: Head) -> tuple[Tensor, float]:
-    """Weights and weighted sums of the keys of a head in units of exp(top), and top: [1, 1 + d] of
-    a causal head, else [groups, 1 + d] of its transformed keys. They add up over devices."""
-    if head.is_causal:
-        key, log_weight = head.key.to(head.dtype), head.log_weights(head.dtype)
-        member = key.new_ones(1, len(key))
-    else:
-        balanced = transformed(head, plan.transform)
-        key, log_weight = balanced.key, balanced.key_log_weight
-        member = (_labels(key) == _group_numbers(key).unsqueeze(1)).to(key.dtype)
-    top = float(log_weight.max()) if len(key) else -math.inf
-    weight = (log_weight - top).exp() if top > -math.inf else torch.zeros_like(log_weight)
-    member = member * weight
-    return torch.cat([member.sum(1, keepdim=True), member @ key], 1), top
-
-
-def least_lse_with(
-    plan: FittedHead, head: Head, rows: Tensor | None, sums: Tensor, top: float
-) -> Tensor:
-    """`least_lse` where keys are on other devices: ``sums`` are the `group_sums` of all keys, or in
-    causal attention of those before the own ones. A group stands for itself as one key, its mean:
-    it has the signs, and so the label, of its members."""
-    mass = sums[:, 0]
-    some = mass > 0
-    mean, log_mass = sums[some, 1:] / mass[some].unsqueeze(1), mass[some].log() + top
-    if not head.is_causal:
-        return _least_of_groups(plan, head, rows, mean, log_mass)
-    if not len(mean):
-        return least_lse(plan, head, rows)
-    first = head.query.new_zeros(1, head.dim)
-    joined = replace(
-        head,
-        query=torch.cat([first, head.query]),
-        key=torch.cat([mean, head.key.to(mean.dtype)]),
-        key_log_weight=torch.cat([log_mass, head.log_weights(mass.dtype)]),
-    )
-    after = torch.arange(head.n, device=mass.device) if rows is None else rows
-    return least_lse(plan, joined, after + 1)
-
-
 def grouped_lse(query: Tensor, key: Tensor, log_weight: Tensor) -> Tensor:
-    """Log of the bound [heads, n] for transformed queries [heads, n, d] and keys [heads, m, d].
-    Keys with the same signs in their leading coordinates are a group; a group whose weight
-    vanishes is left out."""
-    label = _labels(key).unsqueeze(1)
+    """Log of the bound [heads, n] for transformed queries [heads, n, d] and keys [heads, m, d]. A
+    group whose weight vanishes is left out."""
     top = log_weight.amax(1, keepdim=True)
     top = torch.where(top > -math.inf, top, 0.0)
     weight = (log_weight - top).exp().unsqueeze(1)
-    member = (label == _group_numbers(key).unsqueeze(1)) * weight
+    member = membership(key) * weight
     mass = member.sum(2, keepdim=True)
     # one product so long and thin would keep few units of a GPU busy
     parts = math.gcd(key.shape[1], PRODUCTS)
@@ -112,14 +68,12 @@ def grouped_lse(query: Tensor, key: Tensor, log_weight: Tensor) -> Tensor:
     return torch.where(least.isnan(), math.inf, least)  # scores that overflow: nothing is known
 
 
-def _labels(key: Tensor) -> Tensor:
-    """The group of each key [..., m, d]: the signs of its leading coordinates."""
+def membership(key: Tensor) -> Tensor:
+    """Whether each key [..., m, d] is in each group, [..., groups, m]: a group has the same signs
+    in its leading coordinates."""
     signs = min(SIGNS, key.shape[-1])
-    return ((key[..., :signs] > 0) * 2 ** torch.arange(signs, device=key.device)).sum(-1)
-
-
-def _group_numbers(key: Tensor) -> Tensor:
-    return torch.arange(2 ** min(SIGNS, key.shape[-1]), device=key.device)
+    label = ((key[..., :signs] > 0) * 2 ** torch.arange(signs, device=key.device)).sum(-1)
+    return label.unsqueeze(-2) == torch.arange(2**signs, device=key.device).unsqueeze(-1)
 
 
 def lower_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -40,8 +39,7 @@ def score_range(plan: HeadPlan, head: Head) -> ScoreRange | None:
 
     A polynomial is certified up to the largest score; where its error was measured too, the mean
     counts as well. Lists and fitted polynomials compute outlier queries exactly, so only the mean
-    counts for them.
-    """
+    counts for them."""
     if isinstance(plan, (ExactHead, PowerHead)):
         return None
     return range_of(plan, head.scale, norm_sums(plan, head))
@@ -53,7 +51,7 @@ def norm_sums(plan: HeadPlan, head: Head) -> Tensor:
     norm in other directions may be longer after a transform. Without one the last two are zero."""
     rows, keys = plan.smooth(head)
     found = [take(head.query_norms, rows), take(head.key_norms, keys)]
-    if _is_balanced(plan):
+    if isinstance(plan, FittedHead):
         with torch.no_grad():
             balanced = transformed(head, plan.transform)
             keys = take(balanced.key, head.live_keys)
@@ -77,12 +75,8 @@ def range_of(plan: HeadPlan, scale: float, sums: Tensor) -> ScoreRange:
     return ScoreRange(
         largest if certified else None,
         mean if is_measured else None,
-        means[2] * means[3] if _is_balanced(plan) else None,
+        means[2] * means[3] if isinstance(plan, FittedHead) else None,
     )
-
-
-def _is_balanced(plan: HeadPlan) -> TypeGuard[FittedHead]:
-    return isinstance(plan, FittedHead) and not plan.transform.is_identity
 
 
 def with_range(plan: HeadPlan, heads: Sequence[Head]) -> HeadPlan:
@@ -97,8 +91,14 @@ def with_range(plan: HeadPlan, heads: Sequence[Head]) -> HeadPlan:
     return replace(plan, scores=ScoreRange(largest, mean, balanced))
 
 
-def check_call(problem: Problem, plan: Plan) -> None:
-    """Raise if a call has another scale or causality than the plan was made for."""
+def check_plan(problem: Problem, plan: Plan) -> None:
+    """Raise if a plan does not fit the shapes of a call, its causality or its scale. A problem
+    moves the sign of the scale to the queries; operators do not know it."""
+    shape, made_for = (problem.heads, problem.query.shape[-1]), (plan.num_heads, plan.dim)
+    if shape != made_for:
+        raise InputError(
+            f"plan was made for (heads, dim) = {made_for}, but the inputs have {shape}"
+        )
     if plan.is_exact:
         return
     if plan.is_causal is not None and plan.is_causal != problem.is_causal:
@@ -106,24 +106,15 @@ def check_call(problem: Problem, plan: Plan) -> None:
             f"plan was made with is_causal={plan.is_causal}, but the call has "
             f"is_causal={problem.is_causal}; make a plan for it"
         )
-    if plan.scale is not None:
-        made_for = abs(plan.scale)
-        if abs(problem.scale - made_for) > SAME_SCALE * made_for:
-            _refuse_scale(plan, problem.scale)
-
-
-def check_sign(problem: Problem, plan: Plan) -> None:
-    """Raise if a call has another sign of the scale than the plan: a problem moves it to the
-    queries."""
-    if plan.scale is not None and problem.is_flipped != (plan.scale < 0) and not plan.is_exact:
-        _refuse_scale(plan, -problem.scale if problem.is_flipped else problem.scale)
-
-
-def _refuse_scale(plan: Plan, scale: float) -> NoReturn:
-    raise InputError(
-        f"plan was made with scale={plan.scale:g}, but the call has scale={scale:g}; make a plan "
-        "for it"
-    )
+    if plan.scale is None:
+        return
+    scale = -problem.scale if problem.is_flipped else problem.scale
+    wanted = abs(plan.scale) if problem.is_flipped is None else plan.scale
+    if abs(scale - wanted) > SAME_SCALE * abs(wanted):
+        raise InputError(
+            f"plan was made with scale={plan.scale:g}, but the call has scale={scale:g}; make a "
+            "plan for it"
+        )
 
 
 def in_range(problem: Problem, plan: Plan) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,9 @@ from ..components.exact_sum import SUM_BLOCK
 from ..plans import Plan
 from ..problem.checks import first_order, is_tracing
 from ..problem.problem import Problem
+from ..problem.result import Outcome
 from ..problem.rounding import gamma, product_roundoff, sum_depth, unit_roundoff
+from .execute import execute
 
 
 def can_run(problem: Problem, need_lse: bool) -> bool:
@@ -37,8 +40,19 @@ def _is_fused(problem: Problem) -> bool:
     return problem.query.device.type == "cpu" and same_dim and problem.dropout_p == 0
 
 
-def sdpa(problem: Problem) -> Tensor:
-    """Output [batch, heads, n, dv] in the input dtype; differentiable."""
+def attend(problem: Problem, plan: Plan, need_lse: bool) -> Outcome:
+    """All heads of an exact plan; the output is differentiable."""
+    outcome = with_lse(problem) if need_lse else None
+    if outcome is not None:
+        return outcome
+    shape = (problem.batch, problem.heads)
+    zero = noise = problem.query.new_zeros(shape, dtype=problem.dtype)
+    lse = empty = zero.new_empty(*shape, 0)
+    if need_lse:
+        noise = sdpa_noise(problem)
+        with torch.no_grad():  # no value has a part in it, nor can overflow it
+            plain = replace(problem, value=torch.zeros_like(problem.value[..., :1]))
+            lse = execute(plain, plan).lse
     query, key, value, mask = _operands(problem)
     output = F.scaled_dot_product_attention(
         query,
@@ -50,9 +64,34 @@ def sdpa(problem: Problem) -> Tensor:
         scale=problem.scale,
         enable_gqa=problem.group > 1,
     )
-    dead = _dead_rows(problem)
-    output = output if dead is None else output.masked_fill(dead.unsqueeze(-1), 0.0)
-    return output.to(problem.query.dtype)
+    if mask is not None:
+        output = output.masked_fill(_dead_rows(problem, mask).unsqueeze(-1), 0.0)
+    output = output.to(problem.query.dtype)
+    return Outcome(output, lse, zero, zero, zero, noise, empty.bool())
+
+
+def with_lse(problem: Problem) -> Outcome | None:
+    """The same with the log-sum-exp of each row, where PyTorch has a kernel that returns it."""
+    if not flash.AVAILABLE or not _is_fused(problem):
+        return None
+    query, key, value, mask = _operands(problem)
+    if problem.group > 1:
+        key, value = (x.repeat_interleave(problem.group, 1) for x in (key, value))
+    bias = None
+    if mask is not None:
+        bias = mask
+        if mask.dtype == torch.bool:
+            bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -math.inf)
+        bias = bias.expand(-1, -1, problem.n, -1)
+    causal = problem.is_causal and not _mask_is_causal(problem)
+    output, lse = flash.attention(query, key, value, bias, scale=problem.scale, is_causal=causal)
+    output, lse = output.to(problem.query.dtype), lse.to(problem.dtype)
+    if mask is not None:
+        dead = _dead_rows(problem, mask)
+        output, lse = output.masked_fill(dead.unsqueeze(-1), 0.0), lse.masked_fill(dead, -math.inf)
+    noise = sdpa_noise(problem)
+    zero, none = torch.zeros_like(noise), torch.zeros_like(lse, dtype=torch.bool)
+    return Outcome(output, lse, zero, zero, zero, noise, none)
 
 
 def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -77,27 +116,6 @@ def _may_hide(problem: Problem) -> bool:
     return not reach < torch.finfo(torch.float32).max
 
 
-def sdpa_with_lse(problem: Problem) -> tuple[Tensor, Tensor] | None:
-    """The same with the log-sum-exp of each row, where PyTorch has a kernel that returns it."""
-    if not flash.AVAILABLE or not _is_fused(problem):
-        return None
-    query, key, value, mask = _operands(problem)
-    if problem.group > 1:
-        key, value = (x.repeat_interleave(problem.group, 1) for x in (key, value))
-    if mask is not None:
-        if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -math.inf)
-        mask = mask.expand(-1, -1, problem.n, -1)
-    causal = problem.is_causal and not _mask_is_causal(problem)
-    output, lse = flash.attention(query, key, value, mask, scale=problem.scale, is_causal=causal)
-    output, lse = output.to(problem.query.dtype), lse.to(problem.dtype)
-    dead = _dead_rows(problem)
-    if dead is not None:
-        output = output.masked_fill(dead.unsqueeze(-1), 0.0)
-        lse = lse.masked_fill(dead, -math.inf)
-    return output, lse
-
-
 def _mask_is_causal(problem: Problem) -> bool:
     """Whether `_mask` contains the causal mask, for kernels that take only one of the two."""
     biased = problem.key_log_weight is not None and not _is_fused(problem)
@@ -105,40 +123,32 @@ def _mask_is_causal(problem: Problem) -> bool:
 
 
 def _mask(problem: Problem) -> Tensor | None:
-    """Key weights and any other mask as one argument of SDPA, in a form it takes."""
-    mask, bias = problem.mask, problem.key_log_weight
-    if mask is None and bias is not None:
-        padding = bool(((bias == 0) | (bias == -math.inf)).all())
-        mask = ((bias == 0) if padding else bias).unsqueeze(2)
+    """Key weights or any other mask as an argument of SDPA, [batch, heads, 1 or n, m]."""
+    mask = problem.mask
     if mask is None:
-        return None
+        if problem.key_log_weight is None:
+            return None
+        mask = problem.key_log_weight.unsqueeze(2)
     if _mask_is_causal(problem):
         later = torch.ones(problem.n, problem.m, dtype=torch.bool, device=mask.device).triu_(1)
         mask = mask & ~later if mask.dtype == torch.bool else mask.masked_fill(later, -math.inf)
     return mask
 
 
-def _dead_rows(problem: Problem) -> Tensor | None:
-    """Rows that may attend to nothing, [batch, heads, n]; None when there is no mask."""
-    mask, bias = _mask(problem), problem.key_log_weight
-    if mask is None:
-        return None
-    if problem.mask is not None or bias is None or _mask_is_causal(problem):
-        return ~mask.any(-1) if mask.dtype == torch.bool else (mask == -math.inf).all(-1)
-    if not problem.is_causal:
-        return (bias == -math.inf).all(-1, keepdim=True).expand(-1, -1, problem.n)
-    before = bias.cummax(-1).values == -math.inf  # nothing up to and including key j
-    if problem.n > problem.m:
-        before = torch.cat([before, before[..., -1:].expand(-1, -1, problem.n - problem.m)], -1)
-    return before[..., : problem.n]
+def _dead_rows(problem: Problem, mask: Tensor) -> Tensor:
+    """Rows that may attend to nothing, [batch, heads, n]."""
+    live = mask if mask.dtype == torch.bool else mask > -math.inf
+    if not problem.is_causal or _mask_is_causal(problem):
+        return ~live.any(-1).expand(-1, -1, problem.n)
+    none_yet = live.squeeze(2).cumsum(-1) == 0  # up to and including key j
+    return none_yet[..., torch.arange(problem.n, device=mask.device).clamp(max=problem.m - 1)]
 
 
 def sdpa_noise(problem: Problem) -> Tensor:
     """Relative rounding error of a row's sums in SDPA, [batch, heads], worst row.
 
     Scores carry the rounding of an inner product; weights are rounded to the input dtype before
-    they multiply the values; the kernel sums over keys block by block in float32 or wider.
-    """
+    they multiply the values; the kernel sums over keys block by block in float32 or wider."""
     wide = product_roundoff(problem.dtype)
     query, key = (
         torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
@@ -168,59 +178,51 @@ def plainly(
     plan: Plan,
 ) -> Tensor | None:
     """Output of an exact plan for plain 4-dim tensors on a CPU, by SDPA itself; None where a check
-    fails, finite entries among them.
+    fails, finite entries among them, or PyTorch refuses.
 
     A short call should take no longer than PyTorch's own, which leaves time for a few questions
-    only, and all of them before its kernel runs: after it, nothing is in the caches. Dtypes,
-    devices and layouts that do not agree are left to PyTorch, whose refusal is answered by None.
-    """
-    if not (type(query) is type(key) is type(value) is Tensor and query.is_cpu):
+    only, and all of them before its kernel runs: after it, nothing is in the caches."""
+    tensors = (query, key, value)
+    if not all(type(x) is Tensor and x.is_cpu and x.dim() == 4 for x in tensors):
         return None
     try:
-        shape, keys, dtype = query.shape, key.shape, query.dtype
-        if (
-            not (type(is_causal) is type(enable_gqa) is bool and key.dtype is value.dtype is dtype)
-            or (
-                scale is not None and not (type(scale) is float and 1 / ORDINARY < scale < ORDINARY)
-            )
-            or dtype not in KNOWN
-            or not len(shape) == len(keys) == 4
-            or keys != value.shape
-            or 0 in (*shape, *keys)
-            or (shape[0], shape[3]) != (keys[0], keys[3])
-            or not (shape[1] == keys[1] or (enable_gqa and shape[1] % keys[1] == 0))
-            or (shape[1], shape[3]) != (plan.num_heads, plan.dim)
-            or torch.is_autocast_enabled("cpu")
-        ):
+        (batch, heads, _, dim), key_heads = query.shape, key.shape[1]
+        fits = (
+            type(is_causal) is type(enable_gqa) is bool
+            and (scale is None or (type(scale) is float and 1 / ORDINARY < scale < ORDINARY))
+            and query.is_floating_point()
+            and query.dtype is key.dtype is value.dtype
+            and key.shape == value.shape
+            and (batch, dim) == (key.shape[0], key.shape[3])
+            and 0 not in (*query.shape, *key.shape)
+            and (heads == key_heads or (enable_gqa and heads % key_heads == 0))
+            and (heads, dim) == (plan.num_heads, plan.dim)
+            and not torch.is_autocast_enabled("cpu")
+            and all(map(_is_ordinary, tensors))
+        )
+        if not fits:
             return None
-        if not _are_ordinary(query, key, value, dtype):
-            return None
-        if query.requires_grad or key.requires_grad or value.requires_grad:
-            query, key, value = first_order(query, key, value)
+        query, key, value = first_order(*tensors)
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=shape[1] != keys[1]
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=heads != key_heads
         )
     except RuntimeError:
         return None
 
 
-PLAIN = (torch.float32, torch.float64)
-KNOWN = (*PLAIN, torch.bfloat16, torch.float16)
-ORDINARY = 1e15  # squares of lengths, and scales, below this: scores are below 1e30
-SHORT = 1e6  # the same of entries
+ORDINARY = 1e6  # entries and scales below this: nothing overflows
 
 
-def _are_ordinary(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
-    """Whether all entries are finite and small enough that nothing overflows.
+def _is_ordinary(x: Tensor) -> bool:
+    low, high = x.detach().aminmax()
+    return low.item() > -ORDINARY and high.item() < ORDINARY
 
-    A tensor's product with itself is not finite if one of its entries is not, and nothing in it
-    cancels. Products of 16 bits are slow, or overflow.
-    """
-    if dtype not in PLAIN:
-        ends = [end.item() for x in (query, key, value) for end in x.aminmax()]
-        return all(-SHORT < end < SHORT for end in ends)
-    if query.is_contiguous() and key.is_contiguous() and value.is_contiguous():
-        flat = [x.view(-1) for x in (query, key, value)]
-    else:
-        flat = [x.detach().transpose(1, 2).reshape(-1) for x in (query, key, value)]
-    return all(torch.dot(x, x).item() < ORDINARY for x in flat)
+
+def merged(
+    first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Outputs over disjoint sets of keys, joined by their log-sum-exps: output [..., n, dv] and lse
+    [..., n] over the keys of both, in the dtype of the lse."""
+    share = torch.sigmoid(first_lse - second_lse).nan_to_num(0.0).unsqueeze(-1)  # -inf: no keys
+    output = torch.lerp(second.to(share.dtype), first.to(share.dtype), share)
+    return output, torch.logaddexp(first_lse, second_lse)

@@ -75,7 +75,7 @@ def closed_form_attention(
     for head in plan.heads:
         if isinstance(head, PolynomialHead):
             check_rank(plan.dim, head.degree + 1)  # of the antiderivative
-    return problem.restore(autograd.run(problem, plan, "eager", _ClosedForm()).output)
+    return problem.restore(autograd.as_operator(problem, plan, "eager", _ClosedForm()).output)
 
 
 def without_autocast(like: Tensor) -> torch.autocast:

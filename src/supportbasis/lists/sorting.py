@@ -20,6 +20,11 @@ SORTED = 2048  # tokens that are sorted as one window, at most, where windows ar
 CENTRES = 256  # at most
 
 
+def sample_size(centres: int) -> int:
+    """Tokens that centres are the means of: 32 for each, at least 512 and at most `SORTED`."""
+    return min(SORTED, max(512, 32 * centres))
+
+
 def window_length(count: int, leaf: int) -> int:
     """Slots of a window that sorts ``count`` tokens: leaf * 2^k, at most `SORTED`."""
     leaves = max(1, -(-min(count, SORTED) // leaf))
@@ -79,8 +84,9 @@ def _by_centres(x: Tensor, width: int, hidden: Tensor | None) -> Tensor:
     shown = torch.arange(len(x), device=x.device)
     if hidden is not None and not bool(hidden.all()):
         shown = shown[~hidden]
-    sample = x[shown[torch.arange(width, device=x.device) * len(shown) // width]].unsqueeze(0)
-    at = window_permutation(sample, width // count)[0]
+    size = sample_size(count)
+    sample = x[shown[torch.arange(size, device=x.device) * len(shown) // size]].unsqueeze(0)
+    at = window_permutation(sample, size // count)[0]
     centres = sample[0, at].view(count, -1, x.shape[1]).mean(1)
     member = nearest(x, centres)
     if hidden is not None:

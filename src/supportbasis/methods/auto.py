@@ -17,9 +17,9 @@ from ..plans import ExactHead, HeadPlan, ListHead, PolynomialHead, ThresholdHead
 from ..plans.cost import exact_seconds, polynomial_work
 from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.features import largest_degree
-from ..problem.checks import check_seed
+from ..problem.checks import check_number, check_seed
 from ..problem.problem import Head
-from .base import Method, check_positive, exact_plan
+from .base import Method, exact_plan
 from .fitted import FittedSearch
 from .list_search import WIDE_BLOCK, ListSearch, fastest_lists
 from .single_threshold import threshold_plan
@@ -39,18 +39,16 @@ class Auto(Method):
     polynomial, a polynomial fitted to the scores, or lists of exact and tilted keys.
 
     The tolerance is the relative Frobenius error of a head's output (for `gaussian_kde` the
-    largest error over the largest density). Polynomials are screened on a sample of scores; the
-    fastest, and fitted polynomials and lists where they can be faster, are verified on sampled
-    query rows against all keys, where the upper limit of the error (95 % confidence) must be within
-    the tolerance. Else the head is exact, as it is where exact attention takes less than a search;
-    `sb.plan`, whose plan may serve many calls, searches where a call would not.
-    """
+    largest error over the largest density). Plans are verified on sampled query rows against all
+    keys, where the upper limit of the error (95 % confidence) must be within the tolerance. Else
+    the head is exact, as it is where exact attention takes less than a search; `sb.plan`, whose
+    plan may serve many calls, searches where a call would not."""
 
     tolerance: float = 1e-2
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_positive("tolerance", self.tolerance)
+        check_number("tolerance", self.tolerance)
         self._set(seed=check_seed(self.seed))
 
     def plan_head(self, head: Head) -> HeadPlan:
@@ -64,42 +62,18 @@ class Auto(Method):
         search = _Search(head, self.tolerance, self.seed)
         verified = (search.verified(plan) for plan in search.candidates())
         found: list[HeadPlan] = list(islice((plan for plan in verified if plan), 1))
-        for candidate in (self._fitted, self._lists):
-            other = candidate(search, max([WORTHWHILE, *(plan.speedup for plan in found)]))
+        for find in (search.fitted, search.lists):
+            other = find(max([WORTHWHILE, *(plan.speedup for plan in found)]))
             found += [] if other is None else [other]
         best = max(found, key=lambda plan: plan.speedup, default=None)
         if best is None or best.speedup <= WORTHWHILE:
             return exact_plan(head, f"no plan within {self.tolerance:g} is predicted to be faster")
         return best
 
-    def _fitted(self, first: _Search, speedup: float) -> HeadPlan | None:
-        """A polynomial fitted to the scores within the tolerance, where it can be faster."""
-        search = FittedSearch.of(first.head, self.seed)
-        if isinstance(search, str):
-            return None
-        return search.within(self.tolerance, first.check, speedup)
-
-    def _lists(self, first: _Search, speedup: float) -> ListHead | None:
-        """Lists of exact and tilted keys within the tolerance, where they can be faster. Where few
-        leaves have to be open, wider blocks are tried first: they cost less."""
-        head, wide_speedup = first.head, fastest_lists(first.head, WIDE_BLOCK)
-        if head.is_density or max(fastest_lists(head), wide_speedup) <= speedup:
-            return None
-        search = ListSearch.of(head, None, None, self.seed, self.tolerance)
-        likely = None if isinstance(search, str) else search.likely(self.tolerance)
-        if isinstance(search, str) or likely is None:
-            return None
-        least = max(speedup, likely.speedup)
-        if likely.keys <= FEW_KEYS * head.m and wide_speedup > least:
-            wide = ListSearch.of(head, WIDE_BLOCK, None, self.seed, self.tolerance)
-            plan = None if isinstance(wide, str) else wide.within(self.tolerance, least)
-            if plan is not None:
-                return plan
-        return search.within(self.tolerance, speedup)
-
 
 class _Search:
-    """One head's search: plans of least degree for a few thresholds, and their verification."""
+    """One head's search: certified polynomials of least degree for a few thresholds, and their
+    verification; fitted polynomials; lists."""
 
     def __init__(self, head: Head, tolerance: float, seed: int):
         self.head, self.tolerance, self.seed = head, tolerance, seed
@@ -111,14 +85,35 @@ class _Search:
         faster = (self.feature_seconds(degree) < self.limit for degree in degrees)
         self.top_degree = len(list(takewhile(bool, faster)))
 
+    def fitted(self, speedup: float) -> HeadPlan | None:
+        """A polynomial fitted to the scores within the tolerance, if it is faster than that."""
+        search = FittedSearch.of(self.head, self.seed)
+        if isinstance(search, str):
+            return None
+        return search.within(self.tolerance, self.check, speedup)
+
+    def lists(self, speedup: float) -> ListHead | None:
+        """Lists of exact and tilted keys within the tolerance, if they are faster than that. Where
+        few leaves have to be open, wider blocks are tried first: they cost less."""
+        head, tolerance, wide = self.head, self.tolerance, fastest_lists(self.head, WIDE_BLOCK)
+        if head.is_density or max(fastest_lists(head), wide) <= speedup:
+            return None
+        search = ListSearch.of(head, None, None, self.seed, tolerance)
+        likely = None if isinstance(search, str) else search.likely(tolerance)
+        if isinstance(search, str) or likely is None:
+            return None
+        least = max(speedup, likely.speedup)
+        if likely.keys <= FEW_KEYS * head.m and wide > least:
+            wider = ListSearch.of(head, WIDE_BLOCK, None, self.seed, tolerance)
+            plan = None if isinstance(wider, str) else wider.within(tolerance, least)
+            if plan is not None:
+                return plan
+        return search.within(tolerance, speedup)
+
     @cached_property
     def check(self) -> RowCheck:
         """Sampled rows with their exact output, computed once for all candidates."""
         return RowCheck(self.head, self.tolerance, self.seed)
-
-    @cached_property
-    def peak(self) -> float:
-        return density_scale(self.head, self.seed)
 
     def feature_seconds(self, degree: int) -> float:
         return polynomial_work(self.head, self.head.n, self.head.m, degree).seconds(self.head)
@@ -158,9 +153,7 @@ class _Search:
         while low <= high:  # the error falls with the degree
             degree = (low + high) // 2
             plan = self.plan(threshold, degree)
-            if plan is None:
-                return None
-            if self.is_within(plan):
+            if plan is not None and self.is_within(plan):
                 found, high = plan, degree - 1
             else:
                 low = degree + 1
@@ -188,7 +181,7 @@ class _Search:
         threshold, head = self._threshold(plan), self.head
         if threshold not in self.estimates:
             self.estimates[threshold] = (
-                partial(NormBins(head, plan).error, log_peak=self.peak)
+                partial(NormBins(head, plan).error, log_peak=density_scale(head, self.seed))
                 if head.is_density
                 else ScoreSample.draw(head, *plan.smooth(head)).expected_error
             )

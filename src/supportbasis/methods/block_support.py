@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from ..errors import InputError
 from ..plans import HeadPlan, ListHead
-from ..problem.checks import check_seed
+from ..problem.checks import check_number, check_seed
 from ..problem.problem import Head
-from .base import Method, check_positive, exact_plan
+from .base import Method, exact_plan
 from .list_search import WIDE_BLOCK, ListSearch
 
 LARGEST_BLOCK = 1024
@@ -23,18 +23,16 @@ class BlockSupport(Method):
     Keys are sorted into leaves of similar keys, queries into blocks of ``block_size`` similar ones.
     For a block, the keys of a leaf act as one tilted key: their mean, weighted as the block's mean
     query weighs them. Leaves whose tilted key would err too much are attended to exactly.
-    ``budget`` is the total cost relative to exact attention, sorting and selection included (0.1
-    where there is no tolerance either). With a ``tolerance`` instead, the lists are the shortest
-    whose measured error on sampled rows, at its upper limit (95 % confidence), is within it, and
-    a head for which there are none is exact.
+    ``budget`` is the total cost relative to exact attention, 0.1 unless given; a measured error
+    above 5 % is warned about. With a ``tolerance`` instead, the lists are the shortest whose
+    measured error on sampled rows, at its upper limit (95 % confidence), is within it, and a head
+    for which there are none is exact.
 
     In causal attention each query attends to its own window of positions exactly, to earlier
     windows through lists. Keys and values of later tokens are never used. Blocks hold queries of
     one window, so a list depends on later queries of the window unless ``strict``: then blocks come
     from the window before, and no output depends on a later token. None: strict exactly when
     gradients are recorded.
-
-    A plan by budget whose measured error exceeds 5 % is warned about.
     """
 
     budget: float | None = None
@@ -49,7 +47,7 @@ class BlockSupport(Method):
         if self.tolerance is None:
             self._set(budget=BUDGET if self.budget is None else self.budget)
         name = "budget" if self.tolerance is None else "tolerance"
-        self._set(**{name: check_positive(name, getattr(self, name))})
+        self._set(**{name: check_number(name, getattr(self, name))})
         size = self.block_size
         whole = type(size) is int and 2 <= size <= LARGEST_BLOCK and size & (size - 1) == 0
         if size is not None and not whole:
@@ -59,10 +57,6 @@ class BlockSupport(Method):
         if self.strict is not None and type(self.strict) is not bool:
             raise InputError(f"strict must be True, False or None, got {self.strict!r}")
         self._set(seed=check_seed(self.seed))
-
-    @property
-    def promises_error(self) -> bool:
-        return self.tolerance is not None
 
     def plan_batch(self, heads: Sequence[Head]) -> list[HeadPlan]:
         """Plans by budget share the highest price of all batch elements: none costs more."""

@@ -11,13 +11,14 @@ from ..plans import FittedHead, HeadPlan
 from ..plans.cost import Work, fitted_work
 from ..polynomials.balancing import Transform, own_transform, prefix_of, transformed
 from ..polynomials.fitting import FittedKernel, PairSample, choose_spans, count_features
-from ..problem.checks import check_integer, check_seed
+from ..problem.checks import check_integer, check_number, check_seed
 from ..problem.problem import Head
-from .base import Method, check_positive, exact_plan
+from .base import Method, exact_plan
 
 FEWEST, USUAL, MOST = 8, 1024, 2**15  # features
 ERROR_OF_ZEROS = 1.0  # relative error of an output of zeros
 BISECTIONS = 2  # of the interval between too few features and enough
+UNFIT = "scores are too large, or all equal, to fit a polynomial to"
 MEASURED_BELOW = 1.5  # times the tolerance: plans of a larger expected error are not measured
 
 
@@ -32,13 +33,11 @@ class FittedPolynomial(Method):
     vary little, and costs about (n + m) / (n m) of exact attention for each feature (monomial).
 
     ``features`` is the most that it may have, 1024 unless given (and never more than 32768); there
-    are fewer where so many would cost as much as exact attention, or err more. The plan has the
-    measured error, and a warning names it where it exceeds 5 %. With a ``tolerance`` for the
-    relative Frobenius error of a head's output instead, there are the fewest features found whose
-    measured error, at its upper limit (95 % confidence), is within it.
-
-    Where nothing can be fitted, or nothing that is cheaper than exact attention is good enough,
-    the head is exact and the plan says why. No bound is proved: the certificate measures.
+    are fewer where so many would cost as much as exact attention, or err more, and a warning names
+    a measured error above 5 %. With a ``tolerance`` for the relative Frobenius error of a head's
+    output instead, there are the fewest features found whose measured error, at its upper limit
+    (95 % confidence), is within it. Where that is not cheaper than exact attention, the head is
+    exact and the plan says why. No bound is proved: the certificate measures.
 
     >>> import torch, supportbasis as sb
     >>> generator = torch.Generator().manual_seed(0)
@@ -61,12 +60,8 @@ class FittedPolynomial(Method):
             features = USUAL if self.features is None else self.features
             self._set(features=check_integer("features", features, FEWEST))
         else:
-            self._set(tolerance=check_positive("tolerance", self.tolerance))
+            self._set(tolerance=check_number("tolerance", self.tolerance))
         self._set(seed=check_seed(self.seed))
-
-    @property
-    def promises_error(self) -> bool:
-        return self.tolerance is not None
 
     def plan_head(self, head: Head) -> HeadPlan:
         search = FittedSearch.of(head, self.seed)
@@ -79,9 +74,9 @@ class FittedPolynomial(Method):
             found = search.within(self.tolerance, check, speedup=0.0)
             reason = f"no fitted polynomial within {self.tolerance:g} is cheaper than exact"
             return found or exact_plan(head, reason)
-        plan = search.affordable(features=USUAL if self.features is None else self.features)
+        plan = search.affordable(self.features or USUAL)
         if plan is None:
-            return exact_plan(head, "scores are too large, or all equal, to fit a polynomial to")
+            return exact_plan(head, UNFIT)
         error, _ = RowCheck(head, 1.0, self.seed).error(plan)
         if error < ERROR_OF_ZEROS:
             return replace(plan, measured=error)
@@ -111,8 +106,8 @@ class FittedSearch:
         if head.n < FEWEST or head.m < FEWEST or head.dim == 0:
             return "there is too little to fit a polynomial to"
         transform = own_transform(head)
-        if not bool(transform.eigenvalues.isfinite().all()):
-            return "scores are too large for a polynomial"
+        if not transform.fits(head.dtype):
+            return UNFIT
         sample = PairSample.draw(transformed(head, transform), seed)
         if not len(sample.query) or not len(sample.key):
             return "there is too little to fit a polynomial to"
@@ -127,22 +122,20 @@ class FittedSearch:
         kernel = self.sample.fit(spans)
         if kernel is None:
             return None
-        plan, keys = (
-            _plan(self.head, self.transform, kernel),
-            float(kernel.features + self.far_keys),
-        )
+        plan = _plan(self.head, self.transform, kernel)
+        keys = float(kernel.features + self.far_keys)
         return replace(plan, keys=keys, **self._work(spans).settings(self.head))
 
     def _work(self, spans: tuple[int, ...]) -> Work:
         return fitted_work(self.head, count_features(spans), self.far_rows, self.far_keys)
 
-    def most(self, speedup: float = 0.0, cost: float = 1.0, limit: int = MOST) -> int:
-        """The most features up to the limit, to a sixteenth, that cost less than ``cost`` and are
-        predicted to be faster than ``speedup``; 0: there are none."""
+    def most(self, speedup: float = 0.0, limit: int = MOST) -> int:
+        """The most features up to the limit, to a sixteenth, that cost less than exact attention
+        and are predicted to be faster than ``speedup``; 0: there are none."""
 
         def pays(features: int) -> bool:
             work = self._work(choose_spans(self.transform.eigenvalues, features))
-            return work.cost(self.head) < cost and work.speedup(self.head) > speedup
+            return work.cost(self.head) < 1 and work.speedup(self.head) > speedup
 
         low, high = 0, min(limit, MOST)
         if pays(high):
@@ -152,7 +145,7 @@ class FittedSearch:
             low, high = (middle, high) if pays(middle) else (low, middle)
         return low if low >= FEWEST else 0
 
-    def affordable(self, features: int = MOST) -> FittedHead | None:
+    def affordable(self, features: int) -> FittedHead | None:
         """The plan of least expected error among those with 1/2, 3/4 and all of the features that
         are cheaper than exact attention: an incomplete degree may err more than a complete lower
         one."""
@@ -171,8 +164,7 @@ class FittedSearch:
             return None
         features, found, short = FEWEST, None, 0
         while found is None and short < most:
-            plan = last if features == most else self.plan(features)
-            found = self._measured(plan, tolerance, check)
+            found = self._measured(self.plan(features), tolerance, check)
             if found is None:
                 short, features = features, min(2 * features, most)
         for _ in range(BISECTIONS if found is not None and short else 0):

@@ -50,18 +50,6 @@ STEPS = 32  # between two of them
 WIDE_PRECISION = 1e-5  # tolerance below which errors are measured in float64
 
 
-def window_of(n: int, block: int) -> int:
-    """Positions of a causal window: a power of two near n / 32."""
-    largest = LARGEST_WINDOW * (2 if n >= VERY_LONG else 1)
-    wish = min(largest, max(LEAST_WINDOW, n // WINDOWS))
-    return max(block, 1 << (wish.bit_length() - 1))
-
-
-def _between(low: float, high: float) -> tuple[float, ...]:
-    """STEPS + 1 prices in a geometric sequence from low to high."""
-    return tuple(low * (high / low) ** (i / STEPS) for i in range(STEPS + 1))
-
-
 def settings_for(head: Head, block: int | None, strict: bool | None) -> ListSettings:
     """Sizes for a head, at a price of 0."""
     sizes = CAUSAL_SIZES if head.is_causal else SIZES
@@ -70,7 +58,11 @@ def settings_for(head: Head, block: int | None, strict: bool | None) -> ListSett
         nearest = max(size for size, _ in sizes.values() if size <= max(32, block))
         leaf = min(leaf for size, leaf in sizes.values() if size == nearest)
         chosen = (block, max(1, min(leaf, block // 2)))
-    window = window_of(head.n, chosen[0]) if head.is_causal else 0
+    window = 0
+    if head.is_causal:  # a power of two near n / 32
+        largest = LARGEST_WINDOW * (2 if head.n >= VERY_LONG else 1)
+        wish = min(largest, max(LEAST_WINDOW, head.n // WINDOWS))
+        window = max(chosen[0], 1 << (wish.bit_length() - 1))
     return ListSettings(0.0, *chosen, window, strict and bool(window))
 
 
@@ -106,8 +98,7 @@ class ListSearch:
     """Plans of one head at any price.
 
     A first, small sample finds a price. It is checked on another sample, which contains almost
-    surely the rows with much weight on leaves that are closed at this price.
-    """
+    surely the rows with much weight on leaves that are closed at this price."""
 
     head: Head
     settings: ListSettings  # as they run: strict is settled
@@ -137,7 +128,9 @@ class ListSearch:
         at = self._cheapest(curves, budget)
         if at is None:
             return None
-        curves = self._curves(_between(PRICES[max(0, at - 1)], PRICES[at]), PRICES[at])
+        low, high = PRICES[max(0, at - 1)], PRICES[at]
+        between = tuple(low * (high / low) ** (i / STEPS) for i in range(STEPS + 1))
+        curves = self._curves(between, high)
         at = self._cheapest(curves, budget)
         if at is None:  # these rows have longer lists than those
             curves = self._curves(PRICES, curves.prices[-1])
@@ -231,15 +224,12 @@ def _measured(
     if own is not None:
         size[~listed] = own[0][sample.rows[~listed]].double().square().sum(1)
     permutation = cell.argsort(stable=True)
-    for at in permutation[listed[permutation]].split(_rows_at_once(head)):
+    at_once = max(8, min(256 if head.query.is_cuda else 64, entries(head) // max(1, head.m)))
+    for at in permutation[listed[permutation]].split(at_once):
         part = _Part.of(head, made, cell[at], sample.rows[at], own)
         squared[:, at], size[at], count = part.at_prices(prices)
         opened += count.double() @ sample.weight[at]
     return squared, size, opened / max(1, head.n)
-
-
-def _rows_at_once(head: Head) -> int:
-    return max(8, min(256 if head.query.is_cuda else 64, entries(head) // max(1, head.m)))
 
 
 def _cells_of_rows(n: int, made: Tables) -> Tensor:
@@ -295,9 +285,8 @@ class _Part(NamedTuple):
 
     def at_prices(self, prices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Squared errors [prices, rows], squared sizes [rows], open leaves [prices, rows]."""
-        step = torch.searchsorted(
-            prices, self.matters.double().contiguous()
-        )  # opened at the prices below
+        matters = self.matters.double().contiguous()
+        step = torch.searchsorted(prices, matters)  # opened at the prices below
         rows = torch.arange(len(self.start), device=step.device)
         at = (step * len(rows) + rows).flatten()
         shape = (len(prices) + 1, *self.start.shape)

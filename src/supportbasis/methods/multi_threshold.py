@@ -21,7 +21,7 @@ from ..polynomials.features import check_rank
 from ..polynomials.powers import LARGEST_POWER, PowerKernel, normalising_constant, smallest_power
 from ..problem.checks import check_integer, check_seed
 from ..problem.problem import Head
-from .base import Method, check_polynomial, check_sketch_size, exact_plan, live_count, short_repr
+from .base import Method, check_polynomial, check_sketch_size, exact_plan, live_count
 
 MOST_PAIRS = 4096
 MOST_POLYNOMIALS = 64  # largest bucket pairs, which always get a polynomial
@@ -36,20 +36,18 @@ HIGHEST_POWER = 64  # that is sketched
 class MultiThreshold(Method):
     """Rows and keys in buckets by their largest entry; each pair of buckets is a power.
 
-    Thresholds grow by ``ratio``: bucket l holds the rows with b ratio^(l-1) <= max|x| < b ratio^l,
-    b being the smallest non-zero row maximum. In a pair of buckets whose scores are within
-    [-reach, reach], exp(z) = exp(z/p)^p with p the smallest even number that is at least the
-    paper's constant |scale| d T_l T_l' / ln n and makes |z/p| <= 0.5; exp(z/p) is a certified
-    polynomial of ``degree``, and the power is a `PolySketch` of ``sketch_size`` rows, one for each
-    power. ``sketch_size=None`` computes the power itself, pair by pair: that is quadratic
-    and shows what the sketch costs in accuracy. ``ratio=inf`` is one bucket, one power.
+    Bucket l holds the rows with b ratio^(l-1) <= max|x| < b ratio^l, b being the smallest non-zero
+    row maximum. In a pair of buckets, exp(z) = exp(z/p)^p with p the smallest even number that is
+    at least the paper's constant |scale| d T_l T_l' / ln n and makes |z/p| <= 0.5; exp(z/p) is a
+    certified polynomial of ``degree``, and the power is a `PolySketch` of ``sketch_size`` rows.
+    ``sketch_size=None`` computes the power itself, pair by pair: that is quadratic and shows what
+    the sketch costs in accuracy. ``ratio=inf`` is one bucket, one power.
 
     With a sketch, a pair that holds at most 1/16 of all pairs is exact where that takes less work,
     one with p > 8 where it takes at most four times the work, and one with p > 64 always: the
     variance of a sketch grows with p. Rows whose sketched denominator is provably too small are
-    computed exactly. Of the pairs that are left, the 64 largest get a polynomial; smaller ones are
-    exact where finding one would take longer than their sums, and the plan says how many. It also
-    says where the whole costs more than exact attention.
+    computed exactly. Beyond the 64 largest pairs, one is exact where finding a polynomial would
+    take longer than its sums. The plan says so, and where it costs more than exact attention.
 
     ``polynomial`` is the kind of the polynomials: "taylor", "chebyshev" (the paper's), "minimax"
     (of least relative error), or "auto", the one of least expected error on a sample of the scores.
@@ -66,8 +64,6 @@ class MultiThreshold(Method):
         self._set(ratio=check_ratio(self.ratio), degree=check_integer("degree", self.degree, 0))
         size, seed = check_sketch_size(self.sketch_size), check_seed(self.seed)
         self._set(sketch_size=size, seed=seed)
-
-    __repr__ = short_repr
 
     def plan_head(self, head: Head) -> HeadPlan:
         if self.sketch_size is not None:
@@ -91,17 +87,22 @@ class MultiThreshold(Method):
         row_sets, key_sets = plan.buckets(head)
         rows = _buckets(plan.row_edges, row_sets, head.query_norms)
         keys = _buckets(plan.key_edges, key_sets, head.key_norms)
-        found = [
-            _Pair(i, j, rows[i], keys[j], *self._power(head, rows[i], keys[j]))
-            for i, j in product(range(len(rows)), range(len(keys)))
-        ]
-        powers = [pair for pair in found if _is_power(head, pair, self)]
+        found = []
+        for i, j in product(range(len(rows)), range(len(keys))):
+            reach, power = _reach_and_power(head, rows[i], keys[j])
+            found.append((BucketPair(i, j, rows[i].size, keys[j].size, reach, None), power))
+        powers = [pair for pair, power in found if self._is_power(head, pair, power)]
         chosen = _worth_a_polynomial(head, powers)
         work, pairs = Work(scanned=3 * (head.n + head.m) * head.dim), []
-        for pair in found:
-            bucket_pair, its_work = self._planned(head, pair, (pair.row, pair.key) in chosen)
-            pairs.append(bucket_pair)
-            work = work + its_work
+        for pair, power in found:
+            its_work = pair_work(head, pair.rows, pair.keys)
+            if pair in chosen:
+                kernel = self._kernel(head, rows[pair.row], keys[pair.key], pair.reach, power)
+                pair = replace(pair, kernel=kernel)
+                its_work = kernel_work(head, pair.rows, pair.keys, kernel)
+                its_work += Work(scanned=ScoreSample.MULTIPLY_ADDS * head.dim)
+            pairs.append(pair)
+            work += its_work
         reasons, left_out = [], len(powers) - len(chosen)
         if left_out:
             reasons.append(
@@ -113,27 +114,32 @@ class MultiThreshold(Method):
         settings = work.settings(head)
         return replace(plan, reason="; ".join(reasons), pairs=tuple(pairs), **settings)
 
-    def _power(self, head: Head, rows: _Bucket, keys: _Bucket) -> tuple[float, int]:
-        """Certified range of the scores of a pair, and its power."""
-        by_entry = abs(head.scale) * head.dim * rows.edge * keys.edge
-        reach = min(by_entry, abs(head.scale) * rows.norm * keys.norm, LARGEST_REACH)
-        n = max(head.n, live_count(head))
-        constant = normalising_constant(rows.edge, keys.edge, head.scale, head.dim, n)
-        return reach, smallest_power(reach, constant)
+    def _is_power(self, head: Head, pair: BucketPair, power: int) -> bool:
+        """Whether a power sums a pair at lower cost than exact sums."""
+        if self.sketch_size is None or power >= LARGEST_POWER:
+            return power < LARGEST_POWER
+        if power > HIGHEST_POWER:
+            return False
+        work = sketch_work(head, pair.rows, pair.keys, power, self.sketch_size, self.degree)
+        exact = pair_work(head, pair.rows, pair.keys)
+        ratio = exact.multiply_adds(head) / work.multiply_adds(head)
+        if pair.rows * pair.keys <= SMALL_SHARE * head.n * live_count(head) and ratio <= 1:
+            return False
+        return power <= HIGH_POWER or ratio > EXACT_OVER_SKETCH
 
-    def _planned(self, head: Head, pair: _Pair, is_power: bool) -> tuple[BucketPair, Work]:
-        rows, keys, power = pair.rows, pair.keys, pair.power
-        kernel, work = None, pair_work(head, rows.size, keys.size)
-        if is_power:
-            sample = ScoreSample.draw(head, rows.members, keys.members)
-            poly = best_polynomial(
-                sample, self.degree, pair.reach / power, power=power, kind=self.polynomial
-            )
-            # pairs of equal power share a sketch: its common factor then cancels in the division
-            kernel = PowerKernel(power, poly, self.sketch_size, self.seed, _balance(rows, keys))
-            work = kernel_work(head, rows.size, keys.size, kernel)
-            work = work + Work(scanned=ScoreSample.MULTIPLY_ADDS * head.dim)
-        return BucketPair(pair.row, pair.key, rows.size, keys.size, pair.reach, kernel), work
+    def _kernel(
+        self, head: Head, rows: _Bucket, keys: _Bucket, reach: float, power: int
+    ) -> PowerKernel:
+        sample = ScoreSample.draw(head, rows.members, keys.members)
+        poly = best_polynomial(
+            sample, self.degree, reach / power, power=power, kind=self.polynomial
+        )
+        balance = 1.0  # longest row over longest key, within what float64 holds
+        if rows.norm > 0 and keys.norm > 0:
+            log_ratio = math.log(rows.norm) - math.log(keys.norm)
+            balance = math.exp(min(max(log_ratio, -700.0), 700.0))
+        # pairs of equal power share a sketch: its common factor then cancels in the division
+        return PowerKernel(power, poly, self.sketch_size, self.seed, balance)
 
 
 class _Bucket(NamedTuple):
@@ -145,17 +151,6 @@ class _Bucket(NamedTuple):
     norm: float  # the largest
 
 
-class _Pair(NamedTuple):
-    """Two buckets, the largest score between them and its power."""
-
-    row: int
-    key: int
-    rows: _Bucket
-    keys: _Bucket
-    reach: float
-    power: int
-
-
 def _buckets(edges: Sequence[float], sets: Sequence[Tensor | None], norms: Tensor) -> list[_Bucket]:
     result = []
     for edge, members in zip(edges, sets, strict=True):
@@ -164,36 +159,21 @@ def _buckets(edges: Sequence[float], sets: Sequence[Tensor | None], norms: Tenso
     return result
 
 
-def _balance(rows: _Bucket, keys: _Bucket) -> float:
-    """Longest row over longest key, within what float64 holds; 1 where one of them is zero."""
-    if not (rows.norm > 0 and keys.norm > 0):
-        return 1.0
-    log_ratio = math.log(rows.norm) - math.log(keys.norm)
-    return math.exp(min(max(log_ratio, -700.0), 700.0))
+def _reach_and_power(head: Head, rows: _Bucket, keys: _Bucket) -> tuple[float, int]:
+    """Certified range of the scores of a pair, and its power."""
+    by_entry = abs(head.scale) * head.dim * rows.edge * keys.edge
+    reach = min(by_entry, abs(head.scale) * rows.norm * keys.norm, LARGEST_REACH)
+    n = max(head.n, live_count(head))
+    constant = normalising_constant(rows.edge, keys.edge, head.scale, head.dim, n)
+    return reach, smallest_power(reach, constant)
 
 
-def _is_power(head: Head, pair: _Pair, method: MultiThreshold) -> bool:
-    """Whether a power sums a pair at lower cost than exact sums."""
-    rows, keys, power = pair.rows.size, pair.keys.size, pair.power
-    if power >= LARGEST_POWER:
-        return False
-    if method.sketch_size is None:
-        return True
-    if power > HIGHEST_POWER:
-        return False
-    work = sketch_work(head, rows, keys, power, method.sketch_size, method.degree)
-    ratio = pair_work(head, rows, keys).multiply_adds(head) / work.multiply_adds(head)
-    small = rows * keys <= SMALL_SHARE * head.n * live_count(head)
-    return not (small and ratio <= 1) and not (power > HIGH_POWER and ratio <= EXACT_OVER_SKETCH)
-
-
-def _worth_a_polynomial(head: Head, pairs: Sequence[_Pair]) -> set[tuple[int, int]]:
+def _worth_a_polynomial(head: Head, pairs: Sequence[BucketPair]) -> set[BucketPair]:
     """The largest pairs, and of the others those whose sums take longer than a polynomial does:
     heavy tails make thousands of pairs with a few tokens each."""
-    by_size = sorted(pairs, key=lambda pair: -pair.rows.size * pair.keys.size)
-    return {
-        (pair.row, pair.key)
-        for rank, pair in enumerate(by_size)
-        if rank < MOST_POLYNOMIALS
-        or pair_work(head, pair.rows.size, pair.keys.size).multiply_adds(head) > POLYNOMIAL_WORK
+    by_size = sorted(pairs, key=lambda pair: -pair.rows * pair.keys)
+    return set(by_size[:MOST_POLYNOMIALS]) | {
+        pair
+        for pair in by_size[MOST_POLYNOMIALS:]
+        if pair_work(head, pair.rows, pair.keys).multiply_adds(head) > POLYNOMIAL_WORK
     }

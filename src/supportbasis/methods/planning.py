@@ -34,8 +34,7 @@ def plan_of(
         raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
     if plan is None:
         method = method or Auto()
-        _check_gradients(problem)
-        _check_power(problem, method)
+        _check_call(problem, method)
         if problem.needs_exact or not isinstance(method, Polynomial):
             call_checks.check_scores(problem)
         return make_plan(problem, method)
@@ -43,16 +42,14 @@ def plan_of(
         raise InputError(f"plan must be an sb.Plan, got {type(plan).__name__}")
     if method is not None and method != plan.method:
         raise InputError(f"method is {method} but the plan was made with {plan.method}")
-    _check_gradients(problem)
-    _check_power(problem, plan.method)
-    ranges.check_sign(problem, plan)
+    _check_call(problem, plan.method)
     if problem.needs_exact:
         if not is_tracing():
             call_checks.check_entries(problem)
             call_checks.check_scores(problem)
         return make_plan(problem, plan.method)
     if is_tracing():  # the operator checks entries
-        call_checks.check_plan(problem, plan)
+        ranges.check_plan(problem, plan)
         return plan
     return call_checks.checked(problem, plan, implementation)
 
@@ -89,16 +86,13 @@ def _warn_about_error(plan: Plan) -> None:
     warnings.warn(text, UserWarning, stacklevel=5)
 
 
-def _check_gradients(problem: Problem) -> None:
+def _check_call(problem: Problem, method: Method) -> None:
+    """Raise for gradients of kernel sums, and for dropout and densities of polynomial attention."""
     if problem.requires_grad and not problem.normalise:
         raise InputError(
             "an input requires grad, but kernel sums have no gradients so far; use "
             "torch.no_grad() or detach the inputs"
         )
-
-
-def _check_power(problem: Problem, method: Method) -> None:
-    """Raise for dropout and for densities, which polynomial attention does not have."""
     if not isinstance(method, PowerAttention):
         return
     if problem.dropout_p > 0:
@@ -112,17 +106,13 @@ def plan_heads(method: Method, heads: Sequence[Head]) -> HeadPlan:
 
     Each element is planned separately, and the most accurate of these plans (`_accuracy_rank`) is
     taken, if the scores of the other elements are in its range and its error on them is within the
-    tolerance, if there is one. Otherwise the head is exact.
-    """
+    tolerance, if there is one. Otherwise the head is exact."""
     if not heads:
         return ExactHead(reason="the batch is empty", n=0, m=0)
-    plans = method.plan_batch(heads)
-    return with_range(_joined(method, plans, heads), heads)
+    return with_range(_joined(method, method.plan_batch(heads), heads), heads)
 
 
 def _joined(method: Method, plans: Sequence[HeadPlan], heads: Sequence[Head]) -> HeadPlan:
-    if len(plans) == 1:
-        return plans[0]
     for plan in plans:
         if isinstance(plan, ExactHead):
             return plan

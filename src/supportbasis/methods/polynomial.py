@@ -10,19 +10,10 @@ from ..errors import InputError
 from ..plans import HeadPlan, PolynomialHead
 from ..plans.cost import polynomial_work
 from ..plans.supports import score_reach
-from ..polynomials.features import check_rank
+from ..polynomials.features import check_rank, largest_degree
+from ..problem.checks import check_number
 from ..problem.problem import Head
-from .base import (
-    Method,
-    check_polynomial,
-    degree_or_error,
-    derived_degree,
-    highest_degree,
-    is_positive,
-    live_count,
-    short_repr,
-    strictest,
-)
+from .base import Method, check_polynomial, degree_or_error, derived_degree, live_count, strictest
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,34 +45,27 @@ class Polynomial(Method):
         self._set(degree=degree, epsilon=epsilon)
         check_polynomial(self.polynomial)
         if self.bound is not None:
-            if not is_positive(self.bound):
-                raise InputError(f"bound must be a finite number > 0 or None, got {self.bound!r}")
-            self._set(bound=float(self.bound))
-
-    __repr__ = short_repr
+            self._set(bound=check_number("bound", self.bound))
 
     def plan_head(self, head: Head) -> HeadPlan:
-        reach = self.bound
-        if reach is None:
-            reach = score_reach(head, None, head.live_keys)
-        degree = self._degree(head, reach)
+        reach = score_reach(head, None, head.live_keys) if self.bound is None else self.bound
+        degree, epsilon = self.degree, math.inf
+        if self.epsilon is not None:
+            degree, epsilon = self._degree(head, reach, self.epsilon), self.epsilon
+        assert degree is not None
         check_rank(head.dim, degree)
-        epsilon = math.inf if self.epsilon is None else self.epsilon
         sample = ScoreSample.draw(head, None, head.live_keys)
         poly = best_polynomial(sample, degree, reach, epsilon, kind=self.polynomial)
         work = polynomial_work(head, head.n, live_count(head), degree)
         return PolynomialHead(polynomial=poly, **work.settings(head))
 
-    def _degree(self, head: Head, reach: float) -> int:
-        if self.degree is not None:
-            return self.degree
-        assert self.epsilon is not None
-        degree = derived_degree(self.epsilon, reach, head.dim, self.polynomial)
+    def _degree(self, head: Head, reach: float, epsilon: float) -> int:
+        degree = derived_degree(epsilon, reach, head.dim, self.polynomial)
         if degree is None:
             raise InputError(
-                f"epsilon={self.epsilon:g}: no {strictest(self.polynomial)} polynomial of degree "
-                f"<= {highest_degree(head.dim)}, the highest for head dim {head.dim}, is certified "
-                f"to it on [-{reach:.4g}, {reach:.4g}]; use a larger epsilon, a degree, or "
+                f"epsilon={epsilon:g}: no {strictest(self.polynomial)} polynomial of degree <= "
+                f"{largest_degree(head.dim)}, the highest for head dim {head.dim}, is certified to "
+                f"it on [-{reach:.4g}, {reach:.4g}]; use a larger epsilon, a degree, or "
                 "sb.SingleThreshold(epsilon=...), which computes large rows exactly"
             )
         return degree

@@ -8,9 +8,9 @@ from ..errors import InputError
 from ..plans import HeadPlan, PowerHead
 from ..plans.cost import Work, kernel_work
 from ..polynomials.powers import LARGEST_POWER, PowerKernel
-from ..problem.checks import check_seed
+from ..problem.checks import check_integer, check_seed
 from ..problem.problem import Head
-from .base import Method, check_sketch_size, is_integer, live_count
+from .base import Method, check_sketch_size, live_count
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,11 @@ class PowerAttention(Method):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        power = self.power
-        if not is_integer(power) or not 2 <= power <= LARGEST_POWER or power % 2:
-            raise InputError(
-                f"power must be an even integer from 2 to {LARGEST_POWER}, got {power!r}; odd "
-                "powers have negative weights"
-            )
+        power = check_integer("power", self.power, 2, LARGEST_POWER)
+        if power % 2:
+            raise InputError(f"power must be even, got {power}: odd powers have negative weights")
         size, seed = check_sketch_size(self.sketch_size), check_seed(self.seed)
-        self._set(power=int(power), sketch_size=size, seed=seed)
+        self._set(power=power, sketch_size=size, seed=seed)
 
     def plan_head(self, head: Head) -> HeadPlan:
         return self._plan(head, PowerKernel(self.power, None, self.sketch_size, self.seed), "")

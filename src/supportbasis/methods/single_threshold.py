@@ -14,9 +14,10 @@ from ..errors import InputError
 from ..paper import sub_gaussian
 from ..plans import ExactHead, HeadPlan, ThresholdHead
 from ..plans.cost import Work, pair_share, polynomial_work
-from ..plans.supports import Side, entry_reach, is_empty, large_tokens, score_reach, sides, take
+from ..plans.supports import entry_reach, is_empty, large_tokens, score_reach, sides, take
 from ..polynomials.certified import largest_bound
-from ..polynomials.features import check_rank
+from ..polynomials.features import check_rank, largest_degree
+from ..problem.checks import check_number
 from ..problem.problem import Head
 from .base import (
     Method,
@@ -24,15 +25,11 @@ from .base import (
     degree_or_error,
     derived_degree,
     exact_plan,
-    highest_degree,
-    is_positive,
     live_count,
-    short_repr,
     strictest,
 )
 
 EPSILON = 0.05  # certified relative error that threshold=None asks of the polynomial
-COARSE = 1e-3  # tolerance of ranges while degrees are compared
 RULES = ("sqrt-log", "sub-gaussian")
 
 
@@ -77,18 +74,10 @@ class SingleThreshold(Method):
                     f"c is {self.c!r}, but only threshold='sqrt-log' has a constant; got "
                     f"threshold={self.threshold!r}"
                 )
-            if not is_positive(self.c):
-                raise InputError(f"c must be a finite number > 0 or None, got {self.c!r}")
-            self._set(c=float(self.c))
-        if is_positive(self.threshold):
-            self._set(threshold=float(self.threshold))
-        elif self.threshold not in (None, *RULES):
-            raise InputError(
-                f"threshold must be a finite number > 0, None or one of {RULES}, "
-                f"got {self.threshold!r}"
-            )
-
-    __repr__ = short_repr
+            self._set(c=check_number("c", self.c))
+        if self.threshold not in (None, *RULES):
+            wanted = f"> 0, None or one of {RULES}"
+            self._set(threshold=check_number("threshold", self.threshold, wanted))
 
     def plan_head(self, head: Head) -> HeadPlan:
         if self.degree is not None:
@@ -100,7 +89,7 @@ class SingleThreshold(Method):
         threshold = self._threshold(head)
         if threshold is None:
             return exact_plan(head, "there are no keys")
-        return self._at(head, threshold)
+        return self._at(head, threshold, self.degree)
 
     def plan_batch(self, heads: Sequence[Head]) -> list[HeadPlan]:
         """With the smallest threshold of all batch elements, beyond which more is exact."""
@@ -109,59 +98,46 @@ class SingleThreshold(Method):
         if len(set(found)) <= 1 or len(found) < len(plans):
             return plans
         highest = max(plan.degree for plan in plans if isinstance(plan, ThresholdHead))
-        degree = highest if self.threshold is None else None
+        degree = highest if self.threshold is None else self.degree
         return [self._at(head, min(found), degree) for head in heads]
 
-    def _at(self, head: Head, threshold: float, degree: int | None = None) -> HeadPlan:
-        """The plan at a threshold, with the method's degree or one derived from epsilon."""
-        degree = self.degree if degree is None else degree
+    @property
+    def _epsilon(self) -> float:
+        """Certified error that is asked of the polynomial."""
         otherwise = EPSILON if self.threshold is None else math.inf
-        epsilon = otherwise if self.epsilon is None else self.epsilon
-        return threshold_plan(head, threshold, degree, epsilon, kind=self.polynomial)
+        return otherwise if self.epsilon is None else self.epsilon
+
+    def _at(self, head: Head, threshold: float, degree: int | None) -> ExactHead | ThresholdHead:
+        return threshold_plan(head, threshold, degree, self._epsilon, self.polynomial)
 
     def _cheapest(self, head: Head) -> HeadPlan:
         """The cheapest threshold whose polynomial is certified, of all degrees if none is given."""
-        epsilon = EPSILON if self.epsilon is None else self.epsilon
-        degrees = [self.degree] if self.degree is not None else self._degrees(head, epsilon)
-        found = [plan for degree in degrees if (plan := self._widest(head, degree, epsilon))]
-        if not found:
-            which = f"degree-{self.degree} polynomial" if self.degree is not None else "polynomial"
-            return exact_plan(head, f"no threshold has a {which} within {epsilon:.3g}")
-        best = min(found, key=lambda plan: plan.cost)
+        kind, keys, given = strictest(self.polynomial), live_count(head), self.degree
+        degrees = range(largest_degree(head.dim) + 1) if given is None else (given,)
+        best: ExactHead | ThresholdHead | None = None
+        last = -1.0
+        for degree in degrees:
+            least = 1.0 if best is None else best.cost
+            if given is None and polynomial_work(head, head.n, keys, degree).cost(head) > least:
+                break  # of a split the cost is more still, or that of exact attention
+            reach = largest_bound(degree, self._epsilon, kind)
+            if reach <= last:
+                break  # rounding, not the degree, limits the range
+            last = reach
+            threshold = largest_threshold(head, reach)
+            if threshold is None:
+                continue
+            plan = self._at(head, threshold, degree)
+            best = plan if best is None or plan.cost < best.cost else best
+            if isinstance(plan, ThresholdHead) and plan.large == (0, 0):
+                break  # a higher degree has nothing to gain
+        if best is None:
+            which = "polynomial" if given is None else f"degree-{given} polynomial"
+            return exact_plan(head, f"no threshold has a {which} within {self._epsilon:.3g}")
         if isinstance(best, ThresholdHead) and best.cost >= 1:
             reason = f"T={best.threshold:.4g} would cost {best.cost:.3g} times exact attention"
             return exact_plan(head, reason)
         return best
-
-    def _degrees(self, head: Head, epsilon: float) -> list[int]:
-        """Degrees that may have the cheapest plan, found with ranges to 0.1 %: costs within 1 %."""
-        keys = live_count(head)
-        costs: dict[int, float] = {}
-        least, last = 1.0, -1.0
-        for degree in range(highest_degree(head.dim) + 1):
-            if polynomial_work(head, head.n, keys, degree).cost(head) > least:
-                break  # of a split the cost is more still, or that of exact attention
-            reach = largest_bound(degree, epsilon, strictest(self.polynomial), COARSE)
-            if reach < (1 - COARSE) * last or reach == last:
-                break  # rounding, not the degree, limits the range
-            last = max(last, reach)
-            plan = self._widest(head, degree, epsilon, COARSE)
-            if plan is not None:
-                costs[degree] = plan.cost
-                least = min(least, plan.cost)
-            if isinstance(plan, ThresholdHead) and plan.large == (0, 0):
-                break  # a higher degree has nothing to gain
-        return [degree for degree, cost in costs.items() if cost <= 1.01 * min(costs.values())]
-
-    def _widest(
-        self, head: Head, degree: int, epsilon: float, tolerance: float = 1e-6
-    ) -> ExactHead | ThresholdHead | None:
-        """The plan at the largest threshold whose polynomial of this degree is certified."""
-        reach = largest_bound(degree, epsilon, strictest(self.polynomial), tolerance)
-        threshold = largest_threshold(head, reach)
-        if threshold is None:
-            return None
-        return threshold_plan(head, threshold, degree, epsilon, kind=self.polynomial)
 
     def _threshold(self, head: Head) -> float | None:
         if isinstance(self.threshold, (int, float)):
@@ -173,11 +149,7 @@ class SingleThreshold(Method):
 
 
 def threshold_plan(
-    head: Head,
-    threshold: float,
-    degree: int | None,
-    epsilon: float = math.inf,
-    kind: str = "auto",
+    head: Head, threshold: float, degree: int | None, epsilon: float = math.inf, kind: str = "auto"
 ) -> ExactHead | ThresholdHead:
     """Split at a threshold and pick the polynomial for what is small, certified to epsilon; without
     a degree, of the smallest one that can be."""
@@ -192,32 +164,26 @@ def threshold_plan(
         return exact_plan(
             head,
             f"at T={threshold:.4g} scores reach {reach:.4g}, where no polynomial of degree <= "
-            f"{highest_degree(head.dim)}, the highest for head dim {head.dim}, is certified to "
+            f"{largest_degree(head.dim)}, the highest for head dim {head.dim}, is certified to "
             f"epsilon={epsilon:.3g}",
         )
     sample = ScoreSample.draw(head, rows.small, keys.small)
-    work = split_work(head, rows, keys, degree)
     poly = best_polynomial(sample, degree, reach, epsilon, kind=kind)
-    large = (len(tokens[0]), len(tokens[1]))
-    return ThresholdHead(polynomial=poly, threshold=threshold, large=large, **work.settings(head))
-
-
-def split_work(head: Head, rows: Side, keys: Side, degree: int) -> Work:
-    """Exact rectangles, features of the rest, and what the planner reads."""
     large_rows, small_rows = rows.count(head.n)
     large_keys, small_keys = keys.count(head.m)
     exact = (large_rows * head.m + small_rows * large_keys) * pair_share(head)
     read = (head.n + head.m + ScoreSample.MULTIPLY_ADDS) * head.dim
-    work = polynomial_work(head, small_rows, small_keys, degree)
-    return work + Work(exact_pairs=int(exact), scanned=read)
+    work = Work(exact_pairs=int(exact), scanned=read)
+    work = polynomial_work(head, small_rows, small_keys, degree) + work
+    large = (len(tokens[0]), len(tokens[1]))
+    return ThresholdHead(polynomial=poly, threshold=threshold, large=large, **work.settings(head))
 
 
 def largest_threshold(head: Head, reach: float) -> float | None:
     """Largest T such that no score of small rows and keys can leave [-reach, reach].
 
     Rows and keys sorted by their largest entry, with the running maximum of their norms, give
-    the range B(T) = min(|scale| d T^2, |scale| max|q| max|k|) at every T that changes the split.
-    """
+    the range B(T) = min(|scale| d T^2, |scale| max|q| max|k|) at every T that changes the split."""
     if score_reach(head, None, head.live_keys) <= reach:  # the common case: nothing to sort
         top = max(float(head.query_maxima.max()), float(head.key_maxima.max()))
         return max(top, torch.finfo(torch.float64).tiny)

@@ -22,10 +22,7 @@ from ..problem.problem import largest_entries
 
 
 def row_maxima(x: Tensor) -> Tensor:
-    """Largest magnitude of each row, max_j |x_ij|: `[..., n, d]` -> `[..., n]`, same dtype.
-
-    A row is large for the threshold T exactly when its maximum exceeds T. NaN and Inf pass
-    through to their row's maximum (this is the hot path: it does not synchronise with the host).
+    """max_j |x_ij| of each row, `[..., n, d]` -> `[..., n]`, same dtype; NaN and Inf pass through.
 
     >>> row_maxima(torch.tensor([[1.0, -3.0], [0.5, 0.25]])).tolist()
     [3.0, 0.5]
@@ -35,17 +32,14 @@ def row_maxima(x: Tensor) -> Tensor:
 
 
 def split(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Split by rows, x = x^(L) + x^(s) (Algorithm 1, line Split).
-
-    A row with an entry of magnitude > T goes whole to x^(L), any other whole to x^(s).
-    Shapes: `[..., n, d]` -> two of the same. The sum is x without rounding.
+    """Split by rows (Algorithm 1, line Split): x = x^(L) + x^(s). A row with an entry of magnitude
+    > T goes whole to x^(L), any other whole to x^(s).
 
     >>> large, small = split(torch.tensor([[1.0, -3.0], [0.5, 0.25]]), threshold=2.0)
     >>> large.tolist(), small.tolist()
     ([[1.0, -3.0], [0.0, 0.0]], [[0.0, 0.0], [0.5, 0.25]])
     """
-    is_large = _large_row_mask("x", x, threshold).unsqueeze(-1)
-    return torch.where(is_large, x, 0.0), torch.where(is_large, 0.0, x)
+    return _parts(_large_entries("x", x, threshold).any(-1, keepdim=True), x)
 
 
 def split_entries(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -57,8 +51,7 @@ def split_entries(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     >>> large.tolist(), small.tolist()
     ([[0.0, -3.0], [0.0, 0.0]], [[1.0, 0.0], [0.5, 0.25]])
     """
-    is_large = _large_entry_mask("x", x, threshold)
-    return torch.where(is_large, x, 0.0), torch.where(is_large, 0.0, x)
+    return _parts(_large_entries("x", x, threshold), x)
 
 
 def large_rows(x: Tensor, threshold: float) -> Tensor:
@@ -67,7 +60,7 @@ def large_rows(x: Tensor, threshold: float) -> Tensor:
     >>> large_rows(torch.tensor([[1.0, -3.0], [0.5, 0.25], [4.0, 0.0]]), threshold=2.0).tolist()
     [0, 2]
     """
-    mask = _large_row_mask("x", x, threshold)
+    mask = _large_entries("x", x, threshold).any(-1)
     if x.dim() != 2:
         raise InputError(
             f"x has shape {tuple(x.shape)}; expected one matrix [n, d] (heads differ in how many "
@@ -77,10 +70,9 @@ def large_rows(x: Tensor, threshold: float) -> Tensor:
 
 
 def support_basis(query: Tensor, key: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Dense (A^(L), A^(s)) of QKᵀ by rows (Definition B.4 with the row-wise split).
+    """Dense (A^(L), A^(s)) of QKᵀ, `[..., n, m]` (Definition B.4 with the row-wise split).
 
     A^(L)_ij = (QKᵀ)_ij if row i of Q or row j of K is large, else 0;  A^(s) = QKᵀ - A^(L).
-    Shapes: `[..., n, d]`, `[..., m, d]` -> two `[..., n, m]`. Quadratic: a reference for small n.
     (The paper asks whether the large part of the *product* is non-zero. By rows this differs only
     where a score is exactly 0, and there both parts are 0 either way.)
 
@@ -90,17 +82,16 @@ def support_basis(query: Tensor, key: Tensor, threshold: float) -> tuple[Tensor,
     ([[3.0, 15.0], [0.0, 5.0]], [[0.0, 0.0], [1.0, 0.0]])
     """
     check_pair(query, key)
-    rows = _large_row_mask("query", query, threshold).unsqueeze(-1)
-    keys = _large_row_mask("key", key, threshold).unsqueeze(-2)
-    scores, is_large = query @ key.mT, rows | keys
-    return torch.where(is_large, scores, 0.0), torch.where(is_large, 0.0, scores)
+    rows = _large_entries("query", query, threshold).any(-1).unsqueeze(-1)
+    keys = _large_entries("key", key, threshold).any(-1).unsqueeze(-2)
+    return _parts(rows | keys, query @ key.mT)
 
 
 def support_basis_entries(query: Tensor, key: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Dense (A^(L), A^(s)) of QKᵀ, Definition B.4 to the letter, from the entrywise split.
 
     With M = Q^(L)K^(L)ᵀ + Q^(s)K^(L)ᵀ + Q^(L)K^(s)ᵀ:  A^(L)_ij = (QKᵀ)_ij where M_ij ≠ 0, and
-    A^(s)_ij = (Q^(s)K^(s)ᵀ)_ij where M_ij = 0. Shapes as in `support_basis`; quadratic.
+    A^(s)_ij = (Q^(s)K^(s)ᵀ)_ij where M_ij = 0.
 
     >>> q, k = torch.tensor([[3.0, 1.0], [1.0, 1.0]]), torch.tensor([[0.0, 1.0], [1.0, 1.0]])
     >>> large, small = support_basis_entries(q, k, threshold=2.0)
@@ -118,7 +109,6 @@ def support_basis_entries(query: Tensor, key: Tensor, threshold: float) -> tuple
 
 def support_size(x: Tensor) -> int:
     """|supp(x)|, the number of non-zero entries."""
-    _check_tensor("x", x)
     return int(torch.count_nonzero(x))
 
 
@@ -130,30 +120,25 @@ def are_disjoint(*matrices: Tensor) -> bool:
     """
     if len(matrices) < 2:
         raise InputError(f"matrices: got {len(matrices)}; disjointness needs at least two")
-    for index, matrix in enumerate(matrices):
-        _check_tensor(f"matrices[{index}]", matrix)
-        _check_same_shape(f"matrices[{index}]", matrix, "matrices[0]", matrices[0])
+    _check_shapes(*matrices)
     return bool((torch.stack([matrix != 0 for matrix in matrices]).sum(0) <= 1).all())
 
 
 def is_support_basis(matrices: Sequence[Tensor], whole: Tensor, atol: float = 0.0) -> bool:
-    """Whether the matrices are disjoint and sum to `whole` (Definition B.5).
-
-    `atol` is the largest entry allowed in |sum - whole|; rounding of separate products needs some.
-    """
+    """Whether the matrices are disjoint and sum to `whole` (Definition B.5), up to entries of
+    `atol`: rounding of separate products needs some."""
     if not atol >= 0:
         raise InputError(f"atol must be a number >= 0, got {atol!r}")
     if not are_disjoint(*matrices):
         return False
-    _check_tensor("whole", whole)
-    _check_same_shape("whole", whole, "matrices[0]", matrices[0])
-    total = torch.stack(list(matrices)).sum(0)
-    return bool(((total - whole).abs() <= atol).all())
+    _check_shapes(*matrices, whole)
+    return bool(((torch.stack(list(matrices)).sum(0) - whole).abs() <= atol).all())
 
 
 def check_matrix(name: str, x: Tensor) -> None:
     """Raise `InputError` unless x is a floating-point tensor `[..., n, d]`."""
-    _check_tensor(name, x)
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if not x.is_floating_point():
         raise InputError(f"{name} has dtype {x.dtype}; expected floating point")
     if x.dim() < 2:
@@ -167,17 +152,17 @@ def check_threshold(threshold: float) -> None:
         raise InputError(f"threshold must be a number > 0, got {threshold!r}")
 
 
-def _large_row_mask(name: str, x: Tensor, threshold: float) -> Tensor:
-    """`[..., n, d]` -> bool `[..., n]`, true where the row has an entry of magnitude > T."""
-    return _large_entry_mask(name, x, threshold).any(-1)
-
-
-def _large_entry_mask(name: str, x: Tensor, threshold: float) -> Tensor:
+def _large_entries(name: str, x: Tensor, threshold: float) -> Tensor:
+    """Where |x| > T, in float64: a comparison in bfloat16 would round T, and could let a large
+    entry pass as small."""
     check_threshold(threshold)
     check_matrix(name, x)
     check_finite(**{name: x})
-    # In float64: a comparison in bfloat16 would round T, and could let |x| > T pass as small.
     return x.detach().abs().double() > threshold
+
+
+def _parts(is_large: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.where(is_large, x, 0.0), torch.where(is_large, 0.0, x)
 
 
 def check_pair(query: Tensor, key: Tensor) -> None:
@@ -190,14 +175,7 @@ def check_pair(query: Tensor, key: Tensor) -> None:
         )
 
 
-def _check_tensor(name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-
-
-def _check_same_shape(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    if x.shape != other.shape:
-        raise InputError(
-            f"{name} has shape {tuple(x.shape)}; expected {tuple(other.shape)}, "
-            f"the shape of {other_name}"
-        )
+def _check_shapes(*matrices: Tensor) -> None:
+    shapes = [tuple(matrix.shape) for matrix in matrices]
+    if len(set(shapes)) > 1:
+        raise InputError(f"matrices, or whole, have shapes {shapes}; expected one shape")

@@ -35,10 +35,7 @@ def variance_proxy(x: Tensor) -> float:
 
 
 def expected_large_entries(n: int, d: int, threshold: float, proxy: float) -> float:
-    """Lemma D.2: E|supp(M^(L))| ≤ 2nd·exp(-T²/σ²) for M of n × d entries with proxy σ².
-
-    Independence is not needed. The bound may exceed nd when T is small.
-    """
+    """Lemma D.2: E|supp(M^(L))| ≤ 2nd·exp(-T²/σ²) for n × d entries, independent or not."""
     check_integer("n", n, 0)
     check_integer("d", d, 0)
     check_threshold(threshold)
@@ -64,10 +61,7 @@ def chernoff_tail(mean: float, count: float) -> float:
 
 
 def support_exponent(count: float, n: int) -> float:
-    """The exponent α with count = n^α, that is ln(count) / ln(n).
-
-    One large entry gives 0.0; none gives -inf (n^(-inf) = 0), so the two stay distinct.
-    """
+    """The exponent α with count = n^α, that is ln(count) / ln(n); -inf for count 0."""
     check_not_negative("count", count)
     check_integer("n", n, 2)
     return math.log(count) / math.log(n) if count > 0 else -math.inf
@@ -101,9 +95,8 @@ def sharpest_threshold(n: int, d: int, proxy: float, alpha: float) -> float:
 
 
 def sub_gaussian_threshold(query: Tensor, key: Tensor, alpha: float = 0.5) -> float:
-    """A threshold from data: `sharpest_threshold` of each side's proxy, the larger of the two.
-
-    Shapes `[..., n, d]`; the leading dims are taken as more samples of one distribution.
+    """A threshold from data: `sharpest_threshold` of each side's proxy, the larger of the two. The
+    leading dims of `[..., n, d]` are taken as more samples of one distribution.
 
     >>> q = torch.randn(512, 16, generator=torch.Generator().manual_seed(0))
     >>> T = sub_gaussian_threshold(q, q / 2, alpha=0.5)
@@ -113,11 +106,8 @@ def sub_gaussian_threshold(query: Tensor, key: Tensor, alpha: float = 0.5) -> fl
     check_pair(query, key)
     check_entries("query", query)
     check_entries("key", key)
-    return max(side_threshold(x, variance_proxy(x), alpha) for x in (query, key))
-
-
-def side_threshold(x: Tensor, proxy: float, alpha: float) -> float:
-    return sharpest_threshold(x.shape[-2], x.shape[-1], proxy, alpha)
+    sides = ((*x.shape[-2:], variance_proxy(x)) for x in (query, key))
+    return max(sharpest_threshold(n, d, proxy, alpha) for n, d, proxy in sides)
 
 
 def check_entries(name: str, x: Tensor) -> None:

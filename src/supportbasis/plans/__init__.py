@@ -5,7 +5,7 @@
 `supports`      which rows and keys a component covers
 `plan`          `Plan`: the heads of a call
 `model_plan`    `ModelPlan`: the plans of a model
-`files`         plans as JSON; `schema`: fields, checked when they are read
+`files`         plans as JSON, read by the annotations of their dataclasses
 `drawing`       pictures: the components of a head, the heads of a model
 `cost`          multiply-adds of a plan, and its predicted time
 `calibration`   seconds of each kind of work, measured or from a table

@@ -1,9 +1,6 @@
-"""Seconds of each kind of work on this machine, measured once a process, or from a table.
-
-``Auto`` compares predicted times. With ``SUPPORTBASIS_DETERMINISTIC=1`` in the environment, or
-under ``torch.use_deterministic_algorithms(True)``, it takes them from the table below, so that its
-choice does not depend on the clock of a machine.
-"""
+"""Seconds of each kind of work on this machine, measured once a process; or from a table, with
+``SUPPORTBASIS_DETERMINISTIC=1`` in the environment or ``torch.use_deterministic_algorithms(True)``,
+so that the choice of ``Auto`` does not depend on the clock of a machine."""
 
 from __future__ import annotations
 
@@ -24,8 +21,6 @@ from ..polynomials.features import FeatureMap
 from ..problem.problem import Head
 
 ROUNDS, REPEATS = 4, 3  # of timings: rounds over all dims, calls in each
-
-
 Pairs = tuple[tuple[float, float], ...]  # (dim, one exact pair at that dim), dims ascending
 
 

@@ -69,8 +69,7 @@ class Work:
     direct: float = 0.0  # seconds that are known as such: of lists by kernels, of fixed parts
 
     def __add__(self, other: Work) -> Work:
-        """The sum of two amounts; at most one of them may have features."""
-        assert not (self.feature_rows and other.feature_rows)
+        """The sum of two amounts, of which at most one has features."""
         return Work(*(x + y for x, y in zip(astuple(self), astuple(other), strict=True)))
 
     def multiply_adds(self, head: Head) -> float:

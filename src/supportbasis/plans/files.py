@@ -1,18 +1,24 @@
-"""Reads and writes plans as JSON files. A file holds only what cannot be derived.
+"""Plans as JSON files, read and written by the annotations of their dataclasses.
 
-Claims are left out: what is proved about a polynomial is proved again from its coefficients, the
-range of a pair's polynomial must be that of the pair, the sketch of a kernel is that of the method,
-and the maps of a balancing transform must undo each other.
+A file holds only what cannot be derived: what is proved about a polynomial is proved again from its
+coefficients. Nothing that is read is evaluated. What cannot be read is an `InputError` of one line
+that names the file, the field, what came and what was expected; there are no unknown, missing or
+repeated names, no NaN, no booleans or strings for numbers. `check` compares fields with each other.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import fields as fields_of
-from dataclasses import replace
-from functools import partial
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import cache, singledispatch
+from itertools import pairwise, product, repeat
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -21,15 +27,14 @@ from .. import methods
 from ..errors import InputError
 from ..lists.tables import ListSettings
 from ..methods import Method
+from ..methods.base import LARGEST_SKETCH
 from ..methods.block_support import LARGEST_BLOCK
 from ..methods.fitted import MOST as MOST_FEATURES
-from ..methods.multi_threshold import MOST_PAIRS
 from ..polynomials.balancing import FLOOR, Transform
-from ..polynomials.certified import LARGEST_DEGREE, CertifiedPolynomial, certified
+from ..polynomials.certified import CertifiedPolynomial, certified
 from ..polynomials.features import check_rank
 from ..polynomials.fitting import HIGHEST_DEGREE, LARGEST_COEFFICIENT, FittedKernel, count_features
-from ..polynomials.powers import LARGEST_POWER, PowerKernel
-from . import schema
+from ..polynomials.powers import LARGEST_POWER
 from .heads import (
     BucketHead,
     BucketPair,
@@ -44,13 +49,30 @@ from .heads import (
 )
 from .model_plan import UNITS, LayerPlan, ModelPlan
 from .plan import Plan, SomeHeads
-from .schema import Field, array, choice, integer, number, optional, record
 
-FORMAT, MODEL_FORMAT = "supportbasis-plan-4", "supportbasis-model-plan-2"
+FORMATS: dict[type[SomeHeads], str] = {
+    Plan: "supportbasis-plan-5",
+    ModelPlan: "supportbasis-model-plan-3",
+}
 LARGEST_FILE = 256 * 2**20  # bytes: about 400 balancing transforms of dim 128
-LARGEST_WINDOW = 2**16
 LARGEST_MOVE = 1e18  # squares of such lengths are still numbers in float32
+SHOWN = 40  # characters of a value in a message
+LARGEST = sys.float_info.max
 
+COUNTS, AMOUNTS, FINITE = (0, 2**48), (0.0, LARGEST), (-LARGEST, LARGEST)
+POSITIVE = (math.ulp(0.0), LARGEST)
+LIMITS: dict[str, tuple[float, float]] = {  # by name; else COUNTS for int, AMOUNTS for float
+    **dict.fromkeys(("speedup", "threshold", "price", "balance"), POSITIVE),
+    **dict.fromkeys(("query_radius", "key_radius"), (0.0, math.inf)),
+    **dict.fromkeys(("query_centre", "key_centre", "query_map", "key_map"), FINITE),
+    **dict.fromkeys(("coefficients", "scale", "effects", "predicted", "upper"), FINITE),
+    **dict.fromkeys(("block", "leaf"), (1, LARGEST_BLOCK)),
+    "window": (0, 2**16),
+    "measured": (-LARGEST, math.inf),
+    "power": (2, LARGEST_POWER),
+    "sketch_size": (1, LARGEST_SKETCH),
+    "seed": (0, 2**63 - 1),
+}
 KINDS_OF: dict[type[Method], tuple[type[HeadPlan], ...]] = {
     methods.Exact: (ExactHead,),
     methods.Polynomial: (ExactHead, PolynomialHead),
@@ -61,62 +83,39 @@ KINDS_OF: dict[type[Method], tuple[type[HeadPlan], ...]] = {
     methods.FittedPolynomial: (ExactHead, FittedHead),
     methods.Auto: (ExactHead, PolynomialHead, ThresholdHead, ListHead, FittedHead),
 }
+# classes that are one of several, and the name under which the file says which
+TAGS: dict[type, tuple[str, dict[str, type]]] = {
+    Method: ("name", {method.__name__: method for method in KINDS_OF}),
+    HeadPlan: ("kind", {head.kind: head for heads in KINDS_OF.values() for head in heads}),
+}
+Made = TypeVar("Made", bound=SomeHeads)
 
 
 def save(plan: SomeHeads, path: str | Path) -> None:
-    """Write a plan."""
+    """Write the plan of a call or of a model."""
     try:
-        field = MODEL if isinstance(plan, ModelPlan) else PLAN
-        data = json.dumps(field.write(plan), indent=1, allow_nan=False).encode()
+        content = {"format": FORMATS[type(plan)], **to_json(plan)}
+        data = json.dumps(content, indent=1, allow_nan=False).encode()
     except ValueError as error:
         raise InputError(f"the plan cannot be saved: {error}") from None
     _check_size(len(data), "the plan cannot be saved")
     Path(path).write_bytes(data)
 
 
-def load(path: str | Path) -> Plan:
-    """Read a plan, or raise an `InputError` that names the path and what is wrong with the file."""
-    plan: Plan = _load(path, "plan", FORMAT, PLAN)
-    return plan
-
-
-def load_model(path: str | Path) -> ModelPlan:
-    """The same for the plan of a model."""
-    plan: ModelPlan = _load(path, "model plan", MODEL_FORMAT, MODEL)
-    return plan
-
-
-def _load(path: str | Path, kind: str, version: str, field: Field) -> Any:
-    content = _read_json(path)
-    found = content.get("format") if isinstance(content, dict) else content
-    if found != version:
+def load(path: str | Path, kind: type[Made]) -> Made:
+    """Read a plan of this class, or raise an `InputError`."""
+    content, name = _read_json(path), "model plan" if kind is ModelPlan else "plan"
+    found = content.pop("format", None) if isinstance(content, dict) else content
+    if found != FORMATS[kind]:
         raise InputError(
-            f"path: {path} has format {schema.shown(found)} and is no {kind} of this version "
-            f"({version}); make the plan again and save it"
+            f"path: {path} has format {_shown(found)} and is no {name} of this version "
+            f"({FORMATS[kind]}); make the plan again and save it"
         )
     try:
-        return field.read(content, "")
+        plan: Made = _read(kind, content, "")
     except ValueError as error:
-        raise InputError(f"path: {path} is a damaged {kind}: {error}") from None
-
-
-def _read_json(path: str | Path) -> Any:
-    """The JSON value in a file of sensible size."""
-    try:
-        file = Path(path)
-        if not file.is_file():
-            fault = "is not a file" if file.exists() else "does not exist"
-            raise InputError(f"path: {path} {fault}; expected a saved plan")
-        _check_size(file.stat().st_size, f"path: {path} is no plan")
-        return schema.parse(file.read_bytes().decode())
-    except InputError:
-        raise
-    except TypeError:
-        raise InputError(f"path must be a string or a Path, got {path!r}") from None
-    except OSError as error:
-        raise InputError(f"path: {path} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:  # of JSON, of UTF-8, of a path with a null character
-        raise InputError(f"path: {path} is not JSON ({error}); expected a saved plan") from None
+        raise InputError(f"path: {path} is a damaged {name}: {error}") from None
+    return plan
 
 
 def _check_size(size: int, fault: str) -> None:
@@ -124,270 +123,278 @@ def _check_size(size: int, fault: str) -> None:
         raise InputError(f"{fault}: it has {size} bytes, more than the limit of {LARGEST_FILE}")
 
 
-# --------------------------------------------------------------------------- heads of each kind
+def _read_json(path: str | Path) -> Any:
+    try:
+        file = Path(path)
+        if not file.is_file():
+            fault = "is not a file" if file.exists() else "does not exist"
+            raise InputError(f"path: {path} {fault}; expected a saved plan")
+        _check_size(file.stat().st_size, f"path: {path} is no plan")
+        text = file.read_bytes().decode()
+        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
+    except InputError:
+        raise
+    except TypeError:
+        raise InputError(f"path must be a string or a Path, got {path!r}") from None
+    except OSError as error:
+        raise InputError(f"path: {path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, of a path with a null
+        fault = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InputError(f"path: {path} is not JSON ({fault}); expected a saved plan") from None
 
 
-COUNT = integer(0, 2**48)
-POSITIVE = number(schema.LEAST)
-AMOUNT = number(0.0, infinite=True)
-COMMON = {
-    "reason": schema.TEXT,
-    "n": COUNT,
-    "m": COUNT,
-    "cost": number(0.0),
-    "speedup": POSITIVE,
-    "measured": optional(AMOUNT),
-    "scores": optional(
-        record(ScoreRange, dict.fromkeys(ScoreRange._fields, optional(number(0.0))))
-    ),
-}
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
 
-def _head_fields(method: Method, dim: int) -> dict[str, Field]:
-    """The JSON field of each kind of head that a method makes: common fields and its own."""
-    sketch_size, seed = getattr(method, "sketch_size", None), getattr(method, "seed", 0)
-    sketches = choice(None, sketch_size)
-    polynomial = {"polynomial": _polynomial(dim)}
-    power = {"power": choice(getattr(method, "power", None)), "sketch_size": sketches}
-    pair_power = {
-        "power": integer(2, LARGEST_POWER, step=2),
-        "polynomial": _polynomial(None if sketch_size is None else dim),
-        "sketch_size": sketches,
-        "balance": POSITIVE,
-    }
-    pair = {
-        "rows": COUNT,
-        "keys": COUNT,
-        "reach": number(0.0),
-        "kernel": optional(record(partial(PowerKernel, seed=seed), pair_power)),
-    }
-    edges = array(number(0.0), 1, MOST_PAIRS)
-    lists = {
-        "price": POSITIVE,
-        "block": integer(1, LARGEST_BLOCK),
-        "leaf": integer(1, LARGEST_BLOCK),
-        "window": integer(0, LARGEST_WINDOW),
-        "strict": optional(choice(True, False)),
-    }
-    coefficient = number(-LARGEST_COEFFICIENT, LARGEST_COEFFICIENT)
-    fitted = {
-        "coefficients": array(coefficient, 1, HIGHEST_DEGREE + 1),
-        "spans": array(integer(1, dim), 0, HIGHEST_DEGREE),
-        "query_radius": AMOUNT,
-        "key_radius": AMOUNT,
-    }
-    vector = array(number(), dim, dim)
-    transform = {
-        **dict.fromkeys(("query_centre", "key_centre"), _tensor(vector, dim)),
-        **dict.fromkeys(("query_map", "key_map"), _tensor(array(vector, dim, dim), dim, dim)),
-        "eigenvalues": _tensor(array(number(0.0), dim, dim), dim),
-    }
-    own: dict[type[HeadPlan], dict[str, Field]] = {
-        ExactHead: {},
-        PolynomialHead: polynomial,
-        ThresholdHead: {"threshold": POSITIVE, "large": array(COUNT, 2, 2), **polynomial},
-        BucketHead: {
-            "row_edges": edges,
-            "key_edges": edges,
-            "pairs": array(record(_pair, pair), 1, MOST_PAIRS),
-        },
-        PowerHead: {"kernel": record(partial(PowerKernel, polynomial=None, seed=seed), power)},
-        ListHead: {"lists": record(_lists, lists), "keys": number(0.0)},
-        FittedHead: {
-            "fitted": record(_fitted, fitted),
-            "transform": record(_transform, transform),
-            "exact_rows": COUNT,
-            "keys": number(0.0),
-        },
-    }
-    kinds = KINDS_OF.get(type(method), ())
-    return {kind.kind: record(partial(_head, kind), {**COMMON, **own[kind]}) for kind in kinds}
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for (name, _), (following, _) in pairwise(sorted(pairs, key=lambda pair: pair[0])):
+        if name == following:
+            raise ValueError(f"the name {_shown(name)} is repeated")
+    return dict(pairs)
 
 
-def _head(kind: type[HeadPlan], **content: Any) -> HeadPlan:
-    head = kind(**content)
-    if isinstance(head, BucketHead):
-        head = _numbered(head)
-    _check_range(head)
-    return head
+# ------------------------------------------------------------------ by the annotations of a class
 
 
-def _check_range(head: HeadPlan) -> None:
-    """Raise unless a head has the range of scores that its kind needs. The largest score is the
-    bound of its polynomial, or of one of its pairs, unless the caller of `Polynomial` gave a
-    smaller bound."""
-    scores = head.scores
-    if isinstance(head, (ExactHead, PowerHead)):
-        if scores is not None:
-            raise ValueError("scores is given, but nothing depends on it")
-        return
-    listed = isinstance(head, (ListHead, FittedHead))
-    if scores is None or (scores.largest is None) != listed:
-        raise ValueError("scores is missing, or not of this kind of head")
-    if (scores.mean is None) != (head.measured is None and not listed):
-        raise ValueError("scores.mean is missing, or there is no measured error that needs it")
-    transformed = isinstance(head, FittedHead) and not head.transform.is_identity
-    if (scores.balanced is None) == transformed:
-        raise ValueError("scores.balanced is missing, or there is no transform that needs it")
-    reaches = [pair.reach for pair in head.pairs] if isinstance(head, BucketHead) else []
-    if reaches and scores.largest is not None and not scores.largest <= 1.001 * max(reaches):
-        raise ValueError(f"scores.largest is {scores.largest!r}, beyond the reach of every pair")
+@cache
+def _fields(kind: type) -> dict[str, Any]:
+    """Names and annotations of what a file holds of a class. Arguments of methods are checked by
+    the methods, and coefficients of a polynomial by `certified`."""
+    if kind is CertifiedPolynomial:
+        return {"kind": str, "bound": float, "coefficients": tuple[float, ...]}
+    hints = get_type_hints(kind, None, {"Method": Method})
+    if kind is ScoreRange:
+        return hints
+    any_kind = issubclass(kind, Method)
+    return {f.name: object if any_kind else hints[f.name] for f in fields(kind) if f.init}
 
 
-def _polynomial(dim: int | None) -> Field:
-    """A polynomial in features of this dim (None: evaluated pair by pair), certified anew."""
-
-    def build(kind: str, bound: float, coefficients: tuple[float, ...]) -> CertifiedPolynomial:
-        if dim is not None:
-            check_rank(dim, len(coefficients) - 1)
-        return certified(kind, coefficients, bound)
-
-    return record(
-        build,
-        {
-            "kind": choice("taylor", "chebyshev", "minimax"),
-            "bound": number(0.0),
-            "coefficients": array(number(), 1, LARGEST_DEGREE + 1),
-        },
-    )
-
-
-def _pair(rows: int, keys: int, reach: float, kernel: PowerKernel | None) -> BucketPair:
-    if kernel is not None and kernel.polynomial is not None:
-        bound = reach / kernel.power
-        if kernel.polynomial.bound != bound:
-            raise ValueError(
-                f"the polynomial is for ±{kernel.polynomial.bound!r}, but the pair has scores "
-                f"within ±{reach!r}, which is ±{bound!r} at power {kernel.power}"
-            )
-    return BucketPair(-1, -1, rows, keys, reach, kernel)
+def to_json(value: Any) -> Any:
+    """The JSON value of a plan, or of a part of it."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, tuple) and not isinstance(value, ScoreRange):
+        return [to_json(one) for one in value]
+    kind: Any = type(value)
+    content = {name: to_json(getattr(value, name)) for name in _fields(kind)}
+    for base, (tag, cases) in TAGS.items():
+        if isinstance(value, base):
+            name = getattr(value, tag, kind.__name__)
+            known = ", ".join(cases)
+            _require(cases.get(name) is kind, f"{tag} is {name!r}; expected one of {known}")
+            content = {tag: name, **content}
+    return content
 
 
-def _numbered(head: BucketHead) -> BucketHead:
-    """A pair for every bucket of rows with every bucket of keys, in order."""
+def _read(kind: Any, value: Any, at: str) -> Any:
+    """What an annotation says, from a JSON value at a place such as "heads[0].cost"."""
+    parts = get_args(kind)
+    if NoneType in parts:
+        return None if value is None else _read(parts[0], value, at)
+    if parts:
+        return _read_tuple(parts, value, at)
+    if kind is object:
+        if isinstance(value, (list, dict)):
+            _refuse(at, value, "a string, a number, a boolean or null")
+        return math.inf if value == "inf" else value
+    if kind is Tensor:
+        row = tuple[float, ...]
+        nested = tuple[row, ...] if at.endswith("_map") else row
+        return torch.tensor(_read(nested, value, at), dtype=torch.float64)
+    if kind in (bool, str):
+        if type(value) is not kind or (kind is str and not value.isprintable()):
+            _refuse(at, value, "a line of text" if kind is str else "true or false")
+        return value
+    return _read_number(kind, value, at) if kind in (int, float) else _read_object(kind, value, at)
+
+
+def _read_tuple(parts: Sequence[Any], value: Any, at: str) -> tuple[Any, ...]:
+    """Of one kind and any length, or of as many as there are kinds."""
+    repeated = Ellipsis in parts
+    if not isinstance(value, list) or not (repeated or len(value) == len(parts)):
+        _refuse(at, value, "a list" if repeated else f"a list of {len(parts)}")
+    kinds = repeat(parts[0]) if repeated else parts
+    pairs = zip(kinds, value, strict=False)
+    return tuple(_read(kind, one, f"{at}[{i}]") for i, (kind, one) in enumerate(pairs))
+
+
+def _read_number(kind: type, value: Any, at: str) -> float:
+    name = at.rpartition(".")[2].partition("[")[0]
+    low, high = LIMITS.get(name, COUNTS if kind is int else AMOUNTS)
+    number = math.inf if high == math.inf and value == "inf" else value
+    types = (int,) if kind is int else (int, float)
+    if type(number) not in types or not low <= number <= high:
+        least = "" if low == -LARGEST else " > 0" if low == POSITIVE[0] else f" >= {low:g}"
+        text = f"a number{least}" + ' or "inf"' * (high == math.inf)
+        _refuse(at, value, f"an integer from {low} to {high}" if kind is int else text)
+    return int(number) if kind is int else float(number)
+
+
+def _read_object(kind: type, value: Any, at: str) -> Any:
+    """A dataclass from an object with exactly the names of its fields, and a tag."""
+    if not isinstance(value, dict):
+        _refuse(at or "it", value, "an object")
+    prefix = f"{at}." if at else ""
+    names = [TAGS[kind][0]] if kind in TAGS else list(_fields(kind))
+    for name in names:
+        _require(name in value, f"{prefix}{name} is missing")
+    if kind in TAGS:
+        (tag,), cases = names, TAGS[kind][1]
+        if not isinstance(value[tag], str) or value[tag] not in cases:
+            _refuse(prefix + tag, value[tag], " or ".join(map(repr, cases)))
+        rest = {name: one for name, one in value.items() if name != tag}
+        return _read_object(cases[value[tag]], rest, at)
+    for name in value:
+        _require(name in names, f"{prefix}{_shown(name)[1:-1]} is not a name of a plan")
+    content = {n: _read(one, value[n], prefix + n) for n, one in _fields(kind).items()}
+    try:
+        made = certified(**content) if kind is CertifiedPolynomial else kind(**content)
+        check(made)
+    except ValueError as error:
+        raise ValueError(f"{at}: {error}" if at else str(error)) from None
+    return made
+
+
+def _require(condition: bool, fault: str) -> None:
+    if not condition:
+        raise ValueError(fault)
+
+
+def _refuse(at: str, value: object, expected: str) -> NoReturn:
+    raise ValueError(f"{at} is {_shown(value)}; expected {expected}")
+
+
+def _shown(value: object) -> str:
+    """A value in a message: short, and on one line."""
+    if isinstance(value, (list, dict)):
+        return f"a list of {len(value)}" if isinstance(value, list) else "an object"
+    text = ascii(value) if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+# --------------------------------------------------------------------- what must fit together
+
+
+@singledispatch
+def check(made: object) -> None:
+    """Raise a `ValueError` where the fields of something that was read do not fit together."""
+
+
+@check.register
+def _(head: HeadPlan) -> None:
+    needs_range = not isinstance(head, (ExactHead, PowerHead))
+    _require((head.scores is not None) == needs_range, "scores is missing, or nothing needs it")
+
+
+@check.register
+def _(head: BucketHead) -> None:
+    """Every bucket of rows meets every bucket of keys, in order."""
+    check.dispatch(HeadPlan)(head)
     rows, keys = head.row_edges, head.key_edges
     for edges in (rows, keys):
-        if list(edges) != sorted(edges):
-            raise ValueError(f"edges {edges} do not ascend")
-    if len(head.pairs) != len(rows) * len(keys):
-        raise ValueError(f"{len(head.pairs)} pairs for {len(rows)} x {len(keys)} buckets")
-    places = (divmod(i, len(keys)) for i in range(len(head.pairs)))
-    pairs = (replace(p, row=i, key=j) for p, (i, j) in zip(head.pairs, places, strict=True))
-    return replace(head, pairs=tuple(pairs))
+        _require(bool(edges) and list(edges) == sorted(edges), f"edges {edges} do not ascend")
+    expected = list(product(range(len(rows)), range(len(keys))))
+    found = [(pair.row, pair.key) for pair in head.pairs]
+    _require(found == expected, f"pairs are not those of {len(rows)} x {len(keys)} buckets")
 
 
-def _lists(**content: Any) -> ListSettings:
-    settings = ListSettings(**content)
-    block, leaf, window = settings.block, settings.leaf, settings.window
-    if any(size & (size - 1) for size in (block, leaf, window)):
-        raise ValueError(f"lists: {block}, {leaf} and {window} are not all powers of two")
-    if leaf > block or (window and window < block) or (settings.strict and not window):
-        raise ValueError(f"lists: no such blocks: {settings}")
-    return settings
+@check.register
+def _(pair: BucketPair) -> None:
+    if pair.kernel is not None and pair.kernel.polynomial is not None:
+        made_for, power = pair.kernel.polynomial.bound, pair.kernel.power
+        fault = f"the polynomial is for ±{made_for!r}, but scores are within ±{pair.reach!r}"
+        _require(made_for == pair.reach / power, f"{fault} / {power}")
 
 
-def _fitted(**content: Any) -> FittedKernel:
-    kernel = FittedKernel(**content)
-    if len(kernel.coefficients) != kernel.degree + 1:
-        raise ValueError(f"{len(kernel.coefficients)} coefficients for {kernel.degree} spans")
-    if list(kernel.spans) != sorted(kernel.spans, reverse=True):
-        raise ValueError(f"spans {kernel.spans} do not descend")
-    if count_features(kernel.spans) > MOST_FEATURES:
-        raise ValueError(f"spans {kernel.spans} need more than {MOST_FEATURES} features")
-    return kernel
+@check.register
+def _(lists: ListSettings) -> None:
+    block, leaf, window = lists.block, lists.leaf, lists.window
+    powers = not any(size & (size - 1) for size in (block, leaf, window))
+    _require(powers, f"{block}, {leaf} and {window} are not all powers of two")
+    fits = leaf <= block and (not window or window >= block) and (window > 0 or not lists.strict)
+    _require(fits, f"no such blocks: {lists}")
 
 
-def _tensor(field: Field, *shape: int) -> Field:
-    """A float64 tensor, written as nested lists."""
+@check.register
+def _(kernel: FittedKernel) -> None:
+    count, spans = len(kernel.coefficients), kernel.spans
+    _require(count == len(spans) + 1, f"{count} coefficients for {len(spans)} spans")
+    most = max(map(abs, kernel.coefficients))
+    _require(most <= LARGEST_COEFFICIENT, f"coefficients are beyond ±{LARGEST_COEFFICIENT:g}")
+    descend = list(spans) == sorted(spans, reverse=True) and 0 not in spans
+    _require(descend and count <= HIGHEST_DEGREE + 1, f"there are no such spans: {spans}")
+    fault = f"spans {spans} need more than {MOST_FEATURES} features"
+    _require(count_features(spans) <= MOST_FEATURES, fault)
 
-    def read(value: Any, at: str) -> Tensor:
-        return torch.tensor(field.read(value, at), dtype=torch.float64).reshape(shape)
 
-    return Field(read, lambda tensor: tensor.tolist())
-
-
-def _transform(**content: Tensor) -> Transform:
+@check.register
+def _(transform: Transform) -> None:
     """Scores stay as they are as long as A B^T = I (see `balancing`). Each map solves a
     system of condition at most FLOOR^-1/2, so A B^T has an error of about d / FLOOR roundoffs."""
-    transform = Transform(**content)
-    if bool((transform.eigenvalues.diff() > 0).any()):
-        raise ValueError("eigenvalues do not descend")
     dim = len(transform.eigenvalues)
+    for name in _fields(Transform):
+        shape = tuple(getattr(transform, name).shape)
+        expected = (dim, dim) if name.endswith("_map") else (dim,)
+        _require(shape == expected, f"{name} has shape {shape}; expected {expected}")
+    descend = bool((transform.eigenvalues.diff() <= 0).all())
+    _require(dim > 0 and descend, "eigenvalues do not descend")
     away = transform.query_map @ transform.key_map.T - torch.eye(dim, dtype=torch.float64)
-    if not float(away.abs().max() if dim else 0.0) <= 64 * (dim + 1) / FLOOR * 2.0**-53:
-        raise ValueError("query_map and key_map do not undo each other")
+    close = float(away.abs().max()) <= 64 * (dim + 1) / FLOOR * 2.0**-53
+    _require(close, "query_map and key_map do not undo each other")
     for side in ("query", "key"):
         moved = getattr(transform, f"{side}_centre") @ getattr(transform, f"{side}_map")
-        if not float(moved.norm()) <= LARGEST_MOVE:
-            raise ValueError(f"{side}_centre is moved beyond {LARGEST_MOVE:g}")
-    return transform
+        near = float(moved.norm()) <= LARGEST_MOVE
+        _require(near, f"{side}_centre is moved beyond {LARGEST_MOVE:g}")
 
 
-# ------------------------------------------------------------------------------ plans and models
+@check.register
+def _(plan: Plan) -> None:
+    known = plan.is_exact or None not in (plan.scale, plan.is_causal)
+    _require(known, "scale or is_causal is null, and not every head is exact")
+    for number, head in enumerate(plan.heads):
+        try:
+            _check_head(plan, head)
+        except ValueError as error:
+            raise ValueError(f"heads[{number}]: {error}") from None
 
 
-METHOD = schema.union(
-    "name",
-    {one.__name__: record(one, {f.name: schema.ANY for f in fields_of(one)}) for one in KINDS_OF},
-    lambda method: type(method).__name__,
-)
+def _check_head(plan: Plan, head: HeadPlan) -> None:
+    """A head does what the plan's method says, for the plan's dim."""
+    method: Any = plan.method
+    names = [kind.kind for kind in KINDS_OF[type(method)]]
+    _require(head.kind in names, f"kind is {head.kind!r}; expected {' or '.join(names)}")
+    if isinstance(head, PolynomialHead) or head.is_sketched:
+        for polynomial in head.polynomials:
+            check_rank(plan.dim, polynomial.degree)
+    if isinstance(head, ListHead):
+        agrees = bool(head.lists.window) == plan.is_causal
+        _require(agrees, "lists have windows where, and only where, is_causal is true")
+    if isinstance(head, FittedHead):
+        dim, most = len(head.transform.eigenvalues), max(head.fitted.spans, default=0)
+        _require(dim == plan.dim >= most, f"spans or transform are not for dim {plan.dim}")
+    is_power = isinstance(head, PowerHead)
+    for kernel in head.kernels:
+        wanted = method.power if is_power else "an even number"
+        good = kernel.power == method.power if is_power else kernel.power % 2 == 0
+        _require(good, f"power is {kernel.power}; expected {wanted}")
+        _require((kernel.polynomial is None) == is_power, "polynomial is not of this kind of head")
+        size = kernel.sketch_size
+        _require(size in (None, method.sketch_size), f"sketch_size {size} is not the method's")
 
 
-def _plan_fields(method: Method, dim: int) -> Field:
-    """A plan of this method for heads of this dim."""
-    settings = {
-        "method": METHOD,
-        "dim": COUNT,
-        "scale": optional(number()),
-        "is_causal": optional(choice(False, True)),
-        "heads": array(schema.union("kind", _head_fields(method, dim), lambda head: head.kind)),
-    }
-    return schema.union("format", {FORMAT: record(_plan, settings)}, lambda _: FORMAT)
+@check.register
+def _(layer: LayerPlan) -> None:
+    count = len(layer.effects)
+    _require(count == len(layer.heads), f"{count} effects for {len(layer.heads)} heads")
 
 
-def _read_plan(content: Any, at: str) -> Plan:
-    """Method and dim say what the fields of the heads are."""
-    known = (schema.member(content, n, f, at) for n, f in (("method", METHOD), ("dim", COUNT)))
-    plan: Plan = _plan_fields(*known).read(content, at)
-    return plan
-
-
-def _plan(**content: Any) -> Plan:
-    plan = Plan(**content)
-    if not plan.is_exact and None in (plan.scale, plan.is_causal):
-        raise ValueError("scale or is_causal is null, and not every head is exact")
-    lists = [head.lists for head in plan.heads if isinstance(head, ListHead)]
-    if any(bool(settings.window) != plan.is_causal for settings in lists):
-        raise ValueError("lists have windows where, and only where, is_causal is true")
-    return plan
-
-
-PLAN = Field(_read_plan, lambda plan: _plan_fields(plan.method, plan.dim).write(plan))
-
-
-def _layer(**content: Any) -> LayerPlan:
-    layer = LayerPlan(**content)
-    if len(layer.effects) != len(layer.heads):
-        raise ValueError(f"{len(layer.effects)} effects for {len(layer.heads)} heads")
-    return layer
-
-
-def _model_plan(speedups: tuple[tuple[float, float], ...], **content: Any) -> ModelPlan:
-    return ModelPlan(speedups=tuple((int(n), speed) for n, speed in speedups), **content)
-
-
-LAYER = {"name": schema.TEXT, "effects": array(number()), "min_tokens": COUNT, "plan": PLAN}
-MODEL_FIELDS = {
-    "unit": choice(*UNITS),
-    "limit": number(0.0),
-    "tokens": COUNT,
-    "predicted": number(),
-    "measured": optional(number()),
-    "upper": optional(number()),
-    "model": schema.TEXT,
-    "speedups": array(array(number(0.0), 2, 2)),
-    "layers": array(record(_layer, LAYER)),
-}
-MODEL = schema.union(
-    "format", {MODEL_FORMAT: record(_model_plan, MODEL_FIELDS)}, lambda _: MODEL_FORMAT
-)
+@check.register
+def _(plan: ModelPlan) -> None:
+    _require(plan.unit in UNITS, f"unit is {plan.unit!r}; expected one of {', '.join(UNITS)}")

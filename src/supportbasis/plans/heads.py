@@ -1,22 +1,7 @@
-"""Settings of a head: a class for each kind.
+"""Settings of a head: a class for each kind. `HeadPlan.basis` turns them into components.
 
-===================  ==========================================================
-exact                all rows x all keys, exact
-polynomial           all rows x all keys, polynomial
-single-threshold     large rows x all keys, exact (Case 1 of the paper);
-                     small rows x large keys, exact (Case 2);
-                     small rows x small keys, polynomial
-multi-threshold      row bucket x key bucket, a power of a polynomial (sketched
-                     or not) or exact, for every pair of buckets
-power                all rows x all keys, a power of the score
-lists                all rows x all keys, by lists of exact and tilted keys
-fitted               far rows x all keys, exact; near rows x far keys, exact;
-                     near rows x near keys, a polynomial fitted to their scores
-===================  ==========================================================
-
-`HeadPlan.basis` turns settings into components. These are settings: which tokens are
-large, or in which bucket, is found again from the data at each call, so a plan serves any length,
-and every split is a disjoint cover of all pairs.
+Which tokens are large, or in which bucket, is found again from the data at each call, so a plan
+serves any length, and every split is a disjoint cover of all pairs.
 """
 
 from __future__ import annotations
@@ -30,14 +15,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..components import (
-    Component,
-    ExactSum,
-    FittedSum,
-    PolynomialSum,
-    PowerSum,
-    SketchSum,
-)
+from ..components import Component, ExactSum, FittedSum, PolynomialSum, PowerSum, SketchSum
 from ..lists.list_sum import ListSum
 from ..lists.tables import ListSettings
 from ..polynomials.balancing import Transform, transformed
@@ -45,7 +23,7 @@ from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.fitting import FittedKernel
 from ..polynomials.powers import PowerKernel
 from ..problem.problem import Head
-from .supports import RowGroup, Side, large_tokens, members, sides
+from .supports import RowGroup, Side, is_empty, large_tokens, live_indices, members, sides
 
 PRINTED_PAIRS = 8
 
@@ -62,7 +40,7 @@ class ScoreRange(NamedTuple):
 class HeadPlan(ABC):
     """The settings of one head, with its predicted cost and the reason for the choice."""
 
-    kind: ClassVar[str]  # of the table above
+    kind: ClassVar[str]
 
     reason: str = ""
     n: int  # tokens it was made for
@@ -85,13 +63,18 @@ class HeadPlan(ABC):
         return None, head.live_keys
 
     @property
-    def polynomials(self) -> tuple[CertifiedPolynomial, ...]:
-        """The certified polynomials of all components."""
+    def kernels(self) -> tuple[PowerKernel, ...]:
+        """The powers of all components."""
         return ()
 
     @property
+    def polynomials(self) -> tuple[CertifiedPolynomial, ...]:
+        """The certified polynomials of all components."""
+        return tuple(k.polynomial for k in self.kernels if k.polynomial is not None)
+
+    @property
     def is_sketched(self) -> bool:
-        return False
+        return any(kernel.sketch_size for kernel in self.kernels)
 
     @property
     def may_fail(self) -> bool:
@@ -153,7 +136,8 @@ class PolynomialHead(HeadPlan):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ThresholdHead(PolynomialHead):
-    """Tokens with an entry beyond a threshold exactly, the rest by a polynomial."""
+    """Large rows with all keys exactly (Case 1 of the paper), small rows with large keys exactly
+    (Case 2), small rows with small keys by a polynomial."""
 
     kind = "single-threshold"
 
@@ -180,7 +164,8 @@ class ThresholdHead(PolynomialHead):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FittedHead(HeadPlan):
-    """Tokens far from the others exactly, the rest by a polynomial fitted to their scores."""
+    """Far rows with all keys and near rows with far keys exactly, near rows with near keys by a
+    polynomial fitted to their scores."""
 
     kind = "fitted"
 
@@ -200,9 +185,7 @@ class FittedHead(HeadPlan):
         first = torch.arange(min(head.n, self.exact_rows), device=rows.device)
         rows = torch.cat([first, rows]).unique()
         far = balanced.key.norm(dim=1) > self.fitted.key_radius
-        if head.key_log_weight is not None:
-            far &= head.key_log_weight > -torch.inf
-        return sides(head, rows, far.nonzero().squeeze(1))
+        return sides(head, rows, live_indices(head, far))
 
     def basis(self, head: Head) -> list[RowGroup]:
         split = self.split(head)
@@ -237,8 +220,8 @@ class PowerHead(HeadPlan):
     kernel: PowerKernel
 
     @property
-    def is_sketched(self) -> bool:
-        return self.kernel.sketch_size is not None
+    def kernels(self) -> tuple[PowerKernel, ...]:
+        return (self.kernel,)
 
     def basis(self, head: Head) -> list[RowGroup]:
         return [RowGroup(None, [_power(self.kernel, head.live_keys)])]
@@ -261,6 +244,13 @@ class BucketPair:
     reach: float  # certified range of the scores: |z| <= reach
     kernel: PowerKernel | None  # None: exact
 
+    @property
+    def way(self) -> str:
+        """How it is summed."""
+        if self.kernel is None:
+            return "exact"
+        return "sketched" if self.kernel.sketch_size else "power"
+
     def __str__(self) -> str:
         what = "exact" if self.kernel is None else str(self.kernel)
         return f"{self.rows} rows x {self.keys} keys, scores within ±{self.reach:.3g}: {what}"
@@ -268,7 +258,8 @@ class BucketPair:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BucketHead(HeadPlan):
-    """Buckets of rows and of keys by their largest entries."""
+    """Buckets of rows and of keys by their largest entries; each pair of buckets exactly, or by a
+    power of a polynomial, sketched or not."""
 
     kind = "multi-threshold"
 
@@ -277,13 +268,8 @@ class BucketHead(HeadPlan):
     pairs: tuple[BucketPair, ...] = ()  # every row bucket with every key bucket
 
     @property
-    def polynomials(self) -> tuple[CertifiedPolynomial, ...]:
-        kernels = (pair.kernel for pair in self.pairs if pair.kernel is not None)
-        return tuple(kernel.polynomial for kernel in kernels if kernel.polynomial is not None)
-
-    @property
-    def is_sketched(self) -> bool:
-        return any(pair.kernel is not None and pair.kernel.sketch_size for pair in self.pairs)
+    def kernels(self) -> tuple[PowerKernel, ...]:
+        return tuple(pair.kernel for pair in self.pairs if pair.kernel is not None)
 
     def buckets(self, head: Head) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Rows and live keys of each bucket, sorted; None where one bucket holds all."""
@@ -292,18 +278,26 @@ class BucketHead(HeadPlan):
 
     def basis(self, head: Head) -> list[RowGroup]:
         row_sets, key_sets = self.buckets(head)
-        groups = []
-        for row, rows in enumerate(row_sets):
-            pairs = [pair for pair in self.pairs if pair.row == row]
-            if rows is None or len(rows):
-                groups.append(RowGroup(rows, _pair_components(pairs, key_sets)))
-        return groups
+        return [
+            RowGroup(rows, _pair_components([p for p in self.pairs if p.row == row], key_sets))
+            for row, rows in enumerate(row_sets)
+            if not is_empty(rows)
+        ]
 
     def details(self) -> list[str]:
-        return [f"{len(self.row_edges)} x {len(self.key_edges)} buckets", _summary(self.pairs)]
+        """How many pairs are summed in which way, and their powers."""
+        ways = Counter(pair.way for pair in self.pairs)
+        text = ", ".join(f"{count} {way}" for way, count in ways.items())
+        if powers := [kernel.power for kernel in self.kernels]:
+            text += f", powers {min(powers)} to {max(powers)}"
+        return [f"{len(self.row_edges)} x {len(self.key_edges)} buckets", text]
 
     def __str__(self) -> str:
-        return "\n      ".join([super().__str__(), *_largest_pairs(self.pairs)])
+        """With a line for each of the pairs that hold most of the matrix, in order."""
+        largest = sorted(self.pairs, key=lambda pair: -pair.rows * pair.keys)[:PRINTED_PAIRS]
+        lines = [super().__str__(), *(str(pair) for pair in self.pairs if pair in largest)]
+        rest = len(self.pairs) - len(lines) + 1
+        return "\n      ".join(lines + ([f"and {rest} smaller pairs"] if rest else []))
 
 
 def _split_groups(head: Head, rows: Side, keys: Side, smooth: Component) -> list[RowGroup]:
@@ -311,9 +305,9 @@ def _split_groups(head: Head, rows: Side, keys: Side, smooth: Component) -> list
     groups = []
     if rows.large is not None:
         groups.append(RowGroup(rows.large, [ExactSum(head.live_keys)]))
-    if rows.small is None or len(rows.small):
+    if not is_empty(rows.small):
         components: list[Component] = []
-        if keys.small is None or len(keys.small):
+        if not is_empty(keys.small):
             components.append(smooth)
         if keys.large is not None:
             components.append(ExactSum(keys.large))
@@ -339,25 +333,6 @@ def _pair_components(
         components.append(ExactSum(torch.cat(indices).sort().values))
     for pair in pairs:
         keys = key_sets[pair.key]
-        if pair.kernel is not None and (keys is None or len(keys)):
+        if pair.kernel is not None and not is_empty(keys):
             components.append(_power(pair.kernel, keys))
     return components
-
-
-def _largest_pairs(pairs: tuple[BucketPair, ...]) -> list[str]:
-    """A line for each of the pairs that hold most of the matrix, in order."""
-    shown = sorted(pairs, key=lambda pair: -pair.rows * pair.keys)[:PRINTED_PAIRS]
-    lines = [str(pair) for pair in pairs if pair in shown]
-    rest = len(pairs) - len(lines)
-    return lines + ([f"and {rest} smaller pairs"] if rest else [])
-
-
-def _summary(pairs: tuple[BucketPair, ...]) -> str:
-    """How many pairs are summed in which way, and their powers."""
-    ways = Counter(
-        "exact" if pair.kernel is None else "sketched" if pair.kernel.sketch_size else "power"
-        for pair in pairs
-    )
-    powers = sorted({pair.kernel.power for pair in pairs if pair.kernel is not None})
-    text = ", ".join(f"{count} {way}" for way, count in ways.items())
-    return text + (f", powers {powers[0]} to {powers[-1]}" if powers else "")

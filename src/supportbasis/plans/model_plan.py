@@ -95,7 +95,7 @@ class ModelPlan(SomeHeads):
         """Read a plan written by `save`, or raise an `InputError` that says what is wrong."""
         from . import files
 
-        return files.load_model(path)
+        return files.load(path, ModelPlan)
 
     def draw(self, path: str | Path | None = None) -> Figure:
         """Draw layer × head: the method and cost of each, and its share of the effect."""

@@ -119,7 +119,7 @@ class Plan(SomeHeads):
         damaged, or from another version, raises an `InputError` that says what is wrong with it."""
         from . import files
 
-        return files.load(path)
+        return files.load(path, Plan)
 
     def draw(self, path: str | Path | None = None, head: int = 0) -> Figure:
         """Draw the components of one head: which pairs are exact, and how the rest is summed."""

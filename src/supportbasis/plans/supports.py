@@ -47,10 +47,14 @@ def is_empty(index: Tensor | None) -> bool:
 def large_tokens(head: Head, threshold: float) -> tuple[Tensor, Tensor]:
     """Rows of the query and live keys with an entry beyond the threshold (Definition B.3)."""
     rows = (head.query_maxima > threshold).nonzero().squeeze(1)
-    large = head.key_maxima > threshold
+    return rows, live_indices(head, head.key_maxima > threshold)
+
+
+def live_indices(head: Head, chosen: Tensor) -> Tensor:
+    """Indices of the chosen keys that are not padded."""
     if head.key_log_weight is not None:
-        large &= head.key_log_weight > -math.inf
-    return rows, large.nonzero().squeeze(1)
+        chosen = chosen & (head.key_log_weight > -math.inf)
+    return chosen.nonzero().squeeze(1)
 
 
 def sides(head: Head, rows: Tensor, keys: Tensor) -> tuple[Side, Side]:

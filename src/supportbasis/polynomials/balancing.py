@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,13 +36,6 @@ class BalancedHead(Head):
 
     key_log_weight: Tensor
 
-    @staticmethod
-    def of(head: Head, query: Tensor, key: Tensor, log_weight: Tensor) -> BalancedHead:
-        """The head with other tokens, and with scale 1."""
-        content = {field.name: getattr(head, field.name) for field in fields(Head)}
-        content |= {"query": query, "key": key, "key_log_weight": log_weight, "scale": 1.0}
-        return BalancedHead(**content)
-
 
 @dataclass(frozen=True, eq=False)
 class Transform:
@@ -55,24 +47,23 @@ class Transform:
     key_map: Tensor
     eigenvalues: Tensor  # [d], descending, of both covariances
 
-    @cached_property
-    def is_identity(self) -> bool:
-        """Whether x = sqrt(scale) q and y = sqrt(scale) k."""
-        centres = bool(self.query_centre.any()) or bool(self.key_centre.any())
-        identity = torch.eye(len(self.eigenvalues), dtype=torch.float64)
-        maps = (x.cpu() for x in (self.query_map, self.key_map))
-        return not centres and all(torch.equal(x, identity) for x in maps)
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Whether its entries, and products of two, do not overflow in this dtype."""
+        parts = (self.query_centre, self.key_centre, self.query_map, self.key_map)
+        largest = math.sqrt(torch.finfo(dtype).max)
+        return all(bool((x.abs() < largest).all()) for x in (*parts, self.eigenvalues))
 
     def apply(self, head: Head) -> BalancedHead:
         """The transformed head: queries x, keys y, scale 1, and the third term as log-weights."""
         root, like = math.sqrt(head.scale), head.query.new_empty((), dtype=head.dtype)
         query, key, weight = head.query.to(like), head.key.to(like), head.log_weights(head.dtype)
-        if not self.is_identity:
-            query = (query - self.query_centre.to(like)) @ self.query_map.to(like)
-            key = key - self.key_centre.to(like)
-            weight = (key @ self.query_centre.to(like)) * head.scale + weight
-            key = key @ self.key_map.to(like)
-        return BalancedHead.of(head, query * root, key * root, weight)
+        query = (query - self.query_centre.to(like)) @ self.query_map.to(like)
+        key = key - self.key_centre.to(like)
+        weight = (key @ self.query_centre.to(like)) * head.scale + weight
+        key = key @ self.key_map.to(like)
+        content = {field.name: getattr(head, field.name) for field in fields(Head)}
+        content |= {"query": query * root, "key": key * root, "key_log_weight": weight}
+        return BalancedHead(**content | {"scale": 1.0})
 
     def pull_back(
         self, balanced: Gradients, weight: Tensor, shift: Tensor, total: Gradients, scale: float
@@ -82,10 +73,6 @@ class Transform:
         root, like = math.sqrt(scale), balanced.query
         if total.key_log_weight is not None:
             total.key_log_weight += weight
-        if self.is_identity:
-            total.query.add_(balanced.query, alpha=root)
-            total.key.add_(balanced.key, alpha=root)
-            return
         total.query.addmm_(balanced.query, self.query_map.to(like).T, alpha=root)
         total.query.addr_(shift, self.key_centre.to(like), alpha=scale)
         total.key.addmm_(balanced.key, self.key_map.to(like).T, alpha=root)
@@ -98,14 +85,7 @@ class Transform:
 
 
 _transformed: WeakCache[Head, Transform, BalancedHead] = WeakCache()
-_own: WeakCache[Head, str, Transform] = WeakCache()
-
-
-def identity_transform(head: Head) -> Transform:
-    """The transform with A = B = I and a = c = 0, made once for each head."""
-    zeros = torch.zeros(head.dim, dtype=torch.float64, device=head.query.device)
-    identity = torch.eye(head.dim, dtype=torch.float64, device=head.query.device)
-    return _own.get(head, "identity", lambda: Transform(zeros, zeros, identity, identity, zeros))
+_own: WeakCache[Head, None, Transform] = WeakCache()
 
 
 def transformed(head: Head, transform: Transform) -> BalancedHead:
@@ -125,16 +105,8 @@ def prefix_of(head: Head) -> int | None:
 
 
 def own_transform(head: Head) -> Transform:
-    """The balancing transform of a head, made once; of a causal head from its prefix. The identity
-    where entries of the transform would overflow in the dtype of the sums."""
-
-    def make() -> Transform:
-        made, largest = balancing_transform(head, prefix_of(head)), torch.finfo(head.dtype).max
-        parts = (made.query_centre, made.key_centre, made.query_map, made.key_map)
-        finite = all(bool((x.abs() < math.sqrt(largest)).all()) for x in parts)
-        return made if finite else identity_transform(head)
-
-    return _own.get(head, "balanced", make)
+    """The balancing transform of a head, made once; of a causal head from its prefix."""
+    return _own.get(head, None, lambda: balancing_transform(head, prefix_of(head)))
 
 
 def balancing_transform(head: Head, tokens: int | None = None) -> Transform:

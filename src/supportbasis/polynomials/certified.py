@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..problem.checks import check_integer
+from ..problem.checks import check_integer, check_number
 from .coefficients import COEFFICIENTS, remez
 from .degrees import first_degree, last_within, widest_bound
 from .proofs import TINY, UNIT, certify, exp
@@ -35,11 +35,8 @@ def horner(coefficients: Sequence[float], t: Tensor) -> Tensor:
         return torch.full_like(t, last)
     value = (t * last).add_(lower.pop())
     for c in reversed(lower):
-        constant = t.new_tensor(c)
-        if t.requires_grad:
-            value = torch.addcmul(constant, value, t)
-        else:
-            torch.addcmul(constant, value, t, out=value)
+        out = None if t.requires_grad else value
+        value = torch.addcmul(t.new_tensor(c), value, t, out=out)
     return value
 
 
@@ -98,8 +95,7 @@ class CertifiedPolynomial:
 
         The coefficients are re-expressed, c_k -> c_k (b/B)^k e^{B-b}. The certificate allows for
         the rounding of that step, so it holds for p as it stood before and as it stands after.
-        Where float64 cannot hold the new coefficients they are infinite and error is inf. From
-        `bound == 0` only the constant c_0 is known, and p is continued as that constant.
+        Where float64 cannot hold them, error is inf. From `bound == 0` p is continued as c_0.
 
         >>> p = taylor(2, 1.0)
         >>> p.on(2.0).error > p.error > p.on(0.5).error
@@ -116,15 +112,12 @@ class CertifiedPolynomial:
                 coefficients[k] = c * half * half
         log_size = abs(log_new) + abs(log_old)
         rounding = 8 * UNIT * (1 + self.degree * (1 + log_size) + old + new)
-        return _certified(self.kind, coefficients, new, 0.0 if new == old else rounding)
+        return certified(self.kind, coefficients, new, 0.0 if new == old else rounding)
 
     def weight_log_spread(self, with_exact: bool) -> float:
-        """The spread ln(max r / min r) of the ratio r = p(z) e^{-z} over [-bound, bound].
-
-        Unnormalised weights made with p err by factors at most this far apart. `with_exact` adds
-        r = 1 to the range, because exact weights enter the same sum. inf if p is not positive.
-
-        """
+        """The spread ln(max r / min r) of the ratio r = p(z) e^{-z}: weights made with p err by
+        factors at most this far apart. `with_exact` adds r = 1, because exact weights enter the
+        same sum. inf if p is not positive."""
         lower, upper = self.log_ratio
         if not self.positive:
             return math.inf
@@ -151,11 +144,9 @@ def chebyshev(degree: int, bound: float) -> CertifiedPolynomial:
 
 
 def minimax(degree: int, bound: float) -> CertifiedPolynomial:
-    """The p of degree g with the least max |p(z) e^{-z} - 1| on [-B, B] (weighted Remez exchange).
-
-    At degree 0 this is p = 1 / cosh(B) with error tanh(B). Never worse than `chebyshev` and
-    `taylor`: where the exchange ends in rounding noise or B > 300, the best of those and of
-    1 / cosh(B) is returned. For large B the error tends to 1, and p to 0.
+    """The p of degree g with the least max |p(z) e^{-z} - 1| on [-B, B] (weighted Remez exchange);
+    where the exchange ends in rounding noise or B > 300, the best of `chebyshev`, `taylor` and
+    1 / cosh(B), which is the one of degree 0.
 
     >>> abs(minimax(0, 1.0).error - math.tanh(1.0)) < 1e-6
     True
@@ -163,23 +154,27 @@ def minimax(degree: int, bound: float) -> CertifiedPolynomial:
     return _build("minimax", _built_degree(degree), _checked_bound(bound))
 
 
-def certified(kind: str, coefficients: Sequence[float], bound: float) -> CertifiedPolynomial:
-    """The polynomial with these coefficients, whatever they are, and what is proved about it."""
-    _built_degree(len(coefficients) - 1)
-    return _certified(_checked_kind(kind), coefficients, _checked_bound(bound))
+def certified(
+    kind: str, coefficients: Sequence[float], bound: float, slack: float = 0.0
+) -> CertifiedPolynomial:
+    """The polynomial with these coefficients, whatever they are, and what is proved about it;
+    ``slack`` is a relative uncertainty of every coefficient."""
+    degree, bound = _built_degree(len(coefficients) - 1), _checked_bound(bound)
+    error, log_ratio = certify(tuple(coefficients), bound, slack)
+    values = tuple(coefficients)
+    return CertifiedPolynomial(_checked_kind(kind), degree, bound, values, error, log_ratio)
 
 
 def smallest_degree(
     epsilon: float, bound: float, kind: str = "minimax", limit: int = 64
 ) -> CertifiedPolynomial:
-    """The polynomial of smallest degree with certified error <= epsilon on [-bound, bound].
-
-    Lemma A.3 with the degree as a number. Raises InputError if no degree <= limit will do.
+    """The polynomial of smallest degree with certified error <= epsilon on [-bound, bound] (Lemma
+    A.3 with the degree as a number). Raises InputError if no degree <= limit will do.
 
     >>> smallest_degree(1e-2, 1.0).degree
     3
     """
-    epsilon, bound = _checked_epsilon(epsilon), _checked_bound(bound)
+    epsilon, bound = check_number("epsilon", epsilon), _checked_bound(bound)
     kind, limit = _checked_kind(kind), _built_degree(limit, "limit")
     found = first_degree(lambda degree: _build(kind, degree, bound).error, epsilon, bound, limit)
     if found is not None:
@@ -195,17 +190,19 @@ def smallest_degree(
 def largest_bound(
     degree: int, epsilon: float, kind: str = "minimax", tolerance: float = 1e-6
 ) -> float:
-    """The largest B with certified error <= epsilon at this degree, from below.
-
-    To a relative tolerance; 0.0 if epsilon is below the rounding floor (about 1e-15), and never
-    more than 300.
+    """The largest B <= 300 with certified error <= epsilon at this degree, from below to a relative
+    tolerance; 0.0 if epsilon is below the rounding floor (about 1e-15).
 
     >>> b = largest_bound(2, 0.05)
     >>> minimax(2, b).error <= 0.05 < minimax(2, 1.001 * b).error
     True
     """
-    degree, epsilon, kind = _built_degree(degree), _checked_epsilon(epsilon), _checked_kind(kind)
-    return _largest_bound(degree, epsilon, kind, _checked_epsilon(tolerance, "tolerance"))
+    degree, epsilon, kind = (
+        _built_degree(degree),
+        check_number("epsilon", epsilon),
+        _checked_kind(kind),
+    )
+    return _largest_bound(degree, epsilon, kind, check_number("tolerance", tolerance))
 
 
 def paper_degree(epsilon: float, bound: float) -> float:
@@ -213,14 +210,14 @@ def paper_degree(epsilon: float, bound: float) -> float:
 
         g = max{ log(1/eps) / log(log(1/eps) / B^2), B^2 }
 
-    Scores are at most B^2, so Lemma A.3 puts B^2 where the text prints B inside the logarithm. If
-    log(1/eps) <= B^2 the first term is undefined; the lemma then means Theta(B^2): we return B^2.
-    It is a formula to plot beside `smallest_degree(epsilon, bound**2)`, not a guarantee.
+    Lemma A.3 puts B^2, the largest score, where the text prints B inside the logarithm; where
+    log(1/eps) <= B^2 it means Theta(B^2). A formula to plot beside `smallest_degree(epsilon,
+    bound**2)`, not a guarantee.
 
     >>> round(paper_degree(1e-3, 1.0), 2), paper_degree(0.1, 3.0)
     (3.57, 9.0)
     """
-    log_inverse, square = -math.log(_checked_epsilon(epsilon)), _checked_bound(bound) ** 2
+    log_inverse, square = -math.log(check_number("epsilon", epsilon)), _checked_bound(bound) ** 2
     if log_inverse <= 0.0:
         raise InputError(f"epsilon must lie in (0, 1) for the paper's formula, got {epsilon:g}.")
     if square == 0.0 or log_inverse <= square:
@@ -247,49 +244,37 @@ def true_rank(dim: int, degree: int) -> int:
 @lru_cache(maxsize=4096)
 def _build(kind: str, degree: int, bound: float) -> CertifiedPolynomial:
     if bound == 0.0:
-        return _certified(kind, (1.0,) + (0.0,) * degree, 0.0)
+        return certified(kind, (1.0,) + (0.0,) * degree, 0.0)
     if kind != "minimax":
-        return _certified(kind, COEFFICIENTS[kind](degree, bound), bound)
+        return certified(kind, COEFFICIENTS[kind](degree, bound), bound)
     candidates = [_build(other, degree, bound) for other in COEFFICIENTS]
     coefficients = remez(degree, bound)
     if coefficients is not None:
-        candidates.append(_certified(kind, coefficients, bound))
+        candidates.append(certified(kind, coefficients, bound))
     best = min(candidates, key=lambda p: p.error)
     constant = 2 * math.exp(-2 * bound) / (1 + math.exp(-2 * bound))
     if best.error >= 1.0 and constant > TINY:  # rounding spoiled it: 1 / cosh(B) is better
-        flat = _certified(kind, (constant,) + (0.0,) * degree, bound)
+        flat = certified(kind, (constant,) + (0.0,) * degree, bound)
         best = min(best, flat, key=lambda p: p.error)
     return replace(best, kind=kind)
 
 
 @lru_cache(maxsize=1024)
 def _largest_bound(degree: int, epsilon: float, kind: str, tolerance: float) -> float:
-    widest = widest_bound(epsilon, degree)
+    widest = min(_WIDEST, widest_bound(epsilon, degree))
 
-    def meets(bound: float) -> bool:
-        return bound <= widest and _build(kind, degree, bound).error <= epsilon
+    def error(bound: float) -> float:
+        return _build(kind, degree, bound).error
 
-    high = 1.0
-    while meets(high):
-        if high == _WIDEST:
-            return high
-        high = min(2 * high, _WIDEST)
-    low = high / 2 if high < _WIDEST else 256.0
-    while not meets(low):
+    low = min(1.0, widest)
+    while low < widest and error(min(2 * low, widest)) <= epsilon:
+        low = min(2 * low, widest)
+    high = min(2 * low, widest)
+    while error(low) > epsilon:
         low, high = low / 2, low
         if low < 1e-17:
             return 0.0
-    high = min(high, widest)
-    return last_within(lambda b: _build(kind, degree, b).error, epsilon, low, high, tolerance)
-
-
-def _certified(
-    kind: str, coefficients: Sequence[float], bound: float, slack: float = 0.0
-) -> CertifiedPolynomial:
-    error, log_ratio = certify(tuple(coefficients), bound, slack)
-    return CertifiedPolynomial(
-        kind, len(coefficients) - 1, bound, tuple(coefficients), error, log_ratio
-    )
+    return last_within(error, epsilon, low, high, tolerance)
 
 
 def _built_degree(degree: int, name: str = "degree") -> int:
@@ -298,21 +283,7 @@ def _built_degree(degree: int, name: str = "degree") -> int:
 
 
 def _checked_bound(bound: float) -> float:
-    return _checked_number(bound, "bound", ">= 0") + 0.0  # -0.0 -> 0.0
-
-
-def _checked_epsilon(epsilon: float, name: str = "epsilon") -> float:
-    return _checked_number(epsilon, name, "> 0")
-
-
-def _checked_number(value: float, name: str, wanted: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number) or number < 0.0 or (wanted == "> 0" and number == 0.0):
-        raise InputError(f"{name} must be a finite number {wanted}, got {value!r}.")
-    return number
+    return check_number("bound", bound, ">= 0")
 
 
 def _checked_kind(kind: str) -> str:

@@ -65,8 +65,7 @@ def _levelled(reference: Sequence[float], bound: float) -> tuple[list[Decimal], 
     """The p of degree g with p e^{-z} - 1 = -(-1)^i E at the g + 2 reference points, and |E|.
 
     Values y_i (1 - (-1)^i E) lie on a polynomial of degree g iff their last divided difference is
-    zero; divided differences are linear in E. Returns those of p, its Newton coefficients.
-    """
+    zero; divided differences are linear in E. Returns those of p, its Newton coefficients."""
     t, y = _samples(reference, bound)
     plain = _divided_differences(t, y)
     signed = _divided_differences(t, [v if i % 2 == 0 else -v for i, v in enumerate(y)])
@@ -79,8 +78,7 @@ def _deviation(nodes: Sequence[float], newton: Sequence[Decimal], bound: float) 
     """The values p(z) e^{-z} - 1 on the grid.
 
     From the Newton form with ascending nodes: s is e^{-2B} times smaller on the left than on the
-    right, and this form keeps relative accuracy there, which powers of t would lose.
-    """
+    right, and this form keeps relative accuracy there, which powers of t would lose."""
     grid = 1.0 - grid_exponents()
     s = torch.full_like(grid, float(newton[-1]))
     for node, d in zip(reversed(nodes[: len(newton) - 1]), reversed(newton[:-1]), strict=True):

@@ -18,9 +18,8 @@ def first_degree(
 ) -> int | None:
     """The smallest degree <= limit with error(degree) <= epsilon on [-bound, bound], or None.
 
-    In steps that double, then by halves, for the error falls with the degree until truncation is
-    below rounding. Near that floor it may rise again: there one by one.
-    """
+    In steps that double, then by halves, since the error falls with the degree; one by one near the
+    floor of rounding, where it may rise again."""
     limit = _highest_useful(epsilon, bound, limit)
     low = degree = least_degree(epsilon, bound)
     is_steep = rounding_error(epsilon, limit, bound) < epsilon / 8
@@ -50,12 +49,8 @@ def last_within(
     error: Callable[[float], float], epsilon: float, low: float, high: float, tolerance: float
 ) -> float:
     """The largest bound (to the tolerance, from below) with error(bound) <= epsilon, between low,
-    where it is, and high.
-
-    The error is nearly a power of the bound, so interpolating logarithms finds it in a few steps,
-    each moved a little towards the farther end to close in from both sides; every third step
-    halves.
-    """
+    where it is, and high. The error is nearly a power of the bound, so interpolating logarithms
+    finds it in a few steps, moved a little to close in from both sides; every third one halves."""
     logs = [_log_ratio(error(bound), epsilon) for bound in (low, high)]
     if logs[1] <= 0.0:
         return high
@@ -85,8 +80,7 @@ def least_degree(epsilon: float, bound: float) -> int:
     """A degree that no polynomial within epsilon of exp on [-bound, bound] is below.
 
     On [-B, 0] such a p is at most 1 + epsilon, so at z = B it is at most (1 + epsilon) T_g(3), but
-    it is at least (1 - epsilon) e^B there.
-    """
+    it is at least (1 - epsilon) e^B there."""
     if epsilon >= 1.0:
         return 0
     return max(0, math.ceil((bound - 2 * math.atanh(epsilon)) / _GROWTH - 1e-9))
@@ -96,8 +90,7 @@ def rounding_error(epsilon: float, degree: int, bound: float) -> float:
     """What rounding alone adds to an error certified to epsilon.
 
     At z = -B the certificate allows for the rounding of sum_k c_k t^k, relative to sum_k |c_k|;
-    that sum is at least p(B) e^{-B} >= 1 - epsilon, and there e^{2B} multiplies it.
-    """
+    that sum is at least p(B) e^{-B} >= 1 - epsilon, and there e^{2B} multiplies it."""
     if epsilon >= 1.0:
         return 0.0
     log_size = math.log((1.0 - epsilon) * margin_operations(degree) * UNIT)

@@ -7,15 +7,12 @@ degrees 0..g together have C(d+g, g) features (Lemma A.2 prints C(2(d+g), 2g)).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
-
 import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .certified import true_rank
-from .monomials import Buffer, Fill, Pairs, Step, Suffixes, pair_multiplicity, suffix_steps
+from .certified import LARGEST_DEGREE, true_rank
+from .monomials import Buffer, Fill, pair_layout, suffix_layout
 
 RANK_LIMIT = 2**18  # 64 MiB of float32 state at 64 value columns
 BUFFER_BYTES = 9 * 2**19  # of one lane
@@ -34,9 +31,9 @@ def check_rank(dim: int, degree: int) -> int:
 
 
 def largest_degree(dim: int) -> int:
-    """Largest degree whose rank is within the limit."""
+    """Largest degree that can be certified and whose rank is within the limit."""
     degree = 0
-    while true_rank(dim, degree + 1) <= RANK_LIMIT:
+    while degree < LARGEST_DEGREE and true_rank(dim, degree + 1) <= RANK_LIMIT:
         degree += 1
     return degree
 
@@ -45,8 +42,7 @@ def block_rows(rank: int, dtype: torch.dtype) -> int:
     """Tokens a lane and block: the features of one block fill the buffer and stay in cache.
 
     A multiple of 8 for vector units, but not of 64: columns at power-of-two strides fall into the
-    same cache sets, and products with the transposed features lose a third of their speed.
-    """
+    same cache sets, and products with the transposed features lose a third of their speed."""
     return odd_rows(max(16, min(MAX_BLOCK, BUFFER_BYTES // (max(1, rank) * dtype.itemsize))))
 
 
@@ -73,30 +69,25 @@ class FeatureMap:
 
     def __init__(self, dim: int, degree: int, spans: tuple[int, ...] | None = None):
         self.dim, self.degree, full = dim, degree, (dim,) * degree
-        self._steps: list[Step] | None = None  # None: `Pairs`
         is_whole = spans is None or spans == full
         if is_whole:
             check_rank(dim, degree)
-        if is_whole and degree == 2:
-            self.multiplicity, self.degrees = pair_multiplicity(dim)
-        else:
-            self.multiplicity, self.degrees, self._steps = suffix_steps(dim, spans or full)
+        is_pairs = is_whole and degree == 2
+        self._layout = pair_layout(dim) if is_pairs else suffix_layout(dim, spans or full)
+        self.multiplicity, self.degrees = self._layout.multiplicity, self._layout.degrees
         self.count = len(self.multiplicity)
 
     def buffer(self, lanes: int, rows: int, like: Tensor) -> Buffer:
         """Memory for the features of one block of tokens, and for their gradients."""
-        if self._steps is None:
-            return Pairs(lanes, self.dim, rows, like)
-        return Suffixes(lanes, self.count - 1, rows, like, self.dim, self._steps)
+        return Buffer(self._layout, lanes, rows, like)
 
     def write(self, x: Tensor, buffer: Buffer) -> Tensor:
         """Features of degree >= 1 of tokens ``x`` [lanes, rows, dim]: [lanes, count - 1, rows].
 
         The constant feature is left to the caller, for whom it is a plain sum. Degree 1 is a view
-        of ``x``; higher degrees are written into ``buffer``.
-        """
+        of ``x``; higher degrees are written into ``buffer``."""
         if self.degree <= 1:
-            return x.transpose(1, 2)[:, : self.dim * self.degree]
+            return x.mT[:, : self.dim * self.degree]
         return buffer.write(x)
 
     def pull_back(self, buffer: Buffer, fill: Fill, rows: int) -> Tensor:
@@ -108,24 +99,11 @@ class FeatureMap:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Features of all tokens at once, [rows, count], by differentiable operations."""
-        tokens = x.T
-        levels = [torch.ones_like(tokens[:1]), tokens[: self.dim * self.degree]]
-        levels += self._pairs(tokens) if self._steps is None else _suffixes(tokens, self._steps)
-        return torch.cat(levels).T
-
-    def _pairs(self, tokens: Tensor) -> list[Tensor]:
-        spare, half = (self.dim - 1) // 2, self.dim // 2
-        windows = torch.cat([tokens[self.dim - spare :], tokens]).unfold(0, self.dim, 1)
-        products = (windows.transpose(1, 2) * tokens).flatten(0, 1)
-        return [products] if self.dim % 2 else [products, tokens[:half] * tokens[half:]]
-
-
-def _suffixes(tokens: Tensor, steps: Sequence[Step]) -> list[Tensor]:
-    """Monomials [count, rows] of each degree above 1, of tokens [dim, rows]."""
-    levels, base = [tokens], 0
-    for stop, some in groupby(steps, key=lambda step: step.stop):
-        below = levels[-1]
-        blocks = [tokens[t : t + 1] * below[start - base :] for t, start, _, _ in some]
-        levels.append(torch.cat(blocks))
-        base = stop
-    return levels[1:]
+        tokens, spare = x.T, self._layout.spare
+        made, products = torch.cat([tokens[self.dim - spare :], tokens]), list[Tensor]()
+        for step in self._layout.steps:
+            if step.right.stop > len(made):  # the products so far are factors of the next degree
+                made, products = torch.cat([made, *products]), []
+            products.append(made[step.left] * made[step.right])
+        features = torch.cat([made, *products])[spare : self._layout.rows]
+        return torch.cat([torch.ones_like(tokens[:1]), features]).T

@@ -8,15 +8,13 @@ only,
     p(x, y) = sum_k a_k <x, y>_k ^ k,    <x, y>_k the inner product in the leading r_k coordinates,
 
 with r_1 >= r_2 >= ... chosen by what each direction and degree adds for the features it takes, and
-the a_k by least squares over sampled pairs, weighted as the output weighs them. The error is far
-below that of a polynomial for a whole interval, but no bound is proved: p is used for tokens within
-the radius of those it was fitted to; queries and keys beyond are exact, and so are failed rows,
-whose sums are too small.
+the a_k by least squares over sampled pairs, weighted as the output weighs them. No bound is proved:
+p is used for tokens within the radius of those it was fitted to; queries and keys beyond are exact,
+and so are failed rows, whose sums are too small.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -95,31 +93,20 @@ def choose_spans(eigenvalues: Tensor, features: int) -> tuple[int, ...]:
     (2, 2)
     """
     squared = [min(float(s), 1.0) ** 2 for s in eigenvalues]
-    symmetric = _complete_symmetric(squared)
-    spans = [0] * (HIGHEST_DEGREE + 1)
-    left = features - 1
-    candidates: list[tuple[float, int]] = []
-
-    def offer(k: int) -> None:
-        r = spans[k] + 1
-        if k > HIGHEST_DEGREE or r > len(squared) or (k > 1 and r > spans[k - 1]):
-            return
-        gain = squared[r - 1] * symmetric[k - 1][r] / math.comb(r + k - 2, k - 1)
-        if gain > 0:
-            heapq.heappush(candidates, (-gain, k))
-
-    offer(1)
-    while candidates:
-        _, k = heapq.heappop(candidates)
-        count = math.comb(spans[k] + k - 1, k - 1)
-        if count > left:
-            continue
+    symmetric, left = _complete_symmetric(squared), features - 1
+    spans = [len(squared)] + [0] * HIGHEST_DEGREE  # of degree 0: all
+    while True:
+        options = []
+        for k in range(1, HIGHEST_DEGREE + 1):
+            r = spans[k] + 1
+            count = math.comb(r + k - 2, k - 1)
+            if r <= spans[k - 1] and count <= left:
+                options.append((squared[r - 1] * symmetric[k - 1][r] / count, -k, count))
+        gain, minus_k, count = max(options, default=(0.0, 0, 0))
+        if gain <= 0:
+            return tuple(r for r in spans[1:] if r > 0)
+        spans[-minus_k] += 1
         left -= count
-        spans[k] += 1
-        offer(k)
-        if k < HIGHEST_DEGREE and spans[k + 1] == spans[k] - 1:
-            offer(k + 1)
-    return tuple(r for r in spans if r > 0)
 
 
 def _complete_symmetric(x: Sequence[float]) -> list[list[float]]:
@@ -205,18 +192,15 @@ class PairSample:
         return self.key_count.rsqrt()
 
     @cached_property
-    def _log_sums(self) -> Tensor:
-        return (self.query @ self.key.T + self.log_weight).logsumexp(1, keepdim=True)
+    def unit(self) -> Tensor:
+        """The ratio of `exact` to exp(score)."""
+        scores = self.query @ self.key.T + self.log_weight
+        return (self.log_weight - scores.logsumexp(1, keepdim=True)).exp()
 
     @cached_property
     def exact(self) -> Tensor:
         """The attention of the sampled queries over the sampled keys."""
-        return (self.query @ self.key.T + self.log_weight - self._log_sums).exp()
-
-    @cached_property
-    def unit(self) -> Tensor:
-        """The ratio of `exact` to exp(score)."""
-        return (self.log_weight - self._log_sums).exp()
+        return (self.query @ self.key.T + self.log_weight).softmax(1)
 
 
 def _pick(

@@ -1,243 +1,181 @@
-"""Memory in which the monomials of a block of tokens are formed, and their gradients.
+"""How the monomials of a block of tokens lie in memory, how they are formed, and their gradients.
 
-Memory is feature-major, [lanes, features, tokens]: a product of variables is an elementwise product
-of rows. Monomials of degrees 1 and 2 are formed all at once (`Pairs`), those of other degrees one
-degree after the other (`Suffixes`). Constants are left out. Views of the memory are made once for
-each number of tokens: made anew for every block, they would take longer than the products.
+Memory is feature-major, [lanes, features, tokens], so a product of variables is an elementwise
+product of rows, and a few such products (`Layout.steps`) form all features. Degree 2 has a layout
+of its own (`pair_layout`), which one operation fills. Constants are left out.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-CHUNK = 8  # rotations whose gradients are formed at a time, to be used while they are in cache
-
+CHUNK = 8
 Fill = Callable[[int, int, Tensor], object]  # writes the gradients of features from..to
 
 
-class Buffer(ABC):
-    """Features of one block of tokens, and their gradients."""
-
-    spare = 0  # rows of memory before the features
-
-    def __init__(self, lanes: int, count: int, rows: int, like: Tensor):
-        self.memory = like.new_empty(lanes, self.spare + count, rows)
-        self._views: dict[int, Any] = {}
-        self._gradient_views: dict[int, Any] = {}
-
-    def features(self, rows: int) -> Tensor:
-        """Features of the first tokens of each lane, [lanes, count, rows]."""
-        return self.memory[:, self.spare :, :rows]
-
-    @abstractmethod
-    def write(self, x: Tensor) -> Tensor:
-        """The features of tokens ``x`` [lanes, rows, dim]."""
-
-    @abstractmethod
-    def pull_back(self, fill: Fill, rows: int) -> Tensor:
-        """Gradient of the tokens, [lanes, dim, rows], from that of their features, which ``fill``
-        writes."""
-
-
-class Rotations(NamedTuple):
-    """Views of memory whose first rows are the repeated variables and then all of them."""
-
-    spare: Tensor
-    tokens: Tensor  # [lanes, dim, rows]
-    last: Tensor  # tokens that the spare rows repeat
-    low: Tensor  # of the opposite pairs, first
-    high: Tensor  # and second variable
-    rotated: Tensor  # tokens from each row of the memory on, [lanes, rotations, dim, rows]
-    windows: tuple[Tensor, ...]  # the same one by one
-
-    @staticmethod
-    def of(memory: Tensor, dim: int) -> Rotations:
-        spare, half = (dim - 1) // 2, dim // 2 if dim % 2 == 0 else 0
-        tokens = memory[:, spare : spare + dim]
-        rotated = memory[:, : spare + dim].unfold(1, dim, 1).transpose(2, 3)
-        ends = tokens[:, dim - spare :], tokens[:, :half], tokens[:, dim - half :]
-        return Rotations(memory[:, :spare], tokens, *ends, rotated, rotated.unbind(1))
-
-
-class Pairs(Buffer):
-    """x_a, and x_a x_b of all pairs: the token times itself rotated by 0, 1, 2, ... variables.
-
-    A rotation by s and one by d - s give the same pairs, so those by s < d/2 do, and for even d
-    half of those by d/2. The last variables are repeated before the first, so that every
-    rotation is a window on the same rows, and one product forms them all.
-    """
-
-    def __init__(self, lanes: int, dim: int, rows: int, like: Tensor):
-        self.dim, self.rotations, self.spare = dim, (dim + 1) // 2, (dim - 1) // 2
-        super().__init__(lanes, dim + dim * (dim + 1) // 2, rows, like)
-
-    def views(self, rows: int) -> tuple[Rotations, Tensor, Tensor]:
-        """Tokens, products of all rotations [lanes, rotations, dim, rows], opposite pairs."""
-        if rows not in self._views:
-            memory, end = self.memory[:, :, :rows], self.spare + self.dim
-            middle = end + self.rotations * self.dim
-            products = memory[:, end:middle].unflatten(1, (self.rotations, self.dim))
-            self._views[rows] = Rotations.of(memory, self.dim), products, memory[:, middle:]
-        made: tuple[Rotations, Tensor, Tensor] = self._views[rows]
-        return made
-
-    @cached_property
-    def _gradients(self) -> tuple[Tensor, Tensor]:
-        """Memory for the gradients of tokens, and of one chunk of features."""
-        lanes, _, rows = self.memory.shape
-        chunk = min(CHUNK, self.rotations) * self.dim
-        sizes = (self.spare + self.dim, chunk)
-        tokens, part = (self.memory.new_empty(lanes, size, rows) for size in sizes)
-        return tokens, part
-
-    def gradients(self, rows: int) -> tuple[Rotations, Tensor, tuple[Tensor, ...]]:
-        """Gradients of the tokens, of a chunk of features, and that chunk by rotation."""
-        if rows not in self._gradient_views:
-            memory, chunk = (x[:, :, :rows] for x in self._gradients)
-            parts = chunk.unflatten(1, (-1, self.dim)).unbind(1)
-            self._gradient_views[rows] = Rotations.of(memory, self.dim), chunk, parts
-        made: tuple[Rotations, Tensor, tuple[Tensor, ...]] = self._gradient_views[rows]
-        return made
-
-    def write(self, x: Tensor) -> Tensor:
-        own, products, opposite = self.views(x.shape[1])
-        own.tokens.copy_(x.transpose(1, 2))
-        own.spare.copy_(own.last)
-        torch.mul(own.tokens.unsqueeze(1), own.rotated, out=products)
-        torch.mul(own.low, own.high, out=opposite)
-        return self.features(x.shape[1])
-
-    def pull_back(self, fill: Fill, rows: int) -> Tensor:
-        """Each product adds its gradient to both of its factors."""
-        own, (grads, chunk, parts), dim = self.views(rows)[0], self.gradients(rows), self.dim
-        fill(0, dim, grads.tokens)
-        grads.spare.zero_()
-        for first in range(0, self.rotations, CHUNK):
-            last = min(self.rotations, first + CHUNK)
-            fill((1 + first) * dim, (1 + last) * dim, chunk[:, : (last - first) * dim])
-            for part, at in zip(parts, range(first, last), strict=False):
-                grads.windows[at].addcmul_(part, own.tokens)
-                grads.tokens.addcmul_(part, own.windows[at])
-        half, end = own.low.shape[1], (1 + self.rotations) * dim
-        opposite = chunk[:, :half]
-        fill(end, end + half, opposite)
-        grads.low.addcmul_(opposite, own.high)
-        grads.high.addcmul_(opposite, own.low)
-        grads.last.add_(grads.spare)
-        return grads.tokens
-
-
-def pair_multiplicity(dim: int) -> tuple[Tensor, Tensor]:
-    """How often each feature of `Pairs`, after a constant, occurs in a power; and its degree."""
-    pairs = dim * (dim + 1) // 2
-    degrees = torch.tensor([0] + [1] * dim + [2] * pairs)
-    multiplicity = torch.ones(1 + dim + pairs, dtype=torch.float64)
-    squares = dim * ((dim + 1) // 2)  # end here: those rotated by 0 are the last rotation
-    multiplicity[1 + dim :] = 2.0
-    multiplicity[1 + squares : 1 + dim + squares] = 1.0
-    return multiplicity, degrees
-
-
 class Step(NamedTuple):
-    """One product: a variable times a suffix of the monomials of the degree below."""
+    """One product of rows of memory: of a left factor, one row or as many, and a right one."""
 
-    variable: int
-    start: int  # of the suffix
-    stop: int
-    to: int  # where the products begin
+    left: slice
+    right: slice
+    product: slice
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Rows of memory: repeated variables (``spare``), all variables, then products."""
+
+    dim: int
+    spare: int
+    steps: list[Step]
+    multiplicity: Tensor  # of each feature in a power, after a constant; float64
+    degrees: Tensor  # of each feature
 
     @property
-    def spans(self) -> tuple[tuple[int, int], ...]:
-        """Start and size of the variable, the suffix and the products."""
-        size = self.stop - self.start
-        return (self.variable, 1), (self.start, size), (self.to, size)
+    def rows(self) -> int:
+        return self.spare + len(self.multiplicity) - 1
+
+    @property
+    def chunk(self) -> int:
+        """Steps whose gradients are formed at a time, to be used while they are in cache; all of
+        them where products are factors of others."""
+        return CHUNK if self.spare else max(1, len(self.steps))
+
+    @property
+    def in_chunks(self) -> list[Step]:
+        """The steps, with the products of every chunk in the same place, after the variables."""
+        firsts = [self.steps[i - i % self.chunk].product.start for i in range(len(self.steps))]
+        shifts = [first - self.spare - self.dim for first in firsts]
+        return [
+            step._replace(product=slice(step.product.start - shift, step.product.stop - shift))
+            for step, shift in zip(self.steps, shifts, strict=True)
+        ]
 
 
-class Suffixes(Buffer):
-    """Monomials of degree 1..g, ordered within each degree by their first variable: block t holds
-    variable t times the suffix of the monomials of the degree below whose variables are t or later.
-    So a block of tokens costs one elementwise product a variable and degree.
-    """
+class Buffer:
+    """Features of one block of tokens, and their gradients. Views of the memory are made once for
+    each number of tokens: made anew for every block, they would take longer than the products."""
 
-    def __init__(
-        self, lanes: int, count: int, rows: int, like: Tensor, dim: int, steps: list[Step]
-    ):
-        self.dim, self.steps = dim, steps
-        super().__init__(lanes, count, rows, like)
-
-    def _cut(self, memory: Tensor, rows: int, views: dict[int, Any]) -> Sequence[list[Tensor]]:
-        """Of each step the variable, the suffix and their products, [lanes, 1 or size, rows]."""
-        if rows not in views:
-            views[rows] = [
-                [memory[:, at : at + size, :rows] for at, size in step.spans] for step in self.steps
-            ]
-        made: Sequence[list[Tensor]] = views[rows]
-        return made
+    def __init__(self, layout: Layout, lanes: int, rows: int, like: Tensor):
+        self.layout = layout
+        self.memory = like.new_empty(lanes, layout.rows, rows)
+        self._views: dict[tuple[bool, int], list[list[Tensor]]] = {}
 
     @cached_property
     def _gradients(self) -> Tensor:
-        return torch.empty_like(self.memory)
+        """Memory for the gradients of the variables and of one chunk of products."""
+        lanes, _, rows = self.memory.shape
+        chunk = self.layout.steps[: self.layout.chunk]
+        size = chunk[-1].product.stop if chunk else self.layout.rows
+        return self.memory.new_empty(lanes, size, rows)
+
+    def _factors(self, rows: int, of_gradients: bool = False) -> list[list[Tensor]]:
+        """Factors and products of all steps, or their gradients."""
+        if (of_gradients, rows) not in self._views:
+            memory = self._gradients if of_gradients else self.memory
+            steps = self.layout.in_chunks if of_gradients else self.layout.steps
+            views = [[memory[:, part, :rows] for part in step] for step in steps]
+            self._views[of_gradients, rows] = views
+        return self._views[of_gradients, rows]
 
     def write(self, x: Tensor) -> Tensor:
-        rows = x.shape[1]
-        self.memory[:, : self.dim, :rows].copy_(x.transpose(1, 2))
-        for variable, suffix, products in self._cut(self.memory, rows, self._views):
-            torch.mul(variable, suffix, out=products)
-        return self.features(rows)
+        """The features of tokens ``x`` [lanes, rows, dim]: [lanes, features, rows]."""
+        rows, dim, spare = x.shape[1], self.layout.dim, self.layout.spare
+        memory, steps = self.memory[:, :, :rows], self._factors(rows)
+        variables = memory[:, spare : spare + dim]
+        variables.copy_(x.mT)
+        if spare:  # all rotations at once
+            memory[:, :spare].copy_(memory[:, dim : dim + spare])
+            rotated = memory[:, : spare + dim].unfold(1, dim, 1).mT
+            products = memory[:, spare + dim : spare + dim + (spare + 1) * dim]
+            products = products.unflatten(1, (spare + 1, dim))
+            torch.mul(variables.unsqueeze(1), rotated, out=products)
+            steps = steps[spare + 1 :]
+        for left, right, product in steps:
+            torch.mul(left, right, out=product)
+        return memory[:, spare:]
 
     def pull_back(self, fill: Fill, rows: int) -> Tensor:
-        """Each product, the last one first, adds its gradient to both of its factors."""
+        """Gradient of the tokens, [lanes, dim, rows], from that of their features, which ``fill``
+        writes: each product, the last one first, adds its own to both of its factors."""
+        dim, spare, steps = self.layout.dim, self.layout.spare, self.layout.steps
         grad = self._gradients[:, :, :rows]
-        fill(0, grad.shape[1], grad)
-        own = self._cut(self.memory, rows, self._views)
-        grads = self._cut(self._gradients, rows, self._gradient_views)
-        for (variable, suffix, _), of in zip(reversed(own), reversed(grads), strict=True):
-            to_variable, to_suffix, products = of
-            to_suffix.addcmul_(products, variable)
-            products.mul_(suffix)
-            to_variable.add_(products.sum(1, keepdim=True))
-        return grad[:, : self.dim]
+        grad[:, :spare].zero_()
+        begin = start = spare  # variables and first chunk, then one chunk after the other
+        for first in range(0, max(1, len(steps)), self.layout.chunk):
+            some = slice(first, first + self.layout.chunk)
+            stop = steps[some][-1].product.stop if steps else self.layout.rows
+            fill(start - spare, stop - spare, grad[:, begin : begin + stop - start])
+            begin, start = spare + dim, stop
+            both = zip(self._factors(rows)[some], self._factors(rows, True)[some], strict=True)
+            for (left, right, _), (to_left, to_right, product) in reversed(list(both)):
+                to_right.addcmul_(product, left)
+                if left.shape == product.shape:
+                    to_left.addcmul_(product, right)
+                else:
+                    to_left.add_(product.mul_(right).sum(1, keepdim=True))
+        grad[:, dim : dim + spare] += grad[:, :spare]
+        return grad[:, spare : spare + dim]
 
 
 @lru_cache(maxsize=64)
-def suffix_steps(dim: int, spans: tuple[int, ...]) -> tuple[Tensor, Tensor, list[Step]]:
-    """Multiplicity and degree of each feature of `Suffixes`, after a constant, and the products
-    that form them in order. Of degree k only the monomials in the last ``spans[k - 1]`` variables
-    are formed: they are the last blocks of each degree.
+def pair_layout(dim: int) -> Layout:
+    """x_a, and x_a x_b of all pairs: the token times itself rotated by 0, 1, 2, ... variables.
+
+    A rotation by s and one by d - s give the same pairs, so those by s < d/2 do, and for even d
+    half of those by d/2. The last variables are repeated before the first, so that every rotation
+    is a window on the same rows. The rotation by 0, which gives squares, comes last."""
+    rotations, half = (dim + 1) // 2, dim // 2
+    spare = max(0, rotations - 1)
+    end = spare + dim
+    variables = slice(spare, end)
+    steps = []
+    for first in range(rotations):
+        steps.append(Step(variables, slice(first, first + dim), slice(end, end + dim)))
+        end += dim
+    if dim % 2 == 0:
+        opposite = slice(spare, spare + half), slice(spare + half, spare + dim)
+        steps.append(Step(*opposite, slice(end, end + half)))
+    pairs = dim * (dim + 1) // 2
+    degrees = torch.tensor([0] + [1] * dim + [2] * pairs)
+    multiplicity = torch.where(degrees == 2, 2.0, 1.0).double()
+    multiplicity[1 + rotations * dim : 1 + rotations * dim + dim] = 1.0
+    return Layout(dim, spare, steps, multiplicity, degrees)
+
+
+@lru_cache(maxsize=64)
+def suffix_layout(dim: int, spans: tuple[int, ...]) -> Layout:
+    """Monomials of degree 1..g, ordered within each degree by their first variable: block t holds
+    variable t times the suffix of the monomials of the degree below whose variables are t or later.
+    Of degree k only the monomials in the last ``spans[k - 1]`` variables are formed.
 
     The multiplicities follow from (u + s)^k - s^k = u * sum_c C(k, c+1) u^c s^(k-1-c), where u is
     the part of an inner product that belongs to variable t and s that of later ones: a monomial of
-    degree k-1 with c factors of variable t gains the factor C(k, c+1) / C(k-1, c) = k / (c + 1).
-    """
-    levels = [torch.ones(1, dtype=torch.float64)]
-    steps: list[Step] = []
-    if spans:
-        levels.append(torch.ones(dim, dtype=torch.float64))
-    repeats = torch.ones(dim, dtype=torch.float64)  # factors of each monomial's first variable
-    variables = list(range(dim))
-    starts = variables  # of each variable's block within the level
-    base, end = 0, dim  # of the level that is multiplied
+    degree k-1 with c factors of variable t gains the factor C(k, c+1) / C(k-1, c) = k / (c + 1)."""
+    ones = torch.ones(1 + dim, dtype=torch.float64)
+    levels, steps = [ones[:1], ones[1:]][: 1 + len(spans)], []
+    repeats = ones[1:]  # factors of each monomial's first variable
+    stop = end = dim  # of the degree below, of all products so far
     for k, span in enumerate(spans[1:], 2):
-        level, last = levels[-1], end
-        blocks, counts, next_starts = [], [], []
-        skipped = sum(variable < dim - span for variable in variables)
-        variables, starts = variables[skipped:], starts[skipped:]
-        stops = [*starts[1:], level.numel()]
-        for variable, start, stop in zip(variables, starts, stops, strict=True):
-            count = torch.ones(level.numel() - start, dtype=torch.float64)
-            count[: stop - start] = repeats[start:stop] + 1
-            blocks.append(level[start:] * k / count)
+        blocks, counts = [], []
+        for variable in range(dim - span, dim):
+            size = math.comb(dim - variable + k - 2, k - 1)
+            same = math.comb(dim - variable + k - 3, k - 2)  # begin with this variable again
+            count = torch.ones(size, dtype=torch.float64)
+            count[:same] += repeats[len(repeats) - size :][:same]
+            blocks.append(levels[-1][len(repeats) - size :] * k / count)
             counts.append(count)
-            next_starts.append(end - last)
-            steps.append(Step(variable, base + start, last, end))
-            end += count.numel()
+            suffix, product = slice(stop - size, stop), slice(end, end + size)
+            steps.append(Step(slice(variable, variable + 1), suffix, product))
+            end += size
         levels.append(torch.cat(blocks))
-        repeats, starts, base = torch.cat(counts), next_starts, last
-    degrees = torch.cat([torch.full_like(level, k) for k, level in enumerate(levels)])
-    return torch.cat(levels), degrees.long(), steps
+        repeats, stop = torch.cat(counts), end
+    degrees = [torch.full_like(level, k) for k, level in enumerate(levels)]
+    return Layout(dim, 0, steps, torch.cat(levels), torch.cat(degrees).long())

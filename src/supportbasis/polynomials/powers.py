@@ -15,21 +15,14 @@ LARGEST_POWER = 2**40  # beyond that exp(z/p) is 1 in float64; such a kernel is 
 
 @dataclass(frozen=True)
 class PowerKernel:
-    """The weight of a score z: s(z / p)^p with s close to exp, or z^p (``polynomial=None``).
+    """The weight of a score z: s(z / p)^p with s close to exp, or z^p (``polynomial=None``)."""
 
-    Attributes:
-        power: p, even, so that no weight is negative.
-        polynomial: s, certified on the range of z / p; None for polynomial attention.
-        sketch_size: rows of the sketch of the p-fold tensor power; None evaluates it exactly.
-        seed: of the sketch.
-        balance: length of a query over that of a key at which a sketch gives both sides equal
-            weight. Constant, so that a sketched weight depends on its own two tokens only.
-    """
-
-    power: int
-    polynomial: CertifiedPolynomial | None
-    sketch_size: int | None = None
-    seed: int = 0
+    power: int  # p, even, so that no weight is negative
+    polynomial: CertifiedPolynomial | None  # s, certified on the range of z / p
+    sketch_size: int | None = None  # of the p-fold tensor power; None evaluates it exactly
+    seed: int = 0  # of the sketch
+    # length of a query over that of a key at which a sketch gives both sides equal weight; a
+    # constant, so that a sketched weight depends on its own two tokens only
     balance: float = 1.0
 
     @property

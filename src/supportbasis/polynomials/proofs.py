@@ -22,8 +22,7 @@ def certify(
     """Proven (error, (lower, upper) of log r) for r = e^{B(1-t)} s(t), t in [-1, 1].
 
     Bounds rho = e^{-B(1-a)} r on each cell [a, a + h] and multiplies back in the log domain.
-    `slack` is a relative uncertainty of every coefficient.
-    """
+    `slack` is a relative uncertainty of every coefficient."""
     if not all(map(math.isfinite, coefficients)):
         return math.inf, (-math.inf, math.inf)
     if bound == 0.0:
@@ -32,8 +31,10 @@ def certify(
     exponents = grid_exponents()[:-1] * bound
     upper = _log_product(exponents, high, 1.0).max().item()
     lower = _log_product(exponents, low, -1.0).min().item()
-    negative = _log_product(exponents, -low, 1.0).max().item() if lower == -math.inf else -math.inf
-    return _from_logs(lower, upper, negative)
+    below = -math.expm1(lower)
+    if lower == -math.inf:  # r may be negative
+        below = 1.0 + exp(_log_product(exponents, -low, 1.0).max().item())
+    return max(expm1(upper), below) * (1 + 8 * UNIT), (lower, upper)
 
 
 def _enclose(c: Tensor, bound: float, slack: float) -> tuple[Tensor, Tensor]:
@@ -41,8 +42,7 @@ def _enclose(c: Tensor, bound: float, slack: float) -> tuple[Tensor, Tensor]:
 
     Two enclosures, intersected. Chord: rho stays within h^2/8 max|rho''| of the chord between its
     end values, and |rho''| <= |s'' - 2B s' + B^2 s|; tight where p is close to exp. Flat: s stays
-    within h^2/8 max|s''| of its own chord, and e^{-Bh} <= e^{-B(t-a)} <= 1; better for large B.
-    """
+    within h^2/8 max|s''| of its own chord, and e^{-Bh} <= e^{-B(t-a)} <= 1; better for large B."""
     powers = _tables(len(c) - 1)[0]
     operations = margin_operations(len(c) - 1)
     stiffness = 1 + (len(c) + bound) * WIDTH  # an underflow of c_k also enters the bulges
@@ -94,8 +94,7 @@ def _largest(parts: Tensor, slack: float) -> Tensor:
 def _log_product(exponents: Tensor, factor: Tensor, direction: float) -> Tensor:
     """log(e^exponents * factor), moved up (+1) or down (-1) by its rounding; -inf if factor <= 0.
 
-    NaN, which only arises from overflow, becomes inf in the unsafe direction.
-    """
+    NaN, which only arises from overflow, becomes inf in the unsafe direction."""
     log = torch.log(factor.clamp(min=0.0))
     rounding = 4 * UNIT * (1 + exponents + log.clamp(min=-800.0).abs())
     return torch.nan_to_num(
@@ -116,20 +115,12 @@ def _certify_point(c: float, slack: float) -> tuple[float, tuple[float, float]]:
     return error * (1 + 4 * UNIT), (lower - margin, upper + margin)
 
 
-def _from_logs(lower: float, upper: float, negative: float) -> tuple[float, tuple[float, float]]:
-    """The largest |r - 1| from log bounds of r, and of -r where r may be negative."""
-    above = exp(upper) if upper > 700 else math.expm1(upper)
-    below = 1.0 + exp(negative) if lower == -math.inf else -math.expm1(lower)
-    return max(above, below) * (1 + 8 * UNIT), (lower, upper)
-
-
 @lru_cache(maxsize=64)
 def _tables(degree: int) -> tuple[Tensor, Tensor, Tensor]:
     """Per degree: t_i^k [cells + 1, g + 1], the shifts [J, g + 1, g + 1] and their tail [g + 1].
 
     shifts[j] maps the coefficients of q to those of q^(j) / j! (h/2)^j; tail[k] is the sum over
-    the j left out, sum_{j >= J} C(k, j) (h/2)^j.
-    """
+    the j left out, sum_{j >= J} C(k, j) (h/2)^j."""
     grid = torch.arange(CELLS + 1, dtype=torch.float64) * WIDTH - 1.0
     powers = torch.ones(CELLS + 1, degree + 1, dtype=torch.float64)
     for k in range(1, degree + 1):
@@ -156,3 +147,8 @@ def grid_exponents() -> Tensor:
 def exp(x: float) -> float:
     """e^x, inf where it leaves float64."""
     return math.exp(x) if x < 709.0 else math.inf
+
+
+def expm1(x: float) -> float:
+    """e^x - 1, inf where it leaves float64."""
+    return math.expm1(x) if x < 709.0 else math.inf

@@ -4,7 +4,8 @@ differentiation, which cannot be checked; and errors for derivatives that do not
 from __future__ import annotations
 
 import math
-from numbers import Integral
+from contextlib import suppress
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import torch
@@ -70,13 +71,23 @@ def check_integer(name: str, value: object, least: int, most: int | None = None)
     return number
 
 
+def check_number(name: str, value: object, wanted: str = "> 0") -> float:
+    """A finite number > 0, or >= 0 if that is ``wanted``, as a float, or an error."""
+    number = math.nan
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):  # an integer that no float can hold
+            number = float(value)
+    if not (0 < number < math.inf or (number == 0 and wanted.startswith(">="))):
+        raise InputError(f"{name} must be a finite number {wanted}, got {value!r}")
+    return abs(number)
+
+
 def check_seed(seed: object) -> int:
     """A seed as a plain int, or an error: seeds and what is derived from them (seed + 1, ...) go
     into generators that take 64 bits."""
-    integral = isinstance(seed, Integral) and not isinstance(seed, bool)
-    if not integral or not 0 <= int(seed) < 2**63:  # type: ignore[call-overload]
-        raise InputError(f"seed must be an integer with 0 <= seed < 2**63, got {seed!r}")
-    return int(seed)  # type: ignore[call-overload]
+    if isinstance(seed, Integral) and not isinstance(seed, bool) and 0 <= int(seed) < 2**63:
+        return int(seed)
+    raise InputError(f"seed must be an integer with 0 <= seed < 2**63, got {seed!r}")
 
 
 def check_bias(mask: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from numbers import Real
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..errors import InputError
 from .problem import Problem
 from .rounding import compute_dtype, unit_roundoff
-from .validation import attention_problem, kernel_problem, with_weights
+from .validation import attention_problem, check_dense, kernel_problem
 
 
 def density_problem(
@@ -27,8 +28,7 @@ def density_problem(
     centre = data64.mean(-2, keepdim=True)
     query, key = (points.double() - centre) / width, (data64 - centre) / width
     row_weight, log_weight = (-x.square().sum(-1) / 2 for x in (query, key))
-    total = torch.full(check.leading, float(data.shape[-2]), dtype=torch.float64)
-    total = total.to(data.device)
+    total = data64.new_full(check.leading, data.shape[-2])
     if weights is not None:
         weight = _check_weights(weights, data)
         log_weight = log_weight + weight.log()
@@ -36,7 +36,11 @@ def density_problem(
     dtype = _density_dtype(points.dtype, query, key)
     query, key = query.to(dtype), key.to(dtype)
     problem = kernel_problem(query, key, query.new_ones(*key.shape[:-1], 1), 1.0, finite=False)
-    problem = with_weights(problem, log_weight, row_weight)
+    key_weight, query_weight = (
+        x.expand(*problem.leading, x.shape[-1]).reshape(problem.batch, problem.heads, x.shape[-1])
+        for x in (log_weight, row_weight)
+    )
+    problem = replace(problem, key_log_weight=key_weight, query_log_weight=query_weight)
     volume = (width.log() + math.log(2 * math.pi) / 2).expand(points.shape[-1]).sum()
     return problem, total.log() + volume
 
@@ -71,8 +75,7 @@ def _check_weights(weights: Tensor, data: Tensor) -> Tensor:
         raise InputError(f"weights must be a floating-point tensor, got {weights!r}")
     if weights.requires_grad and torch.is_grad_enabled():
         raise InputError("weights requires grad, but densities have no gradients so far")
-    if weights.is_nested or weights.layout != torch.strided:
-        raise InputError("weights is a sparse or nested tensor; expected a dense one")
+    check_dense("weights", weights)
     if weights.device != data.device:
         raise InputError(f"weights is on {weights.device} but data is on {data.device}")
     try:

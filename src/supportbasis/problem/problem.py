@@ -20,11 +20,8 @@ BLOCK = 8192  # rows at a time
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """The same tokens [..., tokens, dim], the entries of each next to each other in memory.
-
-    Kernels, PyTorch's own for CPUs among them, read ``dim`` consecutive numbers for a token,
-    whatever the last stride says. Layout is settled in `Problem`.
-    """
+    """The same tokens [..., tokens, dim], the entries of each next to each other in memory:
+    kernels, PyTorch's own for CPUs among them, ignore the last stride."""
     separate = x.stride(-1) == 1 and (x.shape[-2] < 2 or x.stride(-2) >= x.shape[-1])
     return (x if separate else x.contiguous()).resolve_neg()
 

@@ -18,16 +18,12 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def product_roundoff(dtype: torch.dtype) -> float:
-    """The same for the operands of a matrix product, which a global switch can make coarser.
-
-    ``torch.set_float32_matmul_precision`` lets float32 products run in tf32 ("high") or
-    bfloat16 ("medium"); a bound that ignored it would be false.
-    """
+    """The same for the operands of a matrix product: ``torch.set_float32_matmul_precision`` lets
+    float32 products run in tf32 ("high") or bfloat16 ("medium")."""
     if dtype != torch.float32:
         return unit_roundoff(dtype)
-    return {"highest": 2.0**-24, "high": 2.0**-11}.get(
-        torch.get_float32_matmul_precision(), 2.0**-8
-    )
+    coarser = {"high": 2.0**-11, "medium": 2.0**-8}
+    return coarser.get(torch.get_float32_matmul_precision(), 2.0**-24)
 
 
 def gamma(depth: float, unit: float) -> float:

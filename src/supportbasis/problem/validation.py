@@ -48,7 +48,9 @@ def attention_problem(
     scale = _check_scale(scale, dim)
     is_flipped = scale < 0
     if scale <= 0:  # kernels disagree about such scales: the sign moves to the query
-        query, scale = (-query, -scale) if scale < 0 else (_zeros(query), 1.0)
+        # zeros depend on the query: its gradient is zero even where it would overflow
+        no = query.new_zeros((), dtype=torch.bool)
+        query, scale = (-query, -scale) if scale < 0 else (torch.where(no, query, 0.0), 1.0)
     if scale < torch.finfo(compute_dtype(query.dtype)).smallest_normal:
         # a kernel would take it for zero, and zero times a masked score is no number
         unit = 2.0 ** (math.frexp(scale)[1] + 60)
@@ -69,11 +71,6 @@ def attention_problem(
     )
 
 
-def _zeros(query: Tensor) -> Tensor:
-    """Zeros that depend on the query: its gradient is zero even where it would overflow."""
-    return torch.where(query.new_zeros((), dtype=torch.bool), query, 0.0)
-
-
 def kernel_problem(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, *, finite: bool = True
 ) -> Problem:
@@ -82,15 +79,10 @@ def kernel_problem(
     return replace(problem, normalise=False)
 
 
-def with_weights(problem: Problem, key: Tensor, query: Tensor) -> Problem:
-    """The same kernel sum with log-weights [..., m] of the keys and [..., n] of the rows."""
-    n, m = problem.n, problem.m
-    shape = (problem.batch, problem.heads)
-    return replace(
-        problem,
-        key_log_weight=key.expand(*problem.leading, m).reshape(*shape, m),
-        query_log_weight=query.expand(*problem.leading, n).reshape(*shape, n),
-    )
+def check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise InputError(f"{name} is a {kind} tensor; expected a dense one")
 
 
 def check_tensors(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
@@ -98,9 +90,7 @@ def check_tensors(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
     for name, tensor in zip(names, tensors, strict=True):
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.is_nested or tensor.layout != torch.strided:
-            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-            raise InputError(f"{name} is a {kind} tensor; expected a dense one")
+        check_dense(name, tensor)
         if tensor.dtype not in DTYPES:
             expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise InputError(f"{name} has dtype {tensor.dtype}; expected one of {expected}")
@@ -196,8 +186,7 @@ def _split_mask(
         return None, None
     if not isinstance(mask, Tensor):
         raise InputError(f"attn_mask must be a torch.Tensor or None, got {type(mask).__name__}")
-    if mask.is_nested or mask.layout != torch.strided:
-        raise InputError("attn_mask is a sparse or nested tensor; expected a dense one")
+    check_dense("attn_mask", mask)
     if mask.device != query.device:
         raise InputError(f"attn_mask is on {mask.device} but query is on {query.device}")
     if mask.dtype != torch.bool and mask.dtype not in DTYPES:
@@ -221,14 +210,11 @@ def _split_mask(
             check_bias(mask)
             return None, mask.expand(shape).reshape(batch, heads, *shape[-2:])
         mask = mask[..., :1, :]
-    weight = _log_weight(mask, compute_dtype(query.dtype), finite or query.device.type == "cpu")
-    return weight.expand(*shape[:-2], 1, shape[-1]).reshape(batch, heads, shape[-1]), None
-
-
-def _log_weight(mask: Tensor, dtype: torch.dtype, check: bool) -> Tensor:
+    dtype = compute_dtype(query.dtype)
     if mask.dtype == torch.bool:
-        zero = torch.zeros((), dtype=dtype, device=mask.device)
-        return torch.where(mask, zero, -math.inf)
-    if check and not is_tracing():  # else the operator will check
-        check_bias(mask)
-    return mask.to(dtype)
+        weight = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), -math.inf)
+    else:
+        if (finite or query.device.type == "cpu") and not is_tracing():  # else the operator does
+            check_bias(mask)
+        weight = mask.to(dtype)
+    return weight.expand(*shape[:-2], 1, shape[-1]).reshape(batch, heads, shape[-1]), None
