@@ -86,10 +86,11 @@ def test_peak_extra_memory_of_a_training_step_at_32768_tokens_is_below_256_mb(ca
 
 IMPORT = """
 import sys, time
+begin = time.process_time()
 import torch
 start = time.process_time()
 import supportbasis
-print(time.process_time() - start)
+print(start - begin, time.process_time() - start)
 import supportbasis.analysis
 heavy = {"triton", "transformers", "matplotlib", "typer", "rich", "numpy"} - {"numpy"}
 print(sorted(heavy & set(sys.modules)))
@@ -97,12 +98,14 @@ print(sorted(heavy & set(sys.modules)))
 
 
 def test_import_is_quick_and_drags_nothing_in():
-    for _ in range(6):  # of a busy machine, the quickest
+    """Within 0.2 s, or a third of what torch itself takes on a slow or busy machine."""
+    for _ in range(6):  # the quickest counts
         done = subprocess.run(
             [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True
         )
-        seconds, modules = done.stdout.splitlines()
+        times, modules = done.stdout.splitlines()
         assert modules == "[]"
-        if float(seconds) < 0.2:
+        torch_seconds, seconds = map(float, times.split())
+        if seconds < max(0.2, torch_seconds / 3):
             return
-    pytest.fail(f"the package took {seconds} s to import")
+    pytest.fail(f"the package took {seconds} s to import, torch {torch_seconds} s")
