@@ -84,6 +84,33 @@ def test_splits_off_outliers():
     assert relative(result.output[:, :, rows], exact) <= 1e-3
 
 
+@pytest.mark.parametrize("sigma", [0.3, 1.0])
+def test_outliers_that_take_all_weight_need_no_accurate_rest(sigma):
+    """Long keys outweigh the others by far, so that a polynomial of the others may err by much.
+    Buckets leave them exact as well, and cost more."""
+    q, k, v = qkv(1, 1, n=16384, d=32, scale=math.sqrt(sigma), dtype=torch.float32)
+    q[:, :, ::200] *= 50
+    k[:, :, ::200] *= 50
+    plan = sb.plan(q, k, v, method=sb.Auto(1e-2))
+    assert plan.heads[0].kind == "single-threshold"
+    assert plan.cost < 0.05
+    assert plan.cost < sb.plan(q, k, v, method=sb.MultiThreshold(2.0, 1, 64)).cost / 3
+    rows = torch.arange(0, 16384, 37)
+    exact, _ = dense_attention(q[:, :, rows], k, v)
+    assert relative(sb.attention(q, k, v, plan=plan)[:, :, rows], exact) <= 1e-2
+
+
+def test_the_small_share_of_weights_is_that_of_the_sampled_rows():
+    q, k, v = qkv(1, 1, n=300, d=4, scale=0.8)
+    head = attention_problem(q, k, v, None, 0.0, False, None, False).head(0, 0)
+    plan = sb.plan(q, k, v, method=sb.SingleThreshold(1.2, 2)).heads[0]
+    check = RowCheck(head, 1e-9, seed=0)
+    small = (q[0, 0].abs() <= 1.2).all(1)[check.rows], (k[0, 0].abs() <= 1.2).all(1)
+    weight = (q[0, 0, check.rows] @ k[0, 0].T / 2).softmax(1)
+    expected = weight[small[0]][:, small[1]].sum(1).square().mean().sqrt()
+    assert check.small_share(plan) == pytest.approx(float(expected), rel=1e-9)
+
+
 @pytest.mark.slow
 def test_heads_are_planned_one_by_one():
     calm = qkv(1, 1, n=8192, d=16, scale=0.1, dtype=torch.float32)

@@ -73,6 +73,19 @@ class RowCheck:
         size = self.exact.double().square().sum(-1)
         return self.sample.frobenius_limit(squared, size)
 
+    def small_share(self, plan: ThresholdHead) -> float:
+        """Root mean square, over sampled small rows, of the share of weight on small keys: of an
+        error of the polynomial that much reaches the output."""
+        rows, keys = plan.split(self.head)
+        weight = self.weight
+        if rows.large is not None:
+            weight = weight[~torch.isin(self.rows, rows.large)]
+        if keys.large is None or not len(weight):
+            return 1.0
+        total = weight.sum(1).double()
+        large = weight[:, keys.large].sum(1).double() / total.where(total > 0, 1.0)
+        return float((1 - large).clamp(min=0).square().mean().sqrt())
+
     def _polynomial(self, plan: PolynomialHead) -> Tensor:
         poly = plan.polynomial
         unit = poly.bound - self.top

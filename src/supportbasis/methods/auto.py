@@ -79,7 +79,7 @@ class _Search:
         self.head, self.tolerance, self.seed = head, tolerance, seed
         self.limit = exact_seconds(head)
         self.maxima = torch.cat([head.query_maxima, head.key_maxima]).sort().values
-        self.estimates: dict[float, Callable[[CertifiedPolynomial], float]] = {}
+        self.estimates: dict[float, tuple[Callable[[CertifiedPolynomial], float], float]] = {}
         # the highest degree whose features alone are faster than exact attention
         degrees = range(1, largest_degree(head.dim) + 1)
         faster = (self.feature_seconds(degree) < self.limit for degree in degrees)
@@ -178,14 +178,18 @@ class _Search:
     def estimate(self, plan: PolynomialHead) -> float:
         """Expected error from scores that are sampled once for each threshold; for a density, an
         upper bound."""
-        threshold, head = self._threshold(plan), self.head
+        threshold, head, share = self._threshold(plan), self.head, 1.0
         if threshold not in self.estimates:
-            self.estimates[threshold] = (
+            error: Callable[[CertifiedPolynomial], float] = (
                 partial(NormBins(head, plan).error, log_peak=density_scale(head, self.seed))
                 if head.is_density
                 else ScoreSample.draw(head, *plan.smooth(head)).expected_error
             )
-        return self.estimates[threshold](plan.polynomial)
+            if head.normalise and isinstance(plan, ThresholdHead):
+                share = self.check.small_share(plan)
+            self.estimates[threshold] = error, share
+        expected, share = self.estimates[threshold]
+        return share * expected(plan.polynomial)
 
     def verified(self, plan: PolynomialHead) -> PolynomialHead | None:
         """The plan with its error on sampled rows against all keys, if that is within tolerance at
