@@ -405,7 +405,7 @@ def _check_close(truth: Truth, result: sb.Result, output: Tensor, what: str) -> 
 
 def _layout(case: Case, inputs: Inputs, truth: Truth, result: sb.Result) -> None:
     """Contiguous copies give the same: within the bound, and bit for bit unless a dim is 1: PyTorch
-    takes a product with one column in another order where its rows lie apart."""
+    takes a product with one column in another order where its rows are not adjacent."""
     mask = None if inputs.mask is None else inputs.mask.contiguous()
     if case.mask == "expanded":
         mask = inputs.mask

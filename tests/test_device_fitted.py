@@ -357,13 +357,13 @@ def test_no_call_synchronises_and_a_graph_can_be_captured():
 
 
 def test_capacity_grows_to_what_was_needed_and_never_shrinks():
-    """The first call is made again until it fits; a later one is sure of itself, and the next one
+    """The first call is made again until it fits; a later one trusts its capacity, and the next one
     has the capacity that it lacked."""
     capacity, needs = Capacity((4, 4)), [(3, 9), (3, 10), (2, 2), (40, 1), (1, 1)]
     calls = []
 
-    def work(sizes, sure):
-        calls.append((sizes, sure))
+    def work(sizes, trusted):
+        calls.append((sizes, trusted))
         return len(calls), torch.tensor(needs[len(calls) - 1])
 
     assert [capacity.run(work) for _ in range(4)] == [2, 3, 4, 5]

@@ -1,4 +1,4 @@
-"""approximate_svd (Theorem E.3) on matrices whose spectrum is known."""
+"""approximate_svd (Theorem E.3) on matrices whose singular values are known."""
 
 from __future__ import annotations
 

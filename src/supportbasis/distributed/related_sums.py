@@ -38,7 +38,7 @@ class Chunks:
 
     @cached_property
     def order(self) -> list[int]:
-        """Places of all chunks, in the order of the sequence, where those of each rank follow each
+        """Offsets of all chunks, in the order of the sequence, where those of each rank follow each
         other."""
         numbers = [c for rank in range(self.ranks.size) for c in self.layout.own(rank)]
         return torch.tensor(numbers).argsort().tolist()
@@ -117,7 +117,7 @@ class Gathered:
         return Gathered(chunks, counts, whole[_by_chunk(chunks, counts).to(device)])
 
     def spans(self, unit: int, numbers: Sequence[int]) -> Tensor:
-        """Places of the tokens of a unit in some chunks."""
+        """Offsets of the tokens of a unit in some chunks."""
         starts = self.counts.flatten().cumsum(0).view_as(self.counts) - self.counts
         found = [
             torch.arange(int(starts[c, unit]), int(starts[c, unit] + self.counts[c, unit]))
@@ -137,7 +137,7 @@ class Gathered:
 
 
 def _by_chunk(chunks: Chunks, counts: Tensor) -> Tensor:
-    """Places in the order of ranks, sorted by the order of chunks."""
+    """Offsets in the order of ranks, sorted by the order of chunks."""
     sizes = counts.sum(1).tolist()
     numbers = [c for r in range(chunks.ranks.size) for c in chunks.layout.own(r)]
     owner = torch.cat([torch.full((sizes[c],), c) for c in numbers])

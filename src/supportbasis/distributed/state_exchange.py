@@ -195,7 +195,7 @@ class StateExchange:
         self.large = Gathered.of(self.chunks, self.large_counts, own, own[0].shape[1])
 
     def large_head(self, unit: Unit) -> tuple[Head, Tensor] | None:
-        """Large keys elsewhere as a head with the queries of a unit, and their places."""
+        """Large keys elsewhere as a head with the queries of a unit, and their slots."""
         if self.large is None:
             return None
         index = self.large.spans(unit.number, self.chunks.related(unit.chunk, self.seen))
@@ -266,7 +266,7 @@ class StateExchange:
 
     def rows_head(self, unit: Unit) -> tuple[Head, Tensor]:
         """Exact rows of other chunks that attend to the keys of a unit, as a head, and their
-        places."""
+        slots."""
         assert self.exact is not None
         index = self.exact.spans(unit.number, self.chunks.related(unit.chunk, self.seeing))
         return replace(unit.head, query=self.exact.tokens[index], is_causal=False), index

@@ -112,7 +112,7 @@ class Backend:
         self, plan: Plan, query: Tensor, key: Tensor, value: Tensor, grouped: bool
     ) -> Tensor | None:
         """The output, if no head leaves the range of its plan and the measured error of each is
-        within the tolerance. Its upper limit is not asked for: the plan was held to that when it
+        within the tolerance. Its upper limit is not asked for: the plan met that when it
         was made, on more rows, and few of its heads would pass by another sample again."""
         problem = attention_problem(query, key, value, None, 0.0, False, None, grouped)
         with warnings.catch_warnings():

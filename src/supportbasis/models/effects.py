@@ -27,7 +27,7 @@ from ..integrations.replacing import replaced
 from .predictions import Batch, log_likelihood, logits_of, output_of, run, sample_labels, visible
 
 SAMPLES = 4  # backward passes of a batch
-CPU_BYTES, CUDA_SHARE = 4 * 2**30, 0.25  # room for gradients: bytes; share of free memory
+CPU_BYTES, CUDA_SHARE = 4 * 2**30, 0.25  # memory for gradients: bytes; share of free memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,17 +191,17 @@ def frozen(model: Any, checkpoint: bool = False) -> Iterator[None]:
 
 def groups(calls: Sequence[Call], samples: int) -> list[list[int]]:
     """Sites whose gradients fit into memory together, one after the other."""
-    room = CPU_BYTES
+    limit = CPU_BYTES
     device = calls[0].query.device
     if device.type == "cuda":
-        room = int(CUDA_SHARE * torch.cuda.mem_get_info(device)[0])
+        limit = int(CUDA_SHARE * torch.cuda.mem_get_info(device)[0])
     found: list[list[int]] = []
     left = 0
     for call in calls:
         size = (samples + 4) * call.query.numel() * call.query.element_size()
         if not found or size > left:
             found.append([])
-            left = room
+            left = limit
         found[-1].append(call.site)
         left -= size
     return found

@@ -179,7 +179,7 @@ def sample(
     times = timesteps(steps)
     for now, then in pairwise(times):
         before(now)
-        at = torch.full((len(x),), now)  # on the CPU: plans by timestep read it without waiting
+        at = torch.full((len(x),), now)  # on the CPU, where plans by timestep read it
         x = x + (then - now) * model(x.to(dtype), at, prompt.to(dtype)).float()
     return x
 
