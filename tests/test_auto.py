@@ -84,7 +84,7 @@ def test_splits_off_outliers():
     assert relative(result.output[:, :, rows], exact) <= 1e-3
 
 
-@pytest.mark.parametrize("sigma", [0.3, 1.0])
+@pytest.mark.parametrize("sigma", [pytest.param(0.3, marks=pytest.mark.slow), 1.0])
 def test_outliers_that_take_all_weight_need_no_accurate_rest(sigma):
     """Long keys outweigh the others by far, so that a polynomial of the others may err by much.
     Buckets leave them exact as well, and cost more."""
