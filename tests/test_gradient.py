@@ -14,8 +14,8 @@ from torch import Tensor
 
 import supportbasis as sb
 from cases import gaussian, relative
+from dense_loss import autograd, closed_form, softmax_weights
 from loss_cases import NAMES, problem, run
-from supportbasis.gradient.dense_loss import autograd, closed_form, softmax_weights
 from supportbasis.gradient.loss import EPS, SEED
 from supportbasis.polynomials.certified import chebyshev
 from supportbasis.problem.validation import attention_problem

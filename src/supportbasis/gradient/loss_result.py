@@ -12,7 +12,8 @@ from ..accuracy.sampling import RowSample
 from ..errors import InputError
 from ..plans import Plan
 from ..problem.problem import Head
-from .closed_form import Layer, row_gradients
+from .closed_form import row_gradients
+from .loss_inputs import Call
 
 
 @dataclass(frozen=True)
@@ -66,23 +67,25 @@ class AttentionLossGradient:
     x: Tensor | None  # ∂L/∂X [n, d]; None where it was not asked for
     output: Tensor  # ÂXY [n, dv]
     plan: Plan
-    invalid_rows: int | None  # rows whose polynomial weights do not add up to a usable sum,
-    fallback_rows: int | None  # of which so many were computed exactly; the others have output 0
-    # (None: not counted, of several heads, causal ones and gradients from above; warned about)
+    # rows whose polynomial weights do not add up to a usable sum, of which so many were computed
+    # exactly; the others have output 0 (None: not counted, of several heads, causal ones and
+    # gradients from above; warned about)
+    invalid_rows: int | None = None
+    fallback_rows: int | None = None
     low_rank: LowRankPart | None = None
-    _layer: Layer | None = field(default=None, repr=False)
+    _call: Call | None = field(default=None, repr=False)
     _head: Head | None = field(default=None, repr=False)
     _rows: Tensor | None = field(default=None, repr=False)  # (Â∘𝒬 - diag(r) Â) X
 
     @cached_property
     def error(self) -> GradientError:
         """Errors on 256 rows against exact float64 values, measured at the first access."""
-        layer, head, ours = self._layer, self._head, self._rows
-        if layer is None or head is None or ours is None:
+        call, head, ours = self._call, self._head, self._rows
+        if call is None or head is None or ours is None:
             raise InputError("error is measured for one head with a target, not causal")
         sizes = tuple(x.double().square().sum(1) for x in (self.output, ours))
         sample = RowSample.draw(head, SAMPLED_ROWS, seed=0, measures=sizes)
-        output, rows = row_gradients(layer.double(), head, sample.rows)
+        output, rows = row_gradients(call, head, sample.rows)
 
         def measured(given: Tensor, exact: Tensor) -> tuple[float, float]:
             error = (given[sample.rows].double() - exact).square().sum(1)
