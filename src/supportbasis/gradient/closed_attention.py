@@ -24,10 +24,9 @@ from ..components import Component, PolynomialSum
 from ..components.cotangent import Cotangent, Gradients
 from ..components.partial import Partial
 from ..engine import autograd
-from ..engine.call_checks import checked
 from ..errors import InputError
 from ..methods import Method
-from ..methods.planning import make_plan
+from ..methods.planning import plan_of
 from ..plans import Plan, PolynomialHead
 from ..plans.supports import RowGroup
 from ..polynomials.certified import CertifiedPolynomial
@@ -63,15 +62,13 @@ def closed_form_attention(
     """
     if (method is None) == (plan is None):
         raise InputError("closed_form_attention needs a method or a plan, and not both")
-    check_method(method if plan is None else plan.method)
+    if plan is None:
+        check_method(method)
     query, key, value = autocast(query, key, value)
     problem = attention_problem(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
     with without_autocast(query):
-        if plan is not None:
-            plan = checked(problem, plan, "eager")
-        elif method is not None:
-            plan = make_plan(problem, method)
-    assert plan is not None
+        plan = plan_of(problem, method, plan, "eager")
+    check_method(plan.method)
     for head in plan.heads:
         if isinstance(head, PolynomialHead):
             check_rank(plan.dim, head.degree + 1)  # of the antiderivative
@@ -88,7 +85,7 @@ class _ClosedForm(Kept):
 
     def __setitem__(self, at: tuple[int, int], ran: tuple[Head, Sequence[RowGroup]]) -> None:
         head, groups = ran
-        parts = [replace(g, components=[_closed(c) for c in g.components]) for g in groups]
+        parts = [replace(g, components=list(map(_closed, g.components))) for g in groups]
         super().__setitem__(at, (head, parts))
 
 
