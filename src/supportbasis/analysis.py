@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
-from .paper.split import check_pair, check_threshold, row_maxima
+from .paper.split import check_pair, row_maxima
 from .paper.sub_gaussian import (
     check_alpha,
     check_entries,
-    check_not_negative,
     chernoff_tail,
     expected_large_entries,
     log_threshold,
@@ -32,6 +31,7 @@ from .paper.sub_gaussian import (
     support_exponent,
     variance_proxy,
 )
+from .problem.checks import check_number
 
 __all__ = [
     "EntryProfile",
@@ -179,9 +179,7 @@ class EntryProfile:
         )
         considered = {"sqrt(ln n)": log_threshold(n), f"T({alpha:g})": sharpest}
         if threshold is not None:
-            check_threshold(threshold)
-            check_not_negative("threshold", threshold)  # and finite: it is drawn
-            considered["T"] = float(threshold)
+            considered["T"] = check_number("threshold", threshold)
         levels = tuple(considered.values())
         sides = {s: _side_profile(s, x, proxies[s], levels, alpha) for s, x in given.items()}
         shares = None if key is None else tuple(_pair_share(query, key, t) for t in levels)
