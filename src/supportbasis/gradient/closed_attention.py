@@ -1,14 +1,13 @@
 """Attention whose backward pass is the paper's closed form, for any number of heads and layers.
 
-With approximate weights Â in place of the softmax, the closed form of appendix E reads
+With approximate weights Â in place of the softmax and G the gradient of the output, the closed form
+of appendix E reads
 
-    ∂L/∂S = Â ∘ (G Vᵀ - diag(r)),   r_i = g_i · o_i,   ∂L/∂V = Âᵀ G,
+    ∂L/∂S = Â ∘ (G Vᵀ - diag(r)),   r_i = g_i · o_i,   ∂L/∂V = Âᵀ G;
 
-G being the gradient of the output: softmax differentiated, then Â put in for it; a key bias has
-the sums of the columns of ∂L/∂S. `sb.attention` differentiates the function that ran instead, with
-p'(s) where this has p(s). Since p is the derivative of its antiderivative P, the gradients of
-queries and keys here are those of a sum over P(s), one degree higher: causal heads, masks and
-shared keys need nothing of their own.
+a key bias has the sums of the columns of ∂L/∂S. `sb.attention` differentiates the function that ran
+instead, with p'(s) where this has p(s). With P' = p, the gradients of queries and keys here are
+those of a sum over P(s), one degree higher: causal heads, masks and shared keys need nothing else.
 """
 
 from __future__ import annotations
@@ -66,18 +65,13 @@ def closed_form_attention(
         check_method(method)
     query, key, value = autocast(query, key, value)
     problem = attention_problem(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
-    with without_autocast(query):
+    with torch.autocast(query.device.type, enabled=False):
         plan = plan_of(problem, method, plan, "eager")
     check_method(plan.method)
     for head in plan.heads:
         if isinstance(head, PolynomialHead):
             check_rank(plan.dim, head.degree + 1)  # of the antiderivative
     return problem.restore(autograd.as_operator(problem, plan, "eager", _ClosedForm()).output)
-
-
-def without_autocast(like: Tensor) -> torch.autocast:
-    """Sums have a dtype of their own, whatever autocast says."""
-    return torch.autocast(like.device.type, enabled=False)
 
 
 class _ClosedForm(Kept):

@@ -19,7 +19,7 @@ from ..problem.problem import Head
 from ..problem.result import Outcome
 from ..problem.validation import attention_problem
 from ..sketch import approximate_svd
-from .closed_attention import closed_form_attention, without_autocast
+from .closed_attention import closed_form_attention
 from .closed_form import Factors, Sums, exact_tiles, sparse_part, sum_columns, weights_of
 from .loss_inputs import Call, check_settings, checked_call
 from .loss_result import AttentionLossGradient, LowRankPart
@@ -72,21 +72,18 @@ def attention_loss_gradient(
     """
     call = checked_call(x, weight_qk, weight_v, target, upstream)
     check_settings(len(call.x), method, low_rank, input_gradient, is_causal)
-    if upstream is not None or is_causal or call.weight_v.dim() == 3:
-        if low_rank is not None:
-            raise InputError(
-                f"low_rank is {low_rank}, which is for one head with a target, not causal"
-            )
-        from_above = upstream is not None
-        return _layer_gradient(call, scale, method, is_causal, input_gradient, from_above)
-    return _head_gradient(call, scale, method, low_rank, input_gradient)
+    if upstream is None and not is_causal and call.weight_v.dim() == 2:
+        return _head_gradient(call, scale, method, low_rank, input_gradient)
+    if low_rank is not None:
+        raise InputError(f"low_rank is {low_rank}, which is for one head with a target, not causal")
+    return _layer_gradient(call, scale, method, is_causal, input_gradient, upstream is not None)
 
 
 def _head_gradient(
     call: Call, scale: float | None, method: Method, low_rank: int | None, inputs: bool
 ) -> AttentionLossGradient:
     """By the sums of `closed_form`: one head with a target, not causal."""
-    with torch.no_grad(), without_autocast(call.x):
+    with torch.no_grad(), torch.autocast(call.x.device.type, enabled=False):
         scale = call.pair[0].shape[1] ** -0.5 if scale is None else scale
         problem = attention_problem(call.query, call.key, call.x, None, 0.0, False, scale, False)
         head = problem.head(0, 0)
@@ -138,13 +135,12 @@ def _layer_gradient(
 ) -> AttentionLossGradient:
     """The same through `closed_form_attention`: one or several heads, causal or not."""
     x, weight_v, *pair = (y.requires_grad_() for y in (call.x, call.weight_v, *call.pair))
-    with torch.enable_grad(), without_autocast(x):
-        query, key, value = call.query, call.key, x @ weight_v
-        key = key.expand_as(query)
-        tokens = query.detach(), key.detach(), value.detach()
+    with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+        query, value = call.query, x @ weight_v
+        tokens = query, call.key.expand_as(query), value
         problem = attention_problem(*tokens, None, 0.0, is_causal, scale, False)
         plan = make_plan(problem, method)
-        output = closed_form_attention(query, key, value, None, is_causal, scale, plan=plan)
+        output = closed_form_attention(*tokens, None, is_causal, scale, plan=plan)
         loss = (output * call.goal if from_above else (output - call.goal).square()).sum()
         leaves = [weight_v, *pair, *([x] if input_gradient else [])]
         of_value, *found = torch.autograd.grad(loss, leaves)
