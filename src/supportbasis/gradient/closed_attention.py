@@ -12,6 +12,7 @@ those of a sum over P(s), one degree higher: causal heads, masks and shared keys
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -118,9 +119,8 @@ def antiderivative(poly: CertifiedPolynomial) -> CertifiedPolynomial:
     True
     """
     bound = poly.bound or 1.0  # on a single point p is the constant c_0
-    factor = bound * torch.tensor(poly.bound - bound, dtype=torch.float64).exp().item()
+    factor = bound * math.exp(poly.bound - bound)
     kept = poly.coefficients if poly.bound else poly.coefficients[:1]
     coefficients = (0.0, *(c * factor / (k + 1) for k, c in enumerate(kept)))
-    return CertifiedPolynomial(
-        poly.kind, len(coefficients) - 1, bound, coefficients, float("inf"), (-float("inf"),) * 2
-    )
+    nothing = (math.inf, (-math.inf, -math.inf))
+    return CertifiedPolynomial(poly.kind, len(kept), bound, coefficients, *nothing)

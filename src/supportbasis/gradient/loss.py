@@ -15,7 +15,7 @@ from ..methods import Method
 from ..methods.planning import make_plan
 from ..plans import HeadPlan, Plan, PolynomialHead
 from ..polynomials.certified import true_rank
-from ..problem.problem import Head
+from ..problem.problem import Problem
 from ..problem.result import Outcome
 from ..problem.validation import attention_problem
 from ..sketch import approximate_svd
@@ -89,10 +89,7 @@ def _head_gradient(
         head = problem.head(0, 0)
         plan = Plan(method, head.dim, (method.plan_head(head),))
         _check_work(plan.heads[0], head.dim, call.x.shape[1], low_rank, inputs)
-        # weights that were cut to low rank do not add up to 1: for them zero is the centre
-        centre = call.x.mean(0) if low_rank is None else torch.zeros_like(call.x[0])
-        outcome = execute(replace(problem, value=(call.x - centre)[None, None]), plan)
-        sums, part = _sum_up(call, centre, head, plan.heads[0], outcome, low_rank, inputs)
+        sums, part, outcome = _sum_up(call, problem, plan, low_rank, inputs)
         left, weight = call.pair[0], 2 * scale * (call.x.T @ sums.rows)
         rows, columns, weight_q, weight_k = sums.rows, sums.columns @ left, None, None
         if len(call.pair) == 2:
@@ -157,17 +154,15 @@ def _layer_gradient(
 
 
 def _sum_up(
-    call: Call,
-    centre: Tensor,
-    head: Head,
-    plan: HeadPlan,
-    outcome: Outcome,
-    low_rank: int | None,
-    inputs: bool,
-) -> tuple[Sums, LowRankPart | None]:
+    call: Call, problem: Problem, plan: Plan, low_rank: int | None, inputs: bool
+) -> tuple[Sums, LowRankPart | None, Outcome]:
     """The sums over all weights; with ``low_rank`` the exact ones are cut to that rank before."""
+    # weights that were cut to low rank do not add up to 1: for them zero is the centre
+    centre = call.x.mean(0) if low_rank is None else torch.zeros_like(call.x[0])
+    outcome = execute(replace(problem, value=(call.x - centre)[None, None]), plan)
+    head = problem.head(0, 0)
     shifted, lse, fallback = (x[0, 0] for x in (outcome.output, outcome.lse, outcome.fallback))
-    parts, exact = weights_of(head, plan, lse, fallback)
+    parts, exact = weights_of(head, plan.heads[0], lse, fallback)
     cut = None
     if low_rank is not None:
         matrix = sparse_part(head, lse, exact)
@@ -180,7 +175,7 @@ def _sum_up(
         sums.add_low_rank(factors)
     for tile in exact_tiles(head, lse, exact):
         sums.add_exact(*tile)
-    return sums, cut
+    return sums, cut, outcome
 
 
 def _truncated(matrix: Tensor, rank: int) -> tuple[Factors, LowRankPart]:
