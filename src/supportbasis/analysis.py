@@ -263,17 +263,12 @@ def _moments_row(side: SideProfile) -> list[str]:
 
 
 def _large_row(side: SideProfile, large: LargeEntries) -> list[str]:
-    return [
-        side.name,
-        f"{large.entries:,}",
-        f"{large.entries / side.entries:.3%}",
-        f"{large.alpha:.3f}" if large.entries else "none",
-        f"{large.bound * side.matrices:,.1f}",
-        f"{large.tail:.2g}",
-        f"{large.gaussian_tail:.2g}",
-        f"{large.rows:,}",
-        f"{large.row_share:.2%}",
-    ]
+    entries = [f"{large.entries:,}", f"{large.entries / side.entries:.3%}"]
+    alpha = f"{large.alpha:.3f}" if large.entries else "none"
+    expected = f"{large.bound * side.matrices:,.1f}"
+    tails = [f"{large.tail:.2g}", f"{large.gaussian_tail:.2g}"]
+    rows = [f"{large.rows:,}", f"{large.row_share:.2%}"]
+    return [side.name, *entries, alpha, expected, *tails, *rows]
 
 
 def _table(rows: list[list[str]]) -> list[str]:

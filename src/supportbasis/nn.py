@@ -128,9 +128,9 @@ class SupportBasisAttention(nn.Module):
     def _projected(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [..., heads, tokens, dim]."""
         context = x if context is None else context
-        query = self._heads(self.query_projection(x), self.num_heads)
-        key = self._heads(self.key_projection(context), self.num_key_heads)
-        value = self._heads(self.value_projection(context), self.num_key_heads)
+        query, key = self.query_projection(x), self.key_projection(context)
+        flat = (query, key, self.value_projection(context))
+        query, key, value = (y.unflatten(-1, (-1, self.head_dim)).transpose(-2, -3) for y in flat)
         if self.rope:
             query, key = rotated(query), rotated(key)
         return query, key, value
@@ -145,10 +145,6 @@ class SupportBasisAttention(nn.Module):
         if self.gradient == "closed-form":
             check_method(method, "gradient='closed-form'")
         self._method, self.kept_plan = method, None
-
-    def _heads(self, x: Tensor, heads: int) -> Tensor:
-        """[..., tokens, heads * dim] as [..., heads, tokens, dim]."""
-        return x.unflatten(-1, (heads, self.head_dim)).transpose(-2, -3)
 
     @staticmethod
     def from_multihead(
@@ -316,11 +312,11 @@ def _all_rows(mask: Tensor | None) -> Tensor | None:
 def _method(method: Method | None, tolerance: float | None) -> Method:
     if method is not None and tolerance is not None:
         raise InputError(f"method is {method} and tolerance is {tolerance}; give one of them")
-    if method is not None and not isinstance(method, Method):
+    if method is None:
+        return Auto() if tolerance is None else Auto(tolerance)
+    if not isinstance(method, Method):
         raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
-    if method is not None:
-        return method
-    return Auto() if tolerance is None else Auto(tolerance)
+    return method
 
 
 def _head_dim(embed_dim: int, heads: int, key_heads: int, rope: bool) -> int:
