@@ -13,8 +13,7 @@ depend on where zero is: tokens are measured from their mean c, so that none is 
 large numbers: x = x' + c, m = m' + c and t_i · x_j - r_i = t_i · x'_j - t_i · m'_i. Weights that
 were cut to low rank do not add up to 1; for them c = 0.
 
-The weights of a plan come as groups of rows: low-rank factors, and exact keys beside them. For
-weights U₁U₂ᵀ, with rows u_i, w_j, t_i and x_j,
+A plan has low-rank weights, and exact ones beside them. For weights U₁U₂ᵀ with rows u_i and w_j,
 
     (U₁U₂ᵀ) ∘ (t xᵀ) = (U₁ ⊙ t)(U₂ ⊙ x)ᵀ,    row i of U₁ ⊙ t being u_i ⊗ t_i:
 

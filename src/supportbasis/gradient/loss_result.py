@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
@@ -60,7 +60,7 @@ class AttentionLossGradient:
     """The loss |ÂXY - E|²_F, its gradients under the names of the arguments, and what ran."""
 
     loss: Tensor | None  # None: the gradient came from above
-    weight_qk: Tensor | None  # ∂L/∂W [d, d]; None: of several heads with a pair
+    weight_qk: Tensor | None  # ∂L/∂W [d, d]; None: of a pair of several heads, causal or from above
     weight_q: Tensor | None  # ∂L/∂W_Q and ∂L/∂W_K [d, h], where W came as a pair
     weight_k: Tensor | None
     weight_v: Tensor  # ∂L/∂Y [d, dv]
@@ -73,9 +73,9 @@ class AttentionLossGradient:
     invalid_rows: int | None = None
     fallback_rows: int | None = None
     low_rank: LowRankPart | None = None
-    _call: Call | None = field(default=None, repr=False)
-    _head: Head | None = field(default=None, repr=False)
-    _rows: Tensor | None = field(default=None, repr=False)  # (Â∘𝒬 - diag(r) Â) X
+    _call: Call | None = None
+    _head: Head | None = None
+    _rows: Tensor | None = None  # (Â∘𝒬 - diag(r) Â) X
 
     @cached_property
     def error(self) -> GradientError:
@@ -91,10 +91,8 @@ class AttentionLossGradient:
             error = (given[sample.rows].double() - exact).square().sum(1)
             return sample.frobenius_limit(error, exact.square().sum(1))
 
-        count = len(sample.rows)
-        confidence = 1.0 if count == head.n else CONFIDENCE
-        of_output, of_rows = measured(self.output, output), measured(ours, rows)
-        return GradientError(*of_output, *of_rows, count, confidence)
+        count, limits = len(sample.rows), (*measured(self.output, output), *measured(ours, rows))
+        return GradientError(*limits, count, 1.0 if count == head.n else CONFIDENCE)
 
     def __str__(self) -> str:
         loss = "from above" if self.loss is None else f"loss {float(self.loss):.6g}"
