@@ -69,8 +69,7 @@ def weights_of(
     if isinstance(plan, ThresholdHead):
         large_rows, large_keys = large_tokens(head, plan.threshold)
         small_rows[large_rows] = small_keys[large_keys] = False
-    has_sum = lse > -torch.inf
-    exact, rows = everything[~small_rows & has_sum], everything[small_rows & has_sum]
+    exact, rows = everything[~small_rows], everything[small_rows & (lse > -torch.inf)]
     factors = polynomial_factors(head, rows, everything[small_keys], plan.polynomial, lse)
     return [factors], [(exact, everything), (rows, large_keys)]
 
