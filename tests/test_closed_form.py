@@ -120,6 +120,16 @@ def test_second_and_forward_derivatives_are_refused(method) -> None:
             closed_form_attention(dual, k, v, method=method)
 
 
+def test_a_mask_of_pairs_runs_exactly_with_a_plan_too() -> None:
+    q, k, v = tokens()
+    mask = torch.ones(45, 45, dtype=torch.bool).tril(3)
+    plan = sb.plan(q, k, v, method=sb.Polynomial(2))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+    with pytest.warns(UserWarning, match="runs exactly"):
+        output = closed_form_attention(q, k, v, mask, plan=plan)
+    torch.testing.assert_close(output, expected, rtol=0, atol=CLOSE)
+
+
 def test_it_is_not_the_gradient_of_the_function_that_ran() -> None:
     q, k, v = (x.requires_grad_() for x in tokens())
     plan = sb.plan(q, k, v, method=sb.Polynomial(2))
@@ -234,3 +244,7 @@ def test_what_is_refused() -> None:
     q = gaussian(1, 1, 9, 3)
     with pytest.raises(sb.InputError, match="a method or a plan"):
         closed_form_attention(q, q, q)
+    with pytest.raises(sb.InputError, match=r"plan must be an sb.Plan"):
+        closed_form_attention(q, q, q, plan=sb.Exact())
+    with pytest.raises(sb.InputError, match="method must be one of"):
+        closed_form_attention(q, q, q, plan=sb.plan(q, q, method=sb.BlockSupport(0.5)))

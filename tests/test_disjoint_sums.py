@@ -14,9 +14,9 @@ from supportbasis.paper.split import (
     split,
     split_entries,
     support_basis,
-    support_basis_entries,
     support_size,
 )
+from supportbasis_studies.reference import support_basis_entries
 
 # --- Facts J.1, J.2, J.9 ----------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import supportbasis as sb
 from cases import gaussian, relative
+from dense_loss import autograd, closed_form, softmax_weights
 from loss_cases import NAMES, problem, run
-from supportbasis.gradient.dense_loss import autograd, closed_form, softmax_weights
 from supportbasis.gradient.loss import EPS, SEED
 from supportbasis.polynomials.certified import chebyshev
 from supportbasis.problem.validation import attention_problem
@@ -258,6 +258,13 @@ def test_tokens_far_from_zero_lose_no_digits():
         assert ours.weight_qk.dtype == torch.float32
         # 100 · 6e-8 is the rounding of a token, and of the residual, over their size of 1
         assert relative(ours._rows, exact._rows) < 1e-4
+    further = {
+        **wide,
+        "x": wide["x"] + 1e5,
+        "target": wide["target"] + 1e5 * wide["weight_v"].sum(0),
+    }
+    # residuals of 1 lose 1e5 · 1e-16; without the shift H, of 1e10, loses 1e-6
+    assert run(further, 1.0, sb.Exact()).error.rows < 1e-9
 
 
 # --- rows that a polynomial loses -----------------------------------------------------------------
@@ -290,3 +297,8 @@ def test_rows_that_a_threshold_loses_are_computed_exactly(monkeypatch):
     exact = run(data, 2.0, sb.Exact())
     fallback = (result.output - exact.output).norm(dim=1) <= CLOSE * exact.output.norm(dim=1)
     assert int(fallback.sum()) == result.fallback_rows
+    weights, _ = plan_weights(data, 2.0, result.plan)
+    weights[fallback] = softmax_weights(data["x"], data["weight"], 2.0)[fallback]
+    expected = closed_form(**data, scale=2.0, attention=weights)
+    for name in NAMES:  # polynomials that nearly vanish amplify rounding
+        assert relative(getattr(result, name), expected[name]) < 1e-8

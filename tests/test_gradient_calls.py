@@ -12,11 +12,10 @@ import torch
 
 import supportbasis as sb
 from cases import relative
+from dense_loss import autograd
 from loss_cases import NAMES, problem, run
 from supportbasis.errors import InputError
 from supportbasis.gradient import attention_loss_gradient
-from supportbasis.gradient import dense_loss as reference
-from supportbasis.gradient.dense_loss import autograd
 
 # --- memory, dtypes, citizenship ------------------------------------------------------------------
 
@@ -173,10 +172,3 @@ def test_a_polynomial_with_too_many_sums_is_refused():
     x, eye = torch.zeros(4, 64), torch.eye(64)
     with pytest.raises(InputError, match="use a lower degree"):
         attention_loss_gradient(x, eye, eye, x, scale=1.0, method=sb.Polynomial(3))
-
-
-def test_the_reference_module_is_not_used_by_the_fast_path():
-    source = Path(reference.__file__).parent
-    for path in source.glob("*.py"):
-        text = path.read_text()
-        assert "dense_loss import" not in text and "import dense_loss" not in text

@@ -25,6 +25,8 @@ def _own_randomness():
 def test_weights_of_multihead_attention_give_its_answers(bias, masked):
     theirs = nn.MultiheadAttention(12, 3, bias=bias, batch_first=True, dtype=torch.float64)
     ours = sb.nn.SupportBasisAttention.from_multihead(theirs, method=sb.Exact())
+    copied = ours.query_projection.weight, ours.key_projection.weight, ours.value_projection.weight
+    assert torch.equal(torch.cat(copied), theirs.in_proj_weight)  # all 53 bits
     x, context = tokens(2, 7, 12), tokens(2, 9, 12, seed=1)
     keep = torch.ones(2, 9, dtype=torch.bool)
     if masked:

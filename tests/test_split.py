@@ -22,9 +22,9 @@ from supportbasis.paper.split import (
     split,
     split_entries,
     support_basis,
-    support_basis_entries,
     support_size,
 )
+from supportbasis_studies.reference import support_basis_entries
 
 BOTH = pytest.mark.parametrize("basis", [support_basis, support_basis_entries])
 

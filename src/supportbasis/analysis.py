@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
-from .paper.split import check_pair, check_threshold, row_maxima
+from .paper.split import check_pair, row_maxima
 from .paper.sub_gaussian import (
     check_alpha,
     check_entries,
-    check_not_negative,
     chernoff_tail,
     expected_large_entries,
     log_threshold,
@@ -32,6 +31,8 @@ from .paper.sub_gaussian import (
     support_exponent,
     variance_proxy,
 )
+from .problem.checks import check_number
+from .problem.rounding import compute_dtype
 
 __all__ = [
     "EntryProfile",
@@ -57,8 +58,8 @@ _HALF = 100  # histogram bins on either side of zero
 class LargeEntries:
     """What exceeds one threshold T on one side. Counts run over all its matrices [n, d].
 
-    The proxy is fitted to these entries, so `entries` ≤ matrices · `bound` always; how
-    surprising the count is can only be told against another law, here the Gaussian.
+    The proxy is fitted to these entries, so `entries` ≤ matrices · `bound` always; `gaussian_tail`
+    says how surprising the count is under another law.
 
     Attributes:
         entries, rows: entries of magnitude > T, rows with such an entry; row_share: rows / all.
@@ -94,9 +95,9 @@ class LargeEntries:
         bound = expected_large_entries(n, d, threshold, proxy)
         gaussian = matrices * n * d * math.erfc(threshold / rms / math.sqrt(2)) if rms > 0 else 0.0
         exponent = support_exponent(entries / matrices, n) if n > 1 else math.nan
-        tails = chernoff_tail(bound, n**alpha), chernoff_tail(gaussian, entries)
-        share = rows / (matrices * n)
-        return LargeEntries(threshold, entries, rows, share, exponent, bound, *tails)
+        share, tail = rows / (matrices * n), chernoff_tail(bound, n**alpha)
+        surprise = chernoff_tail(gaussian, entries)
+        return LargeEntries(threshold, entries, rows, share, exponent, bound, tail, surprise)
 
 
 @dataclass(frozen=True)
@@ -171,17 +172,12 @@ class EntryProfile:
         check_pair(query, query if key is None else key)
         for name, x in given.items():
             check_entries(name, x)
-        n = max(x.shape[-2] for x in given.values())
         proxies = {name: variance_proxy(x) for name, x in given.items()}
-        sharpest = max(
-            sharpest_threshold(x.shape[-2], x.shape[-1], proxies[name], alpha)
-            for name, x in given.items()
-        )
-        considered = {"sqrt(ln n)": log_threshold(n), f"T({alpha:g})": sharpest}
+        sizes = [(x.shape[-2], x.shape[-1], proxies[name]) for name, x in given.items()]
+        sharpest = max(sharpest_threshold(*size, alpha) for size in sizes)
+        considered = {"sqrt(ln n)": log_threshold(max(sizes)[0]), f"T({alpha:g})": sharpest}
         if threshold is not None:
-            check_threshold(threshold)
-            check_not_negative("threshold", threshold)  # and finite: it is drawn
-            considered["T"] = float(threshold)
+            considered["T"] = check_number("threshold", threshold)
         levels = tuple(considered.values())
         sides = {s: _side_profile(s, x, proxies[s], levels, alpha) for s, x in given.items()}
         shares = None if key is None else tuple(_pair_share(query, key, t) for t in levels)
@@ -227,15 +223,14 @@ class EntryProfile:
 def _side_profile(
     name: str, x: Tensor, proxy: float, thresholds: tuple[float, ...], alpha: float
 ) -> SideProfile:
-    x = x.detach().reshape(-1, *x.shape[-2:])
-    x = x if x.dtype == torch.float64 else x.float()
+    x = x.detach().to(compute_dtype(x.dtype)).reshape(-1, *x.shape[-2:])
     shape = x.shape[0], x.shape[1], x.shape[2]
     variance, mean = torch.var_mean(x.double(), correction=0)
     moments = float(mean), float(variance.sqrt())
-    maxima = row_maxima(x)
-    largest, large = float(maxima.max()), []
     rms = math.hypot(*moments)
     of_counts = partial(LargeEntries.of_counts, shape=shape, proxy=proxy, rms=rms, alpha=alpha)
+    maxima = row_maxima(x)
+    largest, large = float(maxima.max()), []
     for threshold in thresholds:
         is_large = maxima.double() > threshold
         entries = int((x[is_large].abs().double() > threshold).sum())  # only large rows have any
@@ -268,17 +263,12 @@ def _moments_row(side: SideProfile) -> list[str]:
 
 
 def _large_row(side: SideProfile, large: LargeEntries) -> list[str]:
-    return [
-        side.name,
-        f"{large.entries:,}",
-        f"{large.entries / side.entries:.3%}",
-        f"{large.alpha:.3f}" if large.entries else "none",
-        f"{large.bound * side.matrices:,.1f}",
-        f"{large.tail:.2g}",
-        f"{large.gaussian_tail:.2g}",
-        f"{large.rows:,}",
-        f"{large.row_share:.2%}",
-    ]
+    entries = [f"{large.entries:,}", f"{large.entries / side.entries:.3%}"]
+    alpha = f"{large.alpha:.3f}" if large.entries else "none"
+    expected = f"{large.bound * side.matrices:,.1f}"
+    tails = [f"{large.tail:.2g}", f"{large.gaussian_tail:.2g}"]
+    rows = [f"{large.rows:,}", f"{large.row_share:.2%}"]
+    return [side.name, *entries, alpha, expected, *tails, *rows]
 
 
 def _table(rows: list[list[str]]) -> list[str]:
@@ -305,8 +295,8 @@ def _draw_histogram(axes: Axes, side: SideProfile, profile: EntryProfile) -> Non
         text = f"±{label} = {threshold:.3g}"
         axes.axvline(threshold, color=colour, linestyle=dashes, label=text)
     count = f"{side.matrices} × " * (side.matrices > 1) + f"[{side.n}, {side.d}]"
-    axes.set_title(f"{side.name} {count}: std {side.std:.3g}, max |entry| {side.largest:.3g}")
-    axes.set(xlabel="entry", ylabel="number of entries")
+    title = f"{side.name} {count}: std {side.std:.3g}, max |entry| {side.largest:.3g}"
+    axes.set(xlabel="entry", ylabel="number of entries", title=title)
 
 
 def _draw_tail(axes: Axes, side: SideProfile, profile: EntryProfile) -> None:
@@ -320,6 +310,6 @@ def _draw_tail(axes: Axes, side: SideProfile, profile: EntryProfile) -> None:
     for threshold, (colour, dashes) in zip(profile.thresholds, _LINES, strict=False):
         axes.axvline(threshold, color=colour, linestyle=dashes)
     axes.set(yscale="log", ylim=(0.5 / side.matrices, 2 * size))
-    axes.set(xlabel="threshold T", ylabel="number of large entries")
-    axes.set_title(f"{side.name}: large entries per matrix")
+    title = f"{side.name}: large entries per matrix"
+    axes.set(xlabel="threshold T", ylabel="number of large entries", title=title)
     axes.legend(loc="upper right", fontsize="small", framealpha=1.0)

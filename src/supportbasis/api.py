@@ -140,8 +140,7 @@ def attention(
     problem = attention_problem(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=plan is None
     )
-    plan = plan_of(problem, method, plan, implementation)
-    plan = plan.resolved(is_recorded(problem))
+    plan = plan_of(problem, method, plan, implementation).resolved(is_recorded(problem))
     outcome = run(problem, plan, return_result, implementation)
     if return_result:
         return _result(problem, plan, outcome, implementation)
@@ -169,12 +168,9 @@ def plan(
     """
     if value is None:
         check_tensors((query, key), ("query", "key"))
-        generator = torch.Generator().manual_seed(0)
-        random = torch.randn(key.shape, generator=generator)
-        value = random.to(key.device, key.dtype)
-    problem = attention_problem(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-    )
+        value = torch.randn(key.shape, generator=torch.Generator().manual_seed(0)).to(key)
+    tokens = query, key, value
+    problem = attention_problem(*tokens, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return plan_of(replace(problem, is_reused=True), method, None)
 
 
@@ -293,14 +289,14 @@ def gaussian_kde(
     problem, log_norm = density_problem(points, data, bandwidth, weights)
     plan = plan_of(problem, method, None)
     outcome = run(problem, plan, return_result)
-    result = _result(problem, plan, outcome) if return_result else None
-    outcome.log_scale = outcome.log_scale - log_norm.reshape(outcome.log_scale.shape)
-    density = _in_linear_units(problem, outcome, points.dtype).squeeze(-1)
-    if result is None:
+    log_scale = outcome.log_scale - log_norm.reshape(outcome.log_scale.shape)
+    density = _in_linear_units(problem, replace(outcome, log_scale=log_scale), points.dtype)
+    density = density.squeeze(-1)
+    if not return_result:
         return density
-    lse = result.lse - log_norm.unsqueeze(-1)
-    unit = torch.zeros_like(result.log_scale)
-    return Result(density, lse, unit, plan, result.certificate, result.implementation)
+    result = _result(problem, plan, outcome)
+    lse, unit = result.lse - log_norm.unsqueeze(-1), torch.zeros_like(result.log_scale)
+    return replace(result, output=density, lse=lse, log_scale=unit)
 
 
 def _fits_graph(
@@ -325,9 +321,8 @@ def autocast(*tensors: Tensor) -> Sequence[Tensor]:
 
 
 def _result(problem: Problem, plan: Plan, outcome: Outcome, implementation: str = "auto") -> Result:
-    if is_sdpa(problem, plan, True, implementation):
-        ran = "sdpa"
-    else:
+    ran = "sdpa"
+    if not is_sdpa(problem, plan, True, implementation):
         found = groups(problem, plan, implementation)
         ran = label(found)
         if ran != "eager":
@@ -335,14 +330,8 @@ def _result(problem: Problem, plan: Plan, outcome: Outcome, implementation: str 
             warn_about(problem, plan, outcome)
     with torch.no_grad():
         certificate = certify(problem, plan, outcome)
-    return Result(
-        problem.restore(outcome.output),
-        problem.restore(outcome.lse),
-        problem.restore(outcome.log_scale),
-        plan,
-        certificate,
-        ran,
-    )
+    output, lse, unit = map(problem.restore, (outcome.output, outcome.lse, outcome.log_scale))
+    return Result(output, lse, unit, plan, certificate, ran)
 
 
 def _in_linear_units(problem: Problem, outcome: Outcome, dtype: torch.dtype) -> Tensor:

@@ -63,7 +63,10 @@ class SupportBasisAttention(nn.Module):
         gradient: str = "function",
     ):
         super().__init__()
-        _check_gradient(gradient, dropout)
+        if gradient not in GRADIENTS:
+            raise InputError(f"gradient must be one of {GRADIENTS}, got {gradient!r}")
+        if gradient == "closed-form" and dropout:
+            raise InputError(f"gradient='closed-form' has no dropout, got dropout={dropout}")
         self.gradient = gradient
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.num_key_heads = num_heads if num_key_heads is None else num_key_heads
@@ -91,22 +94,19 @@ class SupportBasisAttention(nn.Module):
         this module's method is used instead of the one that the module keeps.
         """
         plan = self.kept_plan if plan is None else plan
-        output = self._attention(*self._projected(x, context), _key_mask(key_mask), plan)
-        return self.output_projection(output.transpose(-2, -3).flatten(-2))
-
-    def _attention(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, plan: Plan | None
-    ) -> Tensor:
+        method = self.method if plan is None else None
         shared = self.num_key_heads < self.num_heads
-        method = None if plan is not None else self.method
+        call = (*self._projected(x, context), _all_rows(key_mask))
         if self.gradient == "closed-form" and torch.is_grad_enabled():
-            return closed_form_attention(
-                query, key, value, mask, self.is_causal, None, shared, method=method, plan=plan
+            output = closed_form_attention(
+                *call, self.is_causal, None, shared, method=method, plan=plan
             )
-        dropout = self.dropout if self.training else 0.0
-        return attention(
-            query, key, value, mask, dropout, self.is_causal, None, shared, method=method, plan=plan
-        )
+        else:
+            dropout = self.dropout if self.training else 0.0
+            output = attention(
+                *call, dropout, self.is_causal, None, shared, method=method, plan=plan
+            )
+        return self.output_projection(output.transpose(-2, -3).flatten(-2))
 
     def plan(
         self, x: Tensor, context: Tensor | None = None, *, key_mask: Tensor | None = None
@@ -118,7 +118,7 @@ class SupportBasisAttention(nn.Module):
         """
         self.kept_plan = make_plan(
             *self._projected(x, context),
-            _key_mask(key_mask),
+            _all_rows(key_mask),
             is_causal=self.is_causal,
             enable_gqa=self.num_key_heads < self.num_heads,
             method=self.method,
@@ -128,9 +128,9 @@ class SupportBasisAttention(nn.Module):
     def _projected(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [..., heads, tokens, dim]."""
         context = x if context is None else context
-        query = self._heads(self.query_projection(x), self.num_heads)
-        key = self._heads(self.key_projection(context), self.num_key_heads)
-        value = self._heads(self.value_projection(context), self.num_key_heads)
+        query, key = self.query_projection(x), self.key_projection(context)
+        flat = (query, key, self.value_projection(context))
+        query, key, value = (y.unflatten(-1, (-1, self.head_dim)).transpose(-2, -3) for y in flat)
         if self.rope:
             query, key = rotated(query), rotated(key)
         return query, key, value
@@ -145,10 +145,6 @@ class SupportBasisAttention(nn.Module):
         if self.gradient == "closed-form":
             check_method(method, "gradient='closed-form'")
         self._method, self.kept_plan = method, None
-
-    def _heads(self, x: Tensor, heads: int) -> Tensor:
-        """[..., tokens, heads * dim] as [..., heads, tokens, dim]."""
-        return x.unflatten(-1, (heads, self.head_dim)).transpose(-2, -3)
 
     @staticmethod
     def from_multihead(
@@ -175,17 +171,14 @@ class SupportBasisAttention(nn.Module):
             is_causal=is_causal,
             bias=bias,
             dropout=module.dropout,
-        )
-        inputs = (made.query_projection, made.key_projection, made.value_projection)
-        with torch.no_grad():
-            for linear, weight in zip(inputs, module.in_proj_weight.chunk(3), strict=True):
-                linear.weight.copy_(weight)
-            made.output_projection.weight.copy_(module.out_proj.weight)
-            if bias:
-                for linear, part in zip(inputs, module.in_proj_bias.chunk(3), strict=True):
-                    linear.bias.copy_(part)
-                made.output_projection.bias.copy_(module.out_proj.bias)
-        return made.to(module.in_proj_weight).train(module.training)
+        ).to(module.in_proj_weight)
+        given, state = module.state_dict(), {}
+        for kind in ("weight", "bias") if bias else ("weight",):
+            parts = (*given[f"in_proj_{kind}"].chunk(3), given[f"out_proj.{kind}"])
+            for name, part in zip(("query", "key", "value", "output"), parts, strict=True):
+                state[f"{name}_projection.{kind}"] = part
+        made.load_state_dict(state)
+        return made.train(module.training)
 
     def extra_repr(self) -> str:
         text = f"{self.embed_dim}, {self.num_heads}, method={self.method}"
@@ -311,26 +304,19 @@ def rotated(x: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
 
 
-def _key_mask(mask: Tensor | None) -> Tensor | None:
-    """[..., m] as a mask of all heads and rows."""
+def _all_rows(mask: Tensor | None) -> Tensor | None:
+    """A key mask [..., m] as one of all heads and rows."""
     return None if mask is None else mask[..., None, None, :]
 
 
 def _method(method: Method | None, tolerance: float | None) -> Method:
     if method is not None and tolerance is not None:
         raise InputError(f"method is {method} and tolerance is {tolerance}; give one of them")
-    if method is not None and not isinstance(method, Method):
+    if method is None:
+        return Auto() if tolerance is None else Auto(tolerance)
+    if not isinstance(method, Method):
         raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
-    if method is not None:
-        return method
-    return Auto() if tolerance is None else Auto(tolerance)
-
-
-def _check_gradient(gradient: object, dropout: float) -> None:
-    if gradient not in GRADIENTS:
-        raise InputError(f"gradient must be one of {GRADIENTS}, got {gradient!r}")
-    if gradient == "closed-form" and dropout:
-        raise InputError(f"gradient='closed-form' has no dropout, got dropout={dropout}")
+    return method
 
 
 def _head_dim(embed_dim: int, heads: int, key_heads: int, rope: bool) -> int:

@@ -4,7 +4,6 @@
 `loss`              `attention_loss_gradient`; `loss_inputs`, `loss_result`: in and out
 `closed_form`       attention weights of groups of rows, exact and of low rank; the gradient
 `closed_attention`  attention with this backward pass, for layers of several heads
-`dense_loss`        the same with dense matrices in float64, for tests
 ==================  ======================================================================
 """
 

@@ -1,18 +1,18 @@
 """Attention whose backward pass is the paper's closed form, for any number of heads and layers.
 
-With approximate weights Â in place of the softmax, the closed form of appendix E reads
+With approximate weights Â in place of the softmax and G the gradient of the output, the closed form
+of appendix E reads
 
-    ∂L/∂S = Â ∘ (G Vᵀ - diag(r)),   r_i = g_i · o_i,   ∂L/∂V = Âᵀ G,
+    ∂L/∂S = Â ∘ (G Vᵀ - diag(r)),   r_i = g_i · o_i,   ∂L/∂V = Âᵀ G;
 
-G being the gradient of the output: softmax differentiated, then Â put in for it; a key bias has
-the sums of the columns of ∂L/∂S. `sb.attention` differentiates the function that ran instead, with
-p'(s) where this has p(s). Since p is the derivative of its antiderivative P, the gradients of
-queries and keys here are those of a sum over P(s), one degree higher: causal heads, masks and
-shared keys need nothing of their own.
+a key bias has the sums of the columns of ∂L/∂S. `sb.attention` differentiates the function that ran
+instead, with p'(s) where this has p(s). With P' = p, the gradients of queries and keys here are
+those of a sum over P(s), one degree higher: causal heads, masks and shared keys need nothing else.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -24,10 +24,9 @@ from ..components import Component, PolynomialSum
 from ..components.cotangent import Cotangent, Gradients
 from ..components.partial import Partial
 from ..engine import autograd
-from ..engine.call_checks import checked
 from ..errors import InputError
 from ..methods import Method
-from ..methods.planning import make_plan
+from ..methods.planning import plan_of
 from ..plans import Plan, PolynomialHead
 from ..plans.supports import RowGroup
 from ..polynomials.certified import CertifiedPolynomial
@@ -63,24 +62,17 @@ def closed_form_attention(
     """
     if (method is None) == (plan is None):
         raise InputError("closed_form_attention needs a method or a plan, and not both")
-    check_method(method if plan is None else plan.method)
+    if plan is None:
+        check_method(method)
     query, key, value = autocast(query, key, value)
     problem = attention_problem(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
-    with without_autocast(query):
-        if plan is not None:
-            plan = checked(problem, plan, "eager")
-        elif method is not None:
-            plan = make_plan(problem, method)
-    assert plan is not None
+    with torch.autocast(query.device.type, enabled=False):
+        plan = plan_of(problem, method, plan, "eager")
+    check_method(plan.method)
     for head in plan.heads:
         if isinstance(head, PolynomialHead):
             check_rank(plan.dim, head.degree + 1)  # of the antiderivative
     return problem.restore(autograd.as_operator(problem, plan, "eager", _ClosedForm()).output)
-
-
-def without_autocast(like: Tensor) -> torch.autocast:
-    """Sums have a dtype of their own, whatever autocast says."""
-    return torch.autocast(like.device.type, enabled=False)
 
 
 class _ClosedForm(Kept):
@@ -88,7 +80,7 @@ class _ClosedForm(Kept):
 
     def __setitem__(self, at: tuple[int, int], ran: tuple[Head, Sequence[RowGroup]]) -> None:
         head, groups = ran
-        parts = [replace(g, components=[_closed(c) for c in g.components]) for g in groups]
+        parts = [replace(g, components=list(map(_closed, g.components))) for g in groups]
         super().__setitem__(at, (head, parts))
 
 
@@ -127,9 +119,8 @@ def antiderivative(poly: CertifiedPolynomial) -> CertifiedPolynomial:
     True
     """
     bound = poly.bound or 1.0  # on a single point p is the constant c_0
-    factor = bound * torch.tensor(poly.bound - bound, dtype=torch.float64).exp().item()
+    factor = bound * math.exp(poly.bound - bound)
     kept = poly.coefficients if poly.bound else poly.coefficients[:1]
     coefficients = (0.0, *(c * factor / (k + 1) for k, c in enumerate(kept)))
-    return CertifiedPolynomial(
-        poly.kind, len(coefficients) - 1, bound, coefficients, float("inf"), (-float("inf"),) * 2
-    )
+    nothing = (math.inf, (-math.inf, -math.inf))
+    return CertifiedPolynomial(poly.kind, len(kept), bound, coefficients, *nothing)

@@ -15,20 +15,12 @@ from ..methods import Method
 from ..methods.planning import make_plan
 from ..plans import HeadPlan, Plan, PolynomialHead
 from ..polynomials.certified import true_rank
-from ..problem.problem import Head
+from ..problem.problem import Problem
 from ..problem.result import Outcome
 from ..problem.validation import attention_problem
 from ..sketch import approximate_svd
-from .closed_attention import closed_form_attention, without_autocast
-from .closed_form import (
-    Factors,
-    Layer,
-    Sums,
-    exact_tile,
-    moment_columns,
-    row_groups,
-    sparse_part,
-)
+from .closed_attention import closed_form_attention
+from .closed_form import Factors, Sums, exact_tiles, sparse_part, sum_columns, weights_of
 from .loss_inputs import Call, check_settings, checked_call
 from .loss_result import AttentionLossGradient, LowRankPart
 
@@ -80,43 +72,51 @@ def attention_loss_gradient(
     """
     call = checked_call(x, weight_qk, weight_v, target, upstream)
     check_settings(len(call.x), method, low_rank, input_gradient, is_causal)
-    if upstream is not None or is_causal or call.weight_v.dim() == 3:
-        if low_rank is not None:
-            raise InputError(
-                f"low_rank is {low_rank}, which is for one head with a target, not causal"
-            )
-        from_above = upstream is not None
-        return _layer_gradient(call, scale, method, is_causal, input_gradient, from_above)
-    with torch.no_grad(), without_autocast(call.x):
-        scale = call.query.shape[1] ** -0.5 if scale is None else scale
+    if upstream is None and not is_causal and call.weight_v.dim() == 2:
+        return _head_gradient(call, scale, method, low_rank, input_gradient)
+    if low_rank is not None:
+        raise InputError(f"low_rank is {low_rank}, which is for one head with a target, not causal")
+    return _layer_gradient(call, scale, method, is_causal, input_gradient, upstream is not None)
+
+
+def _head_gradient(
+    call: Call, scale: float | None, method: Method, low_rank: int | None, inputs: bool
+) -> AttentionLossGradient:
+    """By the sums of `closed_form`: one head with a target, not causal."""
+    with torch.no_grad(), torch.autocast(call.x.device.type, enabled=False):
+        scale = call.pair[0].shape[1] ** -0.5 if scale is None else scale
         problem = attention_problem(call.query, call.key, call.x, None, 0.0, False, scale, False)
         head = problem.head(0, 0)
         plan = Plan(method, head.dim, (method.plan_head(head),))
-        _check_work(plan.heads[0], head.dim, call.x.shape[1], low_rank, input_gradient)
-        layer = Layer.of(call.x, call.weight_v, call.goal, centred=low_rank is None)
-        outcome = execute(replace(problem, value=layer.shifted[None, None]), plan)
-        sums, part = _sum_up(layer, head, plan.heads[0], outcome, low_rank, input_gradient)
-        weight, (weight_q, weight_k), inputs = _gradients(call, sums, float(scale))
-    failed, fallback = (int(x) for x in (outcome.invalid_rows, outcome.fallback_rows))
+        _check_work(plan.heads[0], head.dim, call.x.shape[1], low_rank, inputs)
+        sums, part, outcome = _sum_up(call, problem, plan, low_rank, inputs)
+        left, weight = call.pair[0], 2 * scale * (call.x.T @ sums.rows)
+        rows, columns, weight_q, weight_k = sums.rows, sums.columns @ left, None, None
+        if len(call.pair) == 2:
+            right = call.pair[1]
+            rows, columns = rows @ right, columns @ right.T
+            weight_q, weight_k = weight @ right, weight.T @ left
+        of_x = 2 * scale * (rows @ left.T + columns) + 2 * sums.values
+    failed, fallback = int(outcome.invalid_rows), int(outcome.fallback_rows)
     if failed > fallback:
         warnings.warn(
             "supportbasis: some rows have no usable sum of polynomial weights; their output is 0 "
             "and they add nothing to the gradient (see invalid_rows); use sb.SingleThreshold",
-            stacklevel=2,
+            stacklevel=3,
         )
     return AttentionLossGradient(
         loss=sums.loss.to(call.x.dtype),
         weight_qk=weight,
         weight_q=weight_q,
         weight_k=weight_k,
-        weight_v=2 * sums.weight_v,
-        x=inputs,
+        weight_v=sums.weight_v,
+        x=of_x if inputs else None,
         output=sums.output,
         plan=plan,
         invalid_rows=failed,
         fallback_rows=fallback,
         low_rank=part,
-        _layer=layer,
+        _call=call,
         _head=head,
         _rows=sums.rows,
     )
@@ -132,13 +132,12 @@ def _layer_gradient(
 ) -> AttentionLossGradient:
     """The same through `closed_form_attention`: one or several heads, causal or not."""
     x, weight_v, *pair = (y.requires_grad_() for y in (call.x, call.weight_v, *call.pair))
-    with torch.enable_grad(), without_autocast(x):
-        query, value = x @ pair[0], x @ weight_v
-        key = x @ pair[1] if len(pair) == 2 else x.expand_as(query)
-        tokens = query.detach(), key.detach(), value.detach()
+    with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+        query, value = call.query, x @ weight_v
+        tokens = query, call.key.expand_as(query), value
         problem = attention_problem(*tokens, None, 0.0, is_causal, scale, False)
         plan = make_plan(problem, method)
-        output = closed_form_attention(query, key, value, None, is_causal, scale, plan=plan)
+        output = closed_form_attention(*tokens, None, is_causal, scale, plan=plan)
         loss = (output * call.goal if from_above else (output - call.goal).square()).sum()
         leaves = [weight_v, *pair, *([x] if input_gradient else [])]
         of_value, *found = torch.autograd.grad(loss, leaves)
@@ -151,63 +150,46 @@ def _layer_gradient(
         x=found[-1] if input_gradient else None,
         output=output.detach(),
         plan=plan,
-        invalid_rows=None,
-        fallback_rows=None,
     )
 
 
 def _sum_up(
-    layer: Layer, head: Head, plan: HeadPlan, outcome: Outcome, low_rank: int | None, inputs: bool
-) -> tuple[Sums, LowRankPart | None]:
-    """One pass over the rows; with ``low_rank`` their exact part is cut to that rank before it."""
+    call: Call, problem: Problem, plan: Plan, low_rank: int | None, inputs: bool
+) -> tuple[Sums, LowRankPart | None, Outcome]:
+    """The sums over all weights; with ``low_rank`` the exact ones are cut to that rank before."""
+    # weights that were cut to low rank do not add up to 1: for them zero is the centre
+    centre = call.x.mean(0) if low_rank is None else torch.zeros_like(call.x[0])
+    outcome = execute(replace(problem, value=(call.x - centre)[None, None]), plan)
+    head = problem.head(0, 0)
     shifted, lse, fallback = (x[0, 0] for x in (outcome.output, outcome.lse, outcome.fallback))
-    groups, svd, part = row_groups(head, plan, lse, fallback), None, None
+    parts, exact = weights_of(head, plan.heads[0], lse, fallback)
+    cut = None
     if low_rank is not None:
-        matrix = sparse_part(head, lse, groups, layer.x)
-        svd, part = _truncated(matrix, low_rank)
-        everything = torch.arange(head.n, device=lse.device)
-        truncated = svd.left(everything) @ (svd.right(everything).T @ layer.x)
-        shifted = shifted - matrix @ layer.x + truncated
-    sums = Sums(layer, shifted, (lse > -torch.inf).unsqueeze(1), inputs)
-    for group in groups:
-        for rows in group.blocks(layer.x):
-            if group.polynomial is not None:
-                sums.add_low_rank(rows, group.polynomial)
-            if svd is not None:
-                sums.add_low_rank(rows, svd)
-            elif len(group.keys):
-                sums.add_exact(rows, group.keys, exact_tile(head, lse, rows, group.keys))
-    sums.finish()
-    return sums, part
+        matrix = sparse_part(head, lse, exact)
+        svd, cut = _truncated(matrix, low_rank)
+        truncated = svd.left(svd.rows) @ (svd.right(svd.keys).T @ call.x)
+        shifted = shifted - matrix @ call.x + truncated
+        parts, exact = [*parts, svd], []
+    sums = Sums(call, centre, shifted, lse > -torch.inf, inputs)
+    for factors in parts:
+        sums.add_low_rank(factors)
+    for tile in exact_tiles(head, lse, exact):
+        sums.add_exact(*tile)
+    return sums, cut, outcome
 
 
 def _truncated(matrix: Tensor, rank: int) -> tuple[Factors, LowRankPart]:
     """The exact part by its approximate SVD, and how much of it that leaves out."""
     left, middle, right = approximate_svd(matrix, rank, EPS, SEED)
-    wide_left, wide_right = (left * middle).double(), right.double()
-    values, (rows, columns) = matrix._values().double(), matrix._indices().unbind(0)
-    parts = zip(*(y.split(2**20) for y in (values, rows, columns)), strict=True)
-    cross = sum(float(v @ (wide_left[i] * wide_right[j]).sum(1)) for v, i, j in parts)
-    size = float(values.square().sum())
+    left = left * middle
+    wide_left, wide_right, wide = left.double(), right.double(), matrix.double()
+    size = float(wide._values().square().sum())
+    cross = float((wide_left * (wide @ wide_right)).sum())
     kept = float(((wide_left.T @ wide_left) * (wide_right.T @ wide_right)).sum())
     residual = (max(0.0, size - 2 * cross + kept) / size) ** 0.5 if size else 0.0
-    factors = Factors(rank, (left * middle).__getitem__, right.__getitem__)
-    return factors, LowRankPart(rank, len(values), residual)
-
-
-def _gradients(
-    call: Call, sums: Sums, scale: float
-) -> tuple[Tensor, tuple[Tensor | None, Tensor | None], Tensor | None]:
-    """∂L/∂W, (∂L/∂W_Q, ∂L/∂W_K) by the chain rule, and ∂L/∂X: the formulas of `closed_form`."""
-    weight = 2 * scale * (call.x.T @ sums.rows)
-    left, right = call.pair[0], call.pair[1] if len(call.pair) == 2 else None
-    of_pair = (None, None) if right is None else (weight @ right, weight.T @ left)
-    if sums.columns is None or sums.values is None:
-        return weight, of_pair, None
-    rows, columns = sums.rows, sums.columns @ left
-    if right is not None:
-        rows, columns = rows @ right, columns @ right.T
-    return weight, of_pair, 2 * scale * (rows @ left.T + columns) + 2 * sums.values
+    everything = torch.arange(len(left), device=left.device)
+    factors = Factors(everything, everything, rank, left.__getitem__, right.__getitem__)
+    return factors, LowRankPart(rank, matrix._nnz(), residual)
 
 
 def _check_work(
@@ -219,7 +201,7 @@ def _check_work(
             f"low_rank is {low_rank}, but the exact part is the whole n x n matrix "
             f"({plan.reason}); use a larger threshold, another degree, or low_rank=None"
         )
-    columns = moment_columns(dim) + (dim**2 + 2 * dim if inputs else 0)
+    columns = sum_columns(dim, inputs)
     rank = true_rank(head_dim, plan.degree) if isinstance(plan, PolynomialHead) else 0
     if rank * columns > STATE_LIMIT:
         raise InputError(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..methods import Exact, Method, Polynomial, SingleThreshold
-from ..problem.checks import check_finite
+from ..problem.checks import check_finite, check_integer
 from ..problem.rounding import compute_dtype
 from ..problem.validation import check_tensors
 
@@ -43,30 +43,30 @@ def checked_call(
     upstream: Tensor | None,
 ) -> Call:
     """The call, or an error about a tensor."""
-    if isinstance(weight_qk, Tensor):
-        pair: dict[str, Any] = {"weight_qk": weight_qk}
-    elif isinstance(weight_qk, Sequence) and len(weight_qk) == 2:
-        pair = {"weight_qk[0]": weight_qk[0], "weight_qk[1]": weight_qk[1]}
-    else:
+    weights: dict[str, Any] = {"weight_qk": weight_qk}
+    if isinstance(weight_qk, Sequence) and len(weight_qk) == 2:
+        weights = {"weight_qk[0]": weight_qk[0], "weight_qk[1]": weight_qk[1]}
+    elif not isinstance(weight_qk, Tensor):
         raise InputError(
             f"weight_qk must be a tensor [d, d] or a pair (W_Q, W_K), got {weight_qk!r}"
         )
-    if (target is None) == (upstream is None):
-        given = "neither is" if target is None else "both are"
+    goals = {"target": target, "upstream": upstream}
+    goals = {name: goal for name, goal in goals.items() if goal is not None}
+    if len(goals) != 1:
+        given = "both are" if goals else "neither is"
         raise InputError(
             f"target or upstream: {given} given; expected the target of the loss, or the gradient "
             "of another loss by the output"
         )
-    goals: dict[str, Any] = {"upstream": upstream} if target is None else {"target": target}
-    (name,) = goals
-    tensors = {"x": x, **pair, "weight_v": weight_v, **goals}
-    for key, tensor in tensors.items():
-        _check_dims(key, tensor)
+    tensors = {"x": x, **weights, "weight_v": weight_v, **goals}
+    for name, tensor in tensors.items():
+        _check_dims(name, tensor)
     check_tensors(list(tensors.values()), list(tensors))
     check_finite(**tensors)
-    x, *weights, weight_v, goal = (y.detach().to(compute_dtype(y.dtype)) for y in tensors.values())
-    _check_shapes(x, tuple(weights), weight_v, goal, name)
-    return Call(x, tuple(weights), weight_v, goal)
+    x, *pair, weight_v, goal = (y.detach().to(compute_dtype(y.dtype)) for y in tensors.values())
+    call = Call(x, tuple(pair), weight_v, goal)
+    _check_shapes(call, *goals)
+    return call
 
 
 def check_method(method: Method | None, gradient: str = "this gradient") -> None:
@@ -86,10 +86,7 @@ def check_settings(
             raise InputError(f"{name} must be True or False, got {flag!r}")
     if low_rank is None:
         return
-    if isinstance(low_rank, bool) or not isinstance(low_rank, int) or not 1 <= low_rank <= n:
-        raise InputError(
-            f"low_rank must be None or an integer from 1 to {n} (tokens), got {low_rank!r}"
-        )
+    check_integer("low_rank", low_rank, 1, n)
     if not isinstance(method, SingleThreshold):
         raise InputError(
             f"low_rank replaces the exact part of sb.SingleThreshold; {method!r} has none"
@@ -105,12 +102,10 @@ def _check_dims(name: str, tensor: Tensor) -> None:
         raise InputError(f"{name} has shape {shape}; expected {expected}, not empty")
 
 
-def _check_shapes(
-    x: Tensor, pair: tuple[Tensor, ...], weight_v: Tensor, goal: Tensor, name: str
-) -> None:
-    n, dim = x.shape
+def _check_shapes(call: Call, name: str) -> None:
+    (n, dim), pair, weight_v = call.x.shape, call.pair, call.weight_v
+    shapes = ", ".join(str(tuple(w.shape)) for w in (*pair, weight_v))
     if len({w.shape[:-2] for w in (*pair, weight_v)}) > 1:
-        shapes = ", ".join(str(tuple(w.shape)) for w in (*pair, weight_v))
         raise InputError(
             f"weight_qk and weight_v have shapes {shapes}, which disagree; expected all "
             f"[{dim}, ...] for one head or all [heads, {dim}, ...]"
@@ -119,11 +114,11 @@ def _check_shapes(
         raise InputError(
             f"weight_qk has shape {tuple(pair[0].shape)}; expected [..., {dim}, {dim}]"
         )
-    if len(pair) == 2 and (pair[0].shape != pair[1].shape or pair[0].shape[-2] != dim):
+    if pair[0].shape != pair[-1].shape or pair[0].shape[-2] != dim:
         shapes = " and ".join(str(tuple(y.shape)) for y in pair)
         raise InputError(f"weight_qk has shapes {shapes}; expected two of [..., {dim}, h]")
     if weight_v.shape[-2] != dim:
         raise InputError(f"weight_v has {weight_v.shape[-2]} rows; expected {dim}, the width of x")
     expected = (*weight_v.shape[:-2], n, weight_v.shape[-1])
-    if goal.shape != expected:
-        raise InputError(f"{name} has shape {tuple(goal.shape)}; expected {expected}")
+    if call.goal.shape != expected:
+        raise InputError(f"{name} has shape {tuple(call.goal.shape)}; expected {expected}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
@@ -12,7 +12,8 @@ from ..accuracy.sampling import RowSample
 from ..errors import InputError
 from ..plans import Plan
 from ..problem.problem import Head
-from .closed_form import Layer, row_gradients
+from .closed_form import row_gradients
+from .loss_inputs import Call
 
 
 @dataclass(frozen=True)
@@ -59,39 +60,39 @@ class AttentionLossGradient:
     """The loss |ÂXY - E|²_F, its gradients under the names of the arguments, and what ran."""
 
     loss: Tensor | None  # None: the gradient came from above
-    weight_qk: Tensor | None  # ∂L/∂W [d, d]; None: of several heads with a pair
+    weight_qk: Tensor | None  # ∂L/∂W [d, d]; None: of a pair of several heads, causal or from above
     weight_q: Tensor | None  # ∂L/∂W_Q and ∂L/∂W_K [d, h], where W came as a pair
     weight_k: Tensor | None
     weight_v: Tensor  # ∂L/∂Y [d, dv]
     x: Tensor | None  # ∂L/∂X [n, d]; None where it was not asked for
     output: Tensor  # ÂXY [n, dv]
     plan: Plan
-    invalid_rows: int | None  # rows whose polynomial weights do not add up to a usable sum,
-    fallback_rows: int | None  # of which so many were computed exactly; the others have output 0
-    # (None: not counted, of several heads, causal ones and gradients from above; warned about)
+    # rows whose polynomial weights do not add up to a usable sum, of which so many were computed
+    # exactly; the others have output 0 (None: not counted, of several heads, causal ones and
+    # gradients from above; warned about)
+    invalid_rows: int | None = None
+    fallback_rows: int | None = None
     low_rank: LowRankPart | None = None
-    _layer: Layer | None = field(default=None, repr=False)
-    _head: Head | None = field(default=None, repr=False)
-    _rows: Tensor | None = field(default=None, repr=False)  # (Â∘𝒬 - diag(r) Â) X
+    _call: Call | None = None
+    _head: Head | None = None
+    _rows: Tensor | None = None  # (Â∘𝒬 - diag(r) Â) X
 
     @cached_property
     def error(self) -> GradientError:
         """Errors on 256 rows against exact float64 values, measured at the first access."""
-        layer, head, ours = self._layer, self._head, self._rows
-        if layer is None or head is None or ours is None:
+        call, head, ours = self._call, self._head, self._rows
+        if call is None or head is None or ours is None:
             raise InputError("error is measured for one head with a target, not causal")
         sizes = tuple(x.double().square().sum(1) for x in (self.output, ours))
         sample = RowSample.draw(head, SAMPLED_ROWS, seed=0, measures=sizes)
-        output, rows = row_gradients(layer.double(), head, sample.rows)
+        output, rows = row_gradients(call, head, sample.rows)
 
         def measured(given: Tensor, exact: Tensor) -> tuple[float, float]:
             error = (given[sample.rows].double() - exact).square().sum(1)
             return sample.frobenius_limit(error, exact.square().sum(1))
 
-        count = len(sample.rows)
-        confidence = 1.0 if count == head.n else CONFIDENCE
-        of_output, of_rows = measured(self.output, output), measured(ours, rows)
-        return GradientError(*of_output, *of_rows, count, confidence)
+        count, limits = len(sample.rows), (*measured(self.output, output), *measured(ours, rows))
+        return GradientError(*limits, count, 1.0 if count == head.n else CONFIDENCE)
 
     def __str__(self) -> str:
         loss = "from above" if self.loss is None else f"loss {float(self.loss):.6g}"

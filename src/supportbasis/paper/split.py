@@ -1,11 +1,9 @@
 """Split and supports (Appendix B): which rows of Q and K are large, and what QKᵀ becomes.
 
-`row_maxima` and `large_rows` are what the fast methods use. Everything dense (`support_basis` and
-its entrywise variant) is quadratic, for small n: the slow, obvious reference that tests compare to.
-
 The paper prints the split entry by entry (Definition B.3) but its algorithm needs it row by row:
 entrywise, Q^(s)K^(s)ᵀ is not zero on supp(A^(L)), yet Algorithm 3 adds exp(A^(L)) - 1 there and so
 counts those pairs twice. `split` therefore decides by rows; `split_entries` is the printed text.
+`support_basis` is dense, for tests and small examples.
 """
 
 from __future__ import annotations
@@ -39,19 +37,19 @@ def split(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     >>> large.tolist(), small.tolist()
     ([[1.0, -3.0], [0.0, 0.0]], [[0.0, 0.0], [0.5, 0.25]])
     """
-    return _parts(_large_entries("x", x, threshold).any(-1, keepdim=True), x)
+    return _parts(_is_large("x", x, threshold).any(-1, keepdim=True), x)
 
 
 def split_entries(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Split by entries, as Definition B.3 prints it: x^(L)_ij = x_ij if |x_ij| > T, else 0.
 
-    A reference only: fed to Algorithm 3 it gives a wrong sum (see the top of this file).
+    A reference only: fed to Algorithm 3 it gives a wrong sum, see above.
 
     >>> large, small = split_entries(torch.tensor([[1.0, -3.0], [0.5, 0.25]]), threshold=2.0)
     >>> large.tolist(), small.tolist()
     ([[0.0, -3.0], [0.0, 0.0]], [[1.0, 0.0], [0.5, 0.25]])
     """
-    return _parts(_large_entries("x", x, threshold), x)
+    return _parts(_is_large("x", x, threshold), x)
 
 
 def large_rows(x: Tensor, threshold: float) -> Tensor:
@@ -60,13 +58,8 @@ def large_rows(x: Tensor, threshold: float) -> Tensor:
     >>> large_rows(torch.tensor([[1.0, -3.0], [0.5, 0.25], [4.0, 0.0]]), threshold=2.0).tolist()
     [0, 2]
     """
-    mask = _large_entries("x", x, threshold).any(-1)
-    if x.dim() != 2:
-        raise InputError(
-            f"x has shape {tuple(x.shape)}; expected one matrix [n, d] (heads differ in how many "
-            "rows are large: call large_rows once per head)"
-        )
-    return mask.nonzero().squeeze(-1)
+    check_matrix("x", x, one=True)
+    return _is_large("x", x, threshold).any(-1).nonzero().squeeze(-1)
 
 
 def support_basis(query: Tensor, key: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -82,29 +75,8 @@ def support_basis(query: Tensor, key: Tensor, threshold: float) -> tuple[Tensor,
     ([[3.0, 15.0], [0.0, 5.0]], [[0.0, 0.0], [1.0, 0.0]])
     """
     check_pair(query, key)
-    rows = _large_entries("query", query, threshold).any(-1).unsqueeze(-1)
-    keys = _large_entries("key", key, threshold).any(-1).unsqueeze(-2)
-    return _parts(rows | keys, query @ key.mT)
-
-
-def support_basis_entries(query: Tensor, key: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Dense (A^(L), A^(s)) of QKᵀ, Definition B.4 to the letter, from the entrywise split.
-
-    With M = Q^(L)K^(L)ᵀ + Q^(s)K^(L)ᵀ + Q^(L)K^(s)ᵀ:  A^(L)_ij = (QKᵀ)_ij where M_ij ≠ 0, and
-    A^(s)_ij = (Q^(s)K^(s)ᵀ)_ij where M_ij = 0.
-
-    >>> q, k = torch.tensor([[3.0, 1.0], [1.0, 1.0]]), torch.tensor([[0.0, 1.0], [1.0, 1.0]])
-    >>> large, small = support_basis_entries(q, k, threshold=2.0)
-    >>> large.tolist(), small.tolist()  # score (0, 0) = 3·0 + 1·1 owes nothing to the large 3
-    ([[0.0, 4.0], [0.0, 0.0]], [[1.0, 0.0], [1.0, 2.0]])
-    """
-    check_pair(query, key)
-    query_large, query_small = split_entries(query, threshold)
-    key_large, key_small = split_entries(key, threshold)
-    mixed = query_large @ key_large.mT + query_small @ key_large.mT + query_large @ key_small.mT
-    is_large = mixed != 0
-    large = torch.where(is_large, query @ key.mT, 0.0)
-    return large, torch.where(is_large, 0.0, query_small @ key_small.mT)
+    rows, keys = _is_large("query", query, threshold), _is_large("key", key, threshold)
+    return _parts(rows.any(-1, keepdim=True) | keys.any(-1).unsqueeze(-2), query @ key.mT)
 
 
 def support_size(x: Tensor) -> int:
@@ -135,14 +107,15 @@ def is_support_basis(matrices: Sequence[Tensor], whole: Tensor, atol: float = 0.
     return bool(((torch.stack(list(matrices)).sum(0) - whole).abs() <= atol).all())
 
 
-def check_matrix(name: str, x: Tensor) -> None:
-    """Raise `InputError` unless x is a floating-point tensor `[..., n, d]`."""
+def check_matrix(name: str, x: Tensor, one: bool = False) -> None:
+    """Raise `InputError` unless x is a floating-point tensor `[..., n, d]`, or ``one`` [n, d]."""
     if not isinstance(x, Tensor):
         raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if not x.is_floating_point():
         raise InputError(f"{name} has dtype {x.dtype}; expected floating point")
-    if x.dim() < 2:
-        raise InputError(f"{name} has shape {tuple(x.shape)}; expected [..., n, d]")
+    if x.dim() < 2 or (one and x.dim() > 2):
+        expected = "one matrix [n, d]: call once for each head" if one else "[..., n, d]"
+        raise InputError(f"{name} has shape {tuple(x.shape)}; expected {expected}")
 
 
 def check_threshold(threshold: float) -> None:
@@ -152,7 +125,7 @@ def check_threshold(threshold: float) -> None:
         raise InputError(f"threshold must be a number > 0, got {threshold!r}")
 
 
-def _large_entries(name: str, x: Tensor, threshold: float) -> Tensor:
+def _is_large(name: str, x: Tensor, threshold: float) -> Tensor:
     """Where |x| > T, in float64: a comparison in bfloat16 would round T, and could let a large
     entry pass as small."""
     check_threshold(threshold)

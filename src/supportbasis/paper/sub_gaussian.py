@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..problem.checks import check_finite, check_integer
+from ..problem.checks import check_finite, check_integer, check_number
 from .split import check_pair, check_threshold
 
 
@@ -39,7 +39,7 @@ def expected_large_entries(n: int, d: int, threshold: float, proxy: float) -> fl
     check_integer("n", n, 0)
     check_integer("d", d, 0)
     check_threshold(threshold)
-    check_not_negative("proxy", proxy)
+    check_number("proxy", proxy, ">= 0")
     return 2.0 * n * d * math.exp(-threshold * threshold / proxy) if proxy > 0 else 0.0
 
 
@@ -52,8 +52,8 @@ def chernoff_tail(mean: float, count: float) -> float:
     >>> round(chernoff_tail(mean=30.0, count=60.0), 6)  # exp(-10)
     4.5e-05
     """
-    check_not_negative("mean", mean)
-    check_not_negative("count", count)
+    check_number("mean", mean, ">= 0")
+    check_number("count", count, ">= 0")
     if count <= mean:
         return 1.0
     excess = count - mean  # δ·mean, usable at mean = 0
@@ -62,7 +62,7 @@ def chernoff_tail(mean: float, count: float) -> float:
 
 def support_exponent(count: float, n: int) -> float:
     """The exponent α with count = n^α, that is ln(count) / ln(n); -inf for count 0."""
-    check_not_negative("count", count)
+    check_number("count", count, ">= 0")
     check_integer("n", n, 2)
     return math.log(count) / math.log(n) if count > 0 else -math.inf
 
@@ -70,9 +70,7 @@ def support_exponent(count: float, n: int) -> float:
 def log_threshold(n: int, c: float = 1.0) -> float:
     """T = sqrt(c·ln n), the threshold of Lemma D.3 and Theorem D.4 (which take 0 < c < 1)."""
     check_integer("n", n, 2)
-    if not (c > 0 and math.isfinite(c)):
-        raise InputError(f"c must be a finite number > 0, got {c!r}")
-    return math.sqrt(c * math.log(n))
+    return math.sqrt(check_number("c", c) * math.log(n))
 
 
 def sharpest_threshold(n: int, d: int, proxy: float, alpha: float) -> float:
@@ -88,7 +86,7 @@ def sharpest_threshold(n: int, d: int, proxy: float, alpha: float) -> float:
     """
     check_integer("n", n, 1)
     check_integer("d", d, 1)
-    check_not_negative("proxy", proxy)
+    check_number("proxy", proxy, ">= 0")
     check_alpha(alpha)
     threshold = math.sqrt(proxy * (math.log(2 * d) + (1 - alpha) * math.log(n)))
     return max(threshold, torch.finfo(torch.float32).tiny)
@@ -117,11 +115,6 @@ def check_entries(name: str, x: Tensor) -> None:
     if x.numel() == 0:
         raise InputError(f"{name} has shape {tuple(x.shape)}; expected at least one entry")
     check_finite(**{name: x})
-
-
-def check_not_negative(name: str, value: float) -> None:
-    if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
-        raise InputError(f"{name} must be a finite number >= 0, got {value!r}")
 
 
 def check_alpha(alpha: float) -> None:

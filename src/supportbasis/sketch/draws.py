@@ -18,24 +18,18 @@ class Source(NamedTuple):
 
     @staticmethod
     def seeded(fields: tuple[object, ...], dtype: torch.dtype, device: torch.device) -> Source:
-        """A stream for these fields.
-
-        They are hashed so that sketches of different sizes are independent even under one seed,
-        and to 32 bits because torch's CPU generator ignores the others.
-        """
+        """A stream for these fields, hashed so that sketches of different sizes are independent
+        under one seed, and to 32 bits because torch's CPU generator ignores the others."""
         key = int.from_bytes(blake2b(repr(fields).encode(), digest_size=4).digest(), "little")
         return Source(torch.Generator().manual_seed(key), dtype, device)
 
     def normal(self, *shape: int, scale: float) -> Tensor:
         draw = torch.empty(shape, dtype=torch.float64, device="cpu")
-        return self._to_device(draw.normal_(std=scale, generator=self.generator))
+        return draw.normal_(std=scale, generator=self.generator).to(self.dtype).to(self.device)
 
     def signs(self, *shape: int, scale: float) -> Tensor:
         bits = torch.randint(2, shape, generator=self.generator, device="cpu")
-        return self._to_device(scale * (2.0 * bits.double() - 1.0))
+        return (scale * (2.0 * bits.double() - 1.0)).to(self.dtype).to(self.device)
 
     def below(self, limit: int, *shape: int) -> Tensor:
         return torch.randint(limit, shape, generator=self.generator, device="cpu").to(self.device)
-
-    def _to_device(self, draw: Tensor) -> Tensor:
-        return draw.to(self.dtype).to(self.device)

@@ -53,17 +53,14 @@ class PolySketch:
 
     - ``"gaussian"``: M has independent entries N(0, 1). Plain matrix products.
     - ``"srht"``: M = P H D, random signs D, the Walsh-Hadamard transform H and z coordinates P
-      drawn with replacement; a node is a TensorSRHT. As H has entries ±1, (HDu)_i (HDu')_i has
-      the mean <u, u'> over the signs, whichever coordinate i is drawn.
+      drawn with replacement; a node is a TensorSRHT.
     - ``"tensorsketch"``: M is a CountSketch, which adds each entry with a random sign s(i) to a
-      random bucket h(i). Its node is the circular convolution of the two, without 1/√z: this
-      TensorSketch is a CountSketch of u⊗w with buckets h₁(i) + h₂(j) mod z and signs s₁(i) s₂(j),
-      and the signs of different pairs (i, j) cancel in the mean, which leaves <u, u'> <w, w'>.
-      Two large entries may share a bucket, so its errors have the heaviest tail.
+      random bucket h(i). Its node is the circular convolution of the two, without 1/√z: a
+      CountSketch of u⊗w with buckets h₁(i) + h₂(j) mod z and signs s₁(i) s₂(j). Two large entries
+      may share a bucket, so its errors have the heaviest tail.
 
     ``power`` = 1 has no tree: M x / √z, or the CountSketch of x. Other powers split in halves, the
-    larger one first; they need not be powers of two. x passes through one map on its way into a
-    node, not through one of the leaf and then one of the node, which would only add variance.
+    larger one first; they need not be powers of two.
 
     The error is relative to |x|^power |y|^power and not to <x, y>^power; its variance is about
     proportional to power/size. Results depend on the fields alone and agree over dtypes and
@@ -86,8 +83,8 @@ class PolySketch:
     base: str = "gaussian"
 
     def __post_init__(self) -> None:
-        for name in ("power", "size"):
-            object.__setattr__(self, name, check_integer(name, getattr(self, name), 1))
+        object.__setattr__(self, "power", check_integer("power", self.power, 1))
+        object.__setattr__(self, "size", check_integer("size", self.size, 1))
         object.__setattr__(self, "seed", check_seed(self.seed))
         if not isinstance(self.base, str) or self.base not in _BASES:
             raise InputError(f"base must be one of {sorted(_BASES)}, got {self.base!r}")
@@ -97,7 +94,7 @@ class PolySketch:
         _check_vectors(x)
         x = x.to(compute_dtype(x.dtype))
         tree = _draw_tree(self, x.shape[-1], x.dtype, x.device)
-        return tree.root(tree.leaves(x), iter(tree.inner))[0]
+        return tree(x)[0]
 
     def nonnegative(self, x: Tensor) -> Tensor:
         """φ'(x) = (S x^{⊗power/2})^{⊗2} of every vector in ``x`` [..., d]: [..., size²].
@@ -118,8 +115,7 @@ class PolySketch:
         if self.base != "gaussian":
             raise InputError(f"base is {self.base!r}; only gaussian sketches have a pull-back")
         tree = _draw_tree(self, x.shape[-1], x.dtype, x.device)
-        _, pull = tree.root(tree.leaves(x), iter(tree.inner))
-        return tree.leaves.adjoint(pull(grad))
+        return tree.leaves.adjoint(tree(x)[1](grad))
 
     @property
     def half(self) -> PolySketch:
@@ -184,12 +180,7 @@ class _Maps(ABC):
 
     def adjoint(self, grads: Sequence[Tensor]) -> Tensor:
         """Gradient of ``x`` from those of its images; Gaussian maps only."""
-        raise NotImplementedError(f"{type(self).__name__} has no gradient")
-
-    @staticmethod
-    def scale(power: int, size: int) -> float:
-        """What each map is multiplied by, so that `join` need not: 1/√size over two maps."""
-        return size**-0.25 if power > 1 else size**-0.5
+        raise NotImplementedError
 
     @staticmethod
     def join(a: Tensor, b: Tensor) -> Tensor:
@@ -202,33 +193,33 @@ class _Maps(ABC):
         """Multiply-adds of one map, and of one `join`, for one vector."""
 
 
+Pullback = Callable[[Tensor], list[Tensor]]  # from the gradient of a node to those of its leaves
+
+
 class _Tree(NamedTuple):
     """All random maps of a sketch: those of x, and one for each node but the root."""
 
     leaves: _Maps
     inner: tuple[_Maps, ...]
 
-    def root(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> tuple[Tensor, Pullback]:
-        """The node over the images of some leaves, taking the maps it needs from ``inner``, and
-        for Gaussian maps the function from its gradient to those of the images."""
+    def __call__(self, x: Tensor) -> tuple[Tensor, Pullback]:
+        """The root over ``x``, and for Gaussian maps what takes its gradient to the leaves."""
+        return self._node(self.leaves(x), iter(self.inner))
+
+    def _node(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> tuple[Tensor, Pullback]:
+        """The image of the node over some leaves; the root, the last, has no map."""
         if len(images) == 1:
             return images[0], lambda grad: [grad]
         middle = (len(images) + 1) // 2
-        (a, pull_a), (b, pull_b) = (
-            self._image(part, inner) for part in (images[:middle], images[middle:])
-        )
-        return self.leaves.join(a, b), lambda grad: pull_a(grad * b) + pull_b(grad * a)
+        a, pull_a = self._node(images[:middle], inner)
+        b, pull_b = self._node(images[middle:], inner)
+        node, maps = self.leaves.join(a, b), next(inner, None)
 
-    def _image(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> tuple[Tensor, Pullback]:
-        """The image of a child: a leaf's as it is, a node's after a map of its own."""
-        node, pull = self.root(images, inner)
-        if len(images) == 1:
-            return node, pull
-        maps = next(inner)
-        return maps(node)[0], lambda grad: pull(maps.adjoint([grad]))
+        def pull(grad: Tensor) -> list[Tensor]:
+            grad = grad if maps is None else maps.adjoint([grad])
+            return pull_a(grad * b) + pull_b(grad * a)
 
-
-Pullback = Callable[[Tensor], list[Tensor]]  # from the gradient of a node to those of its leaves
+        return node if maps is None else maps(node)[0], pull
 
 
 @lru_cache(maxsize=16)  # one entry may hold power · d · size numbers
@@ -236,8 +227,9 @@ def _draw_tree(sketch: PolySketch, dim: int, dtype: torch.dtype, device: torch.d
     """The maps of a sketch. Its fields and ``dim`` seed one stream, which all maps share."""
     fields = (sketch.power, sketch.size, sketch.seed, sketch.base, dim)
     source = Source.seeded(fields, dtype, device)
-    kind, size = _BASES[sketch.base], sketch.size
-    scale = kind.scale(sketch.power, size)
+    kind, size, scale = _BASES[sketch.base], sketch.size, 1.0
+    if kind is not _CountSketch:  # 1/√size over the two maps of a join
+        scale = size**-0.25 if sketch.power > 1 else size**-0.5
     with torch.inference_mode(False):  # cached tensors must also serve calls that need gradients
         leaves = kind(source, dim, size, sketch.power, scale)
         inner = tuple(kind(source, size, size, 1, scale) for _ in range(sketch.power - 2))
@@ -291,14 +283,8 @@ class _CountSketch(_Maps):
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         empty = x.new_zeros(*x.shape[:-1], self.size)
-        return [
-            empty.index_add(-1, buckets, x * signs)
-            for signs, buckets in zip(self.signs, self.buckets, strict=True)
-        ]
-
-    @staticmethod
-    def scale(power: int, size: int) -> float:
-        return 1.0
+        maps = zip(self.signs, self.buckets, strict=True)
+        return [empty.index_add(-1, buckets, x * signs) for signs, buckets in maps]
 
     @staticmethod
     def join(a: Tensor, b: Tensor) -> Tensor:

@@ -20,13 +20,12 @@ depends on the shape alone.
 from __future__ import annotations
 
 import math
-from numbers import Real
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..problem.checks import check_finite, check_integer, check_seed
+from ..problem.checks import check_finite, check_integer, check_number, check_seed
 from ..problem.rounding import compute_dtype
 from .draws import Source
 
@@ -58,14 +57,13 @@ def approximate_svd(
     k, seed = check_integer("k", k, 1), check_seed(seed)
     if k > min(n, m):
         raise InputError(f"k is {k}, more than the smaller side of a, which is {n} x {m}")
-    if isinstance(eps, bool) or not isinstance(eps, Real) or not 0 < eps <= 1:
+    if (eps := check_number("eps", eps)) > 1:
         raise InputError(f"eps must be a number in (0, 1], got {eps!r}")
-    size, second = sketch_sizes(k, float(eps))
+    size, second = sketch_sizes(k, eps)
     if min(n, m) <= size:
         left, values, right = torch.linalg.svd(matrix.to_dense(), full_matrices=False)
         return left[:, :k], values[:k], right[:k].T
-    fields = ("svd", n, m, k, float(eps), seed)
-    source = Source.seeded(fields, matrix.dtype, matrix.device)
+    source = Source.seeded(("svd", n, m, k, eps, seed), matrix.dtype, matrix.device)
     # row by row in memory, as a sparse product reads it
     basis = torch.linalg.qr(_sketch(matrix, size, _draw_buckets(n, size, source)).T).Q.contiguous()
     if (matrix._values() if matrix.is_sparse else matrix).numel() <= n * second:
@@ -113,14 +111,14 @@ def _draw_buckets(coordinates: int, size: int, source: Source) -> tuple[Tensor, 
 
 def _sketch(a: Tensor, size: int, buckets: tuple[Tensor, Tensor]) -> Tensor:
     """S A [size, m], A dense or COO: the rows of A with random signs, added up in buckets."""
-    image, m = a.new_zeros(size, a.shape[1], layout=torch.strided), a.shape[1]
-    if not a.is_sparse:
-        for bucket, signs in zip(*buckets, strict=True):
+    m = a.shape[1]
+    image = a.new_zeros(size, m, layout=torch.strided)
+    for bucket, signs in zip(*buckets, strict=True):
+        if not a.is_sparse:
             image.index_add_(0, bucket, a * signs.unsqueeze(1))
-        return image
-    entries = (*a._indices().unbind(0), a._values())
-    for rows, columns, values in zip(*(x.split(ENTRIES) for x in entries), strict=True):
-        for bucket, signs in zip(*buckets, strict=True):
+            continue
+        entries = (*a._indices().unbind(0), a._values())
+        for rows, columns, values in zip(*(x.split(ENTRIES) for x in entries), strict=True):
             image.view(-1).index_add_(0, bucket[rows] * m + columns, values * signs[rows])
     return image
 
