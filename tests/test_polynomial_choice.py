@@ -191,7 +191,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(certified, "remez", remez)
     certified._build.cache_clear()
-    certified._largest_bound.cache_clear()
     return degrees
 
 

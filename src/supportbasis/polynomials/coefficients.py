@@ -90,12 +90,9 @@ def _extrema(deviation: Tensor) -> list[float]:
     """The point of largest |deviation| between consecutive sign changes, refined by a parabola."""
     negative = deviation < 0
     changes = torch.nonzero(negative[1:] != negative[:-1]).flatten() + 1
-    edges = [0, *(int(i) for i in changes.tolist()), CELLS + 1]
-    size = deviation.abs()
-    points = []
-    for start, stop in pairwise(edges):
-        i = start + int(size[start:stop].argmax())
-        shift = 0.0
+    size, points = deviation.abs(), []
+    for start, stop in pairwise([0, *changes.tolist(), CELLS + 1]):
+        i, shift = start + int(size[start:stop].argmax()), 0.0
         if start < i < stop - 1:
             left, here, right = size[i - 1 : i + 2].tolist()
             curvature = left - 2 * here + right
@@ -113,8 +110,7 @@ def _context(degree: int, bound: float) -> Context:
 def _samples(nodes: Sequence[float], bound: float) -> tuple[list[Decimal], list[Decimal]]:
     """Nodes t_i and values e^{B (t_i - 1)} in the current decimal context."""
     t = [Decimal(node) for node in nodes]
-    scale = Decimal(bound)
-    return t, [(scale * (node - 1)).exp() for node in t]
+    return t, [(Decimal(bound) * (node - 1)).exp() for node in t]
 
 
 def _divided_differences(t: Sequence[Decimal], y: Sequence[Decimal]) -> list[Decimal]:

@@ -21,8 +21,8 @@ def first_degree(
     In steps that double, then by halves, since the error falls with the degree; one by one near the
     floor of rounding, where it may rise again."""
     limit = _highest_useful(epsilon, bound, limit)
-    low = degree = least_degree(epsilon, bound)
     is_steep = rounding_error(epsilon, limit, bound) < epsilon / 8
+    low = degree = least_degree(epsilon, bound)
     step = 1
     while degree <= limit and rounding_error(epsilon, degree, bound) <= epsilon:
         if error(degree) <= epsilon:
