@@ -38,16 +38,15 @@ class NormBins:
 
     def __init__(self, head: Head, plan: HeadPlan):
         rows, keys = plan.smooth(head)
-        row_weight = take(head.query_norms, rows) * 0.0
-        if head.query_log_weight is not None:
-            row_weight = take(head.query_log_weight, rows).double()
+        row_weight = head.query_log_weight
+        row_weight = head.query_norms * 0.0 if row_weight is None else row_weight.double()
         log_weight = take(head.log_weights(torch.float64), keys)
         self.top = float(log_weight.max()) if len(log_weight) else 0.0
         weight = take(head.value, keys).abs().amax(1).double() * (log_weight - self.top).exp()
         row_bin, row_norm = _bins(take(head.query_norms, rows))
         key_bin, key_norm = _bins(take(head.key_norms, keys))
         self.row_weight = torch.full_like(row_norm, -math.inf)
-        self.row_weight.scatter_reduce_(0, row_bin, row_weight, "amax")
+        self.row_weight.scatter_reduce_(0, row_bin, take(row_weight, rows), "amax")
         self.key_weight = torch.zeros_like(key_norm).scatter_add_(0, key_bin, weight)
         self.reach = abs(head.scale) * row_norm.unsqueeze(1) * key_norm
 

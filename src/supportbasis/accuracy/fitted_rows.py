@@ -39,14 +39,12 @@ class RowCheck:
 
     def _log_weight(self, dtype: torch.dtype) -> Tensor | None:
         """Log-weights of the sampled rows' pairs; None where all are zero."""
-        head, weight = self.head, None
-        if head.key_log_weight is not None:
-            weight = head.key_log_weight.to(dtype).expand_as(self.scores)
-        if head.is_causal:
-            later = torch.arange(head.m, device=head.key.device) > self.rows.unsqueeze(1)
-            weight = torch.zeros_like(self.scores) if weight is None else weight.clone()
-            weight.masked_fill_(later, -math.inf)
-        return weight
+        head = self.head
+        if head.key_log_weight is None and not head.is_causal:
+            return None
+        later = torch.arange(head.m, device=head.key.device) > self.rows.unsqueeze(1)
+        weight = head.log_weights(dtype).expand_as(self.scores)
+        return weight.masked_fill(later, -math.inf) if head.is_causal else weight
 
     def _output(self, weight: Tensor) -> Tensor:
         output = weight @ self.value
@@ -74,16 +72,15 @@ class RowCheck:
         return self.sample.frobenius_limit(squared, size)
 
     def _polynomial(self, plan: PolynomialHead) -> Tensor:
-        poly = plan.polynomial
-        unit = poly.bound - self.top
+        unit = plan.bound - self.top
         unit = unit if self.log_weight is None else unit + self.log_weight
-        return poly(self.scores).mul_(unit.exp())
+        return plan.polynomial(self.scores).mul_(unit.exp())
 
     def _fitted(self, plan: FittedHead) -> Tensor:
         balanced = transformed(self.head, plan.transform)
         query, key = balanced.query[self.rows].to(self.scores), balanced.key.to(self.scores)
         shift = plan.transform.row_shift(self.head, self.rows).unsqueeze(1) - self.top
-        log_weight = balanced.key_log_weight.to(self.scores) + shift
+        log_weight = balanced.log_weights(self.scores.dtype) + shift
         if self.log_weight is not None:
             log_weight = log_weight.masked_fill(self.log_weight == -math.inf, -math.inf)
         return plan.fitted(query, key).mul_(log_weight.exp())
