@@ -162,11 +162,11 @@ class FittedSearch:
         last = self.plan(most) if most else None
         if last is None or self._expected(last) > MEASURED_BELOW * tolerance:
             return None
-        features, found, short = FEWEST, None, 0
-        while found is None and short < most:
+        short, features = 0, FEWEST
+        found = self._measured(self.plan(features), tolerance, check)
+        while found is None and features < most:
+            short, features = features, min(2 * features, most)
             found = self._measured(self.plan(features), tolerance, check)
-            if found is None:
-                short, features = features, min(2 * features, most)
         for _ in range(BISECTIONS if found is not None and short else 0):
             middle = round(math.sqrt(short * features))
             plan = self._measured(self.plan(middle), tolerance, check)

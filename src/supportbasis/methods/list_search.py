@@ -75,7 +75,7 @@ def fastest_lists(head: Head, block: int | None = None) -> float:
 class Curves:
     """Errors of sampled rows, and lengths of lists, at all prices."""
 
-    prices: tuple[float, ...]  # ascending
+    prices: Sequence[float]  # ascending
     sample: RowSample
     squared: Tensor  # float64 [prices, rows]: squared errors
     size: Tensor  # float64 [rows]: squared sizes of exact outputs
@@ -124,16 +124,14 @@ class ListSearch:
     def affordable(self, budget: float) -> ListHead | None:
         """The plan of the lowest price whose cost is within the budget: first on a grid of prices,
         then between two of them."""
-        curves = self._first
-        at = self._cheapest(curves, budget)
+        at = self._cheapest(self._first, budget)
         if at is None:
             return None
         low, high = PRICES[max(0, at - 1)], PRICES[at]
-        between = tuple(low * (high / low) ** (i / STEPS) for i in range(STEPS + 1))
-        curves = self._curves(between, high)
+        curves = self._curves([low * (high / low) ** (i / STEPS) for i in range(STEPS + 1)], high)
         at = self._cheapest(curves, budget)
         if at is None:  # these rows have longer lists than those
-            curves = self._curves(PRICES, curves.prices[-1])
+            curves = self._curves(PRICES, high)
             at = self._cheapest(curves, budget)
         return None if at is None else self._plan(at, curves)
 
@@ -145,16 +143,13 @@ class ListSearch:
 
     def at(self, price: float) -> ListHead:
         """The plan of a given price."""
-        return self._plan(0, self._curves((price,), price))
+        return self._plan(0, self._curves([price], price))
 
     def _cheapest(self, curves: Curves, budget: float) -> int | None:
         """The lowest price within the budget; None: the highest is not."""
-
-        def is_within(at: int) -> bool:
-            return self._plan(at, curves).cost <= budget
-
-        last = len(curves.prices) - 1
-        return bisect_left(range(last), True, key=is_within) if is_within(last) else None
+        count = len(curves.prices)
+        at = bisect_left(range(count), True, key=lambda at: self._plan(at, curves).cost <= budget)
+        return at if at < count else None
 
     def likely(self, tolerance: float) -> ListHead | None:
         """The plan within a tolerance by the first sample alone."""
@@ -178,58 +173,46 @@ class ListSearch:
 
     def _plan(self, at: int, curves: Curves) -> ListHead:
         """The plan at one of the prices."""
-        settings = replace(self.settings, price=curves.prices[at])
-        opened, head = float(curves.opened[at]), self.head
+        settings, opened = replace(self.settings, price=curves.prices[at]), float(curves.opened[at])
         return ListHead(
             measured=curves.error(at)[0],
             lists=replace(settings, strict=self.strict),
             keys=opened * settings.leaf,
-            **list_work(head, settings, opened).settings(head),
+            **list_work(self.head, settings, opened).settings(self.head),
         )
-
-    def _curves(self, prices: tuple[float, ...], drawn_for: float | None) -> Curves:
-        """Curves on rows sampled for a price; None: on a first, smaller sample."""
-        head, count = self.head, FIRST_ROWS
-        measures: tuple[Tensor, ...] = ()
-        if drawn_for is not None:
-            settings = replace(self.settings, price=drawn_for)
-            count, measures = ROWS, (row_risks(head, settings, self.made),)
-        sample = RowSample.draw(head, count, self.seed, measures)
-        return Curves(prices, sample, *_measured(head, self.made, self._own, sample, prices))
-
-    @cached_property
-    def _own(self) -> tuple[Tensor, Tensor] | None:
-        """Output and lse of all rows over their own windows."""
-        return own_windows(self.head, self.settings.window) if self.settings.window else None
 
     @cached_property
     def _first(self) -> Curves:
         """Curves on a first, small sample."""
         return self._curves(PRICES, None)
 
+    @cached_property
+    def _own(self) -> tuple[Tensor, Tensor] | None:
+        """Output and lse of all rows over their own windows."""
+        return own_windows(self.head, self.settings.window) if self.settings.window else None
 
-def _measured(
-    head: Head,
-    made: Tables,
-    own: tuple[Tensor, Tensor] | None,
-    sample: RowSample,
-    at_prices: tuple[float, ...],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Squared errors [prices, rows], squared sizes [rows], and open leaves [prices]."""
-    prices = torch.tensor(at_prices, dtype=torch.float64, device=head.query.device)
-    cell = _cells_of_rows(head.n, made)[sample.rows]
-    squared = prices.new_zeros(len(prices), len(sample.rows))
-    size, opened = squared.new_zeros(len(sample.rows)), squared.new_zeros(len(prices))
-    listed = (cell >= 0) & (made.visible[cell.clamp(min=0)] > 0)
-    if own is not None:
-        size[~listed] = own[0][sample.rows[~listed]].double().square().sum(1)
-    permutation = cell.argsort(stable=True)
-    at_once = max(8, min(256 if head.query.is_cuda else 64, entries(head) // max(1, head.m)))
-    for at in permutation[listed[permutation]].split(at_once):
-        part = _Part.of(head, made, cell[at], sample.rows[at], own)
-        squared[:, at], size[at], count = part.at_prices(prices)
-        opened += count.double() @ sample.weight[at]
-    return squared, size, opened / max(1, head.n)
+    def _curves(self, at_prices: Sequence[float], drawn_for: float | None) -> Curves:
+        """Curves on rows sampled for a price; None: on a first, smaller sample."""
+        head, made, own, count = self.head, self.made, self._own, FIRST_ROWS
+        measures: tuple[Tensor, ...] = ()
+        if drawn_for is not None:
+            settings = replace(self.settings, price=drawn_for)
+            count, measures = ROWS, (row_risks(head, settings, made),)
+        sample = RowSample.draw(head, count, self.seed, measures)
+        prices = torch.tensor(at_prices, dtype=torch.float64, device=head.query.device)
+        cell = _cells_of_rows(head.n, made)[sample.rows]
+        squared = prices.new_zeros(len(prices), len(sample.rows))
+        size, opened = squared.new_zeros(len(sample.rows)), squared.new_zeros(len(prices))
+        listed = (cell >= 0) & (made.visible[cell.clamp(min=0)] > 0)
+        if own is not None:
+            size[~listed] = own[0][sample.rows[~listed]].double().square().sum(1)
+        permutation = cell.argsort(stable=True)
+        at_once = max(8, min(256 if head.query.is_cuda else 64, entries(head) // max(1, head.m)))
+        for at in permutation[listed[permutation]].split(at_once):
+            part = _Part.of(head, made, cell[at], sample.rows[at], own)
+            squared[:, at], size[at], count_open = part.at_prices(prices)
+            opened += count_open.double() @ sample.weight[at]
+        return Curves(at_prices, sample, squared, size, opened / max(1, head.n))
 
 
 def _cells_of_rows(n: int, made: Tables) -> Tensor:

@@ -49,10 +49,8 @@ class Polynomial(Method):
 
     def plan_head(self, head: Head) -> HeadPlan:
         reach = score_reach(head, None, head.live_keys) if self.bound is None else self.bound
-        degree, epsilon = self.degree, math.inf
-        if self.epsilon is not None:
-            degree, epsilon = self._degree(head, reach, self.epsilon), self.epsilon
-        assert degree is not None
+        epsilon = math.inf if self.epsilon is None else self.epsilon
+        degree = self._degree(head, reach, epsilon) if self.degree is None else self.degree
         check_rank(head.dim, degree)
         sample = ScoreSample.draw(head, None, head.live_keys)
         poly = best_polynomial(sample, degree, reach, epsilon, kind=self.polynomial)
