@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import islice, takewhile
 
 import torch
 
@@ -60,11 +59,11 @@ class Auto(Method):
         if limit < least + cheapest:
             return exact_plan(head, "below the length where an approximation pays")
         search = _Search(head, self.tolerance, self.seed)
-        verified = (search.verified(plan) for plan in search.candidates())
-        found: list[HeadPlan] = list(islice((plan for plan in verified if plan), 1))
+        first = next(filter(None, map(search.verified, search.candidates())), None)
+        found: list[HeadPlan] = [first] if first else []
         for find in (search.fitted, search.lists):
             other = find(max([WORTHWHILE, *(plan.speedup for plan in found)]))
-            found += [] if other is None else [other]
+            found += [other] if other else []
         best = max(found, key=lambda plan: plan.speedup, default=None)
         if best is None or best.speedup <= WORTHWHILE:
             return exact_plan(head, f"no plan within {self.tolerance:g} is predicted to be faster")
@@ -80,17 +79,16 @@ class _Search:
         self.limit = exact_seconds(head)
         self.maxima = torch.cat([head.query_maxima, head.key_maxima]).sort().values
         self.estimates: dict[float, Callable[[CertifiedPolynomial], float]] = {}
-        # the highest degree whose features alone are faster than exact attention
-        degrees = range(1, largest_degree(head.dim) + 1)
-        faster = (self.feature_seconds(degree) < self.limit for degree in degrees)
-        self.top_degree = len(list(takewhile(bool, faster)))
+        self.top_degree, highest = 0, largest_degree(head.dim)
+        while self.top_degree < highest and self.feature_seconds(self.top_degree + 1) < self.limit:
+            self.top_degree += 1  # to the last whose features alone are faster than exact attention
 
     def fitted(self, speedup: float) -> HeadPlan | None:
         """A polynomial fitted to the scores within the tolerance, if it is faster than that."""
         search = FittedSearch.of(self.head, self.seed)
-        if isinstance(search, str):
-            return None
-        return search.within(self.tolerance, self.check, speedup)
+        return (
+            None if isinstance(search, str) else search.within(self.tolerance, self.check, speedup)
+        )
 
     def lists(self, speedup: float) -> ListHead | None:
         """Lists of exact and tilted keys within the tolerance, if they are faster than that. Where
@@ -105,8 +103,7 @@ class _Search:
         least = max(speedup, likely.speedup)
         if likely.keys <= FEW_KEYS * head.m and wide > least:
             wider = ListSearch.of(head, WIDE_BLOCK, None, self.seed, tolerance)
-            plan = None if isinstance(wider, str) else wider.within(tolerance, least)
-            if plan is not None:
+            if not isinstance(wider, str) and (plan := wider.within(tolerance, least)):
                 return plan
         return search.within(tolerance, speedup)
 
@@ -148,9 +145,10 @@ class _Search:
         return max(float(self.maxima[position]), torch.finfo(torch.float64).tiny)
 
     def smallest_degree(self, threshold: float) -> PolynomialHead | None:
-        """The plan of least degree whose estimated error is within the margin."""
+        """The plan of least degree whose estimated error, which falls with the degree, is within
+        the margin."""
         low, high, found = 0, self.top_degree, None
-        while low <= high:  # the error falls with the degree
+        while low <= high:
             degree = (low + high) // 2
             plan = self.plan(threshold, degree)
             if plan is not None and self.is_within(plan):
