@@ -121,20 +121,16 @@ def _tables(degree: int) -> tuple[Tensor, Tensor, Tensor]:
 
     shifts[j] maps the coefficients of q to those of q^(j) / j! (h/2)^j; tail[k] is the sum over
     the j left out, sum_{j >= J} C(k, j) (h/2)^j."""
-    grid = torch.arange(CELLS + 1, dtype=torch.float64) * WIDTH - 1.0
-    powers = torch.ones(CELLS + 1, degree + 1, dtype=torch.float64)
-    for k in range(1, degree + 1):
-        powers[:, k] = powers[:, k - 1] * grid
+    grid = 1.0 - grid_exponents()
+    powers = torch.stack([torch.ones_like(grid), *[grid] * degree], 1).cumprod(1)
     kept = min(degree + 1, 3 + degree // 6)
     shifts = torch.zeros(kept, degree + 1, degree + 1, dtype=torch.float64)
     tail = torch.zeros(degree + 1, dtype=torch.float64)
     for k in range(degree + 1):
-        for j in range(k + 1):
-            term = math.comb(k, j) * (WIDTH / 2) ** j
-            if j < kept:
-                shifts[j, k - j, k] = term
-            else:
-                tail[k] += term
+        terms = [math.comb(k, j) * (WIDTH / 2) ** j for j in range(k + 1)]
+        for j, term in enumerate(terms[:kept]):
+            shifts[j, k - j, k] = term
+        tail[k] = sum(terms[kept:])
     return powers, shifts, tail
 
 
