@@ -69,12 +69,12 @@ def _proportional(measure: Tensor, count: float) -> Tensor:
     x = measure.double().nan_to_num(largest, largest, 0.0).clamp(max=largest)
     certain = torch.zeros_like(x, dtype=torch.bool)
     while True:
-        rest = torch.where(certain, 0.0, x)
+        rest = x.masked_fill(certain, 0.0)
         total = float(rest.sum())
         factor = max(0.0, count - int(certain.sum())) / total if total > 0 else 0.0
         over = rest * factor >= 1
         if not bool(over.any()):
-            return torch.where(certain, 1.0, rest * factor)
+            return (rest * factor).masked_fill_(certain, 1.0)
         certain |= over
 
 
@@ -206,12 +206,10 @@ class RowSample:
             return 0.0, 0.0
         if total == 0.0 or not (math.isfinite(error) and math.isfinite(total)):
             return math.inf, math.inf  # squares overflow: no estimate
-        ratio = error / total
+        ratio, further = error / total, self.weight - 1
         residual = squared.double() - ratio * size.double()
-        further = self.weight - 1
         standard = math.sqrt(self.total(further * residual.square())) / total
-        drawn = further > 1e-9
-        worst = float(squared[drawn].max()) if bool(drawn.any()) else 0.0
+        worst = float(squared[further > 1e-9].max()) if bool((further > 1e-9).any()) else 0.0
         missed = float(further.max()) * worst / total
         limit = ratio * math.exp(min(QUANTILE * standard / ratio, 700.0)) + missed
         return math.sqrt(ratio), math.sqrt(limit)

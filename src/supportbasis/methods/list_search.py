@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..accuracy.sampling import RowSample
 from ..lists.list_sum import Coarse, entries, head_tables, own_windows, row_risks, rows_of
@@ -240,16 +241,16 @@ class _Part(NamedTuple):
     ) -> _Part:
         cells, owner = cell.unique(return_inverse=True)
         leaves = int(made.visible[cells].max())
+        key, value = made.key[0, :leaves], made.value[0, :leaves]
         tilts = Tilts(*(x[0] for x in tilt(made, cells, leaves, head.scale)))
-        members = rows_of(head, made.members[0, cells])
-        weight = Coarse.of(members, tilts, head.scale).weight
+        members = made.members[0, cells]
+        weight = Coarse.of(rows_of(head, members), tilts, head.scale).weight
         inner = score_variances(made, cells, head.scale)[0, :, :leaves]
-        matters = importance(weight, made.members[0, cells], inner)[owner].T
-        query = rows_of(head, rows.unsqueeze(1))  # [rows, 1, d]
+        matters = importance(weight, members, inner)[owner].T
+        query = rows_of(head, rows)  # [rows, d]
         tilts = Tilts(*(x[owner] for x in tilts))
-        coarse = tilts.log_weight + head.scale * (query @ tilts.key.mT).squeeze(1)
-        score = head.scale * (query.squeeze(1) @ made.key[0, :leaves].flatten(0, 1).to(query).T)
-        score = score.view(len(rows), leaves, -1)
+        coarse = (tilts.key @ query.unsqueeze(2)).squeeze(2) * head.scale + tilts.log_weight
+        score = (head.scale * (query @ key.flatten(0, 1).to(query).T)).unflatten(1, key.shape[:2])
         if made.weight is not None:
             score = score + made.weight[0, :leaves].to(query)
         score = score.masked_fill((coarse == -math.inf).unsqueeze(2), -math.inf)
@@ -257,13 +258,12 @@ class _Part(NamedTuple):
         top = top if own is None else torch.maximum(top, own[1][rows])
         top = torch.where(top > -math.inf, top, 0.0)
         exact = (score - top.view(-1, 1, 1)).exp_().transpose(0, 1)  # [leaves, rows, L]
-        sums = torch.cat([exact @ made.value[0, :leaves].to(query), exact.sum(2, True)], 2)
-        ones = tilts.value.new_ones(*tilts.value.shape[:2], 1)
-        tilted = (coarse - top.unsqueeze(1)).exp_().unsqueeze(2) * torch.cat([tilts.value, ones], 2)
+        sums = torch.cat([exact @ value.to(query), exact.sum(2, True)], 2)
+        tilted = pad(tilts.value, (0, 1), value=1.0) * (coarse - top.unsqueeze(1)).exp_()[..., None]
         start = tilted.double().sum(1)
         if own is not None:
             share = (own[1][rows] - top).exp_().double().unsqueeze(1)
-            start += torch.cat([own[0][rows].double() * share, share], 1)
+            start += pad(own[0][rows].double(), (0, 1), value=1.0) * share
         return _Part(start, sums - tilted.transpose(0, 1), matters)
 
     def at_prices(self, prices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
