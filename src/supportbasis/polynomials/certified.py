@@ -48,9 +48,8 @@ def derivative(coefficients: Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class CertifiedPolynomial:
-    """A polynomial p with proven bounds on p(z) e^{-z} over [-bound, bound].
-
-        p(z) = exp(bound) * sum_k coefficients[k] * (z / bound)^k
+    """p(z) = exp(bound) * sum_k coefficients[k] * (z / bound)^k, with proven bounds on p(z) e^{-z}
+    over [-bound, bound].
 
     `bound == 0` means the single point z = 0: then t := 0 and only coefficients[0] matters.
 
@@ -92,11 +91,11 @@ class CertifiedPolynomial:
         return z / self.bound
 
     def on(self, bound: float) -> "CertifiedPolynomial":
-        """The same function p, certified on [-bound, bound] instead.
+        """The same function p, certified on [-bound, bound] instead: c_k -> c_k (b/B)^k e^{B-b}.
 
-        The coefficients are re-expressed, c_k -> c_k (b/B)^k e^{B-b}. The certificate allows for
-        the rounding of that step, so it holds for p as it stood before and as it stands after.
-        Where float64 cannot hold them, error is inf. From `bound == 0` p is continued as c_0.
+        The certificate allows for the rounding of that step, so it holds for p as it stood before
+        and as it stands after. Where float64 cannot hold the coefficients, error is inf. From
+        `bound == 0` p is continued as c_0.
 
         >>> p = taylor(2, 1.0)
         >>> p.on(2.0).error > p.error > p.on(0.5).error

@@ -5,7 +5,7 @@ done in decimal arithmetic with enough digits.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, localcontext
 from itertools import pairwise
 
@@ -30,10 +30,7 @@ def _chebyshev(degree: int, bound: float) -> tuple[float, ...]:
         return _monomials(t, _divided_differences(t, y))
 
 
-COEFFICIENTS: dict[str, Callable[[int, float], tuple[float, ...]]] = {
-    "taylor": _taylor,
-    "chebyshev": _chebyshev,
-}
+COEFFICIENTS = {"taylor": _taylor, "chebyshev": _chebyshev}
 
 
 def remez(degree: int, bound: float) -> tuple[float, ...] | None:
@@ -116,8 +113,7 @@ def _samples(nodes: Sequence[float], bound: float) -> tuple[list[Decimal], list[
 def _divided_differences(t: Sequence[Decimal], y: Sequence[Decimal]) -> list[Decimal]:
     d = list(y)
     for j in range(1, len(d)):
-        for i in range(len(d) - 1, j - 1, -1):
-            d[i] = (d[i] - d[i - 1]) / (t[i] - t[i - j])
+        d[j:] = [(d[i] - d[i - 1]) / (t[i] - t[i - j]) for i in range(j, len(d))]
     return d
 
 

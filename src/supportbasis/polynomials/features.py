@@ -243,8 +243,7 @@ def _pair_layout(dim: int) -> _Layout:
     if dim % 2 == 0:
         opposite = slice(spare, spare + half), slice(spare + half, spare + dim)
         steps.append(_Step(*opposite, slice(end, end + half)))
-    pairs = dim * (dim + 1) // 2
-    degrees = torch.tensor([0] + [1] * dim + [2] * pairs)
+    degrees = torch.tensor([0] + [1] * dim + [2] * (dim * (dim + 1) // 2))
     multiplicity = torch.where(degrees == 2, 2.0, 1.0).double()
     multiplicity[1 + rotations * dim : 1 + rotations * dim + dim] = 1.0
     return _Layout(dim, spare, steps, multiplicity, degrees)
