@@ -12,7 +12,7 @@ import torch
 from ..accuracy.density import NormBins, density_scale
 from ..accuracy.fitted_rows import RowCheck
 from ..accuracy.scores import ScoreSample
-from ..plans import ExactHead, HeadPlan, ListHead, PolynomialHead, ThresholdHead
+from ..plans import HeadPlan, ListHead, PolynomialHead, ThresholdHead
 from ..plans.cost import exact_seconds, polynomial_work
 from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.features import largest_degree
@@ -115,10 +115,10 @@ class _Search:
     def feature_seconds(self, degree: int) -> float:
         return polynomial_work(self.head, self.head.n, self.head.m, degree).seconds(self.head)
 
-    def candidates(self) -> Iterator[PolynomialHead]:
+    def candidates(self) -> Iterator[ThresholdHead]:
         """Plans whose estimated error is within the margin, fastest first; each is followed by
         the same threshold one degree higher, in case the estimate was too low."""
-        plans: list[PolynomialHead] = []
+        plans: list[ThresholdHead] = []
         best = self.plan(self.threshold(SHARES[-1]), self.top_degree)
         if best is not None and not self.is_within(best):
             return  # nor is any plan of a lower degree or of a higher threshold
@@ -132,19 +132,16 @@ class _Search:
                 fastest = min(fastest, self.limit / plan.speedup)
         for plan in sorted(plans, key=lambda p: -p.speedup):
             yield plan
-            higher = self.plan(self._threshold(plan), plan.degree + 1)
+            higher = self.plan(plan.threshold, plan.degree + 1)
             if higher is not None and higher.speedup > 1:
                 yield higher
-
-    def _threshold(self, plan: PolynomialHead) -> float:
-        return plan.threshold if isinstance(plan, ThresholdHead) else self.threshold(0.0)
 
     def threshold(self, share: float) -> float:
         """T that makes about this share of the tokens large."""
         position = math.ceil((1 - share) * (len(self.maxima) - 1))
         return max(float(self.maxima[position]), torch.finfo(torch.float64).tiny)
 
-    def smallest_degree(self, threshold: float) -> PolynomialHead | None:
+    def smallest_degree(self, threshold: float) -> ThresholdHead | None:
         """The plan of least degree whose estimated error, which falls with the degree, is within
         the margin."""
         low, high, found = 0, self.top_degree, None
@@ -157,26 +154,18 @@ class _Search:
                 low = degree + 1
         return found
 
-    def plan(self, threshold: float, degree: int) -> PolynomialHead | None:
-        """The plan at a threshold and degree; a plain polynomial where nothing is large."""
-        if degree > self.top_degree:
-            return None
-        plan = threshold_plan(self.head, threshold, degree)
-        if isinstance(plan, ExactHead):
-            return None
-        if plan.large != (0, 0):
-            return plan
-        return PolynomialHead(
-            n=plan.n, m=plan.m, cost=plan.cost, speedup=plan.speedup, polynomial=plan.polynomial
-        )
+    def plan(self, threshold: float, degree: int) -> ThresholdHead | None:
+        """The plan at a threshold and degree, if there is one."""
+        plan = threshold_plan(self.head, threshold, degree) if degree <= self.top_degree else None
+        return plan if isinstance(plan, ThresholdHead) else None
 
-    def is_within(self, plan: PolynomialHead) -> bool:
+    def is_within(self, plan: ThresholdHead) -> bool:
         return self.estimate(plan) <= MARGIN * self.tolerance
 
-    def estimate(self, plan: PolynomialHead) -> float:
+    def estimate(self, plan: ThresholdHead) -> float:
         """Expected error from scores that are sampled once for each threshold; for a density, an
         upper bound."""
-        threshold, head = self._threshold(plan), self.head
+        threshold, head = plan.threshold, self.head
         if threshold not in self.estimates:
             self.estimates[threshold] = (
                 partial(NormBins(head, plan).error, log_peak=density_scale(head, self.seed))
@@ -185,11 +174,18 @@ class _Search:
             )
         return self.estimates[threshold](plan.polynomial)
 
-    def verified(self, plan: PolynomialHead) -> PolynomialHead | None:
+    def verified(self, plan: ThresholdHead) -> PolynomialHead | None:
         """The plan with its error on sampled rows against all keys, if that is within tolerance at
-        its upper limit."""
+        its upper limit; a plain polynomial where nothing is large."""
         if self.head.is_density:
             measured = limit = self.estimate(plan)
         else:
             measured, limit = self.check.error(plan)
-        return replace(plan, measured=measured) if limit <= self.tolerance else None
+        if not limit <= self.tolerance:
+            return None
+        if plan.large != (0, 0):
+            return replace(plan, measured=measured)
+        n, m, cost, speedup, poly = plan.n, plan.m, plan.cost, plan.speedup, plan.polynomial
+        return PolynomialHead(
+            n=n, m=m, cost=cost, speedup=speedup, polynomial=poly, measured=measured
+        )

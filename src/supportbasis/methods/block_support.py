@@ -45,9 +45,9 @@ class BlockSupport(Method):
         if self.budget is not None and self.tolerance is not None:
             raise InputError("budget and tolerance are both given; expected one of them")
         if self.tolerance is None:
-            self._set(budget=BUDGET if self.budget is None else self.budget)
-        name = "budget" if self.tolerance is None else "tolerance"
-        self._set(**{name: check_number(name, getattr(self, name))})
+            self._set(budget=check_number("budget", BUDGET if self.budget is None else self.budget))
+        else:
+            self._set(tolerance=check_number("tolerance", self.tolerance))
         size = self.block_size
         whole = type(size) is int and 2 <= size <= LARGEST_BLOCK and size & (size - 1) == 0
         if size is not None and not whole:
@@ -77,9 +77,8 @@ class BlockSupport(Method):
         if isinstance(search, str):
             return exact_plan(head, search)
         if self.tolerance is not None:
-            plan = search.within(self.tolerance)
             reason = f"no lists within {self.tolerance:g} are cheaper than exact attention"
-            return exact_plan(head, reason) if plan is None else plan
+            return search.within(self.tolerance) or exact_plan(head, reason)
         budget = BUDGET if self.budget is None else self.budget
         plan = search.affordable(budget)
         while plan is None and self.block_size is None and 2 * search.settings.block <= WIDE_BLOCK:

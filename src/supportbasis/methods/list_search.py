@@ -143,7 +143,6 @@ class ListSearch:
         return [self._plan(at, self._first) for at in sorted(found, reverse=True)]
 
     def at(self, price: float) -> ListHead:
-        """The plan of a given price."""
         return self._plan(0, self._curves([price], price))
 
     def _cheapest(self, curves: Curves, budget: float) -> int | None:
@@ -173,7 +172,6 @@ class ListSearch:
         return None
 
     def _plan(self, at: int, curves: Curves) -> ListHead:
-        """The plan at one of the prices."""
         settings, opened = replace(self.settings, price=curves.prices[at]), float(curves.opened[at])
         return ListHead(
             measured=curves.error(at)[0],

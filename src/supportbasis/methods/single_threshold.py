@@ -153,8 +153,7 @@ def threshold_plan(
 ) -> ExactHead | ThresholdHead:
     """Split at a threshold and pick the polynomial for what is small, certified to epsilon; without
     a degree, of the smallest one that can be."""
-    tokens = large_tokens(head, threshold)
-    rows, keys = sides(head, *tokens)
+    rows, keys = sides(head, *large_tokens(head, threshold))
     if is_empty(rows.small) or is_empty(keys.small):
         return exact_plan(head, f"at T={threshold:.4g} every row or every key is large")
     reach = min(entry_reach(head, threshold), score_reach(head, rows.small, keys.small))
@@ -169,13 +168,12 @@ def threshold_plan(
         )
     sample = ScoreSample.draw(head, rows.small, keys.small)
     poly = best_polynomial(sample, degree, reach, epsilon, kind=kind)
-    large_rows, small_rows = rows.count(head.n)
-    large_keys, small_keys = keys.count(head.m)
+    (large_rows, small_rows), (large_keys, small_keys) = rows.count(head.n), keys.count(head.m)
     exact = (large_rows * head.m + small_rows * large_keys) * pair_share(head)
     read = (head.n + head.m + ScoreSample.MULTIPLY_ADDS) * head.dim
-    work = Work(exact_pairs=int(exact), scanned=read)
-    work = polynomial_work(head, small_rows, small_keys, degree) + work
-    large = (len(tokens[0]), len(tokens[1]))
+    work = polynomial_work(head, small_rows, small_keys, degree)
+    work += Work(exact_pairs=int(exact), scanned=read)
+    large = (large_rows, large_keys)
     return ThresholdHead(polynomial=poly, threshold=threshold, large=large, **work.settings(head))
 
 

@@ -42,9 +42,8 @@ class Transform:
 
     def fits(self, dtype: torch.dtype) -> bool:
         """Whether its entries, and products of two, do not overflow in this dtype."""
-        parts = (self.query_centre, self.key_centre, self.query_map, self.key_map)
         largest = math.sqrt(torch.finfo(dtype).max)
-        return all(bool((x.abs() < largest).all()) for x in (*parts, self.eigenvalues))
+        return all(bool((part.abs() < largest).all()) for part in vars(self).values())
 
     def apply(self, head: Head) -> Head:
         """The transformed head: queries x, keys y, scale 1, and the third term as log-weights."""
