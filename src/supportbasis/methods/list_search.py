@@ -190,6 +190,16 @@ class ListSearch:
         """Output and lse of all rows over their own windows."""
         return own_windows(self.head, self.settings.window) if self.settings.window else None
 
+    @cached_property
+    def _cells(self) -> Tensor:
+        """The cell of each row [n], -1 for none."""
+        tiles, first = self.made.tiles[0], self.made.first_tile[0].contiguous()
+        owner = torch.arange(len(tiles), device=tiles.device)
+        owner = torch.searchsorted(first, owner, right=True).unsqueeze(1) - 1
+        cell = torch.full((self.head.n + 1,), -1, device=tiles.device)
+        cell[tiles.masked_fill(tiles < 0, self.head.n)] = owner.expand_as(tiles)
+        return cell[:-1]
+
     def _curves(self, at_prices: Sequence[float], drawn_for: float | None) -> Curves:
         """Curves on rows sampled for a price; None: on a first, smaller sample."""
         head, made, own, count = self.head, self.made, self._own, FIRST_ROWS
@@ -199,7 +209,7 @@ class ListSearch:
             count, measures = ROWS, (row_risks(head, settings, made),)
         sample = RowSample.draw(head, count, self.seed, measures)
         prices = torch.tensor(at_prices, dtype=torch.float64, device=head.query.device)
-        cell = _cells_of_rows(head.n, made)[sample.rows]
+        cell = self._cells[sample.rows]
         squared = prices.new_zeros(len(prices), len(sample.rows))
         size, opened = squared.new_zeros(len(sample.rows)), squared.new_zeros(len(prices))
         listed = (cell >= 0) & (made.visible[cell.clamp(min=0)] > 0)
@@ -208,35 +218,13 @@ class ListSearch:
         permutation = cell.argsort(stable=True)
         at_once = max(8, min(256 if head.query.is_cuda else 64, entries(head) // max(1, head.m)))
         for at in permutation[listed[permutation]].split(at_once):
-            part = _Part.of(head, made, cell[at], sample.rows[at], own)
+            part = self._part(cell[at], sample.rows[at])
             squared[:, at], size[at], count_open = part.at_prices(prices)
             opened += count_open.double() @ sample.weight[at]
         return Curves(at_prices, sample, squared, size, opened / max(1, head.n))
 
-
-def _cells_of_rows(n: int, made: Tables) -> Tensor:
-    """The cell of each row [n], -1 for none."""
-    count, tiles = made.tile_count[0], made.tiles[0]
-    cell = torch.full((n + 1,), -1, device=tiles.device)
-    member = torch.arange(len(count), device=tiles.device).repeat_interleave(count)
-    tile = torch.arange(len(member), device=tiles.device)
-    tile = tile - (count.cumsum(0) - count)[member] + made.first_tile[0][member]
-    rows = tiles[tile]
-    cell[rows.masked_fill(rows < 0, n)] = member.unsqueeze(1).expand_as(rows)
-    return cell[:-1]
-
-
-class _Part(NamedTuple):
-    """Sums of some rows over the keys of each leaf: numerator and denominator, last."""
-
-    start: Tensor  # float64 [rows, dv + 1]: own window, and all leaves as tilted keys
-    gain: Tensor  # [leaves, rows, dv + 1]: change of the sums when the leaf opens
-    matters: Tensor  # [leaves, rows]: importance of a leaf to the cell of a row
-
-    @staticmethod
-    def of(
-        head: Head, made: Tables, cell: Tensor, rows: Tensor, own: tuple[Tensor, Tensor] | None
-    ) -> _Part:
+    def _part(self, cell: Tensor, rows: Tensor) -> _Part:
+        head, made, own = self.head, self.made, self._own
         cells, owner = cell.unique(return_inverse=True)
         leaves = int(made.visible[cells].max())
         key, value = made.key[0, :leaves], made.value[0, :leaves]
@@ -263,6 +251,14 @@ class _Part(NamedTuple):
             share = (own[1][rows] - top).exp_().double().unsqueeze(1)
             start += pad(own[0][rows].double(), (0, 1), value=1.0) * share
         return _Part(start, sums - tilted.transpose(0, 1), matters)
+
+
+class _Part(NamedTuple):
+    """Sums of some rows over the keys of each leaf: numerator and denominator, last."""
+
+    start: Tensor  # float64 [rows, dv + 1]: own window, and all leaves as tilted keys
+    gain: Tensor  # [leaves, rows, dv + 1]: change of the sums when the leaf opens
+    matters: Tensor  # [leaves, rows]: importance of a leaf to the cell of a row
 
     def at_prices(self, prices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Squared errors [prices, rows], squared sizes [rows], open leaves [prices, rows]."""
