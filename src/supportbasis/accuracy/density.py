@@ -69,6 +69,5 @@ def _error_within(poly: CertifiedPolynomial, reach: Tensor) -> Tensor:
 def _bins(norms: Tensor) -> tuple[Tensor, Tensor]:
     """Bin of each token by norm, and the upper edge of each bin."""
     top = max(1e-300, float(norms.max()) if len(norms) else 0.0)
-    bin_of = (norms * (BINS / top)).long().clamp(max=BINS - 1)
     edges = (torch.arange(BINS, device=norms.device, dtype=torch.float64) + 1) * (top / BINS)
-    return bin_of, edges
+    return (norms * (BINS / top)).long().clamp(max=BINS - 1), edges

@@ -27,24 +27,19 @@ class RowCheck:
         wanted = min(ROWS, max(FEWEST, head.n // SHARE))
         count = max(16, min(wanted, ENTRIES // max(1, head.m)))
         self.sample = RowSample.draw(head, count, seed)
-        self.rows = self.sample.rows
+        self.rows, self.value = self.sample.rows, head.value.to(dtype)
         self.scores = (head.query[self.rows].to(dtype) * head.scale) @ head.key.to(dtype).T
-        self.log_weight = self._log_weight(dtype)
-        self.value = head.value.to(dtype)
+        self.log_weight: Tensor | None = None  # of the rows' pairs; None: all are zero
+        if head.key_log_weight is not None or head.is_causal:
+            self.log_weight = head.log_weights(dtype).expand_as(self.scores)
+        if head.is_causal and self.log_weight is not None:
+            later = torch.arange(head.m, device=head.key.device) > self.rows.unsqueeze(1)
+            self.log_weight = self.log_weight.masked_fill(later, -math.inf)
         total = self.scores if self.log_weight is None else self.scores + self.log_weight
         self.top = total.amax(1, keepdim=True)
         self.top.masked_fill_(self.top == -math.inf, 0.0)
         self.weight = (total - self.top).exp_()
         self.exact = self._output(self.weight)
-
-    def _log_weight(self, dtype: torch.dtype) -> Tensor | None:
-        """Log-weights of the sampled rows' pairs; None where all are zero."""
-        head = self.head
-        if head.key_log_weight is None and not head.is_causal:
-            return None
-        later = torch.arange(head.m, device=head.key.device) > self.rows.unsqueeze(1)
-        weight = head.log_weights(dtype).expand_as(self.scores)
-        return weight.masked_fill(later, -math.inf) if head.is_causal else weight
 
     def _output(self, weight: Tensor) -> Tensor:
         output = weight @ self.value

@@ -80,7 +80,7 @@ def _proportional(measure: Tensor, count: float) -> Tensor:
 
 def spread_out(tokens: Tensor) -> Tensor:
     """(x - mean)^T Cov^-1 (x - mean) of each token [n, d], in float64."""
-    x = tokens.double() if tokens.dtype == torch.float64 else tokens.float()
+    x = tokens if tokens.dtype == torch.float64 else tokens.float()
     top = float(x.abs().max()) if x.numel() else 1.0
     if not 1e-12 < top < 1e12:  # so that squares neither overflow nor vanish
         x = x.double() / max(top, 1e-300)

@@ -151,11 +151,9 @@ class _Bucket(NamedTuple):
 
 
 def _buckets(edges: Sequence[float], sets: Sequence[Tensor | None], norms: Tensor) -> list[_Bucket]:
-    result = []
-    for edge, members in zip(edges, sets, strict=True):
-        own = take(norms, members)
-        result.append(_Bucket(members, len(own), edge, float(own.max()) if len(own) else 0.0))
-    return result
+    own = [take(norms, members) for members in sets]
+    longest = [float(each.max()) if len(each) else 0.0 for each in own]
+    return [_Bucket(*bucket) for bucket in zip(sets, map(len, own), edges, longest, strict=True)]
 
 
 def _reach_and_power(head: Head, rows: _Bucket, keys: _Bucket) -> tuple[float, int]:

@@ -12,6 +12,7 @@ of its own (`_pair_layout`), which one operation fills. Constants are left out.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -43,10 +44,8 @@ def check_rank(dim: int, degree: int) -> int:
 
 def largest_degree(dim: int) -> int:
     """Largest degree that can be certified and whose rank is within the limit."""
-    degree = 0
-    while degree < LARGEST_DEGREE and true_rank(dim, degree + 1) <= RANK_LIMIT:
-        degree += 1
-    return degree
+    degrees = range(1, LARGEST_DEGREE + 1)
+    return bisect_left(degrees, True, key=lambda degree: true_rank(dim, degree) > RANK_LIMIT)
 
 
 def block_rows(rank: int, dtype: torch.dtype) -> int:

@@ -95,24 +95,19 @@ def _log_product(exponents: Tensor, factor: Tensor, direction: float) -> Tensor:
     """log(e^exponents * factor), moved up (+1) or down (-1) by its rounding; -inf if factor <= 0.
 
     NaN, which only arises from overflow, becomes inf in the unsafe direction."""
-    log = torch.log(factor.clamp(min=0.0))
+    log = factor.clamp(min=0.0).log()
     rounding = 4 * UNIT * (1 + exponents + log.clamp(min=-800.0).abs())
-    return torch.nan_to_num(
-        exponents + log + direction * rounding,
-        nan=direction * math.inf,
-        posinf=math.inf,
-        neginf=-math.inf,
-    )
+    total = exponents + log + direction * rounding
+    return total.nan_to_num(direction * math.inf, math.inf, -math.inf)
 
 
 def _certify_point(c: float, slack: float) -> tuple[float, tuple[float, float]]:
     """The certificate of r = c at the single point z = 0."""
     low, high = c - abs(c) * slack, c + abs(c) * slack
-    error = max(abs(low - 1.0), abs(high - 1.0))
-    lower = math.log(low) if low > 0 else -math.inf
-    upper = math.log(high) if high > 0 else -math.inf
+    error = max(abs(low - 1.0), abs(high - 1.0)) * (1 + 4 * UNIT)
+    lower, upper = (math.log(x) if x > 0 else -math.inf for x in (low, high))
     margin = 4 * UNIT * max(abs(x) if math.isfinite(x) else 0.0 for x in (lower, upper))
-    return error * (1 + 4 * UNIT), (lower - margin, upper + margin)
+    return error, (lower - margin, upper + margin)
 
 
 @lru_cache(maxsize=64)
