@@ -23,11 +23,12 @@ from .sampling import RowSample
 
 BINS = 64
 GRID = 4096
+PEAK_ROWS = 64  # on which the largest sum is estimated
 
 
-def density_scale(head: Head, seed: int, rows: int = 64) -> float:
+def density_scale(head: Head, seed: int) -> float:
     """Log of the largest sum among sampled rows: a lower estimate of the largest of all."""
-    picked = RowSample.draw(head, rows, seed).rows
+    picked = RowSample.draw(head, PEAK_ROWS, seed).rows
     total = evaluate([ExactSum(head.live_keys)], head, picked)
     factor = 0.0 if head.query_log_weight is None else head.query_log_weight[picked]
     return float((total.num.abs().amax(1).log() + total.log_scale + factor).max())

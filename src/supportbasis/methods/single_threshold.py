@@ -105,8 +105,7 @@ class SingleThreshold(Method):
     @property
     def _epsilon(self) -> float:
         """Certified error that is asked of the polynomial."""
-        otherwise = EPSILON if self.threshold is None else math.inf
-        return otherwise if self.epsilon is None else self.epsilon
+        return self.epsilon or (EPSILON if self.threshold is None else math.inf)
 
     def _at(self, head: Head, threshold: float, degree: int | None) -> ExactHead | ThresholdHead:
         return threshold_plan(head, threshold, degree, self._epsilon, self.polynomial)
