@@ -100,6 +100,18 @@ def test_outliers_that_take_all_weight_need_no_accurate_rest(sigma):
     assert relative(sb.attention(q, k, v, plan=plan)[:, :, rows], exact) <= 1e-2
 
 
+def test_padded_keys_are_no_outliers():
+    """However many and however long: outliers among the others are found beside them."""
+    q, k, v = qkv(1, 1, n=8192, d=16, scale=0.3, dtype=torch.float32)
+    for x in (q, k):
+        x[:, :, ::200] *= 50
+    k[:, :, -1000:] *= 1e4
+    mask = torch.arange(8192) < 7192
+    plan = sb.plan(q, k, v, mask, method=sb.Auto(1e-2))
+    assert plan.heads[0].kind == "single-threshold"
+    assert 41 <= plan.heads[0].large[0] < 400 and 36 <= plan.heads[0].large[1] < 400
+
+
 def test_the_small_share_of_weights_is_that_of_the_sampled_rows():
     q, k, v = qkv(1, 1, n=300, d=4, scale=0.8)
     head = attention_problem(q, k, v, None, 0.0, False, None, False).head(0, 0)

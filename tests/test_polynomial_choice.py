@@ -191,7 +191,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(certified, "remez", remez)
     certified._build.cache_clear()
-    certified._largest_bound.cache_clear()
     return degrees
 
 
@@ -221,3 +220,16 @@ def test_planning_with_epsilon_fits_few_polynomials(monkeypatch: pytest.MonkeyPa
     built = counted(monkeypatch)
     plan = sb.plan(q, k, v, method=sb.SingleThreshold(epsilon=0.01))
     assert plan.cost < 1 and len(built) <= 12 * (max(built) + 1) and max(built) <= 20
+
+
+def test_padded_keys_do_not_raise_the_threshold() -> None:
+    """A padded call plans as if they were absent, however large their entries are."""
+    q, k, v = head(spread=0.3)
+    long = [torch.cat([x, 50 * x[..., :5, :]], 2) for x in (k, v)]
+    mask = torch.arange(305) < 300
+    found, plain = (
+        only(sb.plan(q, *tensors, attn_mask=shown, method=sb.SingleThreshold()))
+        for tensors, shown in ((long, mask), ((k, v), None))
+    )
+    assert isinstance(found, ThresholdHead) and isinstance(plain, ThresholdHead)
+    assert found.threshold == plain.threshold and found.bound == plain.bound

@@ -92,35 +92,29 @@ def _of_buckets(head: Head, plan: BucketHead) -> Distortion:
         ]
         if ranges:
             low, high = min(r[0] for r in ranges), max(r[1] for r in ranges)
-            spread = max(spread, high - low)
-            error = max(error, expm1(high), -expm1(low))
+            spread, error = max(spread, high - low), max(error, expm1(high), -expm1(low))
     return Distortion(spread, error, True)
 
 
 def _log_ratio(
     head: Head, plan: BucketHead, pair: BucketPair, rows: Tensor | None, keys: Tensor | None
 ) -> tuple[float, float]:
-    """Range of log(given / exact) in one pair of buckets."""
+    """Range of log(given / exact) in one pair of buckets. The error of a sketch is relative to the
+    lengths |u| |w| of what is sketched, while the weight <u, w> may be as small as exp(-reach)."""
     if pair.kernel is None:
         return 0.0, 0.0
     kernel = pair.kernel.on(score_reach(head, rows, keys))
     low, high = kernel.log_ratio
-    if kernel.sketch_size is None or kernel.polynomial is None or low == -math.inf:
+    poly, power = kernel.polynomial, kernel.power // 2
+    if kernel.sketch_size is None or poly is None or low == -math.inf:
         return low, high
     failure = SKETCH_FAILURE / len(plan.pairs) / max(1, head.n * head.m)
-    power = kernel.power // 2
-    error = sketch_error(power, kernel.sketch_size, failure) * _condition(kernel.polynomial, power)
+    lengths = math.log(sum(abs(c) for c in poly.coefficients))  # in units of exp(bound)
+    condition = exp(power * (lengths - poly.log_ratio[0] + 2 * poly.bound))
+    error = sketch_error(power, kernel.sketch_size, failure) * condition
     if not error < 1:
         return -math.inf, math.inf
     return low + 2 * math.log1p(-error), high + 2 * math.log1p(error)
-
-
-def _condition(poly: CertifiedPolynomial, power: int) -> float:
-    """Largest (|u| |w| / <u, w>)^power of the features that are sketched: errors are relative to
-    their lengths, while the weight <u, w> may be as small as exp(-reach)."""
-    lengths = math.log(sum(abs(c) for c in poly.coefficients))  # in units of exp(bound)
-    least = poly.log_ratio[0] - 2 * poly.bound
-    return exp(power * (lengths - least))
 
 
 def sketch_error(power: int, size: int, failure: float) -> float:

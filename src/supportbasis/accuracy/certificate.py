@@ -18,7 +18,7 @@ from .bounds import distortion
 from .density import NormBins
 from .sampling import RowSample, Sketch, exact_rows
 
-SAMPLED_ROWS = 256
+SAMPLED_ROWS, SEED = 256, 0
 CONFIDENCE = 0.95
 FURTHEST = 14.0  # of logarithms of sums that are compared
 VACUOUS = 1.0  # zeros are never further off
@@ -65,37 +65,33 @@ class Certificate:
         if not self.rows:
             return "Certificate: nothing was measured"
         bound, measured, limit = (float(x.max()) for x in (self.bound, self.measured, self.limit))
+        vacuous = " (vacuous)" if bound >= VACUOUS else ""
         text = (
-            f"Certificate: bound {bound:.3g}{' (vacuous)' * (bound >= VACUOUS)}, measured "
-            f"{measured:.3g} (below {limit:.3g} with confidence {self.confidence:g}, "
-            f"{self.rows} rows)"
+            f"Certificate: bound {bound:.3g}{vacuous}, measured {measured:.3g} (below {limit:.3g} "
+            f"with confidence {self.confidence:g}, {self.rows} rows)"
         )
         invalid, fallback = int(self.invalid_rows.sum()), int(self.fallback_rows.sum())
-        if invalid:
-            text += f", {invalid} rows without a usable denominator"
+        text += f", {invalid} rows without a usable denominator" if invalid else ""
         return text + (f" ({fallback} of them computed exactly)" if fallback else "")
 
     __repr__ = __str__
 
 
-def certify(problem: Problem, plan: Plan, outcome: Outcome, *, seed: int = 0) -> Certificate:
+def certify(problem: Problem, plan: Plan, outcome: Outcome) -> Certificate:
     """Bound and measure the error of an outcome against the exact result."""
-    shape, used = (problem.batch, problem.heads), min(problem.n, SAMPLED_ROWS)
-    bound, measured, limit = torch.zeros(3, *shape, dtype=torch.float64)
-    if problem.dropout_p > 0:  # a random output has no exact one to be compared with
-        used = 0
-        for x, value in ((bound, math.inf), (measured, math.nan), (limit, math.inf)):
-            x.fill_(value)
-    else:
-        for b, h, head in problem.each_head():
-            at, its = (b, h), plan.heads[h]
-            bound[at] = error_bound(head, its, outcome, at)
-            if head.n:
-                sample = _sample(head, its, outcome, at, seed)
-                measured[at], limit[at] = sampled_error(head, its, outcome, at, sample)
-    confidence = 1.0 if used == problem.n else CONFIDENCE
+    is_random = problem.dropout_p > 0  # a random output has no exact one to be compared with
+    start = (math.inf, math.nan, math.inf) if is_random else (0.0, 0.0, 0.0)
+    shape = (problem.batch, problem.heads)
+    bound, measured, limit = (torch.full(shape, x, dtype=torch.float64) for x in start)
+    for b, h, head in () if is_random else problem.each_head():
+        at, its = (b, h), plan.heads[h]
+        bound[at] = error_bound(head, its, outcome, at)
+        if head.n:
+            measured[at], limit[at] = sampled_error(head, its, outcome, at)
+    rows = 0 if is_random else min(problem.n, SAMPLED_ROWS)
+    confidence = 1.0 if rows == problem.n else CONFIDENCE
     counts = (outcome.invalid_rows.long().cpu(), outcome.fallback_rows.long().cpu())
-    return Certificate(bound, measured, limit, used, confidence, *counts)
+    return Certificate(bound, measured, limit, rows, confidence, *counts)
 
 
 def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]) -> float:
@@ -125,26 +121,24 @@ def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int
     return min(trivial, max(total, 1.0) if invalid else total)
 
 
-def _sample(
-    head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int], seed: int
-) -> RowSample:
+def _sample(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]) -> RowSample:
     """Error estimates of all rows from the outcome: large outputs, sums that differ from those
     estimated over a few keys, and weight on tilted keys."""
     output = outcome.output[at].to(head.dtype)
     measures = [(output - output.mean(0)).square().sum(1).double()]
     if not isinstance(plan, PowerHead) and head.normalise and head.n > SAMPLED_ROWS:
-        away = (Sketch.of(head, seed).lse - outcome.lse[at].double()).abs()
+        away = (Sketch.of(head, SEED).lse - outcome.lse[at].double()).abs()
         measures.append(away.nan_to_num(0.0, FURTHEST).clamp(max=FURTHEST).expm1().square())
     if isinstance(plan, ListHead) and head.n > SAMPLED_ROWS and head.m:
         measures.append(row_risks(head, plan.lists))
-    return RowSample.draw(head, SAMPLED_ROWS, seed, tuple(measures))
+    return RowSample.draw(head, SAMPLED_ROWS, SEED, tuple(measures))
 
 
 def sampled_error(
-    head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int], sample: RowSample
+    head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]
 ) -> tuple[float, float]:
-    """Measured error of the sampled rows, and its upper limit for all rows."""
-    log_scale = float(outcome.log_scale[at])
+    """Measured error on sampled rows, and its upper limit for all rows."""
+    sample, log_scale = _sample(head, plan, outcome, at), float(outcome.log_scale[at])
     kernel = plan.kernel if isinstance(plan, PowerHead) else None
     exact = exact_rows(head, sample.rows, log_scale, kernel)
     error = outcome.output[at][sample.rows].double() - exact

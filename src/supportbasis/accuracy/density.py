@@ -23,11 +23,12 @@ from .sampling import RowSample
 
 BINS = 64
 GRID = 4096
+PEAK_ROWS = 64  # on which the largest sum is estimated
 
 
-def density_scale(head: Head, seed: int, rows: int = 64) -> float:
+def density_scale(head: Head, seed: int) -> float:
     """Log of the largest sum among sampled rows: a lower estimate of the largest of all."""
-    picked = RowSample.draw(head, rows, seed).rows
+    picked = RowSample.draw(head, PEAK_ROWS, seed).rows
     total = evaluate([ExactSum(head.live_keys)], head, picked)
     factor = 0.0 if head.query_log_weight is None else head.query_log_weight[picked]
     return float((total.num.abs().amax(1).log() + total.log_scale + factor).max())
@@ -38,16 +39,15 @@ class NormBins:
 
     def __init__(self, head: Head, plan: HeadPlan):
         rows, keys = plan.smooth(head)
-        row_weight = take(head.query_norms, rows) * 0.0
-        if head.query_log_weight is not None:
-            row_weight = take(head.query_log_weight, rows).double()
+        row_weight = head.query_log_weight
+        row_weight = head.query_norms * 0.0 if row_weight is None else row_weight.double()
         log_weight = take(head.log_weights(torch.float64), keys)
         self.top = float(log_weight.max()) if len(log_weight) else 0.0
         weight = take(head.value, keys).abs().amax(1).double() * (log_weight - self.top).exp()
         row_bin, row_norm = _bins(take(head.query_norms, rows))
         key_bin, key_norm = _bins(take(head.key_norms, keys))
         self.row_weight = torch.full_like(row_norm, -math.inf)
-        self.row_weight.scatter_reduce_(0, row_bin, row_weight, "amax")
+        self.row_weight.scatter_reduce_(0, row_bin, take(row_weight, rows), "amax")
         self.key_weight = torch.zeros_like(key_norm).scatter_add_(0, key_bin, weight)
         self.reach = abs(head.scale) * row_norm.unsqueeze(1) * key_norm
 
@@ -70,6 +70,5 @@ def _error_within(poly: CertifiedPolynomial, reach: Tensor) -> Tensor:
 def _bins(norms: Tensor) -> tuple[Tensor, Tensor]:
     """Bin of each token by norm, and the upper edge of each bin."""
     top = max(1e-300, float(norms.max()) if len(norms) else 0.0)
-    bin_of = (norms * (BINS / top)).long().clamp(max=BINS - 1)
     edges = (torch.arange(BINS, device=norms.device, dtype=torch.float64) + 1) * (top / BINS)
-    return bin_of, edges
+    return (norms * (BINS / top)).long().clamp(max=BINS - 1), edges

@@ -27,26 +27,19 @@ class RowCheck:
         wanted = min(ROWS, max(FEWEST, head.n // SHARE))
         count = max(16, min(wanted, ENTRIES // max(1, head.m)))
         self.sample = RowSample.draw(head, count, seed)
-        self.rows = self.sample.rows
+        self.rows, self.value = self.sample.rows, head.value.to(dtype)
         self.scores = (head.query[self.rows].to(dtype) * head.scale) @ head.key.to(dtype).T
-        self.log_weight = self._log_weight(dtype)
-        self.value = head.value.to(dtype)
+        self.log_weight: Tensor | None = None  # of the rows' pairs; None: all are zero
+        if head.key_log_weight is not None or head.is_causal:
+            self.log_weight = head.log_weights(dtype).expand_as(self.scores)
+        if head.is_causal and self.log_weight is not None:
+            later = torch.arange(head.m, device=head.key.device) > self.rows.unsqueeze(1)
+            self.log_weight = self.log_weight.masked_fill(later, -math.inf)
         total = self.scores if self.log_weight is None else self.scores + self.log_weight
         self.top = total.amax(1, keepdim=True)
         self.top.masked_fill_(self.top == -math.inf, 0.0)
         self.weight = (total - self.top).exp_()
         self.exact = self._output(self.weight)
-
-    def _log_weight(self, dtype: torch.dtype) -> Tensor | None:
-        """Log-weights of the sampled rows' pairs; None where all are zero."""
-        head, weight = self.head, None
-        if head.key_log_weight is not None:
-            weight = head.key_log_weight.to(dtype).expand_as(self.scores)
-        if head.is_causal:
-            later = torch.arange(head.m, device=head.key.device) > self.rows.unsqueeze(1)
-            weight = torch.zeros_like(self.scores) if weight is None else weight.clone()
-            weight.masked_fill_(later, -math.inf)
-        return weight
 
     def _output(self, weight: Tensor) -> Tensor:
         output = weight @ self.value
@@ -87,16 +80,15 @@ class RowCheck:
         return float((1 - large).clamp(min=0).square().mean().sqrt())
 
     def _polynomial(self, plan: PolynomialHead) -> Tensor:
-        poly = plan.polynomial
-        unit = poly.bound - self.top
+        unit = plan.bound - self.top
         unit = unit if self.log_weight is None else unit + self.log_weight
-        return poly(self.scores).mul_(unit.exp())
+        return plan.polynomial(self.scores).mul_(unit.exp())
 
     def _fitted(self, plan: FittedHead) -> Tensor:
         balanced = transformed(self.head, plan.transform)
         query, key = balanced.query[self.rows].to(self.scores), balanced.key.to(self.scores)
         shift = plan.transform.row_shift(self.head, self.rows).unsqueeze(1) - self.top
-        log_weight = balanced.key_log_weight.to(self.scores) + shift
+        log_weight = balanced.log_weights(self.scores.dtype) + shift
         if self.log_weight is not None:
             log_weight = log_weight.masked_fill(self.log_weight == -math.inf, -math.inf)
         return plan.fitted(query, key).mul_(log_weight.exp())

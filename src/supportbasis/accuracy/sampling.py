@@ -34,6 +34,8 @@ PILOT_ENTRIES = 2**23
 PIECE = (1024, 2**16)  # rows at a time on a CPU, where their scores stay in the caches, on a GPU
 LENGTH_POWER = 8
 EVEN = 0.4  # of the sample: the share that is drawn from all rows with equal probability
+TILE = 2**22  # scores at a time
+QUANTILE = 1.645  # one-sided 95 % of a normal ratio
 FLOOR = 1e-6  # of the largest eigenvalue: directions with less count as that
 
 
@@ -67,18 +69,18 @@ def _proportional(measure: Tensor, count: float) -> Tensor:
     x = measure.double().nan_to_num(largest, largest, 0.0).clamp(max=largest)
     certain = torch.zeros_like(x, dtype=torch.bool)
     while True:
-        rest = torch.where(certain, 0.0, x)
+        rest = x.masked_fill(certain, 0.0)
         total = float(rest.sum())
         factor = max(0.0, count - int(certain.sum())) / total if total > 0 else 0.0
         over = rest * factor >= 1
         if not bool(over.any()):
-            return torch.where(certain, 1.0, rest * factor)
+            return (rest * factor).masked_fill_(certain, 1.0)
         certain |= over
 
 
 def spread_out(tokens: Tensor) -> Tensor:
     """(x - mean)^T Cov^-1 (x - mean) of each token [n, d], in float64."""
-    x = tokens.double() if tokens.dtype == torch.float64 else tokens.float()
+    x = tokens if tokens.dtype == torch.float64 else tokens.float()
     top = float(x.abs().max()) if x.numel() else 1.0
     if not 1e-12 < top < 1e12:  # so that squares neither overflow nor vanish
         x = x.double() / max(top, 1e-300)
@@ -104,12 +106,10 @@ def _sketch(head: Head, seed: int) -> Sketch:
     value_size = (value - value.mean(0)).double().square().sum(1)
     pilots = min(head.n, max(16, min(PILOT_ROWS, PILOT_ENTRIES // max(1, head.m))))
     chance = probabilities(torch.ones_like(lengths), (lengths, rare), pilots)
-    rows = draw_rows(chance, pilots, seed + 4)
-    found = [
-        size.topk(min(OUTLIER_KEYS, len(live))).indices
-        for size in (head.key_norms[live], spread_out(key[live]), value_size)
-    ]
-    special = torch.cat([*found, _found_keys(head, live, value_size, rows)]).unique()
+    found = [_found_keys(head, live, value_size, draw_rows(chance, pilots, seed + 4))]
+    for size in (head.key_norms[live], spread_out(key[live]), value_size):
+        found.append(size.topk(min(OUTLIER_KEYS, len(live))).indices)
+    special = torch.cat(found).unique()
     concentration, lse = _estimate(head, live, value_size, special, seed + 4)
     return Sketch((lengths, rare, concentration), lse)
 
@@ -150,10 +150,9 @@ def _estimate(
     positions = torch.arange(drawn) + torch.rand(drawn, generator=generator)
     positions = (positions * (len(index) / max(1, drawn))).long().clamp(max=len(index) - 1)
     at = torch.cat([special, index[positions.to(index.device)]])
-    sampled = torch.arange(len(at), device=at.device) >= len(special)
     keys, size = live[at], value_size[at].to(head.dtype)
-    many = max(1.0, len(index) / max(1, int(sampled.sum())))
-    count = torch.where(sampled, many, 1.0).to(head.dtype)
+    count = torch.ones_like(size)
+    count[len(special) :] = max(1.0, len(index) / max(1, drawn))
     parts, sums = [], []
     for rows in torch.arange(head.n, device=live.device).split(PIECE[live.is_cuda]):
         score = _log_weights(head, rows, keys, head.dtype)
@@ -163,16 +162,12 @@ def _estimate(
         part = weight.square_() @ (count * size) / total.square()
         parts.append(torch.where(top > -math.inf, part, size.mean()).double())
         sums.append((top + total.log()).nan_to_num(-math.inf).double())
-    concentration, lse = torch.cat(parts), torch.cat(sums)
+    lse = torch.cat(sums)
     if head.normalise:
-        return concentration, lse
+        return torch.cat(parts), lse
     if head.query_log_weight is not None:
         lse = lse + head.query_log_weight
     return (2 * (lse - lse.max())).exp().nan_to_num(0.0), lse
-
-
-TILE = 2**22  # scores at a time
-QUANTILE = 1.645  # one-sided 95 % of a normal ratio
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,23 +183,12 @@ class RowSample:
     def draw(head: Head, count: int, seed: int, measures: tuple[Tensor, ...] = ()) -> RowSample:
         """``count`` rows, or all if there are no more, from a private generator. ``measures`` [n]
         estimate the squared errors of rows and raise their probabilities."""
-        everyone = RowSample.census(head.n, head.query.device)
+        even = torch.ones(head.n, dtype=torch.float64, device=head.query.device)
         if head.n <= count:
-            return everyone
-        return everyone.thinned(Sketch.of(head, seed).measures + measures, count, seed)
-
-    @staticmethod
-    def census(n: int, device: torch.device) -> RowSample:
-        """All rows."""
-        weight = torch.ones(n, dtype=torch.float64, device=device)
-        return RowSample(torch.arange(n, device=device), weight, n)
-
-    def thinned(self, measures: tuple[Tensor, ...], count: int, seed: int) -> RowSample:
-        """``count`` of these rows; measures are of these."""
-        weighted = tuple(measure.double() * self.weight for measure in measures)
-        chance = probabilities(self.weight, weighted, count)
-        at = draw_rows(chance, count, seed)
-        return RowSample(self.rows[at], self.weight[at] / chance[at], self.n)
+            return RowSample(torch.arange(head.n, device=even.device), even, head.n)
+        chance = probabilities(even, Sketch.of(head, seed).measures + measures, count)
+        rows = draw_rows(chance, count, seed)
+        return RowSample(rows, 1 / chance[rows], head.n)
 
     def total(self, x: Tensor) -> float:
         """Estimated sum over all rows of ``x`` [rows], measured on these."""
@@ -222,12 +206,10 @@ class RowSample:
             return 0.0, 0.0
         if total == 0.0 or not (math.isfinite(error) and math.isfinite(total)):
             return math.inf, math.inf  # squares overflow: no estimate
-        ratio = error / total
+        ratio, further = error / total, self.weight - 1
         residual = squared.double() - ratio * size.double()
-        further = self.weight - 1
         standard = math.sqrt(self.total(further * residual.square())) / total
-        drawn = further > 1e-9
-        worst = float(squared[drawn].max()) if bool(drawn.any()) else 0.0
+        worst = float(squared[further > 1e-9].max()) if bool((further > 1e-9).any()) else 0.0
         missed = float(further.max()) * worst / total
         limit = ratio * math.exp(min(QUANTILE * standard / ratio, 700.0)) + missed
         return math.sqrt(ratio), math.sqrt(limit)

@@ -9,11 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..polynomials.certified import CertifiedPolynomial, chebyshev, minimax, taylor
+from ..polynomials.certified import KINDS, CertifiedPolynomial, built
 from ..problem.problem import Head
 
 ROWS, KEYS = 64, 256
-BUILDERS = {"taylor": taylor, "chebyshev": chebyshev, "minimax": minimax}
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +26,9 @@ class ScoreSample:
     MULTIPLY_ADDS: ClassVar[int] = ROWS * KEYS
 
     @staticmethod
-    def draw(head: Head, rows: Tensor | None, keys: Tensor | None, seed: int = 0) -> ScoreSample:
-        row = pick(rows, head.n, ROWS, seed, head.query.device)
-        key = pick(keys, head.m, KEYS, seed + 1, head.query.device)
+    def draw(head: Head, rows: Tensor | None, keys: Tensor | None) -> ScoreSample:
+        row = _pick(rows, head.query, ROWS, 0)
+        key = _pick(keys, head.key, KEYS, 1)
         scores = head.query[row].double() @ head.key[key].double().T * head.scale
         log_weight = torch.zeros_like(scores)
         if head.key_log_weight is not None:
@@ -43,26 +42,25 @@ class ScoreSample:
         for random values."""
         if not self.scores.numel():
             return 0.0
-        top = (self.scores + self.log_weight).amax(1, keepdim=True)
-        if not self.normalise:
-            top = top.max()
-        exact = (self.scores + self.log_weight - top).exp()
-        given = poly(self.scores / power) * (poly.bound + (self.log_weight - top) / power).exp()
-        given = given.pow_(power)
+        total = self.scores + self.log_weight
+        top = total.amax(1, keepdim=True) if self.normalise else total.max()
+        exact = (total - top).exp()
+        unit = (poly.bound + (self.log_weight - top) / power).exp()
+        given = (poly(self.scores / power) * unit).pow_(power)
         if self.normalise:
             exact = exact / exact.sum(1, keepdim=True)
             given = given / given.sum(1, keepdim=True)
-        error = ((given - exact).square().sum() / exact.square().sum()).sqrt()
-        return float(error.nan_to_num(math.inf))
+        error = (given - exact).square().sum() / exact.square().sum()
+        return float(error.sqrt().nan_to_num(math.inf))
 
 
-def pick(index: Tensor | None, total: int, count: int, seed: int, device: torch.device) -> Tensor:
-    """At most ``count`` entries of an index set (None: all of 0..total), private randomness."""
-    index = torch.arange(total, device=device) if index is None else index
+def _pick(index: Tensor | None, tokens: Tensor, count: int, seed: int) -> Tensor:
+    """At most ``count`` entries of an index set (None: all tokens), private randomness."""
+    index = torch.arange(len(tokens), device=tokens.device) if index is None else index
     if len(index) <= count:
         return index
     generator = torch.Generator().manual_seed(seed)
-    return index[torch.randint(len(index), (count,), generator=generator).to(device)]
+    return index[torch.randint(len(index), (count,), generator=generator).to(index.device)]
 
 
 def best_polynomial(
@@ -82,11 +80,11 @@ def best_polynomial(
     weighs all scores equally, is left out unless epsilon is given.
     """
     if kind != "auto":
-        return BUILDERS[kind](degree, reach)
-    all_scores = sample.is_density and epsilon == math.inf
-    builders = (taylor, chebyshev) if all_scores else BUILDERS.values()
-    candidates = [build(degree, reach) for build in builders]
-    usable = [p for p in candidates if (p.positive or sample.is_density) and p.error <= epsilon]
+        return built(kind, degree, reach)
+    any_sign = sample.is_density
+    kinds = KINDS[:2] if any_sign and epsilon == math.inf else KINDS
+    candidates = [built(kind, degree, reach) for kind in kinds]
+    usable = [p for p in candidates if (p.positive or any_sign) and p.error <= epsilon]
     if not usable:
         return min(candidates, key=lambda poly: poly.error)
     return min(usable, key=lambda poly: sample.expected_error(poly, power))

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from ..polynomials.certified import derivative, horner
-from ..polynomials.features import FeatureMap, block_rows
-from ..polynomials.monomials import Buffer
+from ..polynomials.features import Buffer, FeatureMap, block_rows
 from ..problem.problem import Head
 from ..problem.rounding import gamma, product_roundoff, sum_depth
 from .cotangent import Gradients, add_tokens

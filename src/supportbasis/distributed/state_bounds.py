@@ -22,7 +22,7 @@ def group_sums(plan: FittedHead, head: Head) -> tuple[Tensor, float]:
         member = key.new_ones(1, len(key))
     else:
         balanced = transformed(head, plan.transform)
-        key, log_weight = balanced.key, balanced.key_log_weight
+        key, log_weight = balanced.key, balanced.log_weights(head.dtype)
         member = membership(key).to(key.dtype)
     top = float(log_weight.max()) if len(key) else -math.inf
     weight = (log_weight - top).exp() if top > -math.inf else torch.zeros_like(log_weight)

@@ -33,7 +33,7 @@ def least_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:
     """Log of the smallest sum of the given rows (None: all) that has not failed."""
     if isinstance(plan, FittedHead) and head.m and not head.is_causal:
         balanced = transformed(head, plan.transform)
-        return least_of_groups(plan, head, rows, balanced.key, balanced.key_log_weight)
+        return least_of_groups(plan, head, rows, balanced.key, balanced.log_weights(head.dtype))
     share = FITTED_SHARE if isinstance(plan, FittedHead) else SKETCHED_SHARE
     return lower_lse(plan, head, rows) + math.log(share)
 

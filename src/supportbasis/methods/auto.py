@@ -6,15 +6,15 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import islice, takewhile
 
 import torch
 
 from ..accuracy.density import NormBins, density_scale
 from ..accuracy.fitted_rows import RowCheck
 from ..accuracy.scores import ScoreSample
-from ..plans import ExactHead, HeadPlan, ListHead, PolynomialHead, ThresholdHead
+from ..plans import HeadPlan, ListHead, PolynomialHead, ThresholdHead
 from ..plans.cost import exact_seconds, polynomial_work
+from ..plans.supports import take
 from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.features import largest_degree
 from ..problem.checks import check_number, check_seed
@@ -60,11 +60,11 @@ class Auto(Method):
         if limit < least + cheapest:
             return exact_plan(head, "below the length where an approximation pays")
         search = _Search(head, self.tolerance, self.seed)
-        verified = (search.verified(plan) for plan in search.candidates())
-        found: list[HeadPlan] = list(islice((plan for plan in verified if plan), 1))
+        first = next(filter(None, map(search.verified, search.candidates())), None)
+        found: list[HeadPlan] = [first] if first else []
         for find in (search.fitted, search.lists):
             other = find(max([WORTHWHILE, *(plan.speedup for plan in found)]))
-            found += [] if other is None else [other]
+            found += [other] if other else []
         best = max(found, key=lambda plan: plan.speedup, default=None)
         if best is None or best.speedup <= WORTHWHILE:
             return exact_plan(head, f"no plan within {self.tolerance:g} is predicted to be faster")
@@ -78,19 +78,19 @@ class _Search:
     def __init__(self, head: Head, tolerance: float, seed: int):
         self.head, self.tolerance, self.seed = head, tolerance, seed
         self.limit = exact_seconds(head)
-        self.maxima = torch.cat([head.query_maxima, head.key_maxima]).sort().values
+        keys = take(head.key_maxima, head.live_keys)
+        self.maxima = torch.cat([head.query_maxima, keys]).sort().values
         self.estimates: dict[float, tuple[Callable[[CertifiedPolynomial], float], float]] = {}
-        # the highest degree whose features alone are faster than exact attention
-        degrees = range(1, largest_degree(head.dim) + 1)
-        faster = (self.feature_seconds(degree) < self.limit for degree in degrees)
-        self.top_degree = len(list(takewhile(bool, faster)))
+        self.top_degree, highest = 0, largest_degree(head.dim)
+        while self.top_degree < highest and self.feature_seconds(self.top_degree + 1) < self.limit:
+            self.top_degree += 1  # to the last whose features alone are faster than exact attention
 
     def fitted(self, speedup: float) -> HeadPlan | None:
         """A polynomial fitted to the scores within the tolerance, if it is faster than that."""
         search = FittedSearch.of(self.head, self.seed)
-        if isinstance(search, str):
-            return None
-        return search.within(self.tolerance, self.check, speedup)
+        return (
+            None if isinstance(search, str) else search.within(self.tolerance, self.check, speedup)
+        )
 
     def lists(self, speedup: float) -> ListHead | None:
         """Lists of exact and tilted keys within the tolerance, if they are faster than that. Where
@@ -105,8 +105,7 @@ class _Search:
         least = max(speedup, likely.speedup)
         if likely.keys <= FEW_KEYS * head.m and wide > least:
             wider = ListSearch.of(head, WIDE_BLOCK, None, self.seed, tolerance)
-            plan = None if isinstance(wider, str) else wider.within(tolerance, least)
-            if plan is not None:
+            if not isinstance(wider, str) and (plan := wider.within(tolerance, least)):
                 return plan
         return search.within(tolerance, speedup)
 
@@ -118,10 +117,10 @@ class _Search:
     def feature_seconds(self, degree: int) -> float:
         return polynomial_work(self.head, self.head.n, self.head.m, degree).seconds(self.head)
 
-    def candidates(self) -> Iterator[PolynomialHead]:
+    def candidates(self) -> Iterator[ThresholdHead]:
         """Plans whose estimated error is within the margin, fastest first; each is followed by
         the same threshold one degree higher, in case the estimate was too low."""
-        plans: list[PolynomialHead] = []
+        plans: list[ThresholdHead] = []
         best = self.plan(self.threshold(SHARES[-1]), self.top_degree)
         if best is not None and not self.is_within(best):
             return  # nor is any plan of a lower degree or of a higher threshold
@@ -135,22 +134,20 @@ class _Search:
                 fastest = min(fastest, self.limit / plan.speedup)
         for plan in sorted(plans, key=lambda p: -p.speedup):
             yield plan
-            higher = self.plan(self._threshold(plan), plan.degree + 1)
+            higher = self.plan(plan.threshold, plan.degree + 1)
             if higher is not None and higher.speedup > 1:
                 yield higher
-
-    def _threshold(self, plan: PolynomialHead) -> float:
-        return plan.threshold if isinstance(plan, ThresholdHead) else self.threshold(0.0)
 
     def threshold(self, share: float) -> float:
         """T that makes about this share of the tokens large."""
         position = math.ceil((1 - share) * (len(self.maxima) - 1))
         return max(float(self.maxima[position]), torch.finfo(torch.float64).tiny)
 
-    def smallest_degree(self, threshold: float) -> PolynomialHead | None:
-        """The plan of least degree whose estimated error is within the margin."""
+    def smallest_degree(self, threshold: float) -> ThresholdHead | None:
+        """The plan of least degree whose estimated error, which falls with the degree, is within
+        the margin."""
         low, high, found = 0, self.top_degree, None
-        while low <= high:  # the error falls with the degree
+        while low <= high:
             degree = (low + high) // 2
             plan = self.plan(threshold, degree)
             if plan is not None and self.is_within(plan):
@@ -159,43 +156,42 @@ class _Search:
                 low = degree + 1
         return found
 
-    def plan(self, threshold: float, degree: int) -> PolynomialHead | None:
-        """The plan at a threshold and degree; a plain polynomial where nothing is large."""
-        if degree > self.top_degree:
-            return None
-        plan = threshold_plan(self.head, threshold, degree)
-        if isinstance(plan, ExactHead):
-            return None
-        if plan.large != (0, 0):
-            return plan
-        return PolynomialHead(
-            n=plan.n, m=plan.m, cost=plan.cost, speedup=plan.speedup, polynomial=plan.polynomial
-        )
+    def plan(self, threshold: float, degree: int) -> ThresholdHead | None:
+        """The plan at a threshold and degree, if there is one."""
+        plan = threshold_plan(self.head, threshold, degree) if degree <= self.top_degree else None
+        return plan if isinstance(plan, ThresholdHead) else None
 
-    def is_within(self, plan: PolynomialHead) -> bool:
+    def is_within(self, plan: ThresholdHead) -> bool:
         return self.estimate(plan) <= MARGIN * self.tolerance
 
-    def estimate(self, plan: PolynomialHead) -> float:
+    def estimate(self, plan: ThresholdHead) -> float:
         """Expected error from scores that are sampled once for each threshold; for a density, an
         upper bound."""
-        threshold, head, share = self._threshold(plan), self.head, 1.0
+        threshold, head, share = plan.threshold, self.head, 1.0
         if threshold not in self.estimates:
             error: Callable[[CertifiedPolynomial], float] = (
                 partial(NormBins(head, plan).error, log_peak=density_scale(head, self.seed))
                 if head.is_density
                 else ScoreSample.draw(head, *plan.smooth(head)).expected_error
             )
-            if head.normalise and isinstance(plan, ThresholdHead):
+            if head.normalise and plan.large[1]:
                 share = self.check.small_share(plan)
             self.estimates[threshold] = error, share
         expected, share = self.estimates[threshold]
         return share * expected(plan.polynomial)
 
-    def verified(self, plan: PolynomialHead) -> PolynomialHead | None:
+    def verified(self, plan: ThresholdHead) -> PolynomialHead | None:
         """The plan with its error on sampled rows against all keys, if that is within tolerance at
-        its upper limit."""
+        its upper limit; a plain polynomial where nothing is large."""
         if self.head.is_density:
             measured = limit = self.estimate(plan)
         else:
             measured, limit = self.check.error(plan)
-        return replace(plan, measured=measured) if limit <= self.tolerance else None
+        if not limit <= self.tolerance:
+            return None
+        if plan.large != (0, 0):
+            return replace(plan, measured=measured)
+        n, m, cost, speedup, poly = plan.n, plan.m, plan.cost, plan.speedup, plan.polynomial
+        return PolynomialHead(
+            n=n, m=m, cost=cost, speedup=speedup, polynomial=poly, measured=measured
+        )

@@ -8,16 +8,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ..accuracy.scores import BUILDERS
 from ..errors import InputError
 from ..plans import ExactHead, HeadPlan
+from ..polynomials.certified import KINDS, built
 from ..polynomials.degrees import first_degree
 from ..polynomials.features import RANK_LIMIT, largest_degree
 from ..problem.checks import check_integer, check_number
 from ..problem.problem import Head
 
 LARGEST_SKETCH = math.isqrt(RANK_LIMIT)  # its square, halved by symmetry, is the number of features
-POLYNOMIALS = ("auto", *BUILDERS)
+POLYNOMIALS = ("auto", *KINDS)
 DEGREE = 2  # where neither a degree nor an error is given
 OPTIONS = ("epsilon", "polynomial", "c")  # not printed where they have their default
 
@@ -33,12 +33,11 @@ class Method(ABC):
 
     def __repr__(self) -> str:
         """As dataclasses print themselves, without options that have their default."""
-        values = {field: getattr(self, field.name) for field in fields(self)}
         shown = [
             f"{field.name}={value!r}"
-            for field, value in values.items()
-            if not (field.name in OPTIONS and value == field.default)
-            and not (field.name == "degree" and value is None)
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
+            or not (field.name in OPTIONS or (field.name == "degree" and value is None))
         ]
         return f"{type(self).__name__}({', '.join(shown)})"
 
@@ -85,12 +84,12 @@ def degree_or_error(degree: object, epsilon: object) -> tuple[int | None, float 
     """A degree, or the certified error that it is derived from: one of the two."""
     if epsilon is None:
         return (DEGREE if degree is None else check_integer("degree", degree, 0)), None
-    if degree is not None:
-        raise InputError(
-            f"degree is {degree!r} and epsilon is {epsilon!r}; expected one of them: epsilon "
-            "derives the degree"
-        )
-    return None, check_number("epsilon", epsilon)
+    if degree is None:
+        return None, check_number("epsilon", epsilon)
+    raise InputError(
+        f"degree is {degree!r} and epsilon is {epsilon!r}; expected one of them: epsilon "
+        "derives the degree"
+    )
 
 
 def strictest(polynomial: str) -> str:
@@ -101,5 +100,5 @@ def strictest(polynomial: str) -> str:
 def derived_degree(epsilon: float, reach: float, dim: int, polynomial: str) -> int | None:
     """The smallest degree at which a polynomial of this kind is certified to epsilon on
     [-reach, reach] (Lemma A.3); None where there is none of few enough features."""
-    build = BUILDERS[strictest(polynomial)]
-    return first_degree(lambda g: build(g, reach).error, epsilon, reach, largest_degree(dim))
+    kind = strictest(polynomial)
+    return first_degree(lambda g: built(kind, g, reach).error, epsilon, reach, largest_degree(dim))

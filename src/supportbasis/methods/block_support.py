@@ -45,15 +45,14 @@ class BlockSupport(Method):
         if self.budget is not None and self.tolerance is not None:
             raise InputError("budget and tolerance are both given; expected one of them")
         if self.tolerance is None:
-            self._set(budget=BUDGET if self.budget is None else self.budget)
-        name = "budget" if self.tolerance is None else "tolerance"
-        self._set(**{name: check_number(name, getattr(self, name))})
+            self._set(budget=check_number("budget", BUDGET if self.budget is None else self.budget))
+        else:
+            self._set(tolerance=check_number("tolerance", self.tolerance))
         size = self.block_size
         whole = type(size) is int and 2 <= size <= LARGEST_BLOCK and size & (size - 1) == 0
         if size is not None and not whole:
-            raise InputError(
-                f"block_size must be a power of two from 2 to {LARGEST_BLOCK}, got {size!r}"
-            )
+            wanted = f"a power of two from 2 to {LARGEST_BLOCK}"
+            raise InputError(f"block_size must be {wanted}, got {size!r}")
         if self.strict is not None and type(self.strict) is not bool:
             raise InputError(f"strict must be True, False or None, got {self.strict!r}")
         self._set(seed=check_seed(self.seed))
@@ -78,17 +77,13 @@ class BlockSupport(Method):
         if isinstance(search, str):
             return exact_plan(head, search)
         if self.tolerance is not None:
-            plan = search.within(self.tolerance)
             reason = f"no lists within {self.tolerance:g} are cheaper than exact attention"
-            return exact_plan(head, reason) if plan is None else plan
+            return search.within(self.tolerance) or exact_plan(head, reason)
         budget = BUDGET if self.budget is None else self.budget
-        while True:
-            plan = search.affordable(budget)
-            block = 2 * search.settings.block
-            if plan is not None or self.block_size is not None or block > WIDE_BLOCK:
-                break
-            wider = self._search(head, block)  # and cheaper
+        plan = search.affordable(budget)
+        while plan is None and self.block_size is None and 2 * search.settings.block <= WIDE_BLOCK:
+            wider = self._search(head, 2 * search.settings.block)  # and cheaper
             if isinstance(wider, str):
                 break
-            search = wider
+            search, plan = wider, wider.affordable(budget)
         return plan or exact_plan(head, f"no lists within a budget of {budget:g}")

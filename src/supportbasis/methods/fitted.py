@@ -71,17 +71,15 @@ class FittedPolynomial(Method):
             return exact_plan(head, f"{FEWEST} features cost as much as exact attention")
         if self.tolerance is not None:
             check = RowCheck(head, self.tolerance, self.seed)
-            found = search.within(self.tolerance, check, speedup=0.0)
             reason = f"no fitted polynomial within {self.tolerance:g} is cheaper than exact"
-            return found or exact_plan(head, reason)
+            return search.within(self.tolerance, check, 0.0) or exact_plan(head, reason)
         plan = search.affordable(self.features or USUAL)
         if plan is None:
             return exact_plan(head, UNFIT)
         error, _ = RowCheck(head, 1.0, self.seed).error(plan)
         if error < ERROR_OF_ZEROS:
             return replace(plan, measured=error)
-        fault = "fails on more than 1 % of the rows"
-        fault = fault if math.isinf(error) else f"errs by {error:.2g}"
+        fault = f"errs by {error:.2g}" if error < math.inf else "fails on more than 1 % of the rows"
         return exact_plan(head, f"a fitted polynomial of {plan.fitted.features} features {fault}")
 
 
@@ -122,8 +120,10 @@ class FittedSearch:
         kernel = self.sample.fit(spans)
         if kernel is None:
             return None
-        plan = _plan(self.head, self.transform, kernel)
-        keys = float(kernel.features + self.far_keys)
+        plan, keys = (
+            _plan(self.head, self.transform, kernel),
+            float(kernel.features + self.far_keys),
+        )
         return replace(plan, keys=keys, **self._work(spans).settings(self.head))
 
     def _work(self, spans: tuple[int, ...]) -> Work:
@@ -162,11 +162,11 @@ class FittedSearch:
         last = self.plan(most) if most else None
         if last is None or self._expected(last) > MEASURED_BELOW * tolerance:
             return None
-        features, found, short = FEWEST, None, 0
-        while found is None and short < most:
+        short, features = 0, FEWEST
+        found = self._measured(self.plan(features), tolerance, check)
+        while found is None and features < most:
+            short, features = features, min(2 * features, most)
             found = self._measured(self.plan(features), tolerance, check)
-            if found is None:
-                short, features = features, min(2 * features, most)
         for _ in range(BISECTIONS if found is not None and short else 0):
             middle = round(math.sqrt(short * features))
             plan = self._measured(self.plan(middle), tolerance, check)

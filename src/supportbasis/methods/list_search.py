@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..accuracy.sampling import RowSample
 from ..lists.list_sum import Coarse, entries, head_tables, own_windows, row_risks, rows_of
@@ -75,7 +76,7 @@ def fastest_lists(head: Head, block: int | None = None) -> float:
 class Curves:
     """Errors of sampled rows, and lengths of lists, at all prices."""
 
-    prices: tuple[float, ...]  # ascending
+    prices: Sequence[float]  # ascending
     sample: RowSample
     squared: Tensor  # float64 [prices, rows]: squared errors
     size: Tensor  # float64 [rows]: squared sizes of exact outputs
@@ -124,16 +125,14 @@ class ListSearch:
     def affordable(self, budget: float) -> ListHead | None:
         """The plan of the lowest price whose cost is within the budget: first on a grid of prices,
         then between two of them."""
-        curves = self._first
-        at = self._cheapest(curves, budget)
+        at = self._cheapest(self._first, budget)
         if at is None:
             return None
         low, high = PRICES[max(0, at - 1)], PRICES[at]
-        between = tuple(low * (high / low) ** (i / STEPS) for i in range(STEPS + 1))
-        curves = self._curves(between, high)
+        curves = self._curves([low * (high / low) ** (i / STEPS) for i in range(STEPS + 1)], high)
         at = self._cheapest(curves, budget)
         if at is None:  # these rows have longer lists than those
-            curves = self._curves(PRICES, curves.prices[-1])
+            curves = self._curves(PRICES, high)
             at = self._cheapest(curves, budget)
         return None if at is None else self._plan(at, curves)
 
@@ -144,17 +143,13 @@ class ListSearch:
         return [self._plan(at, self._first) for at in sorted(found, reverse=True)]
 
     def at(self, price: float) -> ListHead:
-        """The plan of a given price."""
-        return self._plan(0, self._curves((price,), price))
+        return self._plan(0, self._curves([price], price))
 
     def _cheapest(self, curves: Curves, budget: float) -> int | None:
         """The lowest price within the budget; None: the highest is not."""
-
-        def is_within(at: int) -> bool:
-            return self._plan(at, curves).cost <= budget
-
-        last = len(curves.prices) - 1
-        return bisect_left(range(last), True, key=is_within) if is_within(last) else None
+        count = len(curves.prices)
+        at = bisect_left(range(count), True, key=lambda at: self._plan(at, curves).cost <= budget)
+        return at if at < count else None
 
     def likely(self, tolerance: float) -> ListHead | None:
         """The plan within a tolerance by the first sample alone."""
@@ -177,25 +172,18 @@ class ListSearch:
         return None
 
     def _plan(self, at: int, curves: Curves) -> ListHead:
-        """The plan at one of the prices."""
-        settings = replace(self.settings, price=curves.prices[at])
-        opened, head = float(curves.opened[at]), self.head
+        settings, opened = replace(self.settings, price=curves.prices[at]), float(curves.opened[at])
         return ListHead(
             measured=curves.error(at)[0],
             lists=replace(settings, strict=self.strict),
             keys=opened * settings.leaf,
-            **list_work(head, settings, opened).settings(head),
+            **list_work(self.head, settings, opened).settings(self.head),
         )
 
-    def _curves(self, prices: tuple[float, ...], drawn_for: float | None) -> Curves:
-        """Curves on rows sampled for a price; None: on a first, smaller sample."""
-        head, count = self.head, FIRST_ROWS
-        measures: tuple[Tensor, ...] = ()
-        if drawn_for is not None:
-            settings = replace(self.settings, price=drawn_for)
-            count, measures = ROWS, (row_risks(head, settings, self.made),)
-        sample = RowSample.draw(head, count, self.seed, measures)
-        return Curves(prices, sample, *_measured(head, self.made, self._own, sample, prices))
+    @cached_property
+    def _first(self) -> Curves:
+        """Curves on a first, small sample."""
+        return self._curves(PRICES, None)
 
     @cached_property
     def _own(self) -> tuple[Tensor, Tensor] | None:
@@ -203,45 +191,66 @@ class ListSearch:
         return own_windows(self.head, self.settings.window) if self.settings.window else None
 
     @cached_property
-    def _first(self) -> Curves:
-        """Curves on a first, small sample."""
-        return self._curves(PRICES, None)
+    def _cells(self) -> Tensor:
+        """The cell of each row [n], -1 for none."""
+        tiles, first = self.made.tiles[0], self.made.first_tile[0].contiguous()
+        owner = torch.arange(len(tiles), device=tiles.device)
+        owner = torch.searchsorted(first, owner, right=True).unsqueeze(1) - 1
+        cell = torch.full((self.head.n + 1,), -1, device=tiles.device)
+        cell[tiles.masked_fill(tiles < 0, self.head.n)] = owner.expand_as(tiles)
+        return cell[:-1]
 
+    def _curves(self, at_prices: Sequence[float], drawn_for: float | None) -> Curves:
+        """Curves on rows sampled for a price; None: on a first, smaller sample."""
+        head, made, own, count = self.head, self.made, self._own, FIRST_ROWS
+        measures: tuple[Tensor, ...] = ()
+        if drawn_for is not None:
+            settings = replace(self.settings, price=drawn_for)
+            count, measures = ROWS, (row_risks(head, settings, made),)
+        sample = RowSample.draw(head, count, self.seed, measures)
+        prices = torch.tensor(at_prices, dtype=torch.float64, device=head.query.device)
+        cell = self._cells[sample.rows]
+        squared = prices.new_zeros(len(prices), len(sample.rows))
+        size, opened = squared.new_zeros(len(sample.rows)), squared.new_zeros(len(prices))
+        listed = (cell >= 0) & (made.visible[cell.clamp(min=0)] > 0)
+        if own is not None:
+            size[~listed] = own[0][sample.rows[~listed]].double().square().sum(1)
+        permutation = cell.argsort(stable=True)
+        at_once = max(8, min(256 if head.query.is_cuda else 64, entries(head) // max(1, head.m)))
+        for at in permutation[listed[permutation]].split(at_once):
+            part = self._part(cell[at], sample.rows[at])
+            squared[:, at], size[at], count_open = part.at_prices(prices)
+            opened += count_open.double() @ sample.weight[at]
+        return Curves(at_prices, sample, squared, size, opened / max(1, head.n))
 
-def _measured(
-    head: Head,
-    made: Tables,
-    own: tuple[Tensor, Tensor] | None,
-    sample: RowSample,
-    at_prices: tuple[float, ...],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Squared errors [prices, rows], squared sizes [rows], and open leaves [prices]."""
-    prices = torch.tensor(at_prices, dtype=torch.float64, device=head.query.device)
-    cell = _cells_of_rows(head.n, made)[sample.rows]
-    squared = prices.new_zeros(len(prices), len(sample.rows))
-    size, opened = squared.new_zeros(len(sample.rows)), squared.new_zeros(len(prices))
-    listed = (cell >= 0) & (made.visible[cell.clamp(min=0)] > 0)
-    if own is not None:
-        size[~listed] = own[0][sample.rows[~listed]].double().square().sum(1)
-    permutation = cell.argsort(stable=True)
-    at_once = max(8, min(256 if head.query.is_cuda else 64, entries(head) // max(1, head.m)))
-    for at in permutation[listed[permutation]].split(at_once):
-        part = _Part.of(head, made, cell[at], sample.rows[at], own)
-        squared[:, at], size[at], count = part.at_prices(prices)
-        opened += count.double() @ sample.weight[at]
-    return squared, size, opened / max(1, head.n)
-
-
-def _cells_of_rows(n: int, made: Tables) -> Tensor:
-    """The cell of each row [n], -1 for none."""
-    count, tiles = made.tile_count[0], made.tiles[0]
-    cell = torch.full((n + 1,), -1, device=tiles.device)
-    member = torch.arange(len(count), device=tiles.device).repeat_interleave(count)
-    tile = torch.arange(len(member), device=tiles.device)
-    tile = tile - (count.cumsum(0) - count)[member] + made.first_tile[0][member]
-    rows = tiles[tile]
-    cell[rows.masked_fill(rows < 0, n)] = member.unsqueeze(1).expand_as(rows)
-    return cell[:-1]
+    def _part(self, cell: Tensor, rows: Tensor) -> _Part:
+        head, made, own = self.head, self.made, self._own
+        cells, owner = cell.unique(return_inverse=True)
+        leaves = int(made.visible[cells].max())
+        key, value = made.key[0, :leaves], made.value[0, :leaves]
+        tilts = Tilts(*(x[0] for x in tilt(made, cells, leaves, head.scale)))
+        members = made.members[0, cells]
+        weight = Coarse.of(rows_of(head, members), tilts, head.scale).weight
+        inner = score_variances(made, cells, head.scale)[0, :, :leaves]
+        matters = importance(weight, members, inner)[owner].T
+        query = rows_of(head, rows)  # [rows, d]
+        tilts = Tilts(*(x[owner] for x in tilts))
+        coarse = (tilts.key @ query.unsqueeze(2)).squeeze(2) * head.scale + tilts.log_weight
+        score = (head.scale * (query @ key.flatten(0, 1).to(query).T)).unflatten(1, key.shape[:2])
+        if made.weight is not None:
+            score = score + made.weight[0, :leaves].to(query)
+        score = score.masked_fill((coarse == -math.inf).unsqueeze(2), -math.inf)
+        top = torch.maximum(score.amax((1, 2)), coarse.amax(1))
+        top = top if own is None else torch.maximum(top, own[1][rows])
+        top = torch.where(top > -math.inf, top, 0.0)
+        exact = (score - top.view(-1, 1, 1)).exp_().transpose(0, 1)  # [leaves, rows, L]
+        sums = torch.cat([exact @ value.to(query), exact.sum(2, True)], 2)
+        tilted = pad(tilts.value, (0, 1), value=1.0) * (coarse - top.unsqueeze(1)).exp_()[..., None]
+        start = tilted.double().sum(1)
+        if own is not None:
+            share = (own[1][rows] - top).exp_().double().unsqueeze(1)
+            start += pad(own[0][rows].double(), (0, 1), value=1.0) * share
+        return _Part(start, sums - tilted.transpose(0, 1), matters)
 
 
 class _Part(NamedTuple):
@@ -250,38 +259,6 @@ class _Part(NamedTuple):
     start: Tensor  # float64 [rows, dv + 1]: own window, and all leaves as tilted keys
     gain: Tensor  # [leaves, rows, dv + 1]: change of the sums when the leaf opens
     matters: Tensor  # [leaves, rows]: importance of a leaf to the cell of a row
-
-    @staticmethod
-    def of(
-        head: Head, made: Tables, cell: Tensor, rows: Tensor, own: tuple[Tensor, Tensor] | None
-    ) -> _Part:
-        cells, owner = cell.unique(return_inverse=True)
-        leaves = int(made.visible[cells].max())
-        tilts = Tilts(*(x[0] for x in tilt(made, cells, leaves, head.scale)))
-        members = rows_of(head, made.members[0, cells])
-        weight = Coarse.of(members, tilts, head.scale).weight
-        inner = score_variances(made, cells, head.scale)[0, :, :leaves]
-        matters = importance(weight, made.members[0, cells], inner)[owner].T
-        query = rows_of(head, rows.unsqueeze(1))  # [rows, 1, d]
-        tilts = Tilts(*(x[owner] for x in tilts))
-        coarse = tilts.log_weight + head.scale * (query @ tilts.key.mT).squeeze(1)
-        score = head.scale * (query.squeeze(1) @ made.key[0, :leaves].flatten(0, 1).to(query).T)
-        score = score.view(len(rows), leaves, -1)
-        if made.weight is not None:
-            score = score + made.weight[0, :leaves].to(query)
-        score = score.masked_fill((coarse == -math.inf).unsqueeze(2), -math.inf)
-        top = torch.maximum(score.amax((1, 2)), coarse.amax(1))
-        top = top if own is None else torch.maximum(top, own[1][rows])
-        top = torch.where(top > -math.inf, top, 0.0)
-        exact = (score - top.view(-1, 1, 1)).exp_().transpose(0, 1)  # [leaves, rows, L]
-        sums = torch.cat([exact @ made.value[0, :leaves].to(query), exact.sum(2, True)], 2)
-        ones = tilts.value.new_ones(*tilts.value.shape[:2], 1)
-        tilted = (coarse - top.unsqueeze(1)).exp_().unsqueeze(2) * torch.cat([tilts.value, ones], 2)
-        start = tilted.double().sum(1)
-        if own is not None:
-            share = (own[1][rows] - top).exp_().double().unsqueeze(1)
-            start += torch.cat([own[0][rows].double() * share, share], 1)
-        return _Part(start, sums - tilted.transpose(0, 1), matters)
 
     def at_prices(self, prices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Squared errors [prices, rows], squared sizes [rows], open leaves [prices, rows]."""

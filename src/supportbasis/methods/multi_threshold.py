@@ -87,14 +87,14 @@ class MultiThreshold(Method):
         row_sets, key_sets = plan.buckets(head)
         rows = _buckets(plan.row_edges, row_sets, head.query_norms)
         keys = _buckets(plan.key_edges, key_sets, head.key_norms)
-        found = []
-        for i, j in product(range(len(rows)), range(len(keys))):
-            reach, power = _reach_and_power(head, rows[i], keys[j])
-            found.append((BucketPair(i, j, rows[i].size, keys[j].size, reach, None), power))
-        powers = [pair for pair, power in found if self._is_power(head, pair, power)]
-        chosen = _worth_a_polynomial(head, powers)
+        powers: dict[BucketPair, int] = {}
+        for (i, own), (j, other) in product(enumerate(rows), enumerate(keys)):
+            reach, power = _reach_and_power(head, own, other)
+            powers[BucketPair(i, j, own.size, other.size, reach, None)] = power
+        possible = [pair for pair, power in powers.items() if self._is_power(head, pair, power)]
+        chosen = _worth_a_polynomial(head, possible)
         work, pairs = Work(scanned=3 * (head.n + head.m) * head.dim), []
-        for pair, power in found:
+        for pair, power in powers.items():
             its_work = pair_work(head, pair.rows, pair.keys)
             if pair in chosen:
                 kernel = self._kernel(head, rows[pair.row], keys[pair.key], pair.reach, power)
@@ -103,16 +103,16 @@ class MultiThreshold(Method):
                 its_work += Work(scanned=ScoreSample.MULTIPLY_ADDS * head.dim)
             pairs.append(pair)
             work += its_work
-        reasons, left_out = [], len(powers) - len(chosen)
+        reasons, left_out = [], len(possible) - len(chosen)
         if left_out:
             reasons.append(
-                f"{left_out} of {len(found)} bucket pairs, the smallest, are exact: finding their "
+                f"{left_out} of {len(pairs)} bucket pairs, the smallest, are exact: finding their "
                 "polynomials would take longer than their sums"
             )
         if work.cost(head) > 1:
             reasons.append(f"costs {work.cost(head):.3g} times exact attention")
-        settings = work.settings(head)
-        return replace(plan, reason="; ".join(reasons), pairs=tuple(pairs), **settings)
+        reason = "; ".join(reasons)
+        return replace(plan, reason=reason, pairs=tuple(pairs), **work.settings(head))
 
     def _is_power(self, head: Head, pair: BucketPair, power: int) -> bool:
         """Whether a power sums a pair at lower cost than exact sums."""
@@ -131,9 +131,8 @@ class MultiThreshold(Method):
         self, head: Head, rows: _Bucket, keys: _Bucket, reach: float, power: int
     ) -> PowerKernel:
         sample = ScoreSample.draw(head, rows.members, keys.members)
-        poly = best_polynomial(
-            sample, self.degree, reach / power, power=power, kind=self.polynomial
-        )
+        inner = reach / power
+        poly = best_polynomial(sample, self.degree, inner, power=power, kind=self.polynomial)
         balance = 1.0  # longest row over longest key, within what float64 holds
         if rows.norm > 0 and keys.norm > 0:
             log_ratio = math.log(rows.norm) - math.log(keys.norm)
@@ -152,11 +151,9 @@ class _Bucket(NamedTuple):
 
 
 def _buckets(edges: Sequence[float], sets: Sequence[Tensor | None], norms: Tensor) -> list[_Bucket]:
-    result = []
-    for edge, members in zip(edges, sets, strict=True):
-        own = take(norms, members)
-        result.append(_Bucket(members, len(own), edge, float(own.max()) if len(own) else 0.0))
-    return result
+    own = [take(norms, members) for members in sets]
+    longest = [float(each.max()) if len(each) else 0.0 for each in own]
+    return [_Bucket(*bucket) for bucket in zip(sets, map(len, own), edges, longest, strict=True)]
 
 
 def _reach_and_power(head: Head, rows: _Bucket, keys: _Bucket) -> tuple[float, int]:
@@ -172,8 +169,9 @@ def _worth_a_polynomial(head: Head, pairs: Sequence[BucketPair]) -> set[BucketPa
     """The largest pairs, and of the others those whose sums take longer than a polynomial does:
     heavy tails make thousands of pairs with a few tokens each."""
     by_size = sorted(pairs, key=lambda pair: -pair.rows * pair.keys)
-    return set(by_size[:MOST_POLYNOMIALS]) | {
+    return {
         pair
-        for pair in by_size[MOST_POLYNOMIALS:]
-        if pair_work(head, pair.rows, pair.keys).multiply_adds(head) > POLYNOMIAL_WORK
+        for position, pair in enumerate(by_size)
+        if position < MOST_POLYNOMIALS
+        or pair_work(head, pair.rows, pair.keys).multiply_adds(head) > POLYNOMIAL_WORK
     }

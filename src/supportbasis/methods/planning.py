@@ -77,13 +77,12 @@ def _warn_about_error(plan: Plan) -> None:
     """Warn, once for each plan, if the largest measured error exceeds LARGE_ERROR."""
     errors = [(head.measured or 0.0, number) for number, head in enumerate(plan.heads)]
     count = sum(error > LARGE_ERROR for error, _ in errors)
-    if not count:
-        return
-    error, number = max(errors)
-    others = f" (and more than {LARGE_ERROR:.0%} on {count - 1} others)" if count > 1 else ""
-    text = f"{plan.method} has a measured error of {error:.2g} on head {number}{others}"
-    text = f"supportbasis: {text}; give a tolerance to limit it"
-    warnings.warn(text, UserWarning, stacklevel=5)
+    if count:
+        error, number = max(errors)
+        others = f" (and more than {LARGE_ERROR:.0%} on {count - 1} others)" if count > 1 else ""
+        text = f"{plan.method} has a measured error of {error:.2g} on head {number}{others}"
+        text = f"supportbasis: {text}; give a tolerance to limit it"
+        warnings.warn(text, UserWarning, stacklevel=5)
 
 
 def _check_call(problem: Problem, method: Method) -> None:

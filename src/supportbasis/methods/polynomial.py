@@ -49,18 +49,9 @@ class Polynomial(Method):
 
     def plan_head(self, head: Head) -> HeadPlan:
         reach = score_reach(head, None, head.live_keys) if self.bound is None else self.bound
-        degree, epsilon = self.degree, math.inf
-        if self.epsilon is not None:
-            degree, epsilon = self._degree(head, reach, self.epsilon), self.epsilon
-        assert degree is not None
-        check_rank(head.dim, degree)
-        sample = ScoreSample.draw(head, None, head.live_keys)
-        poly = best_polynomial(sample, degree, reach, epsilon, kind=self.polynomial)
-        work = polynomial_work(head, head.n, live_count(head), degree)
-        return PolynomialHead(polynomial=poly, **work.settings(head))
-
-    def _degree(self, head: Head, reach: float, epsilon: float) -> int:
-        degree = derived_degree(epsilon, reach, head.dim, self.polynomial)
+        epsilon, degree = self.epsilon or math.inf, self.degree
+        if degree is None:
+            degree = derived_degree(epsilon, reach, head.dim, self.polynomial)
         if degree is None:
             raise InputError(
                 f"epsilon={epsilon:g}: no {strictest(self.polynomial)} polynomial of degree <= "
@@ -68,4 +59,8 @@ class Polynomial(Method):
                 f"it on [-{reach:.4g}, {reach:.4g}]; use a larger epsilon, a degree, or "
                 "sb.SingleThreshold(epsilon=...), which computes large rows exactly"
             )
-        return degree
+        check_rank(head.dim, degree)
+        sample = ScoreSample.draw(head, None, head.live_keys)
+        poly = best_polynomial(sample, degree, reach, epsilon, kind=self.polynomial)
+        work = polynomial_work(head, head.n, live_count(head), degree)
+        return PolynomialHead(polynomial=poly, **work.settings(head))

@@ -94,18 +94,18 @@ class SingleThreshold(Method):
     def plan_batch(self, heads: Sequence[Head]) -> list[HeadPlan]:
         """With the smallest threshold of all batch elements, beyond which more is exact."""
         plans = super().plan_batch(heads)
-        found = [plan.threshold for plan in plans if isinstance(plan, ThresholdHead)]
-        if len(set(found)) <= 1 or len(found) < len(plans):
+        found = [plan for plan in plans if isinstance(plan, ThresholdHead)]
+        least = min((plan.threshold for plan in found), default=None)
+        if least is None or len(found) < len(plans) or all(p.threshold == least for p in found):
             return plans
-        highest = max(plan.degree for plan in plans if isinstance(plan, ThresholdHead))
+        highest = max(plan.degree for plan in found)
         degree = highest if self.threshold is None else self.degree
-        return [self._at(head, min(found), degree) for head in heads]
+        return [self._at(head, least, degree) for head in heads]
 
     @property
     def _epsilon(self) -> float:
         """Certified error that is asked of the polynomial."""
-        otherwise = EPSILON if self.threshold is None else math.inf
-        return otherwise if self.epsilon is None else self.epsilon
+        return self.epsilon or (EPSILON if self.threshold is None else math.inf)
 
     def _at(self, head: Head, threshold: float, degree: int | None) -> ExactHead | ThresholdHead:
         return threshold_plan(head, threshold, degree, self._epsilon, self.polynomial)
@@ -113,10 +113,9 @@ class SingleThreshold(Method):
     def _cheapest(self, head: Head) -> HeadPlan:
         """The cheapest threshold whose polynomial is certified, of all degrees if none is given."""
         kind, keys, given = strictest(self.polynomial), live_count(head), self.degree
-        degrees = range(largest_degree(head.dim) + 1) if given is None else (given,)
         best: ExactHead | ThresholdHead | None = None
         last = -1.0
-        for degree in degrees:
+        for degree in range(largest_degree(head.dim) + 1) if given is None else (given,):
             least = 1.0 if best is None else best.cost
             if given is None and polynomial_work(head, head.n, keys, degree).cost(head) > least:
                 break  # of a split the cost is more still, or that of exact attention
@@ -153,8 +152,7 @@ def threshold_plan(
 ) -> ExactHead | ThresholdHead:
     """Split at a threshold and pick the polynomial for what is small, certified to epsilon; without
     a degree, of the smallest one that can be."""
-    tokens = large_tokens(head, threshold)
-    rows, keys = sides(head, *tokens)
+    rows, keys = sides(head, *large_tokens(head, threshold))
     if is_empty(rows.small) or is_empty(keys.small):
         return exact_plan(head, f"at T={threshold:.4g} every row or every key is large")
     reach = min(entry_reach(head, threshold), score_reach(head, rows.small, keys.small))
@@ -169,13 +167,12 @@ def threshold_plan(
         )
     sample = ScoreSample.draw(head, rows.small, keys.small)
     poly = best_polynomial(sample, degree, reach, epsilon, kind=kind)
-    large_rows, small_rows = rows.count(head.n)
-    large_keys, small_keys = keys.count(head.m)
+    (large_rows, small_rows), (large_keys, small_keys) = rows.count(head.n), keys.count(head.m)
     exact = (large_rows * head.m + small_rows * large_keys) * pair_share(head)
     read = (head.n + head.m + ScoreSample.MULTIPLY_ADDS) * head.dim
-    work = Work(exact_pairs=int(exact), scanned=read)
-    work = polynomial_work(head, small_rows, small_keys, degree) + work
-    large = (len(tokens[0]), len(tokens[1]))
+    work = polynomial_work(head, small_rows, small_keys, degree)
+    work += Work(exact_pairs=int(exact), scanned=read)
+    large = (large_rows, large_keys)
     return ThresholdHead(polynomial=poly, threshold=threshold, large=large, **work.settings(head))
 
 
@@ -184,30 +181,17 @@ def largest_threshold(head: Head, reach: float) -> float | None:
 
     Rows and keys sorted by their largest entry, with the running maximum of their norms, give
     the range B(T) = min(|scale| d T^2, |scale| max|q| max|k|) at every T that changes the split."""
-    if score_reach(head, None, head.live_keys) <= reach:  # the common case: nothing to sort
-        top = max(float(head.query_maxima.max()), float(head.key_maxima.max()))
-        return max(top, torch.finfo(torch.float64).tiny)
-    query, query_norms = _sorted_side(head.query_maxima, head.query_norms, None)
-    key, key_norms = _sorted_side(head.key_maxima, head.key_norms, head.live_keys)
-    candidates = torch.cat([query, key]).unique()
-    scale = abs(head.scale)
-    by_norm = (
-        scale * _running(query, query_norms, candidates) * _running(key, key_norms, candidates)
-    )
-    by_entry = scale * head.dim * candidates.square()
-    feasible = torch.minimum(by_norm, by_entry) <= reach
-    count = int(feasible.sum())  # the range grows with T, so the feasible ones come first
-    tiny = torch.finfo(torch.float64).tiny
-    return max(float(candidates[count - 1]), tiny) if count else None
+    rows, keys = head.query_maxima, take(head.key_maxima, head.live_keys)
+    candidates = torch.cat([rows, keys]).unique()
+    by_entry = abs(head.scale) * head.dim * candidates.square()
+    by_norm = abs(head.scale) * _longest(rows, head.query_norms, candidates)
+    by_norm *= _longest(keys, take(head.key_norms, head.live_keys), candidates)
+    count = int((torch.minimum(by_norm, by_entry) <= reach).sum())  # the range grows with T
+    return max(float(candidates[count - 1]), torch.finfo(torch.float64).tiny) if count else None
 
 
-def _sorted_side(maxima: Tensor, norms: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
-    ordered, permutation = take(maxima, live).double().sort()
-    norms = take(norms, live)[permutation]
-    return ordered, norms.cummax(0).values if len(norms) else norms
-
-
-def _running(ordered: Tensor, norms: Tensor, thresholds: Tensor) -> Tensor:
+def _longest(maxima: Tensor, norms: Tensor, thresholds: Tensor) -> Tensor:
     """Largest norm among the tokens whose largest entry is at most each threshold."""
-    count = torch.searchsorted(ordered, thresholds, right=True)
-    return torch.where(count > 0, norms[(count - 1).clamp(min=0)], 0.0)
+    ordered, permutation = maxima.sort()
+    norms = torch.cat([norms.new_zeros(1), norms[permutation]]).cummax(0).values
+    return norms[torch.searchsorted(ordered, thresholds, right=True)]

@@ -5,8 +5,7 @@
 `coefficients`  their coefficients: Taylor, Chebyshev, minimax; `proofs`: their error bounds
 `fitting`       polynomials fitted to the scores of a head
 `balancing`     the transform of queries and keys before a polynomial is fitted
-`features`      phi with <phi(q), phi(k)> = p(<q, k>), in blocks of rows
-`monomials`     memory and gradients of these features
+`features`      phi with <phi(q), phi(k)> = p(<q, k>), in blocks of rows; their gradients
 `powers`        even powers of polynomials, for sketches
 ==============  ==========================================================================
 """

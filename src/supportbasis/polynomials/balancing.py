@@ -13,7 +13,7 @@ small and its coordinates independent: x and y are centred, with equal, diagonal
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,13 +31,6 @@ FLOOR = 1e-3  # of the largest variance: directions below are not stretched any 
 
 
 @dataclass(frozen=True, eq=False)
-class BalancedHead(Head):
-    """A transformed head: its keys always have log-weights."""
-
-    key_log_weight: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class Transform:
     """Centres a, c [d] and maps A, B [d, d] in float64, and the covariance of x and of y."""
 
@@ -49,21 +42,17 @@ class Transform:
 
     def fits(self, dtype: torch.dtype) -> bool:
         """Whether its entries, and products of two, do not overflow in this dtype."""
-        parts = (self.query_centre, self.key_centre, self.query_map, self.key_map)
         largest = math.sqrt(torch.finfo(dtype).max)
-        return all(bool((x.abs() < largest).all()) for x in (*parts, self.eigenvalues))
+        return all(bool((part.abs() < largest).all()) for part in vars(self).values())
 
-    def apply(self, head: Head) -> BalancedHead:
+    def apply(self, head: Head) -> Head:
         """The transformed head: queries x, keys y, scale 1, and the third term as log-weights."""
         root, like = math.sqrt(head.scale), head.query.new_empty((), dtype=head.dtype)
-        query, key, weight = head.query.to(like), head.key.to(like), head.log_weights(head.dtype)
+        query, key = head.query.to(like), head.key.to(like) - self.key_centre.to(like)
         query = (query - self.query_centre.to(like)) @ self.query_map.to(like)
-        key = key - self.key_centre.to(like)
-        weight = (key @ self.query_centre.to(like)) * head.scale + weight
-        key = key @ self.key_map.to(like)
-        content = {field.name: getattr(head, field.name) for field in fields(Head)}
-        content |= {"query": query * root, "key": key * root, "key_log_weight": weight}
-        return BalancedHead(**content | {"scale": 1.0})
+        weight = (key @ self.query_centre.to(like)) * head.scale + head.log_weights(head.dtype)
+        key = key @ self.key_map.to(like) * root
+        return replace(head, query=query * root, key=key, key_log_weight=weight, scale=1.0)
 
     def pull_back(
         self, balanced: Gradients, weight: Tensor, shift: Tensor, total: Gradients, scale: float
@@ -84,11 +73,11 @@ class Transform:
         return (query @ self.key_centre.to(query)) * head.scale
 
 
-_transformed: WeakCache[Head, Transform, BalancedHead] = WeakCache()
+_transformed: WeakCache[Head, Transform, Head] = WeakCache()
 _own: WeakCache[Head, None, Transform] = WeakCache()
 
 
-def transformed(head: Head, transform: Transform) -> BalancedHead:
+def transformed(head: Head, transform: Transform) -> Head:
     """The transformed head, computed once for each head and transform."""
     return _transformed.get(head, transform, lambda: transform.apply(head))
 
@@ -135,17 +124,16 @@ def balancing_transform(head: Head, tokens: int | None = None) -> Transform:
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and a root L of the covariance, L L^T, with no direction far below the others."""
-    dim = x.shape[1]
-    identity = torch.eye(dim, dtype=x.dtype, device=x.device)
-    if not len(x):
-        return x.new_zeros(dim), identity
+    identity = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return x.new_zeros(x.shape[1]), identity
     centre = x.mean(0)
     away = x - centre
-    largest = float(away.abs().max()) if dim else 0.0
+    largest = float(away.abs().max())
     unit = largest if largest > 1e100 else 1.0  # so that no square overflows
     away = away / unit
     values, vectors = torch.linalg.eigh(away.T @ away / len(x))
-    largest = float(values[-1]) if dim else 0.0
+    largest = float(values[-1])
     if not largest > 0:
         return centre, identity
     return centre, vectors * values.clamp(min=FLOOR * largest).sqrt() * unit

@@ -4,10 +4,10 @@ A polynomial is kept in t = z / B and divided by e^B, so that nothing overflows:
 
     p(z) = e^B * s(t),    s(t) = sum_k c_k t^k,    t = z / B in [-1, 1].
 
-Everything we state is about the ratio r = p(z) e^{-z} = e^{B (1 - t)} s(t), which is 1 where p is
-exact. `certify` proves bounds on r for the float64 coefficients that are returned, however they
-were found, so the builders (`taylor`, `chebyshev`, `minimax`) need not be trusted. This is Lemma
-A.3 of the paper ("Corollary 2.2 in AS23") with numbers instead of Theta(.).
+`certify` proves bounds on the ratio r = p(z) e^{-z} = e^{B (1 - t)} s(t) for the float64
+coefficients that are returned, however they were found, so the builders (`taylor`, `chebyshev`,
+`minimax`) need not be trusted. This is Lemma A.3 of the paper ("Corollary 2.2 in AS23") with
+numbers instead of Theta(.).
 """
 
 import math
@@ -25,6 +25,7 @@ from .degrees import first_degree, last_within, widest_bound
 from .proofs import TINY, UNIT, certify, exp
 
 LARGEST_DEGREE = 256  # certification takes (degree + 1)^3 numbers, 185 MiB at twice this degree
+KINDS = (*COEFFICIENTS, "minimax")
 _WIDEST = 300.0  # `largest_bound` does not search further
 
 
@@ -47,9 +48,8 @@ def derivative(coefficients: Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class CertifiedPolynomial:
-    """A polynomial p with proven bounds on p(z) e^{-z} over [-bound, bound].
-
-        p(z) = exp(bound) * sum_k coefficients[k] * (z / bound)^k
+    """p(z) = exp(bound) * sum_k coefficients[k] * (z / bound)^k, with proven bounds on p(z) e^{-z}
+    over [-bound, bound].
 
     `bound == 0` means the single point z = 0: then t := 0 and only coefficients[0] matters.
 
@@ -91,22 +91,21 @@ class CertifiedPolynomial:
         return z / self.bound
 
     def on(self, bound: float) -> "CertifiedPolynomial":
-        """The same function p, certified on [-bound, bound] instead.
+        """The same function p, certified on [-bound, bound] instead: c_k -> c_k (b/B)^k e^{B-b}.
 
-        The coefficients are re-expressed, c_k -> c_k (b/B)^k e^{B-b}. The certificate allows for
-        the rounding of that step, so it holds for p as it stood before and as it stands after.
-        Where float64 cannot hold them, error is inf. From `bound == 0` p is continued as c_0.
+        The certificate allows for the rounding of that step, so it holds for p as it stood before
+        and as it stands after. Where float64 cannot hold the coefficients, error is inf. From
+        `bound == 0` p is continued as c_0.
 
         >>> p = taylor(2, 1.0)
         >>> p.on(2.0).error > p.error > p.on(0.5).error
         True
         """
-        new, old, kept = _checked_bound(bound), self.bound, 1
-        log_new = log_old = 0.0
-        if new > 0 and old > 0:
-            kept, log_new, log_old = self.degree + 1, math.log(new), math.log(old)
+        new, old = _checked_bound(bound), self.bound
+        is_point = new == 0 or old == 0  # where only c_0 matters
+        log_new, log_old = (0.0, 0.0) if is_point else (math.log(new), math.log(old))
         coefficients = [0.0] * (self.degree + 1)
-        for k, c in enumerate(self.coefficients[:kept]):
+        for k, c in enumerate(self.coefficients[:1] if is_point else self.coefficients):
             if c != 0.0:  # in two steps, for e^{B-b} may leave float64 where the product does not
                 half = exp((k * (log_new - log_old) + (old - new)) / 2)
                 coefficients[k] = c * half * half
@@ -130,7 +129,7 @@ def taylor(degree: int, bound: float) -> CertifiedPolynomial:
     >>> round(taylor(0, 1.0).error, 3)  # |1 - e^z| / e^z is largest at z = -1: e - 1
     1.718
     """
-    return _build("taylor", _built_degree(degree), _checked_bound(bound))
+    return built("taylor", degree, bound)
 
 
 def chebyshev(degree: int, bound: float) -> CertifiedPolynomial:
@@ -140,7 +139,7 @@ def chebyshev(degree: int, bound: float) -> CertifiedPolynomial:
     >>> chebyshev(2, 1.0).error < taylor(2, 1.0).error
     True
     """
-    return _build("chebyshev", _built_degree(degree), _checked_bound(bound))
+    return built("chebyshev", degree, bound)
 
 
 def minimax(degree: int, bound: float) -> CertifiedPolynomial:
@@ -151,7 +150,30 @@ def minimax(degree: int, bound: float) -> CertifiedPolynomial:
     >>> abs(minimax(0, 1.0).error - math.tanh(1.0)) < 1e-6
     True
     """
-    return _build("minimax", _built_degree(degree), _checked_bound(bound))
+    return built("minimax", degree, bound)
+
+
+def built(kind: str, degree: int, bound: float) -> CertifiedPolynomial:
+    """The polynomial of a kind, one of KINDS."""
+    return _build(_checked_kind(kind), _built_degree(degree), _checked_bound(bound))
+
+
+@lru_cache(maxsize=4096)
+def _build(kind: str, degree: int, bound: float) -> CertifiedPolynomial:
+    if bound == 0.0:
+        return certified(kind, (1.0,) + (0.0,) * degree, 0.0)
+    if kind != "minimax":
+        return certified(kind, COEFFICIENTS[kind](degree, bound), bound)
+    candidates = [_build(other, degree, bound) for other in COEFFICIENTS]
+    coefficients = remez(degree, bound)
+    if coefficients is not None:
+        candidates.append(certified(kind, coefficients, bound))
+    best = min(candidates, key=lambda p: p.error)
+    constant = 2 * math.exp(-2 * bound) / (1 + math.exp(-2 * bound))
+    if best.error >= 1.0 and constant > TINY:  # rounding spoiled it: 1 / cosh(B) is better
+        flat = certified(kind, (constant,) + (0.0,) * degree, bound)
+        best = min(best, flat, key=lambda p: p.error)
+    return replace(best, kind=kind)
 
 
 def certified(
@@ -159,10 +181,10 @@ def certified(
 ) -> CertifiedPolynomial:
     """The polynomial with these coefficients, whatever they are, and what is proved about it;
     ``slack`` is a relative uncertainty of every coefficient."""
-    degree, bound = _built_degree(len(coefficients) - 1), _checked_bound(bound)
-    error, log_ratio = certify(tuple(coefficients), bound, slack)
     values = tuple(coefficients)
-    return CertifiedPolynomial(_checked_kind(kind), degree, bound, values, error, log_ratio)
+    degree, bound = _built_degree(len(values) - 1), _checked_bound(bound)
+    proved = certify(values, bound, slack)
+    return CertifiedPolynomial(_checked_kind(kind), degree, bound, values, *proved)
 
 
 def smallest_degree(
@@ -197,12 +219,21 @@ def largest_bound(
     >>> minimax(2, b).error <= 0.05 < minimax(2, 1.001 * b).error
     True
     """
-    degree, epsilon, kind = (
-        _built_degree(degree),
-        check_number("epsilon", epsilon),
-        _checked_kind(kind),
-    )
-    return _largest_bound(degree, epsilon, kind, check_number("tolerance", tolerance))
+    degree, kind = _built_degree(degree), _checked_kind(kind)
+    epsilon, tolerance = check_number("epsilon", epsilon), check_number("tolerance", tolerance)
+
+    def error(bound: float) -> float:
+        return _build(kind, degree, bound).error
+
+    widest = min(_WIDEST, widest_bound(epsilon, degree))
+    low = high = min(1.0, widest)
+    while high < widest and error(high) <= epsilon:
+        low, high = high, min(2 * high, widest)
+    while error(low) > epsilon:
+        low, high = low / 2, low
+        if low < 1e-17:
+            return 0.0
+    return last_within(error, epsilon, low, high, tolerance)
 
 
 def paper_degree(epsilon: float, bound: float) -> float:
@@ -241,42 +272,6 @@ def true_rank(dim: int, degree: int) -> int:
     return math.comb(dim + degree, degree)
 
 
-@lru_cache(maxsize=4096)
-def _build(kind: str, degree: int, bound: float) -> CertifiedPolynomial:
-    if bound == 0.0:
-        return certified(kind, (1.0,) + (0.0,) * degree, 0.0)
-    if kind != "minimax":
-        return certified(kind, COEFFICIENTS[kind](degree, bound), bound)
-    candidates = [_build(other, degree, bound) for other in COEFFICIENTS]
-    coefficients = remez(degree, bound)
-    if coefficients is not None:
-        candidates.append(certified(kind, coefficients, bound))
-    best = min(candidates, key=lambda p: p.error)
-    constant = 2 * math.exp(-2 * bound) / (1 + math.exp(-2 * bound))
-    if best.error >= 1.0 and constant > TINY:  # rounding spoiled it: 1 / cosh(B) is better
-        flat = certified(kind, (constant,) + (0.0,) * degree, bound)
-        best = min(best, flat, key=lambda p: p.error)
-    return replace(best, kind=kind)
-
-
-@lru_cache(maxsize=1024)
-def _largest_bound(degree: int, epsilon: float, kind: str, tolerance: float) -> float:
-    widest = min(_WIDEST, widest_bound(epsilon, degree))
-
-    def error(bound: float) -> float:
-        return _build(kind, degree, bound).error
-
-    low = min(1.0, widest)
-    while low < widest and error(min(2 * low, widest)) <= epsilon:
-        low = min(2 * low, widest)
-    high = min(2 * low, widest)
-    while error(low) > epsilon:
-        low, high = low / 2, low
-        if low < 1e-17:
-            return 0.0
-    return last_within(error, epsilon, low, high, tolerance)
-
-
 def _built_degree(degree: int, name: str = "degree") -> int:
     """A degree that a polynomial can be certified at."""
     return check_integer(name, degree, 0, LARGEST_DEGREE)
@@ -287,6 +282,6 @@ def _checked_bound(bound: float) -> float:
 
 
 def _checked_kind(kind: str) -> str:
-    if kind != "minimax" and kind not in COEFFICIENTS:
+    if kind not in KINDS:
         raise InputError(f"kind must be 'taylor', 'chebyshev' or 'minimax', got {kind!r}.")
     return kind

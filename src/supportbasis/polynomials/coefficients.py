@@ -5,7 +5,7 @@ done in decimal arithmetic with enough digits.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, localcontext
 from itertools import pairwise
 
@@ -30,10 +30,7 @@ def _chebyshev(degree: int, bound: float) -> tuple[float, ...]:
         return _monomials(t, _divided_differences(t, y))
 
 
-COEFFICIENTS: dict[str, Callable[[int, float], tuple[float, ...]]] = {
-    "taylor": _taylor,
-    "chebyshev": _chebyshev,
-}
+COEFFICIENTS = {"taylor": _taylor, "chebyshev": _chebyshev}
 
 
 def remez(degree: int, bound: float) -> tuple[float, ...] | None:
@@ -90,12 +87,9 @@ def _extrema(deviation: Tensor) -> list[float]:
     """The point of largest |deviation| between consecutive sign changes, refined by a parabola."""
     negative = deviation < 0
     changes = torch.nonzero(negative[1:] != negative[:-1]).flatten() + 1
-    edges = [0, *(int(i) for i in changes.tolist()), CELLS + 1]
-    size = deviation.abs()
-    points = []
-    for start, stop in pairwise(edges):
-        i = start + int(size[start:stop].argmax())
-        shift = 0.0
+    size, points = deviation.abs(), []
+    for start, stop in pairwise([0, *changes.tolist(), CELLS + 1]):
+        i, shift = start + int(size[start:stop].argmax()), 0.0
         if start < i < stop - 1:
             left, here, right = size[i - 1 : i + 2].tolist()
             curvature = left - 2 * here + right
@@ -113,15 +107,13 @@ def _context(degree: int, bound: float) -> Context:
 def _samples(nodes: Sequence[float], bound: float) -> tuple[list[Decimal], list[Decimal]]:
     """Nodes t_i and values e^{B (t_i - 1)} in the current decimal context."""
     t = [Decimal(node) for node in nodes]
-    scale = Decimal(bound)
-    return t, [(scale * (node - 1)).exp() for node in t]
+    return t, [(Decimal(bound) * (node - 1)).exp() for node in t]
 
 
 def _divided_differences(t: Sequence[Decimal], y: Sequence[Decimal]) -> list[Decimal]:
     d = list(y)
     for j in range(1, len(d)):
-        for i in range(len(d) - 1, j - 1, -1):
-            d[i] = (d[i] - d[i - 1]) / (t[i] - t[i - j])
+        d[j:] = [(d[i] - d[i - 1]) / (t[i] - t[i - j]) for i in range(j, len(d))]
     return d
 
 

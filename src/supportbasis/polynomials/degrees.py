@@ -7,6 +7,7 @@ do. For epsilon >= 1 nothing is known: p = 0 has an error of 1.
 import math
 from bisect import bisect_left
 from collections.abc import Callable
+from itertools import count, takewhile
 
 from .proofs import UNIT, margin_operations
 
@@ -18,20 +19,14 @@ def first_degree(
 ) -> int | None:
     """The smallest degree <= limit with error(degree) <= epsilon on [-bound, bound], or None.
 
-    In steps that double, then by halves, since the error falls with the degree; one by one near the
-    floor of rounding, where it may rise again."""
-    limit = _highest_useful(epsilon, bound, limit)
-    low = degree = least_degree(epsilon, bound)
-    is_steep = rounding_error(epsilon, limit, bound) < epsilon / 8
-    step = 1
-    while degree <= limit and rounding_error(epsilon, degree, bound) <= epsilon:
-        if error(degree) <= epsilon:
-            middle = bisect_left(range(low, degree), True, key=lambda g: error(g) <= epsilon)
-            return low + middle
-        low = degree + 1
-        degree = low if low > limit else min(degree + step, limit)
-        step *= 2 if is_steep else 1
-    return None
+    By halves, since the error falls with the degree; one by one near the floor of rounding, where
+    it may rise again."""
+    degrees = range(least_degree(epsilon, bound), _highest_useful(epsilon, bound, limit) + 1)
+    if degrees and rounding_error(epsilon, degrees[-1], bound) < epsilon / 8:
+        at = bisect_left(degrees, True, key=lambda degree: error(degree) <= epsilon)
+        return degrees[at] if at < len(degrees) else None
+    usable = takewhile(lambda degree: rounding_error(epsilon, degree, bound) <= epsilon, degrees)
+    return next((degree for degree in usable if error(degree) <= epsilon), None)
 
 
 def _highest_useful(epsilon: float, bound: float, limit: int) -> int:
@@ -54,9 +49,9 @@ def last_within(
     logs = [_log_ratio(error(bound), epsilon) for bound in (low, high)]
     if logs[1] <= 0.0:
         return high
-    step = 0
-    while high - low > tolerance * low:
-        step += 1
+    for step in count(1):
+        if high - low <= tolerance * low:
+            break
         share = 0.5 if step % 3 == 0 else logs[0] / (logs[0] - logs[1])
         nudge = 0.4 * (tolerance if share < 0.5 else -tolerance)
         bound = low * (high / low) ** share * (1 + nudge)

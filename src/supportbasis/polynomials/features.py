@@ -3,20 +3,32 @@
 phi_k holds the monomials of degree k, C(d+k-1, k) of them instead of d^k; W is the diagonal of
 multinomial coefficients, applied once to the sum over keys instead of to every token. All
 degrees 0..g together have C(d+g, g) features (Lemma A.2 prints C(2(d+g), 2g)).
+
+Memory is feature-major, [lanes, features, tokens], so a product of variables is an elementwise
+product of rows, and a few such products (`_Layout.steps`) form all features. Degree 2 has a layout
+of its own (`_pair_layout`), which one operation fills. Constants are left out.
 """
 
 from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
 from .certified import LARGEST_DEGREE, true_rank
-from .monomials import Buffer, Fill, pair_layout, suffix_layout
 
 RANK_LIMIT = 2**18  # 64 MiB of float32 state at 64 value columns
 BUFFER_BYTES = 9 * 2**19  # of one lane
 MAX_BLOCK = 8192
+CHUNK = 8  # products of pairs whose gradients are formed at a time
+Fill = Callable[[int, int, Tensor], object]  # writes the gradients of features from..to
 
 
 def check_rank(dim: int, degree: int) -> int:
@@ -32,10 +44,8 @@ def check_rank(dim: int, degree: int) -> int:
 
 def largest_degree(dim: int) -> int:
     """Largest degree that can be certified and whose rank is within the limit."""
-    degree = 0
-    while degree < LARGEST_DEGREE and true_rank(dim, degree + 1) <= RANK_LIMIT:
-        degree += 1
-    return degree
+    degrees = range(1, LARGEST_DEGREE + 1)
+    return bisect_left(degrees, True, key=lambda degree: true_rank(dim, degree) > RANK_LIMIT)
 
 
 def block_rows(rank: int, dtype: torch.dtype) -> int:
@@ -58,7 +68,7 @@ class FeatureMap:
     """Monomials of degree 0..``degree`` in ``dim`` variables, written feature-major.
 
     ``spans`` r_1 >= r_2 >= ... (r_1 = dim) leave of degree k only the monomials in the last r_k
-    variables. `monomials` orders and forms them.
+    variables.
 
     >>> phi = FeatureMap(dim=2, degree=2)
     >>> phi(torch.tensor([[2.0, 3.0]]))          # 1, x, y, x*x, y*y, x*y
@@ -69,11 +79,11 @@ class FeatureMap:
 
     def __init__(self, dim: int, degree: int, spans: tuple[int, ...] | None = None):
         self.dim, self.degree, full = dim, degree, (dim,) * degree
-        is_whole = spans is None or spans == full
-        if is_whole:
+        spans = full if spans is None else spans
+        if spans == full:
             check_rank(dim, degree)
-        is_pairs = is_whole and degree == 2
-        self._layout = pair_layout(dim) if is_pairs else suffix_layout(dim, spans or full)
+        is_pairs = spans == (dim, dim)
+        self._layout = _pair_layout(dim) if is_pairs else _suffix_layout(dim, spans)
         self.multiplicity, self.degrees = self._layout.multiplicity, self._layout.degrees
         self.count = len(self.multiplicity)
 
@@ -107,3 +117,163 @@ class FeatureMap:
             products.append(made[step.left] * made[step.right])
         features = torch.cat([made, *products])[spare : self._layout.rows]
         return torch.cat([torch.ones_like(tokens[:1]), features]).T
+
+
+class _Step(NamedTuple):
+    """One product of rows of memory: of a left factor, one row or as many, and a right one."""
+
+    left: slice
+    right: slice
+    product: slice
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """Rows of memory: repeated variables (``spare``), all variables, then products."""
+
+    dim: int
+    spare: int
+    steps: list[_Step]
+    multiplicity: Tensor  # of each feature in a power, after a constant; float64
+    degrees: Tensor  # of each feature
+
+    @property
+    def rows(self) -> int:
+        return self.spare + len(self.multiplicity) - 1
+
+    @property
+    def chunk(self) -> int:
+        """Steps whose gradients are formed at a time, to be used while they are in cache; all of
+        them where products are factors of others."""
+        return CHUNK if self.spare else max(1, len(self.steps))
+
+    @property
+    def in_chunks(self) -> list[_Step]:
+        """The steps, with the products of every chunk in the same place, after the variables."""
+        firsts = [self.steps[i - i % self.chunk].product.start for i in range(len(self.steps))]
+        shifts = [first - self.spare - self.dim for first in firsts]
+        return [
+            step._replace(product=slice(step.product.start - shift, step.product.stop - shift))
+            for step, shift in zip(self.steps, shifts, strict=True)
+        ]
+
+
+class Buffer:
+    """Features of one block of tokens, and their gradients. Views of the memory are made once for
+    each number of tokens: made anew for every block, they would take longer than the products."""
+
+    def __init__(self, layout: _Layout, lanes: int, rows: int, like: Tensor):
+        self.layout = layout
+        self.memory = like.new_empty(lanes, layout.rows, rows)
+        self._views: dict[tuple[bool, int], list[list[Tensor]]] = {}
+
+    @cached_property
+    def _gradients(self) -> Tensor:
+        """Memory for the gradients of the variables and of one chunk of products."""
+        lanes, _, rows = self.memory.shape
+        chunk = self.layout.steps[: self.layout.chunk]
+        size = chunk[-1].product.stop if chunk else self.layout.rows
+        return self.memory.new_empty(lanes, size, rows)
+
+    def _factors(self, rows: int, of_gradients: bool = False) -> list[list[Tensor]]:
+        """Factors and products of all steps, or their gradients."""
+        if (of_gradients, rows) not in self._views:
+            memory = self._gradients if of_gradients else self.memory
+            steps = self.layout.in_chunks if of_gradients else self.layout.steps
+            views = [[memory[:, part, :rows] for part in step] for step in steps]
+            self._views[of_gradients, rows] = views
+        return self._views[of_gradients, rows]
+
+    def write(self, x: Tensor) -> Tensor:
+        """The features of tokens ``x`` [lanes, rows, dim]: [lanes, features, rows]."""
+        rows, dim, spare = x.shape[1], self.layout.dim, self.layout.spare
+        memory, steps = self.memory[:, :, :rows], self._factors(rows)
+        variables = memory[:, spare : spare + dim]
+        variables.copy_(x.mT)
+        if spare:  # all rotations at once
+            memory[:, :spare].copy_(memory[:, dim : dim + spare])
+            rotated = memory[:, : spare + dim].unfold(1, dim, 1).mT
+            products = memory[:, spare + dim : spare + dim + (spare + 1) * dim]
+            products = products.unflatten(1, (spare + 1, dim))
+            torch.mul(variables.unsqueeze(1), rotated, out=products)
+            steps = steps[spare + 1 :]
+        for left, right, product in steps:
+            torch.mul(left, right, out=product)
+        return memory[:, spare:]
+
+    def pull_back(self, fill: Fill, rows: int) -> Tensor:
+        """Gradient of the tokens, [lanes, dim, rows], from that of their features, which ``fill``
+        writes: each product, the last one first, adds its own to both of its factors."""
+        dim, spare, steps = self.layout.dim, self.layout.spare, self.layout.steps
+        grad = self._gradients[:, :, :rows]
+        grad[:, :spare].zero_()
+        begin = start = spare  # variables and first chunk, then one chunk after the other
+        for first in range(0, max(1, len(steps)), self.layout.chunk):
+            some = slice(first, first + self.layout.chunk)
+            stop = steps[some][-1].product.stop if steps else self.layout.rows
+            fill(start - spare, stop - spare, grad[:, begin : begin + stop - start])
+            begin, start = spare + dim, stop
+            both = zip(self._factors(rows)[some], self._factors(rows, True)[some], strict=True)
+            for (left, right, _), (to_left, to_right, product) in reversed(list(both)):
+                to_right.addcmul_(product, left)
+                if left.shape == product.shape:
+                    to_left.addcmul_(product, right)
+                else:
+                    to_left.add_(product.mul_(right).sum(1, keepdim=True))
+        grad[:, dim : dim + spare] += grad[:, :spare]
+        return grad[:, spare : spare + dim]
+
+
+@lru_cache(maxsize=64)
+def _pair_layout(dim: int) -> _Layout:
+    """x_a, and x_a x_b of all pairs: the token times itself rotated by 0, 1, 2, ... variables.
+
+    A rotation by s and one by d - s give the same pairs, so those by s < d/2 do, and for even d
+    half of those by d/2. The last variables are repeated before the first, so that every rotation
+    is a window on the same rows. The rotation by 0, which gives squares, comes last."""
+    rotations, half = (dim + 1) // 2, dim // 2
+    spare = max(0, rotations - 1)
+    end = spare + dim
+    variables = slice(spare, end)
+    steps = []
+    for first in range(rotations):
+        steps.append(_Step(variables, slice(first, first + dim), slice(end, end + dim)))
+        end += dim
+    if dim % 2 == 0:
+        opposite = slice(spare, spare + half), slice(spare + half, spare + dim)
+        steps.append(_Step(*opposite, slice(end, end + half)))
+    degrees = torch.tensor([0] + [1] * dim + [2] * (dim * (dim + 1) // 2))
+    multiplicity = torch.where(degrees == 2, 2.0, 1.0).double()
+    multiplicity[1 + rotations * dim : 1 + rotations * dim + dim] = 1.0
+    return _Layout(dim, spare, steps, multiplicity, degrees)
+
+
+@lru_cache(maxsize=64)
+def _suffix_layout(dim: int, spans: tuple[int, ...]) -> _Layout:
+    """Monomials of degree 1..g, ordered within each degree by their first variable: block t holds
+    variable t times the suffix of the monomials of the degree below whose variables are t or later.
+    Of degree k only the monomials in the last ``spans[k - 1]`` variables are formed.
+
+    The multiplicities follow from (u + s)^k - s^k = u * sum_c C(k, c+1) u^c s^(k-1-c), where u is
+    the part of an inner product that belongs to variable t and s that of later ones: a monomial of
+    degree k-1 with c factors of variable t gains the factor C(k, c+1) / C(k-1, c) = k / (c + 1)."""
+    ones = torch.ones(1 + dim, dtype=torch.float64)
+    levels, steps = [ones[:1], ones[1:]][: 1 + len(spans)], []
+    repeats = ones[1:]  # factors of each monomial's first variable
+    stop = end = dim  # of the degree below, of all products so far
+    for k, span in enumerate(spans[1:], 2):
+        blocks, counts = [], []
+        for variable in range(dim - span, dim):
+            size = math.comb(dim - variable + k - 2, k - 1)
+            same = math.comb(dim - variable + k - 3, k - 2)  # begin with this variable again
+            count = torch.ones(size, dtype=torch.float64)
+            count[:same] += repeats[len(repeats) - size :][:same]
+            blocks.append(levels[-1][len(repeats) - size :] * k / count)
+            counts.append(count)
+            suffix, product = slice(stop - size, stop), slice(end, end + size)
+            steps.append(_Step(slice(variable, variable + 1), suffix, product))
+            end += size
+        levels.append(torch.cat(blocks))
+        repeats, stop = torch.cat(counts), end
+    degrees = [torch.full_like(level, k) for k, level in enumerate(levels)]
+    return _Layout(dim, 0, steps, torch.cat(levels), torch.cat(degrees).long())

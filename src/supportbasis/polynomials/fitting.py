@@ -19,6 +19,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -96,13 +98,13 @@ def choose_spans(eigenvalues: Tensor, features: int) -> tuple[int, ...]:
     symmetric, left = _complete_symmetric(squared), features - 1
     spans = [len(squared)] + [0] * HIGHEST_DEGREE  # of degree 0: all
     while True:
-        options = []
+        options = [(0.0, 0, 0)]
         for k in range(1, HIGHEST_DEGREE + 1):
             r = spans[k] + 1
             count = math.comb(r + k - 2, k - 1)
             if r <= spans[k - 1] and count <= left:
                 options.append((squared[r - 1] * symmetric[k - 1][r] / count, -k, count))
-        gain, minus_k, count = max(options, default=(0.0, 0, 0))
+        gain, minus_k, count = max(options)
         if gain <= 0:
             return tuple(r for r in spans[1:] if r > 0)
         spans[-minus_k] += 1
@@ -113,10 +115,7 @@ def _complete_symmetric(x: Sequence[float]) -> list[list[float]]:
     """h_k(x_1, ..., x_r) at [k][r], by h_k(r) = h_k(r - 1) + x_r h_(k-1)(r)."""
     table = [[1.0] * (len(x) + 1)]
     for _ in range(HIGHEST_DEGREE):
-        row = [0.0]
-        for r, value in enumerate(x, 1):
-            row.append(row[-1] + value * table[-1][r])
-        table.append(row)
+        table.append([0.0, *accumulate(map(mul, x, table[-1][1:]))])
     return table
 
 
@@ -148,14 +147,12 @@ class PairSample:
         """Sample the tokens within the radius of a head with queries and live keys."""
         query_radius, key_radius = _radius(head.query), _radius(head.key)
         visible = min(head.n, head.m) if head.is_causal else head.m  # keys of the last row
-        log_weights = None if head.key_log_weight is None else head.key_log_weight[:visible]
+        log_weight = head.log_weights(torch.float64)[:visible]
         row, row_count = _pick(head.query, query_radius, None, ROWS, seed)
-        key, key_count = _pick(head.key[:visible], key_radius, log_weights, KEYS, seed + 1)
-        log_weight = key_count.log()
-        if log_weights is not None:
-            log_weight = log_weight + log_weights[key].double()
+        key, key_count = _pick(head.key[:visible], key_radius, log_weight, KEYS, seed + 1)
         tokens = head.query[row].double(), head.key[key].double()
-        return PairSample(*tokens, log_weight, row_count, key_count, query_radius, key_radius)
+        weight = key_count.log() + log_weight[key]
+        return PairSample(*tokens, weight, row_count, key_count, query_radius, key_radius)
 
     def fit(self, spans: tuple[int, ...]) -> FittedKernel | None:
         """Least squares for the weights of every row relative to their norm, as random values would
@@ -186,7 +183,7 @@ class PairSample:
         error = ((given - self.exact) * share).norm() / (self.exact * share).norm()
         return float(error.nan_to_num(math.inf))
 
-    @cached_property
+    @property
     def _share(self) -> Tensor:
         """Factor for the error of a sampled key that represents several independent ones."""
         return self.key_count.rsqrt()
@@ -210,8 +207,7 @@ def _pick(
     and how many tokens each represents."""
     norms = tokens.norm(dim=1)
     near = norms <= radius
-    if log_weight is not None:
-        near &= log_weight > -math.inf
+    near = near if log_weight is None else near & (log_weight > -math.inf)
     index = near.nonzero().squeeze(1)
     if len(index) <= count:
         return index, torch.ones_like(index, dtype=torch.float64)

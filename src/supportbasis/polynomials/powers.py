@@ -31,7 +31,6 @@ class PowerKernel:
         return 0.0 if self.polynomial is None else self.polynomial.bound
 
     def inner(self, score: Tensor) -> Tensor:
-        """The value that is raised to the power, in units of ``exp(log_unit)``."""
         return score if self.polynomial is None else self.polynomial(score / self.power)
 
     def log(self, score: Tensor) -> Tensor:

@@ -95,24 +95,19 @@ def _log_product(exponents: Tensor, factor: Tensor, direction: float) -> Tensor:
     """log(e^exponents * factor), moved up (+1) or down (-1) by its rounding; -inf if factor <= 0.
 
     NaN, which only arises from overflow, becomes inf in the unsafe direction."""
-    log = torch.log(factor.clamp(min=0.0))
+    log = factor.clamp(min=0.0).log()
     rounding = 4 * UNIT * (1 + exponents + log.clamp(min=-800.0).abs())
-    return torch.nan_to_num(
-        exponents + log + direction * rounding,
-        nan=direction * math.inf,
-        posinf=math.inf,
-        neginf=-math.inf,
-    )
+    total = exponents + log + direction * rounding
+    return total.nan_to_num(direction * math.inf, math.inf, -math.inf)
 
 
 def _certify_point(c: float, slack: float) -> tuple[float, tuple[float, float]]:
     """The certificate of r = c at the single point z = 0."""
     low, high = c - abs(c) * slack, c + abs(c) * slack
-    error = max(abs(low - 1.0), abs(high - 1.0))
-    lower = math.log(low) if low > 0 else -math.inf
-    upper = math.log(high) if high > 0 else -math.inf
+    error = max(abs(low - 1.0), abs(high - 1.0)) * (1 + 4 * UNIT)
+    lower, upper = (math.log(x) if x > 0 else -math.inf for x in (low, high))
     margin = 4 * UNIT * max(abs(x) if math.isfinite(x) else 0.0 for x in (lower, upper))
-    return error * (1 + 4 * UNIT), (lower - margin, upper + margin)
+    return error, (lower - margin, upper + margin)
 
 
 @lru_cache(maxsize=64)
@@ -121,20 +116,16 @@ def _tables(degree: int) -> tuple[Tensor, Tensor, Tensor]:
 
     shifts[j] maps the coefficients of q to those of q^(j) / j! (h/2)^j; tail[k] is the sum over
     the j left out, sum_{j >= J} C(k, j) (h/2)^j."""
-    grid = torch.arange(CELLS + 1, dtype=torch.float64) * WIDTH - 1.0
-    powers = torch.ones(CELLS + 1, degree + 1, dtype=torch.float64)
-    for k in range(1, degree + 1):
-        powers[:, k] = powers[:, k - 1] * grid
+    grid = 1.0 - grid_exponents()
+    powers = torch.stack([torch.ones_like(grid), *[grid] * degree], 1).cumprod(1)
     kept = min(degree + 1, 3 + degree // 6)
     shifts = torch.zeros(kept, degree + 1, degree + 1, dtype=torch.float64)
     tail = torch.zeros(degree + 1, dtype=torch.float64)
     for k in range(degree + 1):
-        for j in range(k + 1):
-            term = math.comb(k, j) * (WIDTH / 2) ** j
-            if j < kept:
-                shifts[j, k - j, k] = term
-            else:
-                tail[k] += term
+        terms = [math.comb(k, j) * (WIDTH / 2) ** j for j in range(k + 1)]
+        for j, term in enumerate(terms[:kept]):
+            shifts[j, k - j, k] = term
+        tail[k] = sum(terms[kept:])
     return powers, shifts, tail
 
 

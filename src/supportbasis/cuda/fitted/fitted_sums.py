@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...polynomials.features import FeatureMap
+from ...polynomials.features import Buffer, FeatureMap
 from ...polynomials.fitting import FittedKernel
-from ...polynomials.monomials import Buffer
 
 ENTRIES = 2**28  # of features in memory at a time
 PRODUCTS = 128  # at most, that one sum over tokens is made of
