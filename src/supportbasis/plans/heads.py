@@ -300,6 +300,10 @@ class BucketHead(HeadPlan):
         return "\n      ".join(lines + ([f"and {rest} smaller pairs"] if rest else []))
 
 
+HEADS = (ExactHead, PolynomialHead, ThresholdHead, FittedHead, ListHead, PowerHead, BucketHead)
+KINDS: dict[str, type[HeadPlan]] = {head.kind: head for head in HEADS}
+
+
 def _split_groups(head: Head, rows: Side, keys: Side, smooth: Component) -> list[RowGroup]:
     """Large rows exactly; small rows with large keys exactly, with small keys by ``smooth``."""
     groups = []
