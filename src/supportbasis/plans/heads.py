@@ -64,12 +64,10 @@ class HeadPlan(ABC):
 
     @property
     def kernels(self) -> tuple[PowerKernel, ...]:
-        """The powers of all components."""
         return ()
 
     @property
     def polynomials(self) -> tuple[CertifiedPolynomial, ...]:
-        """The certified polynomials of all components."""
         return tuple(k.polynomial for k in self.kernels if k.polynomial is not None)
 
     @property
@@ -78,8 +76,7 @@ class HeadPlan(ABC):
 
     @property
     def may_fail(self) -> bool:
-        """Whether rows can fail: their sum can be far too small, and they are then computed
-        exactly."""
+        """Whether sums of rows can be far too small; such rows are then computed exactly."""
         return self.is_sketched
 
     def details(self) -> list[str]:
@@ -130,8 +127,7 @@ class PolynomialHead(HeadPlan):
 
     def details(self) -> list[str]:
         poly = self.polynomial
-        text = f"{poly.kind} degree {poly.degree} on ±{poly.bound:.4g}"
-        return [text, f"eps {poly.error:.2g}"]
+        return [f"{poly.kind} degree {poly.degree} on ±{poly.bound:.4g}", f"eps {poly.error:.2g}"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -145,7 +141,6 @@ class ThresholdHead(PolynomialHead):
     large: tuple[int, int]  # rows and keys beyond the threshold when it was made
 
     def split(self, head: Head) -> tuple[Side, Side]:
-        """Rows and keys, by the threshold."""
         return sides(head, *large_tokens(head, self.threshold))
 
     def smooth(self, head: Head) -> tuple[Tensor | None, Tensor | None]:
@@ -157,8 +152,7 @@ class ThresholdHead(PolynomialHead):
         return _split_groups(head, *split, PolynomialSum(self.polynomial, split[1].small))
 
     def details(self) -> list[str]:
-        rows, keys = self.large
-        counts = f"{rows} large rows, {keys} large keys"
+        counts = f"{self.large[0]} large rows, {self.large[1]} large keys"
         return [*super().details(), f"T={self.threshold:.4g}", counts]
 
 
@@ -246,7 +240,6 @@ class BucketPair:
 
     @property
     def way(self) -> str:
-        """How it is summed."""
         if self.kernel is None:
             return "exact"
         return "sketched" if self.kernel.sketch_size else "power"
@@ -329,12 +322,9 @@ def _pair_components(
 ) -> list[Component]:
     """The components of one row bucket; all its exact keys make one of them."""
     components: list[Component] = []
-    exact = [key_sets[pair.key] for pair in pairs if pair.kernel is None]
-    indices = [keys for keys in exact if keys is not None]
-    if len(indices) < len(exact):  # None is the only bucket: every key
-        components.append(ExactSum(None))
-    elif indices:
-        components.append(ExactSum(torch.cat(indices).sort().values))
+    if exact := [key_sets[pair.key] for pair in pairs if pair.kernel is None]:
+        indices = [keys for keys in exact if keys is not None]  # None: the only bucket
+        components.append(ExactSum(torch.cat(indices).sort().values if indices else None))
     for pair in pairs:
         keys = key_sets[pair.key]
         if pair.kernel is not None and not is_empty(keys):

@@ -29,10 +29,6 @@ class LayerPlan:
     def heads(self) -> tuple[HeadPlan, ...]:
         return self.plan.heads
 
-    @property
-    def dim(self) -> int:
-        return self.plan.dim
-
 
 @dataclass(frozen=True, eq=False)
 class ModelPlan(SomeHeads):
@@ -66,8 +62,8 @@ class ModelPlan(SomeHeads):
             said += f", {self.measured:.2g} measured (below {self.upper:.2g} with confidence 0.95)"
         lines = [
             f"ModelPlan: {self.model or 'model'}, {len(self.layers)} attention modules, "
-            f"{approximated} of {len(self.heads)} heads approximated at {self.tokens} tokens; cost "
-            f"{self.cost:.3g} of exact, predicted {self.speedup:.3g}x SDPA"
+            f"{approximated} of {len(self.heads)} heads approximated at {self.tokens} tokens; "
+            f"{self.summary}"
         ]
         if self.speedups:
             parts = ", ".join(f"{speed:.3g}x at {n}" for n, speed in self.speedups)
@@ -89,13 +85,6 @@ class ModelPlan(SomeHeads):
         rows = [cells[at : at + PRINTED] for at in range(0, len(cells), PRINTED)]
         lines = ["    " + "  ".join(f"{cell:{wide}}" for cell in row).rstrip() for row in rows]
         return [f"  {layer.name}, from {layer.min_tokens} tokens on", *lines]
-
-    @staticmethod
-    def load(path: str | Path) -> ModelPlan:
-        """Read a plan written by `save`, or raise an `InputError` that says what is wrong."""
-        from . import files
-
-        return files.load(path, ModelPlan)
 
     def draw(self, path: str | Path | None = None) -> Figure:
         """Draw layer × head: the method and cost of each, and its share of the effect."""

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakValueDictionary
 
 from ..errors import InputError, SupportBasisError
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ..methods import Method
+
+Made = TypeVar("Made", bound="SomeHeads")
 
 
 class SomeHeads:
@@ -35,11 +37,23 @@ class SomeHeads:
         times = [1.0 / h.speedup for h in self.heads]
         return len(times) / sum(times) if times else 1.0
 
+    @property
+    def summary(self) -> str:
+        return f"cost {self.cost:.3g} of exact, predicted {self.speedup:.3g}x SDPA"
+
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
         from . import files
 
         files.save(self, path)
+
+    @classmethod
+    def load(cls: type[Made], path: str | Path) -> Made:
+        """Read a plan written by `save`. What the plan claims is proved again; a file that is
+        damaged, or from another version, raises an `InputError` that says what is wrong with it."""
+        from . import files
+
+        return files.load(path, cls)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,22 +118,11 @@ class Plan(SomeHeads):
         return replace(self, heads=tuple(heads))
 
     def __str__(self) -> str:
-        lines = [
-            f"Plan: {self.method}, {self.num_heads} heads, dim {self.dim}, "
-            f"cost {self.cost:.3g} of exact, predicted {self.speedup:.3g}x SDPA"
-        ]
-        lines += [f"  [{number}] {head}" for number, head in enumerate(self.heads)]
-        return "\n".join(lines)
+        lines = [f"  [{number}] {head}" for number, head in enumerate(self.heads)]
+        first = f"Plan: {self.method}, {self.num_heads} heads, dim {self.dim}, {self.summary}"
+        return "\n".join([first, *lines])
 
     __repr__ = __str__
-
-    @staticmethod
-    def load(path: str | Path) -> Plan:
-        """Read a plan written by `save`. What the plan claims is proved again; a file that is
-        damaged, or from another version, raises an `InputError` that says what is wrong with it."""
-        from . import files
-
-        return files.load(path, Plan)
 
     def draw(self, path: str | Path | None = None, head: int = 0) -> Figure:
         """Draw the components of one head: which pairs are exact, and how the rest is summed."""

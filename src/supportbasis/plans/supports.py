@@ -65,10 +65,8 @@ def sides(head: Head, rows: Tensor, keys: Tensor) -> tuple[Side, Side]:
 def _side(large: Tensor, total: int, live: Tensor | None) -> Side:
     if not len(large):
         return Side(None, live)
-    small = torch.ones(total, dtype=torch.bool, device=large.device)
-    if live is not None:
-        small.zero_()
-        small[live] = True
+    small = torch.zeros(total, dtype=torch.bool, device=large.device)
+    small[slice(None) if live is None else live] = True
     small[large] = False
     return Side(large, small.nonzero().squeeze(1))
 
