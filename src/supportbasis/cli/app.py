@@ -16,7 +16,6 @@ from .loading import Access, LoadedModel, chosen_device, chosen_dtype, load_mode
 from .selftest import run_selftest
 from .terminal import console, friendly, writable
 
-GROUP = "supportbasis.commands"
 PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 app = typer.Typer(
@@ -68,13 +67,11 @@ RemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
 ]
 Seed = Annotated[int, typer.Option(min=0)]
+Folder = Annotated[Path, typer.Option(help="Folder of the report.")]
 
 
-def _loaded(
-    model: str, device: str | None, dtype: str | None, download: bool, remote_code: bool
-) -> LoadedModel:
-    access = Access(download, remote_code)
-    return load_model(model, access, chosen_device(device), chosen_dtype(dtype))
+def _loaded(model: str, device: str | None, dtype: str | None, *allowed: bool) -> LoadedModel:
+    return load_model(model, Access(*allowed), chosen_device(device), chosen_dtype(dtype))
 
 
 @app.command("plan")
@@ -109,7 +106,7 @@ def plan_model(
         loaded = _loaded(model, device, dtype, download, trust_remote_code)
         ids = model_commands.batch_tokens(loaded, text, tokens, batches)
         wish = {"kl": kl, "change": change, "minimise": minimise, "seed": seed}
-        model_commands.run_plan(loaded, ids, wish, out, console())
+        model_commands.run_plan(loaded, ids, wish, out)
 
 
 @app.command("profile")
@@ -122,16 +119,14 @@ def profile_model(
     dtype: Dtype = None,
     download: Download = False,
     trust_remote_code: RemoteCode = False,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
-        "supportbasis-out/profile"
-    ),
+    out: Folder = Path("supportbasis-out/profile"),
 ) -> None:
     """Entries, scores and entropy of every head of a model, and what each would get."""
     with friendly("profile"):
         folder = writable(out)
         loaded = _loaded(model, device, dtype, download, trust_remote_code)
         ids = model_commands.batch_tokens(loaded, text, tokens, 1)
-        model_commands.run_profile(loaded, ids, tolerance, folder, console())
+        model_commands.run_profile(loaded, ids, tolerance, folder)
 
 
 @app.command("eval")
@@ -147,16 +142,14 @@ def evaluate_model(
     download: Download = False,
     trust_remote_code: RemoteCode = False,
     seed: Seed = 0,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
-        "supportbasis-out/eval"
-    ),
+    out: Folder = Path("supportbasis-out/eval"),
 ) -> None:
     """Loss and predictions of a language model with a plan, paired with exact attention."""
     with friendly("eval"):
         folder, made = writable(out), ModelPlan.load(plan)
         loaded = _loaded(model, device, dtype, download, trust_remote_code)
         ids = model_commands.batch_tokens(loaded, text, tokens, batches)
-        model_commands.run_eval(loaded, made, ids, copies, seed, folder, console())
+        model_commands.run_eval(loaded, made, ids, copies, seed, folder)
 
 
 STUDIES = {
@@ -170,7 +163,7 @@ def run_study(context: typer.Context) -> None:
     """Pass the user's words on to the command that the studies register under this name."""
     name = context.command.name or ""
     with friendly(name):
-        found = list(entry_points(group=GROUP, name=name))
+        found = list(entry_points(group="supportbasis.commands", name=name))
         if not found:
             raise InputError(
                 "this command comes with the studies: pip install supportbasis-studies "

@@ -93,11 +93,6 @@ class Machine:
             commit=_commit(),
         )
 
-    def facts(self) -> list[tuple[str, str]]:
-        labels = {"cores": "threads", "version": "supportbasis"}
-        content = asdict(self).items()
-        return [(labels.get(name, name), str(value)) for name, value in content if value != ""]
-
 
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
@@ -117,13 +112,13 @@ def _commit() -> str:
 
 
 def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=10
+        ).strip()
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def write_csv(
@@ -133,16 +128,14 @@ def write_csv(
     table = [({} if machine is None else asdict(machine)) | dict(line) for line in lines]
     if not table:
         return
-    columns = list(table[0])
-    append = append and path.exists()
-    if append:
-        with path.open(newline="", encoding="utf-8") as file:
-            if next(csv.reader(file), None) != columns:
-                raise InputError(f"--out: {path} has other columns; move it away to start anew")
-    with path.open("a" if append else "w", newline="", encoding="utf-8") as file:
+    columns, append = list(table[0]), append and path.exists()
+    with path.open("a+" if append else "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns)
+        file.seek(0)
         if not append:
             writer.writeheader()
+        elif next(csv.reader(file), None) != columns:
+            raise InputError(f"--out: {path} has other columns; move it away to start anew")
         writer.writerows(table)
 
 
@@ -173,14 +166,11 @@ class Section:
 
     def print(self, console: Console) -> None:
         printed = self.grids if self.printed is None else self.printed
-        if not printed and not self.findings:
-            return
-        console.print()
-        console.print(self.title, style="bold underline")
-        for grid in printed:
-            console.print(grid.terminal())
-        for finding in self.findings:
-            console.print(finding)
+        if printed or self.findings:
+            console.print()
+            console.print(self.title, style="bold underline")
+        for item in (*(grid.terminal() for grid in printed), *self.findings):
+            console.print(item)
 
 
 def write_page(
@@ -189,15 +179,15 @@ def write_page(
     """One file that needs no other: pictures are inlined."""
     loader = PackageLoader("supportbasis.cli", ".")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["inline"] = _inline
-    content = {"title": title, "lead": lead, "sections": sections}
-    content["facts"] = machine.facts() if machine else []
-    page = environment.get_template("report.html").render(content)
-    path.write_text(page, encoding="utf-8")
-
-
-def _inline(path: Path) -> str:
-    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode("ascii")
+    environment.filters["base64"] = lambda path: base64.b64encode(path.read_bytes()).decode("ascii")
+    labels, known = (
+        {"cores": "threads", "version": "supportbasis"},
+        vars(machine) if machine else {},
+    )
+    facts = [(labels.get(name, name), value) for name, value in known.items() if value != ""]
+    page = environment.get_template("report.html")
+    text = page.render(title=title, lead=lead, sections=sections, facts=facts)
+    path.write_text(text, encoding="utf-8")
 
 
 def publish(

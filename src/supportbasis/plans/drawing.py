@@ -145,13 +145,13 @@ def _draw_buckets(axes: Axes, plan: BucketHead) -> Labels:
 
 
 def layer_panels(
-    figure: Figure, panels: Sequence[tuple[str, Tensor, Normalize | None, str]]
+    figure: Figure, values: Tensor, styles: Sequence[tuple[str, Normalize | None, str]]
 ) -> Sequence[Axes]:
-    """Panels of layer × head: a title, values, their scale and colours."""
-    found: Sequence[Axes] = figure.subplots(1, len(panels), sharey=True)
-    layers, heads = panels[0][1].shape
-    for axes, (title, values, norm, colours) in zip(found, panels, strict=True):
-        image = axes.imshow(values.numpy(), norm=norm, cmap=colours, aspect="auto")
+    """Panels of values [panels, layers, heads], each with its title, scale and colours."""
+    found: Sequence[Axes] = figure.subplots(1, len(styles), sharey=True)
+    _, layers, heads = values.shape
+    for axes, panel, (title, norm, colours) in zip(found, values, styles, strict=True):
+        image = axes.imshow(panel.numpy(), norm=norm, cmap=colours, aspect="auto")
         axes.set(title=title, xlabel="head", xticks=range(0, heads, max(1, heads // 8)))
         axes.title.set_fontsize(10)
         figure.colorbar(image, ax=axes, shrink=0.8)
@@ -166,20 +166,19 @@ def draw_model(plan: ModelPlan, path: str | Path | None = None) -> Figure:
     figure = new_figure(3.2 + 0.75 * heads, 1.9 + 0.42 * len(plan.layers))
     from matplotlib.colors import LogNorm
 
-    cost, share = torch.full((2, len(plan.layers), heads), float("nan"))
+    panels = torch.full((2, len(plan.layers), heads), float("nan"))
     for row, layer in enumerate(plan.layers):
         for column, (head, effect) in enumerate(zip(layer.heads, layer.effects, strict=True)):
-            cost[row, column] = max(head.cost, SMALLEST)
+            panels[0, row, column] = max(head.cost, SMALLEST)
             if not isinstance(head, ExactHead) and plan.predicted:
-                share[row, column] = max(effect / plan.predicted, SMALLEST)
-    panels = (
-        ("cost of exact attention", cost, LogNorm(SMALLEST, 1.0), "Blues"),
-        (f"share of the {plan.unit}", share, LogNorm(SMALLEST, 1.0), "Oranges"),
-    )
-    left = layer_panels(figure, panels)[0]
+                panels[1, row, column] = max(effect / plan.predicted, SMALLEST)
+    scales = LogNorm(SMALLEST, 1.0), LogNorm(SMALLEST, 1.0)
+    titles = "cost of exact attention", f"share of the {plan.unit}"
+    styles = list(zip(titles, scales, ("Blues", "Oranges"), strict=True))
+    left = layer_panels(figure, panels, styles)[0]
+    style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
     for row, layer in enumerate(plan.layers):
         for column, head in enumerate(layer.heads):
-            style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
             colour = "white" if head.cost > 0.1 else "black"
             left.text(column, row, LETTERS.get(head.kind, "?"), color=colour, **style)
     measured = "" if plan.measured is None else f"{plan.measured:.2g} measured, "
