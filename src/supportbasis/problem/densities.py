@@ -28,11 +28,9 @@ def density_problem(
     centre = data64.mean(-2, keepdim=True)
     query, key = (points.double() - centre) / width, (data64 - centre) / width
     row_weight, log_weight = (-x.square().sum(-1) / 2 for x in (query, key))
-    total = data64.new_full(check.leading, data.shape[-2])
-    if weights is not None:
-        weight = _check_weights(weights, data)
-        log_weight = log_weight + weight.log()
-        total = weight.sum(-1).expand(check.leading)
+    weight = data64.new_ones(()) if weights is None else _check_weights(weights, data)
+    log_weight = log_weight + weight.log()
+    total = weight.expand(data.shape[:-1]).sum(-1).expand(check.leading)
     dtype = _density_dtype(points.dtype, query, key)
     query, key = query.to(dtype), key.to(dtype)
     problem = kernel_problem(query, key, query.new_ones(*key.shape[:-1], 1), 1.0, finite=False)
@@ -78,13 +76,12 @@ def _check_weights(weights: Tensor, data: Tensor) -> Tensor:
     check_dense("weights", weights)
     if weights.device != data.device:
         raise InputError(f"weights is on {weights.device} but data is on {data.device}")
+    shape = tuple(data.shape[:-1])
     try:
-        expanded = weights.double().expand(data.shape[:-1])
+        expanded = weights.double().expand(shape)
     except RuntimeError:
-        raise InputError(
-            f"weights has shape {tuple(weights.shape)}; expected {tuple(data.shape[:-1])}"
-        ) from None
-    finite = bool((expanded.isfinite() & (expanded >= 0)).all())
-    if not finite or not bool((expanded.sum(-1) > 0).all()):
+        raise InputError(f"weights has shape {tuple(weights.shape)}; expected {shape}") from None
+    good = (expanded.isfinite() & (expanded >= 0)).all(-1) & (expanded.sum(-1) > 0)
+    if not bool(good.all()):
         raise InputError("weights must be finite and >= 0, with a positive sum")
     return expanded

@@ -55,20 +55,12 @@ def attention_problem(
         # a kernel would take it for zero, and zero times a masked score is no number
         unit = 2.0 ** (math.frexp(scale)[1] + 60)
         query, scale = query * unit, scale / unit
+    tokens = (_four(query, leading), _four(key, key_leading), _four(value_given, key_leading))
+    dropout_p = _check_dropout(dropout_p)
     return Problem(
-        _four(query, leading),
-        _four(key, key_leading),
-        _four(value_given, key_leading),
-        weight,
-        None,
-        mask,
-        _check_dropout(dropout_p),
-        is_causal,
-        scale,
-        True,
-        leading,
+        *tokens, weight, None, mask, dropout_p, is_causal, scale, True, leading,
         is_flipped=is_flipped,
-    )
+    )  # fmt: skip
 
 
 def kernel_problem(
@@ -95,9 +87,8 @@ def check_tensors(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
             expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise InputError(f"{name} has dtype {tensor.dtype}; expected one of {expected}")
         if tensor.dim() < 2:
-            raise InputError(
-                f"{name} has shape {tuple(tensor.shape)}; expected [..., heads, tokens, dim]"
-            )
+            shape = tuple(tensor.shape)
+            raise InputError(f"{name} has shape {shape}; expected [..., heads, tokens, dim]")
         if tensor.dtype != query.dtype:
             raise InputError(f"{name} has dtype {tensor.dtype} but {first} has {query.dtype}")
         if tensor.device != query.device:
@@ -112,17 +103,12 @@ def _leading_dims(
     tensors: Sequence[Tensor], names: Sequence[str], enable_gqa: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Leading dims (heads included) of the query side and of the key side."""
-    query, key, value = tensors
-    if key.shape[-1] != query.shape[-1]:
-        raise InputError(
-            f"{names[1]} has head dim {key.shape[-1]} but {names[0]} has {query.shape[-1]}; "
-            "they must agree"
-        )
-    if value.shape[-2] != key.shape[-2]:
-        raise InputError(
-            f"{names[2]} has {value.shape[-2]} tokens but {names[1]} has {key.shape[-2]}; "
-            "they must agree"
-        )
+    (_, dim), (m, key_dim), (value_m, _) = (x.shape[-2:] for x in tensors)
+    query, key, value = names
+    if key_dim != dim:
+        raise InputError(f"{key} has head dim {key_dim} but {query} has {dim}; they must agree")
+    if value_m != m:
+        raise InputError(f"{value} has {value_m} tokens but {key} has {m}; they must agree")
     if not enable_gqa:
         hint = "; for fewer key heads than query heads pass enable_gqa=True"
         leading = _broadcast(tensors, names, 2, hint)
@@ -155,10 +141,8 @@ def _broadcast(
 
 def _four(tensor: Tensor, leading: Sequence[int]) -> Tensor:
     """Broadcast the leading dims and flatten them to [batch, heads]."""
-    tokens, dim = tensor.shape[-2:]
-    heads = leading[-1] if leading else 1
-    batch = math.prod(leading[:-1])
-    return tensor.expand(*leading, tokens, dim).reshape(batch, heads, tokens, dim)
+    whole = tensor.expand(*leading, *tensor.shape[-2:])
+    return whole.reshape(math.prod(leading[:-1]), *(leading[-1:] or (1,)), *tensor.shape[-2:])
 
 
 def _check_dropout(dropout_p: float) -> float:
