@@ -18,7 +18,7 @@ from ..models.ladder import LEAST
 from ..models.profiling import HeadProfile, profile
 from ..plans import ExactHead, ModelPlan
 from ..plans.drawing import layer_panels, new_figure
-from ..plans.model_plan import UNITS
+from ..plans.plan import UNITS
 from .loading import LoadedModel
 from .report import Grid, Machine, Section, length_label, plain_axes, publish, times, write_csv
 from .terminal import console

@@ -57,7 +57,7 @@ def is_deterministic() -> bool:
 
 
 def threads() -> int:
-    """Of PyTorch's operations on a CPU; those of the table where plans are deterministic."""
+    """Of PyTorch on a CPU; those of the table where plans are deterministic."""
     return TABLE_THREADS if is_deterministic() else torch.get_num_threads()
 
 
@@ -74,8 +74,8 @@ def rates_of(head: Head) -> Rates:
 def calibrate(device: str, dtype: torch.dtype) -> Rates:
     """Measure the machine once a process, in about a tenth of a second. A GPU gets more to do:
     small work would only measure how long a launch takes."""
-    features = FeatureMap(48, 2)
-    lanes, rows = lane_count(device), 504 if device == "cpu" else 64 * 504
+    features, lanes = FeatureMap(48, 2), lane_count(device)
+    rows = 504 if device == "cpu" else 64 * 504
     x, value = (_numbers((lanes, rows, width), device) for width in (48, 64))
     buffer = features.buffer(lanes, rows, x)
     written = features.write(x, buffer)

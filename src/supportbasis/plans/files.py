@@ -36,8 +36,7 @@ from ..polynomials.fitting import HIGHEST_DEGREE, LARGEST_COEFFICIENT, FittedKer
 from ..polynomials.powers import LARGEST_POWER, PowerKernel
 from . import heads as kinds
 from .heads import KINDS, HeadPlan
-from .model_plan import UNITS, LayerPlan, ModelPlan
-from .plan import Plan, SomeHeads
+from .plan import UNITS, LayerPlan, ModelPlan, Plan, SomeHeads
 
 FORMATS: dict[type[SomeHeads], tuple[str, str]] = {
     Plan: ("plan", "supportbasis-plan-5"),
