@@ -18,12 +18,7 @@ from .terminal import console, friendly, writable
 
 PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
-app = typer.Typer(
-    help="Sub-quadratic softmax attention with a stated error.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback(invoke_without_command=True)

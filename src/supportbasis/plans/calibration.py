@@ -37,10 +37,9 @@ class Rates:
         """One exact pair: linear in the dim between the measured ones and beyond the last; below
         the first a kernel gains nothing."""
         dim = max((head.dim + head.value_dim) / 2, self.pairs[0][0])
-        for (low, at_low), (high, at_high) in pairwise(self.pairs):
-            if dim <= high or (high, at_high) == self.pairs[-1]:
-                return at_low + (at_high - at_low) * (dim - low) / (high - low)
-        return self.pairs[0][1]
+        segments = (segment for segment in pairwise(self.pairs) if dim <= segment[1][0])
+        (low, at_low), (high, at_high) = next(segments, self.pairs[-2:])
+        return at_low + (at_high - at_low) * (dim - low) / (high - low)
 
 
 TABLE_THREADS = 2

@@ -289,8 +289,9 @@ class BucketHead(HeadPlan):
         """With a line for each of the pairs that hold most of the matrix, in order."""
         largest = sorted(self.pairs, key=lambda pair: -pair.rows * pair.keys)[:PRINTED_PAIRS]
         lines = [super().__str__(), *(str(pair) for pair in self.pairs if pair in largest)]
-        rest = len(self.pairs) - len(lines) + 1
-        return "\n      ".join(lines + ([f"and {rest} smaller pairs"] if rest else []))
+        if rest := len(self.pairs) - len(lines) + 1:
+            lines.append(f"and {rest} smaller pairs")
+        return "\n      ".join(lines)
 
 
 HEADS = (ExactHead, PolynomialHead, ThresholdHead, FittedHead, ListHead, PowerHead, BucketHead)
@@ -299,16 +300,12 @@ KINDS: dict[str, type[HeadPlan]] = {head.kind: head for head in HEADS}
 
 def _split_groups(head: Head, rows: Side, keys: Side, smooth: Component) -> list[RowGroup]:
     """Large rows exactly; small rows with large keys exactly, with small keys by ``smooth``."""
-    groups = []
-    if rows.large is not None:
-        groups.append(RowGroup(rows.large, [ExactSum(head.live_keys)]))
+    whole = ExactSum(head.live_keys)
+    groups = [] if rows.large is None else [RowGroup(rows.large, [whole])]
     if not is_empty(rows.small):
-        components: list[Component] = []
-        if not is_empty(keys.small):
-            components.append(smooth)
-        if keys.large is not None:
-            components.append(ExactSum(keys.large))
-        groups.append(RowGroup(rows.small, components or [ExactSum(head.live_keys)]))
+        components = [] if is_empty(keys.small) else [smooth]
+        components += [] if keys.large is None else [ExactSum(keys.large)]
+        groups.append(RowGroup(rows.small, components or [whole]))
     return groups
 
 

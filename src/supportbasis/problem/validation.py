@@ -78,6 +78,7 @@ def check_dense(name: str, tensor: Tensor) -> None:
 
 
 def check_tensors(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Dense floating-point tensors [..., tokens, dim] of one dtype on one device."""
     query, first = tensors[0], names[0]
     for name, tensor in zip(names, tensors, strict=True):
         if not isinstance(tensor, Tensor):
@@ -182,17 +183,18 @@ def _split_mask(
             f"attn_mask has shape {tuple(mask.shape)}, which does not broadcast to {shape}"
         ) from None
     batch, heads = math.prod(shape[:-3]), shape[-3] if len(shape) > 2 else 1
-    if mask.dim() >= 2 and mask.shape[-2] == 0:  # no queries, and a mask for each of them
+    rows = mask.shape[-2] if mask.dim() >= 2 else 1
+    if rows == 0:  # no queries, and a mask for each of them
         return None, None
-    if mask.dim() >= 2 and mask.shape[-2] > 1:
-        if mask.stride(-2) != 0:
-            if mask.requires_grad and torch.is_grad_enabled():
-                raise InputError(
-                    f"attn_mask requires grad and has shape {tuple(mask.shape)}; only a bias of "
-                    "the keys [..., 1, keys] has gradients: detach it"
-                )
-            check_bias(mask)
-            return None, mask.expand(shape).reshape(batch, heads, *shape[-2:])
+    if rows > 1 and mask.stride(-2) != 0:
+        if mask.requires_grad and torch.is_grad_enabled():
+            raise InputError(
+                f"attn_mask requires grad and has shape {tuple(mask.shape)}; only a bias of the "
+                "keys [..., 1, keys] has gradients: detach it"
+            )
+        check_bias(mask)
+        return None, mask.expand(shape).reshape(batch, heads, *shape[-2:])
+    if rows > 1:
         mask = mask[..., :1, :]
     dtype = compute_dtype(query.dtype)
     if mask.dtype == torch.bool:
