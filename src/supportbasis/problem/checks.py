@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from itertools import compress
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
@@ -120,9 +121,8 @@ def first_order(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not any(chosen):
         return tensors
     apply: Any = _FirstOrder.apply
-    pairs = list(zip(tensors, chosen, strict=True))
-    wrapped = iter(apply(False, *(x for x, wanted in pairs if wanted)))
-    return tuple(next(wrapped) if wanted else x for x, wanted in pairs)
+    wrapped = iter(apply(False, *compress(tensors, chosen)))
+    return tuple(next(wrapped) if wanted else x for x, wanted in zip(tensors, chosen, strict=True))
 
 
 class _FirstOrder(torch.autograd.Function):
