@@ -6,6 +6,7 @@ import base64
 import csv
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -83,22 +84,19 @@ class Machine:
     def here(device: str = "cpu") -> Machine:
         """The machine of this process; a device of CUDA gets its own name."""
         known = torch.device(device).type == "cuda" and torch.cuda.is_available()
-        return Machine(
-            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            device=torch.cuda.get_device_name(device) if known else device,
-            cpu=_cpu(),
-            cores=torch.get_num_threads(),
-            torch=torch.__version__,
-            version=supportbasis.__version__,
-            commit=_commit(),
+        named = torch.cuda.get_device_name(device) if known else device
+        date, cores = (
+            datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            torch.get_num_threads(),
         )
+        versions = (torch.__version__, supportbasis.__version__)
+        return Machine(date, named, _cpu(), cores, *versions, _commit())
 
 
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    named = re.search(r"^model name\s*: (.*)$", info.read_text() if info.is_file() else "", re.M)
+    return named[1].strip() if named else platform.processor() or platform.machine()
 
 
 def _commit() -> str:
