@@ -54,31 +54,16 @@ def run_plan(loaded: LoadedModel, ids: Tensor, wish: dict[str, Any], out: Path) 
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(out)
     plan.draw(folder / "plan.png")
-    rows: list[dict[str, Any]] = [
-        {
-            "layer": layer.name,
-            "head": number,
-            "kind": head.kind,
-            "cost": head.cost,
-            "speedup": head.speedup,
-            plan.unit: effect,
-            "share": effect / plan.predicted if plan.predicted else 0.0,
-        }
-        for layer in plan.layers
-        for number, (head, effect) in enumerate(zip(layer.heads, layer.effects, strict=True))
-    ]
+    rows, lines = [], []
+    columns = ("layer", "head", "kind", "cost", "speedup", plan.unit, "share")
+    for layer in plan.layers:
+        for number, (head, effect) in enumerate(zip(layer.heads, layer.effects, strict=True)):
+            share = effect / plan.predicted if plan.predicted else 0.0
+            row = (layer.name, number, head.kind, head.cost, head.speedup, effect, share)
+            rows.append(dict(zip(columns, row, strict=True)))
+            cells = [f"{head.cost:.3g}", times(head.speedup), f"{effect:.1e}", f"{share:.1%}"]
+            lines.append([f"{layer.name}, head {number}", head.kind, *cells])
     write_csv(folder / "heads.csv", machine, rows)
-    lines = [
-        [
-            f"{layer}, head {head}",
-            kind,
-            f"{cost:.3g}",
-            times(speed),
-            f"{effect:.1e}",
-            f"{share:.1%}",
-        ]
-        for layer, head, kind, cost, speed, effect, share in (row.values() for row in rows)
-    ]
     exact = sum(isinstance(head, ExactHead) for head in plan.heads)
     finding = (
         f"{len(plan.heads) - exact} of {len(plan.heads)} heads are approximated, at a mean cost of "
@@ -123,10 +108,10 @@ def run_profile(loaded: LoadedModel, ids: Tensor, tolerance: float, out: Path) -
 
 def _profile_row(head: HeadProfile) -> dict[str, object]:
     content = asdict(head)
-    for prospect in content.pop("prospects"):
-        values = zip(("kind", "speedup", "planned"), ("kind", "speedup", "is_planned"), strict=True)
-        at = f"at_{prospect['tokens']}"
-        content |= {f"{label}_{at}": prospect[name] for label, name in values}
+    del content["prospects"]
+    for each in head.prospects:
+        values = {"kind": each.kind, "speedup": each.speedup, "planned": each.is_planned}
+        content |= {f"{name}_at_{each.tokens}": value for name, value in values.items()}
     return content
 
 
@@ -189,10 +174,8 @@ def run_eval(
     text = "Both attentions read the same tokens; differences are paired."
     figures = [(picture, "How far predictions of single tokens move, and copying.")]
     section = Section("Exact and planned", text, [finding], figures=figures, verbatim=str(found))
-    batches, tokens = ids.shape
-    lead = (
-        f"{loaded.name} on {batches} × {tokens} tokens; the plan allows {plan.unit} {plan.limit:g}."
-    )
+    read = f"{loaded.name} on {ids.shape[0]} × {ids.shape[1]} tokens"
+    lead = f"{read}; the plan allows {plan.unit} {plan.limit:g}."
     to.print(section.verbatim)
     publish(out, f"Evaluation of {loaded.name}", lead, [section], machine, to)
 

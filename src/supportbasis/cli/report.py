@@ -85,12 +85,9 @@ class Machine:
         """The machine of this process; a device of CUDA gets its own name."""
         known = torch.device(device).type == "cuda" and torch.cuda.is_available()
         named = torch.cuda.get_device_name(device) if known else device
-        date, cores = (
-            datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            torch.get_num_threads(),
-        )
-        versions = (torch.__version__, supportbasis.__version__)
-        return Machine(date, named, _cpu(), cores, *versions, _commit())
+        date, threads = datetime.now(timezone.utc), torch.get_num_threads()
+        which = (date.isoformat(timespec="seconds"), named, _cpu(), threads)
+        return Machine(*which, torch.__version__, supportbasis.__version__, _commit())
 
 
 def _cpu() -> str:
@@ -112,11 +109,10 @@ def _commit() -> str:
 def _git(folder: Path, *arguments: str) -> str:
     command = ["git", "-C", str(folder), *arguments]
     try:
-        return subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, text=True, timeout=10
-        ).strip()
+        done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return ""
+    return done.stdout.strip()
 
 
 def write_csv(
