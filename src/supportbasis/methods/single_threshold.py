@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..paper import sub_gaussian
 from ..plans import ExactHead, HeadPlan, ThresholdHead
 from ..plans.cost import Work, pair_share, polynomial_work
-from ..plans.supports import entry_reach, is_empty, large_tokens, score_reach, sides, take
+from ..plans.supports import entry_reach, is_empty, score_reach, split_at, take
 from ..polynomials.certified import largest_bound
 from ..polynomials.features import check_rank, largest_degree
 from ..problem.checks import check_number
@@ -153,8 +153,7 @@ def threshold_plan(
 ) -> ExactHead | ThresholdHead:
     """Split at a threshold and pick the polynomial for what is small, certified to epsilon; without
     a degree, of the smallest one that can be."""
-    tokens = large_tokens(head, threshold)
-    rows, keys = sides(head, *tokens)
+    rows, keys = split_at(head, threshold)
     if is_empty(rows.small) or is_empty(keys.small):
         return exact_plan(head, f"at T={threshold:.4g} every row or every key is large")
     reach = min(entry_reach(head, threshold), score_reach(head, rows.small, keys.small))
@@ -175,7 +174,7 @@ def threshold_plan(
     read = (head.n + head.m + ScoreSample.MULTIPLY_ADDS) * head.dim
     work = Work(exact_pairs=int(exact), scanned=read)
     work = polynomial_work(head, small_rows, small_keys, degree) + work
-    large = (len(tokens[0]), len(tokens[1]))
+    large = (large_rows, large_keys)
     return ThresholdHead(polynomial=poly, threshold=threshold, large=large, **work.settings(head))
 
 

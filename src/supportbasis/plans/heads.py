@@ -23,7 +23,7 @@ from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.fitting import FittedKernel
 from ..polynomials.powers import PowerKernel
 from ..problem.problem import Head
-from .supports import RowGroup, Side, is_empty, large_tokens, live_indices, members, sides
+from .supports import RowGroup, Side, is_empty, members, sides, split_at
 
 PRINTED_PAIRS = 8
 
@@ -141,7 +141,7 @@ class ThresholdHead(PolynomialHead):
     large: tuple[int, int]  # rows and keys beyond the threshold when it was made
 
     def split(self, head: Head) -> tuple[Side, Side]:
-        return sides(head, *large_tokens(head, self.threshold))
+        return split_at(head, self.threshold)
 
     def smooth(self, head: Head) -> tuple[Tensor | None, Tensor | None]:
         rows, keys = self.split(head)
@@ -175,11 +175,10 @@ class FittedHead(HeadPlan):
     def split(self, head: Head) -> tuple[Side, Side]:
         """Far rows and live keys: beyond the radii of the fitted polynomial, transformed."""
         balanced = transformed(head, self.transform)
-        rows = (balanced.query.norm(dim=1) > self.fitted.query_radius).nonzero().squeeze(1)
-        first = torch.arange(min(head.n, self.exact_rows), device=rows.device)
-        rows = torch.cat([first, rows]).unique()
-        far = balanced.key.norm(dim=1) > self.fitted.key_radius
-        return sides(head, rows, live_indices(head, far))
+        rows = balanced.query.norm(dim=1) > self.fitted.query_radius
+        rows[: self.exact_rows] = True
+        keys = balanced.key.norm(dim=1) > self.fitted.key_radius
+        return sides(head, rows, keys)
 
     def basis(self, head: Head) -> list[RowGroup]:
         split = self.split(head)
