@@ -16,8 +16,6 @@ from .loading import Access, LoadedModel, chosen_device, chosen_dtype, load_mode
 from .selftest import run_selftest
 from .terminal import console, friendly, writable
 
-PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
-
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -168,5 +166,6 @@ def run_study(context: typer.Context) -> None:
     command(args=context.args, prog_name=f"supportbasis {name}")
 
 
+passed_on = {"ignore_unknown_options": True, "allow_extra_args": True}
 for study, purpose in STUDIES.items():
-    app.command(study, help=purpose, add_help_option=False, context_settings=PASSED_ON)(run_study)
+    app.command(study, help=purpose, add_help_option=False, context_settings=passed_on)(run_study)

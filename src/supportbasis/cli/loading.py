@@ -48,8 +48,11 @@ class LoadedModel:
         """The first ``count`` tokens of a text, or all that there are, [tokens]."""
         if self.tokenizer is None:
             raise InputError(f"--text: {self.name} takes pictures, not text")
-        text = read_text(path)[: CHARACTERS * count]
-        found = self.tokenizer(text, verbose=False).input_ids
+        try:
+            text = path.read_text(encoding="utf-8", errors="ignore")
+        except OSError as error:
+            raise InputError(f"--text: {path} cannot be read ({error.strerror})") from None
+        found = self.tokenizer(text[: CHARACTERS * count], verbose=False).input_ids
         if not found:
             raise InputError(f"--text: {path} has no tokens of {self.name}")
         return torch.tensor(found[:count], device=self.device)
@@ -123,13 +126,6 @@ def why(name: str, access: Access, error: Exception) -> str:
         f"model: {name} could not be fetched ({first}); check the name and the network, or give "
         "the folder of a model that you have"
     )
-
-
-def read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="ignore")
-    except OSError as error:
-        raise InputError(f"--text: {path} cannot be read ({error.strerror})") from None
 
 
 def chosen_device(name: str | None) -> torch.device:

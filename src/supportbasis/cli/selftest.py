@@ -141,29 +141,27 @@ def _verdicts(cases: Sequence[Case], device: str) -> Iterator[Verdict]:
 def check(case: Case, device: str) -> Verdict:
     """Errors of output and gradients."""
     try:
-        pairs = list(_compared(case, device))
+        output, *gradients = _compared(case, device)
     except RuntimeError as error:  # a kernel that does not compile or does not run
         first = (str(error).strip() or "no message").splitlines()[0]
         return Verdict(case, float("inf"), float("inf"), f"{type(error).__name__}: {first}")
-    errors = [float((mine.double() - theirs).norm() / theirs.norm()) for mine, theirs in pairs]
-    return Verdict(case, errors[0], max(errors[1:]))
+    return Verdict(case, output, max(gradients))
 
 
-def _compared(case: Case, device: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Output and gradients of kernels, each with that of the component engine in float64."""
-    tokens, bias = _tokens(case, device)
-    query, key, value = (x.cpu() for x in tokens)  # on a GPU short lists are not worth it
-    mask = None if bias is None else bias.cpu()
+def _compared(case: Case, device: str) -> list[float]:
+    """Relative errors of output and gradients against the component engine in float64."""
+    tensors = _tensors(case, device)
+    on_cpu = (x.cpu() for x in tensors)  # on a GPU short lists are not worth it
+    query, key, value, mask, *_ = (*on_cpu, None)
     made = plan(query, key, value, mask, 0.0, case.causal, None, True, method=case.method)
     assert all((head.kind == "lists") == case.has_lists for head in made.heads)
     normal = partial(torch.randn, generator=torch.Generator().manual_seed(1))
     grad = normal(1, 2, query.shape[2], case.dv).to(device, case.dtype)
 
     def run(implementation: str, dtype: torch.dtype) -> list[Tensor]:
-        tracked = [x.to(dtype) for x in tokens]
-        if bias is not None:
-            tracked.append(bias.to(torch.promote_types(dtype, torch.float32)))
-        tracked = [x.detach().requires_grad_() for x in tracked]
+        dtypes = (*[dtype] * 3, torch.promote_types(dtype, torch.float32))
+        each = zip(tensors, dtypes, strict=False)
+        tracked = [x.to(its_dtype).detach().requires_grad_() for x, its_dtype in each]
         query, key, value, mask, *_ = (*tracked, None)
         settings = (0.0, case.causal, None, True)
         output = attention(
@@ -171,12 +169,14 @@ def _compared(case: Case, device: str) -> Iterator[tuple[Tensor, Tensor]]:
         )
         return [output.detach(), *torch.autograd.grad(output, tracked, grad.to(dtype))]
 
-    yield from zip(run("triton", case.dtype), run("eager", torch.float64), strict=True)
+    pairs = zip(run("triton", case.dtype), run("eager", torch.float64), strict=True)
+    return [float((mine.double() - exact).norm() / exact.norm()) for mine, exact in pairs]
 
 
-def _tokens(case: Case, device: str) -> tuple[list[Tensor], Tensor | None]:
-    """Scores of standard deviation 0.25 and some tokens four times as large; for lists, queries
-    and keys on a surface of three dimensions and values that follow the keys. And a bias."""
+def _tensors(case: Case, device: str) -> list[Tensor]:
+    """Query, key, value and, if the case has one, a bias of the keys. Scores of standard deviation
+    0.25 and some tokens four times as large; for lists, queries and keys on a surface of three
+    dimensions and values that follow the keys."""
     normal = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     d, on_cpu = case.d, device == "cpu"
     if case.has_lists:
@@ -191,5 +191,5 @@ def _tokens(case: Case, device: str) -> tuple[list[Tensor], Tensor | None]:
         v = normal(case.key_heads, m, case.dv)
         q[:, 3::17] *= 4
         k[:, 5::19] *= 4
-    bias = normal(1, 2, 1, m).to(device) if case.bias else None
-    return [x[None].to(device, case.dtype) for x in (q, k, v)], bias
+    bias = [normal(1, 2, 1, m).to(device)] if case.bias else []
+    return [x[None].to(device, case.dtype) for x in (q, k, v)] + bias
