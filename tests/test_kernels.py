@@ -12,7 +12,7 @@ from cases import qkv
 from supportbasis.accuracy.density import GRID, NormBins, _error_within
 from supportbasis.plans import PolynomialHead
 from supportbasis.polynomials.certified import taylor
-from supportbasis.problem.densities import density_problem
+from supportbasis.problem.validation import density_problem
 
 METHODS = [
     sb.Exact(),

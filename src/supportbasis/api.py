@@ -19,10 +19,9 @@ from .errors import InputError
 from .methods import Method
 from .methods.planning import plan_of
 from .plans import Plan
-from .problem.densities import density_problem
 from .problem.problem import Problem
 from .problem.result import Outcome, Result
-from .problem.validation import attention_problem, check_tensors, kernel_problem
+from .problem.validation import attention_problem, check_tensors, density_problem, kernel_problem
 
 
 @overload

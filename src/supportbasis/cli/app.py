@@ -16,15 +16,7 @@ from .loading import Access, LoadedModel, chosen_device, chosen_dtype, load_mode
 from .selftest import run_selftest
 from .terminal import console, friendly, writable
 
-GROUP = "supportbasis.commands"
-PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
-
-app = typer.Typer(
-    help="Sub-quadratic softmax attention with a stated error.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback(invoke_without_command=True)
@@ -68,13 +60,11 @@ RemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
 ]
 Seed = Annotated[int, typer.Option(min=0)]
+Folder = Annotated[Path, typer.Option(help="Folder of the report.")]
 
 
-def _loaded(
-    model: str, device: str | None, dtype: str | None, download: bool, remote_code: bool
-) -> LoadedModel:
-    access = Access(download, remote_code)
-    return load_model(model, access, chosen_device(device), chosen_dtype(dtype))
+def _loaded(model: str, device: str | None, dtype: str | None, *allowed: bool) -> LoadedModel:
+    return load_model(model, Access(*allowed), chosen_device(device), chosen_dtype(dtype))
 
 
 @app.command("plan")
@@ -109,7 +99,7 @@ def plan_model(
         loaded = _loaded(model, device, dtype, download, trust_remote_code)
         ids = model_commands.batch_tokens(loaded, text, tokens, batches)
         wish = {"kl": kl, "change": change, "minimise": minimise, "seed": seed}
-        model_commands.run_plan(loaded, ids, wish, out, console())
+        model_commands.run_plan(loaded, ids, wish, out)
 
 
 @app.command("profile")
@@ -122,16 +112,14 @@ def profile_model(
     dtype: Dtype = None,
     download: Download = False,
     trust_remote_code: RemoteCode = False,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
-        "supportbasis-out/profile"
-    ),
+    out: Folder = Path("supportbasis-out/profile"),
 ) -> None:
     """Entries, scores and entropy of every head of a model, and what each would get."""
     with friendly("profile"):
         folder = writable(out)
         loaded = _loaded(model, device, dtype, download, trust_remote_code)
         ids = model_commands.batch_tokens(loaded, text, tokens, 1)
-        model_commands.run_profile(loaded, ids, tolerance, folder, console())
+        model_commands.run_profile(loaded, ids, tolerance, folder)
 
 
 @app.command("eval")
@@ -147,16 +135,14 @@ def evaluate_model(
     download: Download = False,
     trust_remote_code: RemoteCode = False,
     seed: Seed = 0,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
-        "supportbasis-out/eval"
-    ),
+    out: Folder = Path("supportbasis-out/eval"),
 ) -> None:
     """Loss and predictions of a language model with a plan, paired with exact attention."""
     with friendly("eval"):
         folder, made = writable(out), ModelPlan.load(plan)
         loaded = _loaded(model, device, dtype, download, trust_remote_code)
         ids = model_commands.batch_tokens(loaded, text, tokens, batches)
-        model_commands.run_eval(loaded, made, ids, copies, seed, folder, console())
+        model_commands.run_eval(loaded, made, ids, copies, seed, folder)
 
 
 STUDIES = {
@@ -170,7 +156,7 @@ def run_study(context: typer.Context) -> None:
     """Pass the user's words on to the command that the studies register under this name."""
     name = context.command.name or ""
     with friendly(name):
-        found = list(entry_points(group=GROUP, name=name))
+        found = list(entry_points(group="supportbasis.commands", name=name))
         if not found:
             raise InputError(
                 "this command comes with the studies: pip install supportbasis-studies "
@@ -180,5 +166,6 @@ def run_study(context: typer.Context) -> None:
     command(args=context.args, prog_name=f"supportbasis {name}")
 
 
+passed_on = {"ignore_unknown_options": True, "allow_extra_args": True}
 for study, purpose in STUDIES.items():
-    app.command(study, help=purpose, add_help_option=False, context_settings=PASSED_ON)(run_study)
+    app.command(study, help=purpose, add_help_option=False, context_settings=passed_on)(run_study)

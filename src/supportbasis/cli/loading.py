@@ -48,8 +48,11 @@ class LoadedModel:
         """The first ``count`` tokens of a text, or all that there are, [tokens]."""
         if self.tokenizer is None:
             raise InputError(f"--text: {self.name} takes pictures, not text")
-        text = read_text(path)[: CHARACTERS * count]
-        found = self.tokenizer(text, verbose=False).input_ids
+        try:
+            text = path.read_text(encoding="utf-8", errors="ignore")
+        except OSError as error:
+            raise InputError(f"--text: {path} cannot be read ({error.strerror})") from None
+        found = self.tokenizer(text[: CHARACTERS * count], verbose=False).input_ids
         if not found:
             raise InputError(f"--text: {path} has no tokens of {self.name}")
         return torch.tensor(found[:count], device=self.device)
@@ -64,39 +67,34 @@ def load_model(
     """A model with logits where it has any: causal, masked, or with code of its own. Without a
     ``dtype``, float32 on a CPU, elsewhere that of its file."""
     check_installed()
-    from transformers import AutoConfig, AutoTokenizer
+    import transformers
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     check_folder(name)
-    device = torch.device(device)
+    device, options = torch.device(device), access.options
     chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
     try:
-        config = AutoConfig.from_pretrained(name, **access.options)
-        kind = _auto_class(config)
-        mend(name, config, kind.__name__, access.options)
-        model = kind.from_pretrained(name, config=config, dtype=chosen, **access.options)
+        config: Any = transformers.AutoConfig.from_pretrained(name, **options)
+        brought = getattr(config, "auto_map", None) or {}
+        kind: Any = transformers.AutoModel
+        for better in (transformers.AutoModelForMaskedLM, transformers.AutoModelForCausalLM):
+            if better.__name__ in brought or type(config) in better._model_mapping:
+                kind = better
+        if kind.__name__ in brought and access.remote_code:
+            mend(name, brought[kind.__name__], config, access.download)
+        model = kind.from_pretrained(name, config=config, dtype=chosen, **options)
         model.to(device).eval()
         is_visual = model.main_input_name == "pixel_values"
-        tokenizer = None if is_visual else AutoTokenizer.from_pretrained(name, **access.options)
+        tokenizer = (
+            None if is_visual else transformers.AutoTokenizer.from_pretrained(name, **options)
+        )
     except Exception as error:  # code of others fails in ways of its own
         raise InputError(why(name, access, error)) from None
     label = Path(name).resolve().name if Path(name).is_dir() else name
     limits = (getattr(config, key, None) for key in CONTEXT)
     return LoadedModel(label, model, tokenizer, next((n for n in limits if n is not None), None))
-
-
-def _auto_class(config: Any) -> Any:
-    """The class of transformers that loads a model with the outputs it was trained for."""
-    import transformers
-
-    brought = getattr(config, "auto_map", None) or {}
-    for name in ("AutoModelForCausalLM", "AutoModelForMaskedLM"):
-        found = getattr(transformers, name)
-        if name in brought or type(config) in found._model_mapping:
-            return found
-    return transformers.AutoModel
 
 
 def check_installed() -> None:
@@ -114,10 +112,9 @@ def check_folder(name: str) -> None:
 
 def why(name: str, access: Access, error: Exception) -> str:
     """One line: what is missing and the way out."""
-    text = str(error)
-    if "trust_remote_code" in text:
+    if "trust_remote_code" in str(error):
         return f"model: {name} brings its own code; read it, then add --trust-remote-code"
-    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
     if Path(name).is_dir():
         return f"model: {name} cannot be read as a model of transformers ({first})"
     if not access.download:
@@ -129,13 +126,6 @@ def why(name: str, access: Access, error: Exception) -> str:
         f"model: {name} could not be fetched ({first}); check the name and the network, or give "
         "the folder of a model that you have"
     )
-
-
-def read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="ignore")
-    except OSError as error:
-        raise InputError(f"--text: {path} cannot be read ({error.strerror})") from None
 
 
 def chosen_device(name: str | None) -> torch.device:
@@ -160,17 +150,12 @@ def chosen_dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def mend(name: str, config: Any, auto_class: str, options: dict[str, bool]) -> None:
-    """Add what transformers 5 expects of a model's own code, where it may run, and older code lacks
-    (LLaDA's): a map of tied weights, arguments of ``tie_weights``, ``use_cache``."""
-    reference = (getattr(config, "auto_map", None) or {}).get(auto_class)
-    if reference is None or not options["trust_remote_code"]:
-        return
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+def mend(name: str, reference: str, config: Any, download: bool) -> None:
+    """Add what transformers 5 expects of a model's own code and older code lacks (LLaDA's): a map
+    of tied weights, arguments of ``tie_weights``, ``use_cache``."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module as get_class
 
-    brought: Any = get_class_from_dynamic_module(
-        reference, name, local_files_only=options["local_files_only"]
-    )
+    brought: Any = get_class(reference, name, local_files_only=not download)
     if not hasattr(brought, "all_tied_weights_keys"):
         brought.all_tied_weights_keys = {}  # an instance whose code calls post_init has its own
     tie_weights = brought.tie_weights

@@ -6,6 +6,7 @@ import base64
 import csv
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -83,27 +84,16 @@ class Machine:
     def here(device: str = "cpu") -> Machine:
         """The machine of this process; a device of CUDA gets its own name."""
         known = torch.device(device).type == "cuda" and torch.cuda.is_available()
-        return Machine(
-            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            device=torch.cuda.get_device_name(device) if known else device,
-            cpu=_cpu(),
-            cores=torch.get_num_threads(),
-            torch=torch.__version__,
-            version=supportbasis.__version__,
-            commit=_commit(),
-        )
-
-    def facts(self) -> list[tuple[str, str]]:
-        labels = {"cores": "threads", "version": "supportbasis"}
-        content = asdict(self).items()
-        return [(labels.get(name, name), str(value)) for name, value in content if value != ""]
+        named = torch.cuda.get_device_name(device) if known else device
+        date, threads = datetime.now(timezone.utc), torch.get_num_threads()
+        which = (date.isoformat(timespec="seconds"), named, _cpu(), threads)
+        return Machine(*which, torch.__version__, supportbasis.__version__, _commit())
 
 
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    named = re.search(r"^model name\s*: (.*)$", info.read_text() if info.is_file() else "", re.M)
+    return named[1].strip() if named else platform.processor() or platform.machine()
 
 
 def _commit() -> str:
@@ -117,13 +107,12 @@ def _commit() -> str:
 
 
 def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return done.stdout.strip()
 
 
 def write_csv(
@@ -133,16 +122,14 @@ def write_csv(
     table = [({} if machine is None else asdict(machine)) | dict(line) for line in lines]
     if not table:
         return
-    columns = list(table[0])
-    append = append and path.exists()
-    if append:
-        with path.open(newline="", encoding="utf-8") as file:
-            if next(csv.reader(file), None) != columns:
-                raise InputError(f"--out: {path} has other columns; move it away to start anew")
-    with path.open("a" if append else "w", newline="", encoding="utf-8") as file:
+    columns, append = list(table[0]), append and path.exists()
+    with path.open("a+" if append else "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns)
+        file.seek(0)
         if not append:
             writer.writeheader()
+        elif next(csv.reader(file), None) != columns:
+            raise InputError(f"--out: {path} has other columns; move it away to start anew")
         writer.writerows(table)
 
 
@@ -173,14 +160,11 @@ class Section:
 
     def print(self, console: Console) -> None:
         printed = self.grids if self.printed is None else self.printed
-        if not printed and not self.findings:
-            return
-        console.print()
-        console.print(self.title, style="bold underline")
-        for grid in printed:
-            console.print(grid.terminal())
-        for finding in self.findings:
-            console.print(finding)
+        if printed or self.findings:
+            console.print()
+            console.print(self.title, style="bold underline")
+        for item in (*(grid.terminal() for grid in printed), *self.findings):
+            console.print(item)
 
 
 def write_page(
@@ -189,15 +173,15 @@ def write_page(
     """One file that needs no other: pictures are inlined."""
     loader = PackageLoader("supportbasis.cli", ".")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["inline"] = _inline
-    content = {"title": title, "lead": lead, "sections": sections}
-    content["facts"] = machine.facts() if machine else []
-    page = environment.get_template("report.html").render(content)
-    path.write_text(page, encoding="utf-8")
-
-
-def _inline(path: Path) -> str:
-    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode("ascii")
+    environment.filters["base64"] = lambda path: base64.b64encode(path.read_bytes()).decode("ascii")
+    labels, known = (
+        {"cores": "threads", "version": "supportbasis"},
+        vars(machine) if machine else {},
+    )
+    facts = [(labels.get(name, name), value) for name, value in known.items() if value != ""]
+    page = environment.get_template("report.html")
+    text = page.render(title=title, lead=lead, sections=sections, facts=facts)
+    path.write_text(text, encoding="utf-8")
 
 
 def publish(

@@ -1,8 +1,5 @@
-"""``supportbasis selftest``: kernels against float64 on this device, in words.
-
-Outputs and gradients are compared with those of the component engine in float64. On a CPU the same
-kernels run in Triton's interpreter.
-"""
+"""``supportbasis selftest``: outputs and gradients of kernels against those of the component engine
+in float64, in words. On a CPU the same kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -22,10 +19,8 @@ from torch import Tensor
 from ..api import attention, plan
 from ..errors import InputError
 from ..methods import BlockSupport, Exact, Method, Polynomial, SingleThreshold
-from ..plans import Plan
 
 UNITS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-9}
-Tokens = tuple[Tensor, Tensor, Tensor]
 OUTPUT, GRADIENT = 2.0, 8.0  # errors that are allowed, in units of the dtype
 
 
@@ -63,22 +58,20 @@ class Verdict:
     problem: str = ""
 
     @property
-    def passed(self) -> bool:
-        return self.output <= self.limits[0] and self.gradient <= self.limits[1]
-
-    @property
     def limits(self) -> tuple[float, float]:
         """Of the errors of output and gradients."""
         unit = UNITS[self.case.dtype]
         return OUTPUT * unit, GRADIENT * unit
 
+    @property
+    def passed(self) -> bool:
+        return self.output <= self.limits[0] and self.gradient <= self.limits[1]
+
     def __str__(self) -> str:
-        output, gradient = self.limits
-        said = self.problem or (
-            f"output {self.output:.1e} (at most {output:.1e}), gradients "
-            f"{self.gradient:.1e} (at most {gradient:.1e})"
-        )
-        return f"{'pass' if self.passed else 'FAIL'}  {self.case}: {said}"
+        named = zip(("output", "gradients"), (self.output, self.gradient), self.limits, strict=True)
+        errors = (f"{name} {error:.1e} (at most {limit:.1e})" for name, error, limit in named)
+        verdict = "pass" if self.passed else "FAIL"
+        return f"{verdict}  {self.case}: {self.problem or ', '.join(errors)}"
 
 
 SINGLE, DEGREE2, DEGREE1 = SingleThreshold(1.2, 2), Polynomial(2, 1.0), SingleThreshold(1.2, 1)
@@ -110,18 +103,17 @@ def run_selftest(device: str | None, console: Console) -> bool:
     """Print a line for each case and a verdict; whether all passed."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _prepare(device)
-    start, made = time.perf_counter(), []
+    start, passed = time.perf_counter(), []
     for verdict in _verdicts(ON_DEVICE if device == "cuda" else IN_INTERPRETER, device):
-        made.append(verdict)
+        passed.append(verdict.passed)
         console.print(str(verdict))
-    failed = [verdict for verdict in made if not verdict.passed]
-    seconds = time.perf_counter() - start
+    count, wrong, seconds = len(passed), passed.count(False), time.perf_counter() - start
     where = torch.cuda.get_device_name() if device == "cuda" else "the CPU, by interpretation"
-    if failed:
-        console.print(f"FAIL: {len(failed)} of {len(made)} cases are wrong on {where}.")
+    if wrong:
+        console.print(f"FAIL: {wrong} of {count} cases are wrong on {where}.")
     else:
-        console.print(f"PASS: all {len(made)} cases are right on {where} ({seconds:.0f} s).")
-    return not failed
+        console.print(f"PASS: all {count} cases are right on {where} ({seconds:.0f} s).")
+    return not wrong
 
 
 def _prepare(device: str) -> None:
@@ -141,7 +133,7 @@ def _verdicts(cases: Sequence[Case], device: str) -> Iterator[Verdict]:
     if device == "cpu":
         yield from (check(case, device) for case in cases)
         return
-    workers = max(1, min(len(cases), os.cpu_count() or 2))
+    workers = min(len(cases), os.cpu_count() or 2)
     with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         yield from pool.map(check, cases, [device] * len(cases))
 
@@ -149,59 +141,48 @@ def _verdicts(cases: Sequence[Case], device: str) -> Iterator[Verdict]:
 def check(case: Case, device: str) -> Verdict:
     """Errors of output and gradients."""
     try:
-        pairs = list(_compared(case, device))
+        output, *gradients = _compared(case, device)
     except RuntimeError as error:  # a kernel that does not compile or does not run
         first = (str(error).strip() or "no message").splitlines()[0]
         return Verdict(case, float("inf"), float("inf"), f"{type(error).__name__}: {first}")
-    errors = [float((mine.double() - theirs).norm() / theirs.norm()) for mine, theirs in pairs]
-    return Verdict(case, errors[0], max(errors[1:]))
+    return Verdict(case, output, max(gradients))
 
 
-def _compared(case: Case, device: str) -> Iterator[tuple[Tensor, Tensor]]:
-    tokens, bias = _tokens(case, device)
-    query, key, value = (x.cpu() for x in tokens)  # on a GPU short lists are not worth it
-    mask = None if bias is None else bias.cpu()
+def _compared(case: Case, device: str) -> list[float]:
+    """Relative errors of output and gradients against the component engine in float64."""
+    tensors = _tensors(case, device)
+    on_cpu = (x.cpu() for x in tensors)  # on a GPU short lists are not worth it
+    query, key, value, mask, *_ = (*on_cpu, None)
     made = plan(query, key, value, mask, 0.0, case.causal, None, True, method=case.method)
     assert all((head.kind == "lists") == case.has_lists for head in made.heads)
-    shape = (1, 2, tokens[0].shape[2], case.dv)
-    grad = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, case.dtype)
-    run = partial(_run, case, made, tokens, bias, grad)
-    mine, theirs = run("triton", case.dtype), run("eager", torch.float64)
-    yield from zip(mine, theirs, strict=True)
+    normal = partial(torch.randn, generator=torch.Generator().manual_seed(1))
+    grad = normal(1, 2, query.shape[2], case.dv).to(device, case.dtype)
+
+    def run(implementation: str, dtype: torch.dtype) -> list[Tensor]:
+        dtypes = (*[dtype] * 3, torch.promote_types(dtype, torch.float32))
+        each = zip(tensors, dtypes, strict=False)
+        tracked = [x.to(its_dtype).detach().requires_grad_() for x, its_dtype in each]
+        query, key, value, mask, *_ = (*tracked, None)
+        settings = (0.0, case.causal, None, True)
+        output = attention(
+            query, key, value, mask, *settings, plan=made, implementation=implementation
+        )
+        return [output.detach(), *torch.autograd.grad(output, tracked, grad.to(dtype))]
+
+    pairs = zip(run("triton", case.dtype), run("eager", torch.float64), strict=True)
+    return [float((mine.double() - exact).norm() / exact.norm()) for mine, exact in pairs]
 
 
-def _run(
-    case: Case,
-    made: Plan,
-    tokens: Tokens,
-    bias: Tensor | None,
-    grad: Tensor,
-    implementation: str,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    """Output, and gradients of query, key, value and a bias."""
-    tracked = [x.to(dtype).detach() for x in tokens]
-    if bias is not None:
-        tracked.append(bias.to(torch.promote_types(dtype, torch.float32)).detach())
-    query, key, value, *rest = (x.requires_grad_() for x in tracked)
-    masked = (query, key, value, rest[0] if rest else None)
-    output = attention(
-        *masked, 0.0, case.causal, None, True, plan=made, implementation=implementation
-    )
-    return [output.detach(), *torch.autograd.grad(output, tracked, grad.to(dtype))]
-
-
-def _tokens(case: Case, device: str) -> tuple[Tokens, Tensor | None]:
-    """Scores of standard deviation 0.25 and some tokens four times as large; for lists, queries
-    and keys on a surface of three dimensions and values that follow the keys. And a bias."""
+def _tensors(case: Case, device: str) -> list[Tensor]:
+    """Query, key, value and, if the case has one, a bias of the keys. Scores of standard deviation
+    0.25 and some tokens four times as large; for lists, queries and keys on a surface of three
+    dimensions and values that follow the keys."""
     normal = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     d, on_cpu = case.d, device == "cpu"
     if case.has_lists:
         m = (512 if on_cpu else 2048) * (1 + case.causal)  # windows have 512 positions
         slope, phase = 2 * normal(2, 3, d), 6 * normal(2, 1, d)
-        q, k = (
-            2 * d**-0.25 * torch.cos(normal(2, m, 3).sigmoid() @ slope + phase) for _ in range(2)
-        )
+        q, k = torch.cos(normal(2, 2, m, 3).sigmoid() @ slope + phase) * (2 * d**-0.25)
         k = k[: case.key_heads]
         v = torch.tanh(k @ normal(d, case.dv) / d**0.5)
     else:
@@ -210,6 +191,5 @@ def _tokens(case: Case, device: str) -> tuple[Tokens, Tensor | None]:
         v = normal(case.key_heads, m, case.dv)
         q[:, 3::17] *= 4
         k[:, 5::19] *= 4
-    bias = normal(1, 2, 1, m).to(device) if case.bias else None
-    query, key, value = (x[None].to(device, case.dtype) for x in (q, k, v))
-    return (query, key, value), bias
+    bias = [normal(1, 2, 1, m).to(device)] if case.bias else []
+    return [x[None].to(device, case.dtype) for x in (q, k, v)] + bias

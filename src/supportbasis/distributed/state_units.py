@@ -11,7 +11,7 @@ from ..components import ExactSum, FittedSum, PolynomialSum
 from ..components.streaming import Task
 from ..engine.ranges import norm_sums
 from ..plans import FittedHead, HeadPlan, Plan, PolynomialHead, ThresholdHead
-from ..plans.supports import Side, sides
+from ..plans.supports import Side
 from ..problem.problem import Head, Problem
 from .related_sums import Chunks
 from .token_layout import Chunk, TokenLayout
@@ -47,11 +47,9 @@ class Unit:
             rows, keys = plan.split(head)
             return plan, rows, keys, FittedSum(plan.fitted, plan.transform, keys.small)
         assert isinstance(plan, PolynomialHead)
-        none = torch.arange(0, device=head.query.device)
+        rows, keys = Side(None, None), Side(None, head.live_keys)
         if isinstance(plan, ThresholdHead):
             rows, keys = plan.split(head)
-        else:
-            rows, keys = sides(head, none, none)
         return plan, rows, keys, PolynomialSum(plan.polynomial, keys.small)
 
     @property

@@ -33,7 +33,6 @@ from torch import Tensor
 
 from ..components.polynomial_sum import largest_norm, rescaled
 from ..plans import ExactHead, HeadPlan, PolynomialHead, ThresholdHead
-from ..plans.supports import large_tokens
 from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.features import FeatureMap, block_rows
 from ..problem.problem import Head
@@ -65,13 +64,13 @@ def weights_of(
     if isinstance(plan, ExactHead):
         return [], [(everything, everything)]
     assert isinstance(plan, PolynomialHead)
-    small_rows, small_keys, large_keys = ~fallback, torch.ones_like(fallback), everything[:0]
+    small_rows, small_keys = ~fallback, torch.ones_like(fallback)
     if isinstance(plan, ThresholdHead):
-        large_rows, large_keys = large_tokens(head, plan.threshold)
-        small_rows[large_rows] = small_keys[large_keys] = False
+        small_rows &= head.query_maxima <= plan.threshold
+        small_keys = head.key_maxima <= plan.threshold
     exact, rows = everything[~small_rows], everything[small_rows & (lse > -torch.inf)]
     factors = polynomial_factors(head, rows, everything[small_keys], plan.polynomial, lse)
-    return [factors], [(exact, everything), (rows, large_keys)]
+    return [factors], [(exact, everything), (rows, everything[~small_keys])]
 
 
 def polynomial_factors(

@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..paper import sub_gaussian
 from ..plans import ExactHead, HeadPlan, ThresholdHead
 from ..plans.cost import Work, pair_share, polynomial_work
-from ..plans.supports import entry_reach, is_empty, large_tokens, score_reach, sides, take
+from ..plans.supports import entry_reach, is_empty, score_reach, split_at, take
 from ..polynomials.certified import largest_bound
 from ..polynomials.features import check_rank, largest_degree
 from ..problem.checks import check_number
@@ -152,7 +152,7 @@ def threshold_plan(
 ) -> ExactHead | ThresholdHead:
     """Split at a threshold and pick the polynomial for what is small, certified to epsilon; without
     a degree, of the smallest one that can be."""
-    rows, keys = sides(head, *large_tokens(head, threshold))
+    rows, keys = split_at(head, threshold)
     if is_empty(rows.small) or is_empty(keys.small):
         return exact_plan(head, f"at T={threshold:.4g} every row or every key is large")
     reach = min(entry_reach(head, threshold), score_reach(head, rows.small, keys.small))

@@ -3,8 +3,7 @@
 ==============  ==========================================================================
 `heads`         a class of settings for each kind of head, and its components
 `supports`      which rows and keys a component covers
-`plan`          `Plan`: the heads of a call
-`model_plan`    `ModelPlan`: the plans of a model
+`plan`          `Plan`: the heads of a call; `ModelPlan`: the plans of a model
 `files`         plans as JSON, read by the annotations of their dataclasses
 `drawing`       pictures: the components of a head, the heads of a model
 `cost`          multiply-adds of a plan, and its predicted time
@@ -26,8 +25,7 @@ from .heads import (
     ScoreRange,
     ThresholdHead,
 )
-from .model_plan import LayerPlan, ModelPlan
-from .plan import Plan
+from .plan import LayerPlan, ModelPlan, Plan
 
 __all__ = [
     "BucketHead",

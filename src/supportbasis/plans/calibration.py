@@ -4,10 +4,9 @@ so that the choice of ``Auto`` does not depend on the clock of a machine."""
 
 from __future__ import annotations
 
-import math
 import os
-import time
-from collections.abc import Callable, Sequence
+import timeit
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -21,6 +20,7 @@ from ..polynomials.features import FeatureMap
 from ..problem.problem import Head
 
 ROUNDS, REPEATS = 4, 3  # of timings: rounds over all dims, calls in each
+DIMS = (4, 16, 64)  # at which exact attention is timed
 Pairs = tuple[tuple[float, float], ...]  # (dim, one exact pair at that dim), dims ascending
 
 
@@ -37,10 +37,9 @@ class Rates:
         """One exact pair: linear in the dim between the measured ones and beyond the last; below
         the first a kernel gains nothing."""
         dim = max((head.dim + head.value_dim) / 2, self.pairs[0][0])
-        for (low, at_low), (high, at_high) in pairwise(self.pairs):
-            if dim <= high or (high, at_high) == self.pairs[-1]:
-                return at_low + (at_high - at_low) * (dim - low) / (high - low)
-        return self.pairs[0][1]
+        segments = (segment for segment in pairwise(self.pairs) if dim <= segment[1][0])
+        (low, at_low), (high, at_high) = next(segments, self.pairs[-2:])
+        return at_low + (at_high - at_low) * (dim - low) / (high - low)
 
 
 TABLE_THREADS = 2
@@ -57,7 +56,7 @@ def is_deterministic() -> bool:
 
 
 def threads() -> int:
-    """Of PyTorch's operations on a CPU; those of the table where plans are deterministic."""
+    """Of PyTorch on a CPU; those of the table where plans are deterministic."""
     return TABLE_THREADS if is_deterministic() else torch.get_num_threads()
 
 
@@ -74,8 +73,8 @@ def rates_of(head: Head) -> Rates:
 def calibrate(device: str, dtype: torch.dtype) -> Rates:
     """Measure the machine once a process, in about a tenth of a second. A GPU gets more to do:
     small work would only measure how long a launch takes."""
-    features = FeatureMap(48, 2)
-    lanes, rows = lane_count(device), 504 if device == "cpu" else 64 * 504
+    features, lanes = FeatureMap(48, 2), lane_count(device)
+    rows = 504 if device == "cpu" else 64 * 504
     x, value = (_numbers((lanes, rows, width), device) for width in (48, 64))
     buffer = features.buffer(lanes, rows, x)
     written = features.write(x, buffer)
@@ -85,7 +84,7 @@ def calibrate(device: str, dtype: torch.dtype) -> Rates:
     product = _best(lambda: state.baddbmm_(written, value), device) / count
     wide = x if device == "cpu" else written
     scan = _best(lambda: wide.abs().amax(-1), device) / wide.numel()
-    return Rates(_time_sdpa((4, 16, 64), device, dtype), write, product / 64, scan)
+    return Rates(_time_sdpa(device, dtype), write, product / 64, scan)
 
 
 def _numbers(shape: tuple[int, ...], device: str) -> Tensor:
@@ -93,26 +92,23 @@ def _numbers(shape: tuple[int, ...], device: str) -> Tensor:
     return torch.randn(shape, generator=generator).to(device)
 
 
-def _time_sdpa(dims: Sequence[int], device: str, dtype: torch.dtype) -> Pairs:
+def _time_sdpa(device: str, dtype: torch.dtype) -> Pairs:
     """Seconds of a pair at each dim, in turns: a busy moment must not hit all calls of one."""
     heads, tokens = (1, 1536) if device == "cpu" else (16, 8192)
-    found, calls = dict.fromkeys(dims, math.inf), {}
-    for dim in dims:
+    calls = {}
+    for dim in DIMS:
         wide = dim if device == "cpu" else max(8, dim)  # fast kernels want multiples of 8
         q, k, v = _numbers((3, 1, heads, tokens, wide), device).to(dtype).unbind(0)
         calls[dim] = partial(F.scaled_dot_product_attention, q, k, v)
-    for _ in range(ROUNDS):
-        for dim, call in calls.items():
-            found[dim] = min(found[dim], _best(call, device, REPEATS) / (heads * tokens**2))
-    return tuple((float(dim), seconds) for dim, seconds in found.items())
+    rounds = [[_best(call, device, REPEATS) for call in calls.values()] for _ in range(ROUNDS)]
+    best = (min(times) / (heads * tokens**2) for times in zip(*rounds, strict=True))
+    return tuple(zip(map(float, DIMS), best, strict=True))
 
 
 def _best(run: Callable[[], object], device: str, repeats: int = ROUNDS * REPEATS) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
+    def call() -> None:
         run()
         if device == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times)
+
+    return min(timeit.repeat(call, number=1, repeat=repeats))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -72,12 +72,14 @@ class Work:
         """The sum of two amounts, of which at most one has features."""
         return Work(*(x + y for x, y in zip(astuple(self), astuple(other), strict=True)))
 
+    def features(self, head: Head) -> int:
+        return self.feature_rows * true_rank(head.dim, self.degree) if self.feature_rows else 0
+
     def multiply_adds(self, head: Head) -> float:
         pair = head.dim + head.value_dim
-        rank = true_rank(head.dim, self.degree) if self.feature_rows else 0
-        pairs = self.exact_pairs * pair + self.dense_pairs * (pair + self.degree)
-        features = self.feature_rows * rank * (head.value_dim + 2)
-        return pairs + features + self.scanned + self.formed + self.products + self.equivalent
+        made = self.exact_pairs * pair + self.dense_pairs * (pair + self.degree)
+        made += self.features(head) * (head.value_dim + 2)
+        return made + self.scanned + self.formed + self.products + self.equivalent
 
     def cost(self, head: Head) -> float:
         """Multiply-adds relative to those of exact attention on the same head."""
@@ -86,27 +88,29 @@ class Work:
 
     def seconds(self, head: Head) -> float:
         """Predicted time on this machine."""
-        rates = rates_of(head)
-        pair = rates.pair(head)
+        rates, on_cpu = rates_of(head), head.query.device.type == "cpu"
         by_kernels = _has_kernels(head) and 1 <= self.degree <= 2
         features = (self._kernel_seconds if by_kernels else self._feature_seconds)(head, rates)
-        pairs = (1.3 * self.exact_pairs + 2.0 * self.dense_pairs) * pair
+        pairs = (1.3 * self.exact_pairs + 2.0 * self.dense_pairs) * rates.pair(head)
         sketches = self.formed * rates.feature + self.products * rates.product
-        reading = self.scanned * rates.scan + self.moved * _move_seconds(head, rates)
+        cpu_move = MOVE_PAIRS * rates.pairs[-1][1] * (MOVE_SERIAL * threads() + 1)
+        move = cpu_move if on_cpu else min(rates.scan, MOVE_SECONDS)
+        reading = self.scanned * rates.scan + self.moved * move
         calls = CALL_SECONDS.get(head.query.device.type, CALL_SECONDS["cpu"]) + self.direct
         return calls + pairs + features + sketches + reading
 
     def _feature_seconds(self, head: Head, rates: Rates) -> float:
         """Features in blocks, by PyTorch operations."""
-        rank = true_rank(head.dim, self.degree) if self.feature_rows else 0
-        blocks = math.ceil(self.feature_rows / block_rows(max(1, rank), head.dtype))
+        count = self.features(head)
+        rank = count // self.feature_rows if self.feature_rows else 1
+        blocks = math.ceil(self.feature_rows / block_rows(rank, head.dtype))
         steps = 10 + (head.dim * (self.degree - 1) if self.degree > 2 else 2)
-        formed = self.feature_rows * rank * (rates.feature + rates.product * head.value_dim)
+        formed = count * (rates.feature + rates.product * head.value_dim)
         return formed + blocks * BLOCK_SECONDS * steps
 
     def _kernel_seconds(self, head: Head, rates: Rates) -> float:
         width = head.dim + head.value_dim
-        products = self.feature_rows * true_rank(head.dim, self.degree) * (head.value_dim + 2)
+        products = self.features(head) * (head.value_dim + 2)
         read = KERNEL_READS * self.feature_rows * width * rates.scan
         return products * KERNEL_PRODUCT * rates.pair(head) / width + read
 
@@ -117,13 +121,6 @@ class Work:
     def settings(self, head: Head) -> dict[str, Any]:
         """What every `HeadPlan` of this work has."""
         return {"n": head.n, "m": head.m, "cost": self.cost(head), "speedup": self.speedup(head)}
-
-
-def _move_seconds(head: Head, rates: Rates) -> float:
-    if head.query.device.type != "cpu":
-        return min(rates.scan, MOVE_SECONDS)
-    count = threads()
-    return MOVE_PAIRS * rates.pairs[-1][1] * count * (MOVE_SERIAL + 1 / count)
 
 
 def exact_seconds(head: Head) -> float:
@@ -182,22 +179,20 @@ def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
     far = far_rows * head.m + (head.n - far_rows) * far_keys
     products = tokens * count * (head.value_dim + 1)
     sampled = min(head.n, TRANSFORM_TOKENS) + min(head.m, TRANSFORM_TOKENS)  # for covariances
-    moved, equivalent, direct = 0, 0, 0.0
-    if _has_kernels(head):
-        moved = int(FIT_ENTRY * tokens * (head.dim + head.value_dim))
-        equivalent = (FEATURE_COST - 1) * products + MOVE_COST * moved
-    elif head.query.device.type == "cpu":
-        moved = tokens * (FITTED_TOKEN * head.dim + FITTED_FEATURE * count)
-        direct = FITTED_SECONDS
-    return Work(
+    work = Work(
         exact_pairs=int(far * pair_share(head)),
         dense_pairs=head.n * CAUSAL_CHUNK // 2 if head.is_causal else 0,
         formed=tokens * count,
         products=products + (tokens + sampled) * head.dim**2,
-        moved=moved,
-        direct=direct,
-        equivalent=equivalent,
     )
+    if _has_kernels(head):
+        moved = int(FIT_ENTRY * tokens * (head.dim + head.value_dim))
+        equivalent = (FEATURE_COST - 1) * products + MOVE_COST * moved
+        return replace(work, moved=moved, equivalent=equivalent)
+    if head.query.device.type == "cpu":
+        moved = tokens * (FITTED_TOKEN * head.dim + FITTED_FEATURE * count)
+        return replace(work, moved=moved, direct=FITTED_SECONDS)
+    return work
 
 
 def list_work(head: Head, settings: ListSettings, opened: float) -> Work:
@@ -216,23 +211,17 @@ def list_work(head: Head, settings: ListSettings, opened: float) -> Work:
     splits = 2 * math.log2(max(2.0, min(keys, SORTED) / leaf))
     sorting = (head.n + keys) * (dim * (dim + 2 * AXES) + splits * AXES * (AXES + 2))
     selected = scored * coarse  # pairs of rows and tilted keys that `select` scores
-    only = settings.strict or _has_kernels(head)  # for selection, and again for attention
+    by_kernels = _has_kernels(head)
     made = sorting + tilted * (2 * dim + width) + coarse * (dim + width)
-    made += selected * dim if only else 0
-    if _has_kernels(head):
+    if settings.strict or by_kernels:  # scored for selection, and again for attention
+        made += selected * dim
+    if by_kernels:
         pairs = TILT_PAIR * tilted + SELECT_PAIR * selected + LIST_PAIR * (coarse + exact)
         seconds = pairs * rates_of(head).pair(head)
         seconds += TOKEN_SECONDS * (head.n + keys) * (dim + width)
         return Work(equivalent=int(made + exact * (dim + width)), direct=seconds)
-    return Work(
-        exact_pairs=int(exact),
-        products=int(made),
-        moved=int(
-            LIST_TOKEN * (head.n + keys) * (dim + width)
-            + LIST_TILT * tilted
-            + LIST_COARSE * coarse * (2 if settings.strict else 1)
-            + LIST_GATHERED * cells * opened * leaf * (dim + width)
-            + LIST_EXACT * exact
-        ),
-        direct=LIST_SECONDS,
-    )
+    tokens = LIST_TOKEN * (head.n + keys) + LIST_GATHERED * cells * opened * leaf
+    moved = tokens * (dim + width) + LIST_TILT * tilted + LIST_EXACT * exact
+    moved += LIST_COARSE * coarse * (2 if settings.strict else 1)
+    amounts = {"exact_pairs": int(exact), "products": int(made), "moved": int(moved)}
+    return Work(**amounts, direct=LIST_SECONDS)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import SupportBasisError
 from .heads import BucketHead, ExactHead, HeadPlan, ListHead, PowerHead, ThresholdHead
-from .model_plan import ModelPlan
+from .plan import ModelPlan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,6 @@ PARTS: Labels = (
     ("small rows × large keys: exact", BLUE),
     ("large rows × all keys: exact", RED),
 )
-POWER_PARTS: Labels = (("all rows × all keys: a power of the score", VIOLET),)
 LIST_PARTS: Labels = (
     ("closed leaves: a tilted key in place of each", LIGHT),
     ("open leaves: exact", BLUE),
@@ -58,17 +57,16 @@ def draw_supports(plan: HeadPlan, path: str | Path | None = None) -> Figure:
 
     axes = figure.add_subplot()
     axes.set(xlim=(0, max(1, plan.m)), ylim=(max(1, plan.n), 0))
-    title = f"{plan.kind}, {plan.n} × {plan.m} pairs, cost {plan.cost:.3g} of exact"
     if isinstance(plan, ListHead):
-        parts = _draw_lists(axes, plan)
-        title += f"\n{plan.lists}"
+        parts, more = _draw_lists(axes, plan), f"\n{plan.lists}"
     elif isinstance(plan, BucketHead):
-        parts = _draw_buckets(axes, plan)
+        parts, more = _draw_buckets(axes, plan), ""
     else:
+        more = f", T = {plan.threshold:.3g}" if isinstance(plan, ThresholdHead) else ""
         parts = _draw_split(axes, plan)
-        title += f", T = {plan.threshold:.3g}" if isinstance(plan, ThresholdHead) else ""
     handles = [Patch(color=colour, label=label) for label, colour in parts]
     figure.legend(handles=handles, loc="outside lower center", frameon=False, fontsize=8, ncols=1)
+    title = f"{plan.kind}, {plan.n} × {plan.m} pairs, cost {plan.cost:.3g} of exact{more}"
     axes.set_title(title, fontsize=10)
     if path is not None:
         figure.savefig(path, dpi=150)
@@ -84,19 +82,18 @@ def _box(axes: Axes, x: float, y: float, width: float, height: float, colour: st
 
 def _draw_split(axes: Axes, plan: HeadPlan) -> Labels:
     """Large rows in red, large keys in blue, the rest light; large tokens are drawn first."""
-    if isinstance(plan, PowerHead):
-        parts, whole = POWER_PARTS, VIOLET
-    else:
-        parts, whole = PARTS, RED if isinstance(plan, ExactHead) else LIGHT
-    _box(axes, 0, 0, plan.m, plan.n, whole)
     axes.set(xlabel="key", ylabel="query row")
+    if isinstance(plan, PowerHead):
+        _box(axes, 0, 0, plan.m, plan.n, VIOLET)
+        return (("all rows × all keys: a power of the score", VIOLET),)
+    _box(axes, 0, 0, plan.m, plan.n, RED if isinstance(plan, ExactHead) else LIGHT)
     if isinstance(plan, ThresholdHead):
         sizes = zip(plan.large, (plan.n, plan.m), strict=True)
         rows, keys = (max(count, total * THINNEST) if count else 0 for count, total in sizes)
         _box(axes, 0, 0, keys, plan.n, BLUE)
         _box(axes, 0, 0, plan.m, rows, RED)
         axes.set(xlabel="keys, large ones first", ylabel="query rows, large ones first")
-    return parts
+    return PARTS
 
 
 def _draw_lists(axes: Axes, plan: ListHead) -> Labels:
@@ -106,9 +103,9 @@ def _draw_lists(axes: Axes, plan: ListHead) -> Labels:
 
     n, keys, window = plan.n, plan.m, plan.lists.window
     columns, share = [(0, 0, keys, n)], plan.keys / max(1, keys)
-    axes.set(xlabel="keys, those of open leaves first", ylabel="query row")
+    label = "keys, those of open leaves first" + " in each window" * bool(window)
+    axes.set(xlabel=label, ylabel="query row")
     if window:
-        axes.set_xlabel("keys, those of open leaves first in each window")
         keys, columns = min(n, keys), []
         for first in range(0, keys, window):  # its own rows see it exactly, later ones by lists
             end, last = min(keys, first + window), min(n, first + window)
@@ -145,13 +142,13 @@ def _draw_buckets(axes: Axes, plan: BucketHead) -> Labels:
 
 
 def layer_panels(
-    figure: Figure, panels: Sequence[tuple[str, Tensor, Normalize | None, str]]
+    figure: Figure, values: Tensor, styles: Sequence[tuple[str, Normalize | None, str]]
 ) -> Sequence[Axes]:
-    """Panels of layer × head: a title, values, their scale and colours."""
-    found: Sequence[Axes] = figure.subplots(1, len(panels), sharey=True)
-    layers, heads = panels[0][1].shape
-    for axes, (title, values, norm, colours) in zip(found, panels, strict=True):
-        image = axes.imshow(values.numpy(), norm=norm, cmap=colours, aspect="auto")
+    """Panels of values [panels, layers, heads], each with its title, scale and colours."""
+    found: Sequence[Axes] = figure.subplots(1, len(styles), sharey=True)
+    _, layers, heads = values.shape
+    for axes, panel, (title, norm, colours) in zip(found, values, styles, strict=True):
+        image = axes.imshow(panel.numpy(), norm=norm, cmap=colours, aspect="auto")
         axes.set(title=title, xlabel="head", xticks=range(0, heads, max(1, heads // 8)))
         axes.title.set_fontsize(10)
         figure.colorbar(image, ax=axes, shrink=0.8)
@@ -166,25 +163,24 @@ def draw_model(plan: ModelPlan, path: str | Path | None = None) -> Figure:
     figure = new_figure(3.2 + 0.75 * heads, 1.9 + 0.42 * len(plan.layers))
     from matplotlib.colors import LogNorm
 
-    cost, share = torch.full((2, len(plan.layers), heads), float("nan"))
+    panels = torch.full((2, len(plan.layers), heads), float("nan"))
     for row, layer in enumerate(plan.layers):
         for column, (head, effect) in enumerate(zip(layer.heads, layer.effects, strict=True)):
-            cost[row, column] = max(head.cost, SMALLEST)
+            panels[0, row, column] = max(head.cost, SMALLEST)
             if not isinstance(head, ExactHead) and plan.predicted:
-                share[row, column] = max(effect / plan.predicted, SMALLEST)
-    panels = (
-        ("cost of exact attention", cost, LogNorm(SMALLEST, 1.0), "Blues"),
-        (f"share of the {plan.unit}", share, LogNorm(SMALLEST, 1.0), "Oranges"),
-    )
-    left = layer_panels(figure, panels)[0]
+                panels[1, row, column] = max(effect / plan.predicted, SMALLEST)
+    scales = LogNorm(SMALLEST, 1.0), LogNorm(SMALLEST, 1.0)
+    titles = "cost of exact attention", f"share of the {plan.unit}"
+    styles = list(zip(titles, scales, ("Blues", "Oranges"), strict=True))
+    left = layer_panels(figure, panels, styles)[0]
+    style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
     for row, layer in enumerate(plan.layers):
         for column, head in enumerate(layer.heads):
-            style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
             colour = "white" if head.cost > 0.1 else "black"
             left.text(column, row, LETTERS.get(head.kind, "?"), color=colour, **style)
     measured = "" if plan.measured is None else f"{plan.measured:.2g} measured, "
     kinds = {head.kind for head in plan.heads}
-    legend = ", ".join(f"{LETTERS[kind]}: {kind}" for kind in LETTERS if kind in kinds)
+    legend = ", ".join(f"{letter}: {kind}" for kind, letter in LETTERS.items() if kind in kinds)
     figure.suptitle(
         f"{plan.model or 'model'}, {plan.tokens} tokens: cost {plan.cost:.2g}; {plan.unit} "
         f"{measured}{plan.predicted:.2g} predicted, allowed {plan.limit:.2g}\n{legend}",

@@ -3,7 +3,7 @@
 A file holds only what cannot be derived: what is proved about a polynomial is proved again from its
 coefficients. Nothing that is read is evaluated. What cannot be read is an `InputError` of one line
 that names the file, the field, what came and what was expected; there are no unknown, missing or
-repeated names, no NaN, no booleans or strings for numbers. `check` compares fields with each other.
+repeated names, no NaN, no booleans or strings for numbers. `_check` compares fields.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import fields
-from functools import cache, singledispatch
+from functools import cache
 from itertools import pairwise, product, repeat
 from numbers import Integral, Real
 from pathlib import Path
@@ -34,25 +33,14 @@ from ..polynomials.balancing import FLOOR, Transform
 from ..polynomials.certified import CertifiedPolynomial, certified
 from ..polynomials.features import check_rank
 from ..polynomials.fitting import HIGHEST_DEGREE, LARGEST_COEFFICIENT, FittedKernel, count_features
-from ..polynomials.powers import LARGEST_POWER
-from .heads import (
-    BucketHead,
-    BucketPair,
-    ExactHead,
-    FittedHead,
-    HeadPlan,
-    ListHead,
-    PolynomialHead,
-    PowerHead,
-    ScoreRange,
-    ThresholdHead,
-)
-from .model_plan import UNITS, LayerPlan, ModelPlan
-from .plan import Plan, SomeHeads
+from ..polynomials.powers import LARGEST_POWER, PowerKernel
+from . import heads as kinds
+from .heads import KINDS, HeadPlan
+from .plan import UNITS, LayerPlan, ModelPlan, Plan, SomeHeads
 
-FORMATS: dict[type[SomeHeads], str] = {
-    Plan: "supportbasis-plan-5",
-    ModelPlan: "supportbasis-model-plan-3",
+FORMATS: dict[type[SomeHeads], tuple[str, str]] = {
+    Plan: ("plan", "supportbasis-plan-5"),
+    ModelPlan: ("model plan", "supportbasis-model-plan-3"),
 }
 LARGEST_FILE = 256 * 2**20  # bytes: about 400 balancing transforms of dim 128
 LARGEST_MOVE = 1e18  # squares of such lengths are still numbers in float32
@@ -73,20 +61,20 @@ LIMITS: dict[str, tuple[float, float]] = {  # by name; else COUNTS for int, AMOU
     "sketch_size": (1, LARGEST_SKETCH),
     "seed": (0, 2**63 - 1),
 }
-KINDS_OF: dict[type[Method], tuple[type[HeadPlan], ...]] = {
-    methods.Exact: (ExactHead,),
-    methods.Polynomial: (ExactHead, PolynomialHead),
-    methods.SingleThreshold: (ExactHead, ThresholdHead),
-    methods.MultiThreshold: (ExactHead, BucketHead),
-    methods.PowerAttention: (PowerHead,),
-    methods.BlockSupport: (ExactHead, ListHead),
-    methods.FittedPolynomial: (ExactHead, FittedHead),
-    methods.Auto: (ExactHead, PolynomialHead, ThresholdHead, ListHead, FittedHead),
+KINDS_OF: dict[type[Method], tuple[str, ...]] = {
+    methods.Exact: ("exact",),
+    methods.Polynomial: ("exact", "polynomial"),
+    methods.SingleThreshold: ("exact", "single-threshold"),
+    methods.MultiThreshold: ("exact", "multi-threshold"),
+    methods.PowerAttention: ("power",),
+    methods.BlockSupport: ("exact", "lists"),
+    methods.FittedPolynomial: ("exact", "fitted"),
+    methods.Auto: ("exact", "polynomial", "single-threshold", "lists", "fitted"),
 }
 # classes that are one of several, and the name under which the file says which
 TAGS: dict[type, tuple[str, dict[str, type]]] = {
     Method: ("name", {method.__name__: method for method in KINDS_OF}),
-    HeadPlan: ("kind", {head.kind: head for heads in KINDS_OF.values() for head in heads}),
+    HeadPlan: ("kind", KINDS),
 }
 Made = TypeVar("Made", bound=SomeHeads)
 
@@ -94,7 +82,7 @@ Made = TypeVar("Made", bound=SomeHeads)
 def save(plan: SomeHeads, path: str | Path) -> None:
     """Write the plan of a call or of a model."""
     try:
-        content = {"format": FORMATS[type(plan)], **to_json(plan)}
+        content = {"format": FORMATS[type(plan)][1], **to_json(plan)}
         data = json.dumps(content, indent=1, allow_nan=False).encode()
     except ValueError as error:
         raise InputError(f"the plan cannot be saved: {error}") from None
@@ -104,12 +92,12 @@ def save(plan: SomeHeads, path: str | Path) -> None:
 
 def load(path: str | Path, kind: type[Made]) -> Made:
     """Read a plan of this class, or raise an `InputError`."""
-    content, name = _read_json(path), "model plan" if kind is ModelPlan else "plan"
+    content, (name, version) = _read_json(path), FORMATS[kind]
     found = content.pop("format", None) if isinstance(content, dict) else content
-    if found != FORMATS[kind]:
+    if found != version:
         raise InputError(
             f"path: {path} has format {_shown(found)} and is no {name} of this version "
-            f"({FORMATS[kind]}); make the plan again and save it"
+            f"({version}); make the plan again and save it"
         )
     try:
         plan: Made = _read(kind, content, "")
@@ -164,7 +152,7 @@ def _fields(kind: type) -> dict[str, Any]:
     if kind is CertifiedPolynomial:
         return {"kind": str, "bound": float, "coefficients": tuple[float, ...]}
     hints = get_type_hints(kind, None, {"Method": Method})
-    if kind is ScoreRange:
+    if kind is kinds.ScoreRange:
         return hints
     any_kind = issubclass(kind, Method)
     return {f.name: object if any_kind else hints[f.name] for f in fields(kind) if f.init}
@@ -180,7 +168,7 @@ def to_json(value: Any) -> Any:
         return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, Tensor):
         return value.tolist()
-    if isinstance(value, tuple) and not isinstance(value, ScoreRange):
+    if isinstance(value, tuple) and not isinstance(value, kinds.ScoreRange):
         return [to_json(one) for one in value]
     kind: Any = type(value)
     content = {name: to_json(getattr(value, name)) for name in _fields(kind)}
@@ -198,8 +186,12 @@ def _read(kind: Any, value: Any, at: str) -> Any:
     parts = get_args(kind)
     if NoneType in parts:
         return None if value is None else _read(parts[0], value, at)
-    if parts:
-        return _read_tuple(parts, value, at)
+    if parts:  # of one kind and any length, or of as many as there are kinds
+        repeated = Ellipsis in parts
+        if not isinstance(value, list) or not (repeated or len(value) == len(parts)):
+            _refuse(at, value, "a list" if repeated else f"a list of {len(parts)}")
+        each = zip(repeat(parts[0]) if repeated else parts, value, strict=False)
+        return tuple(_read(part, one, f"{at}[{i}]") for i, (part, one) in enumerate(each))
     if kind is object:
         if isinstance(value, (list, dict)):
             _refuse(at, value, "a string, a number, a boolean or null")
@@ -215,17 +207,8 @@ def _read(kind: Any, value: Any, at: str) -> Any:
     return _read_number(kind, value, at) if kind in (int, float) else _read_object(kind, value, at)
 
 
-def _read_tuple(parts: Sequence[Any], value: Any, at: str) -> tuple[Any, ...]:
-    """Of one kind and any length, or of as many as there are kinds."""
-    repeated = Ellipsis in parts
-    if not isinstance(value, list) or not (repeated or len(value) == len(parts)):
-        _refuse(at, value, "a list" if repeated else f"a list of {len(parts)}")
-    kinds = repeat(parts[0]) if repeated else parts
-    pairs = zip(kinds, value, strict=False)
-    return tuple(_read(kind, one, f"{at}[{i}]") for i, (kind, one) in enumerate(pairs))
-
-
 def _read_number(kind: type, value: Any, at: str) -> float:
+    """Within the limits of the name that comes last in the place."""
     name = at.rpartition(".")[2].partition("[")[0]
     low, high = LIMITS.get(name, COUNTS if kind is int else AMOUNTS)
     number = math.inf if high == math.inf and value == "inf" else value
@@ -241,22 +224,23 @@ def _read_object(kind: type, value: Any, at: str) -> Any:
     """A dataclass from an object with exactly the names of its fields, and a tag."""
     if not isinstance(value, dict):
         _refuse(at or "it", value, "an object")
-    prefix = f"{at}." if at else ""
-    names = [TAGS[kind][0]] if kind in TAGS else list(_fields(kind))
-    for name in names:
-        _require(name in value, f"{prefix}{name} is missing")
+    rest, prefix = dict(value), f"{at}." if at else ""
     if kind in TAGS:
-        (tag,), cases = names, TAGS[kind][1]
-        if not isinstance(value[tag], str) or value[tag] not in cases:
-            _refuse(prefix + tag, value[tag], " or ".join(map(repr, cases)))
-        rest = {name: one for name, one in value.items() if name != tag}
-        return _read_object(cases[value[tag]], rest, at)
-    for name in value:
-        _require(name in names, f"{prefix}{_shown(name)[1:-1]} is not a name of a plan")
-    content = {n: _read(one, value[n], prefix + n) for n, one in _fields(kind).items()}
+        tag, cases = TAGS[kind]
+        _require(tag in rest, f"{prefix}{tag} is missing")
+        name = rest.pop(tag)
+        if not isinstance(name, str) or name not in cases:
+            _refuse(prefix + tag, name, " or ".join(map(repr, cases)))
+        kind = cases[name]
+    wanted = _fields(kind)
+    for name in wanted:
+        _require(name in rest, f"{prefix}{name} is missing")
+    for name in rest:
+        _require(name in wanted, f"{prefix}{_shown(name)[1:-1]} is not a name of a plan")
+    content = {name: _read(one, rest[name], prefix + name) for name, one in wanted.items()}
     try:
         made = certified(**content) if kind is CertifiedPolynomial else kind(**content)
-        check(made)
+        _check(made)
     except ValueError as error:
         raise ValueError(f"{at}: {error}" if at else str(error)) from None
     return made
@@ -282,21 +266,53 @@ def _shown(value: object) -> str:
 # --------------------------------------------------------------------- what must fit together
 
 
-@singledispatch
-def check(made: object) -> None:
+def _check(made: Any) -> None:
     """Raise a `ValueError` where the fields of something that was read do not fit together."""
+    match made:
+        case HeadPlan():
+            needs_range = not isinstance(made, (kinds.ExactHead, kinds.PowerHead))
+            agrees = (made.scores is not None) == needs_range
+            _require(agrees, "scores is missing, or nothing needs it")
+            if isinstance(made, kinds.BucketHead):
+                _check_buckets(made)
+        case kinds.BucketPair(
+            kernel=PowerKernel(power=power, polynomial=CertifiedPolynomial() as poly)
+        ):
+            fault = f"the polynomial is for ±{poly.bound!r}, but scores are within ±{made.reach!r}"
+            _require(poly.bound == made.reach / power, f"{fault} / {power}")
+        case ListSettings(block=block, leaf=leaf, window=window):
+            powers = not any(size & (size - 1) for size in (block, leaf, window))
+            _require(powers, f"{block}, {leaf} and {window} are not all powers of two")
+            fits = leaf <= block and (window >= block or not (window or made.strict))
+            _require(fits, f"no such blocks: {made}")
+        case FittedKernel(coefficients=coefficients, spans=spans):
+            count = len(coefficients)
+            _require(count == len(spans) + 1, f"{count} coefficients for {len(spans)} spans")
+            beyond = max(map(abs, coefficients)) > LARGEST_COEFFICIENT
+            _require(not beyond, f"coefficients are beyond ±{LARGEST_COEFFICIENT:g}")
+            descend = list(spans) == sorted(spans, reverse=True) and 0 not in spans
+            _require(descend and count <= HIGHEST_DEGREE + 1, f"there are no such spans: {spans}")
+            fault = f"spans {spans} need more than {MOST_FEATURES} features"
+            _require(count_features(spans) <= MOST_FEATURES, fault)
+        case Transform():
+            _check_transform(made)
+        case Plan(heads=heads):
+            known = made.is_exact or None not in (made.scale, made.is_causal)
+            _require(known, "scale or is_causal is null, and not every head is exact")
+            for number, head in enumerate(heads):
+                try:
+                    _check_head(made, head)
+                except ValueError as error:
+                    raise ValueError(f"heads[{number}]: {error}") from None
+        case LayerPlan(effects=effects, heads=heads):
+            fault = f"{len(effects)} effects for {len(heads)} heads"
+            _require(len(effects) == len(heads), fault)
+        case ModelPlan(unit=unit):
+            _require(unit in UNITS, f"unit is {unit!r}; expected one of {', '.join(UNITS)}")
 
 
-@check.register
-def _(head: HeadPlan) -> None:
-    needs_range = not isinstance(head, (ExactHead, PowerHead))
-    _require((head.scores is not None) == needs_range, "scores is missing, or nothing needs it")
-
-
-@check.register
-def _(head: BucketHead) -> None:
+def _check_buckets(head: kinds.BucketHead) -> None:
     """Every bucket of rows meets every bucket of keys, in order."""
-    check.dispatch(HeadPlan)(head)
     rows, keys = head.row_edges, head.key_edges
     for edges in (rows, keys):
         _require(bool(edges) and list(edges) == sorted(edges), f"edges {edges} do not ascend")
@@ -305,37 +321,7 @@ def _(head: BucketHead) -> None:
     _require(found == expected, f"pairs are not those of {len(rows)} x {len(keys)} buckets")
 
 
-@check.register
-def _(pair: BucketPair) -> None:
-    if pair.kernel is not None and pair.kernel.polynomial is not None:
-        made_for, power = pair.kernel.polynomial.bound, pair.kernel.power
-        fault = f"the polynomial is for ±{made_for!r}, but scores are within ±{pair.reach!r}"
-        _require(made_for == pair.reach / power, f"{fault} / {power}")
-
-
-@check.register
-def _(lists: ListSettings) -> None:
-    block, leaf, window = lists.block, lists.leaf, lists.window
-    powers = not any(size & (size - 1) for size in (block, leaf, window))
-    _require(powers, f"{block}, {leaf} and {window} are not all powers of two")
-    fits = leaf <= block and (not window or window >= block) and (window > 0 or not lists.strict)
-    _require(fits, f"no such blocks: {lists}")
-
-
-@check.register
-def _(kernel: FittedKernel) -> None:
-    count, spans = len(kernel.coefficients), kernel.spans
-    _require(count == len(spans) + 1, f"{count} coefficients for {len(spans)} spans")
-    most = max(map(abs, kernel.coefficients))
-    _require(most <= LARGEST_COEFFICIENT, f"coefficients are beyond ±{LARGEST_COEFFICIENT:g}")
-    descend = list(spans) == sorted(spans, reverse=True) and 0 not in spans
-    _require(descend and count <= HIGHEST_DEGREE + 1, f"there are no such spans: {spans}")
-    fault = f"spans {spans} need more than {MOST_FEATURES} features"
-    _require(count_features(spans) <= MOST_FEATURES, fault)
-
-
-@check.register
-def _(transform: Transform) -> None:
+def _check_transform(transform: Transform) -> None:
     """Scores stay as they are as long as A B^T = I (see `balancing`). Each map solves a
     system of condition at most FLOOR^-1/2, so A B^T has an error of about d / FLOOR roundoffs."""
     dim = len(transform.eigenvalues)
@@ -354,32 +340,21 @@ def _(transform: Transform) -> None:
         _require(near, f"{side}_centre is moved beyond {LARGEST_MOVE:g}")
 
 
-@check.register
-def _(plan: Plan) -> None:
-    known = plan.is_exact or None not in (plan.scale, plan.is_causal)
-    _require(known, "scale or is_causal is null, and not every head is exact")
-    for number, head in enumerate(plan.heads):
-        try:
-            _check_head(plan, head)
-        except ValueError as error:
-            raise ValueError(f"heads[{number}]: {error}") from None
-
-
 def _check_head(plan: Plan, head: HeadPlan) -> None:
     """A head does what the plan's method says, for the plan's dim."""
     method: Any = plan.method
-    names = [kind.kind for kind in KINDS_OF[type(method)]]
+    names = KINDS_OF[type(method)]
     _require(head.kind in names, f"kind is {head.kind!r}; expected {' or '.join(names)}")
-    if isinstance(head, PolynomialHead) or head.is_sketched:
+    if isinstance(head, kinds.PolynomialHead) or head.is_sketched:
         for polynomial in head.polynomials:
             check_rank(plan.dim, polynomial.degree)
-    if isinstance(head, ListHead):
+    if isinstance(head, kinds.ListHead):
         agrees = bool(head.lists.window) == plan.is_causal
         _require(agrees, "lists have windows where, and only where, is_causal is true")
-    if isinstance(head, FittedHead):
+    if isinstance(head, kinds.FittedHead):
         dim, most = len(head.transform.eigenvalues), max(head.fitted.spans, default=0)
         _require(dim == plan.dim >= most, f"spans or transform are not for dim {plan.dim}")
-    is_power = isinstance(head, PowerHead)
+    is_power = isinstance(head, kinds.PowerHead)
     for kernel in head.kernels:
         wanted = method.power if is_power else "an even number"
         good = kernel.power == method.power if is_power else kernel.power % 2 == 0
@@ -387,14 +362,3 @@ def _check_head(plan: Plan, head: HeadPlan) -> None:
         _require((kernel.polynomial is None) == is_power, "polynomial is not of this kind of head")
         size = kernel.sketch_size
         _require(size in (None, method.sketch_size), f"sketch_size {size} is not the method's")
-
-
-@check.register
-def _(layer: LayerPlan) -> None:
-    count = len(layer.effects)
-    _require(count == len(layer.heads), f"{count} effects for {len(layer.heads)} heads")
-
-
-@check.register
-def _(plan: ModelPlan) -> None:
-    _require(plan.unit in UNITS, f"unit is {plan.unit!r}; expected one of {', '.join(UNITS)}")

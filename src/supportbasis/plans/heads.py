@@ -23,7 +23,7 @@ from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.fitting import FittedKernel
 from ..polynomials.powers import PowerKernel
 from ..problem.problem import Head
-from .supports import RowGroup, Side, is_empty, large_tokens, live_indices, members, sides
+from .supports import RowGroup, Side, is_empty, members, sides, split_at
 
 PRINTED_PAIRS = 8
 
@@ -64,12 +64,10 @@ class HeadPlan(ABC):
 
     @property
     def kernels(self) -> tuple[PowerKernel, ...]:
-        """The powers of all components."""
         return ()
 
     @property
     def polynomials(self) -> tuple[CertifiedPolynomial, ...]:
-        """The certified polynomials of all components."""
         return tuple(k.polynomial for k in self.kernels if k.polynomial is not None)
 
     @property
@@ -78,8 +76,7 @@ class HeadPlan(ABC):
 
     @property
     def may_fail(self) -> bool:
-        """Whether rows can fail: their sum can be far too small, and they are then computed
-        exactly."""
+        """Whether sums of rows can be far too small; such rows are then computed exactly."""
         return self.is_sketched
 
     def details(self) -> list[str]:
@@ -130,8 +127,7 @@ class PolynomialHead(HeadPlan):
 
     def details(self) -> list[str]:
         poly = self.polynomial
-        text = f"{poly.kind} degree {poly.degree} on ±{poly.bound:.4g}"
-        return [text, f"eps {poly.error:.2g}"]
+        return [f"{poly.kind} degree {poly.degree} on ±{poly.bound:.4g}", f"eps {poly.error:.2g}"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -145,8 +141,7 @@ class ThresholdHead(PolynomialHead):
     large: tuple[int, int]  # rows and keys beyond the threshold when it was made
 
     def split(self, head: Head) -> tuple[Side, Side]:
-        """Rows and keys, by the threshold."""
-        return sides(head, *large_tokens(head, self.threshold))
+        return split_at(head, self.threshold)
 
     def smooth(self, head: Head) -> tuple[Tensor | None, Tensor | None]:
         rows, keys = self.split(head)
@@ -157,8 +152,7 @@ class ThresholdHead(PolynomialHead):
         return _split_groups(head, *split, PolynomialSum(self.polynomial, split[1].small))
 
     def details(self) -> list[str]:
-        rows, keys = self.large
-        counts = f"{rows} large rows, {keys} large keys"
+        counts = f"{self.large[0]} large rows, {self.large[1]} large keys"
         return [*super().details(), f"T={self.threshold:.4g}", counts]
 
 
@@ -181,11 +175,10 @@ class FittedHead(HeadPlan):
     def split(self, head: Head) -> tuple[Side, Side]:
         """Far rows and live keys: beyond the radii of the fitted polynomial, transformed."""
         balanced = transformed(head, self.transform)
-        rows = (balanced.query.norm(dim=1) > self.fitted.query_radius).nonzero().squeeze(1)
-        first = torch.arange(min(head.n, self.exact_rows), device=rows.device)
-        rows = torch.cat([first, rows]).unique()
-        far = balanced.key.norm(dim=1) > self.fitted.key_radius
-        return sides(head, rows, live_indices(head, far))
+        rows = balanced.query.norm(dim=1) > self.fitted.query_radius
+        rows[: self.exact_rows] = True
+        keys = balanced.key.norm(dim=1) > self.fitted.key_radius
+        return sides(head, rows, keys)
 
     def basis(self, head: Head) -> list[RowGroup]:
         split = self.split(head)
@@ -246,7 +239,6 @@ class BucketPair:
 
     @property
     def way(self) -> str:
-        """How it is summed."""
         if self.kernel is None:
             return "exact"
         return "sketched" if self.kernel.sketch_size else "power"
@@ -296,22 +288,23 @@ class BucketHead(HeadPlan):
         """With a line for each of the pairs that hold most of the matrix, in order."""
         largest = sorted(self.pairs, key=lambda pair: -pair.rows * pair.keys)[:PRINTED_PAIRS]
         lines = [super().__str__(), *(str(pair) for pair in self.pairs if pair in largest)]
-        rest = len(self.pairs) - len(lines) + 1
-        return "\n      ".join(lines + ([f"and {rest} smaller pairs"] if rest else []))
+        if rest := len(self.pairs) - len(lines) + 1:
+            lines.append(f"and {rest} smaller pairs")
+        return "\n      ".join(lines)
+
+
+HEADS = (ExactHead, PolynomialHead, ThresholdHead, FittedHead, ListHead, PowerHead, BucketHead)
+KINDS: dict[str, type[HeadPlan]] = {head.kind: head for head in HEADS}
 
 
 def _split_groups(head: Head, rows: Side, keys: Side, smooth: Component) -> list[RowGroup]:
     """Large rows exactly; small rows with large keys exactly, with small keys by ``smooth``."""
-    groups = []
-    if rows.large is not None:
-        groups.append(RowGroup(rows.large, [ExactSum(head.live_keys)]))
+    whole = ExactSum(head.live_keys)
+    groups = [] if rows.large is None else [RowGroup(rows.large, [whole])]
     if not is_empty(rows.small):
-        components: list[Component] = []
-        if not is_empty(keys.small):
-            components.append(smooth)
-        if keys.large is not None:
-            components.append(ExactSum(keys.large))
-        groups.append(RowGroup(rows.small, components or [ExactSum(head.live_keys)]))
+        components = [] if is_empty(keys.small) else [smooth]
+        components += [] if keys.large is None else [ExactSum(keys.large)]
+        groups.append(RowGroup(rows.small, components or [whole]))
     return groups
 
 
@@ -325,12 +318,9 @@ def _pair_components(
 ) -> list[Component]:
     """The components of one row bucket; all its exact keys make one of them."""
     components: list[Component] = []
-    exact = [key_sets[pair.key] for pair in pairs if pair.kernel is None]
-    indices = [keys for keys in exact if keys is not None]
-    if len(indices) < len(exact):  # None is the only bucket: every key
-        components.append(ExactSum(None))
-    elif indices:
-        components.append(ExactSum(torch.cat(indices).sort().values))
+    if exact := [key_sets[pair.key] for pair in pairs if pair.kernel is None]:
+        indices = [keys for keys in exact if keys is not None]  # None: the only bucket
+        components.append(ExactSum(torch.cat(indices).sort().values if indices else None))
     for pair in pairs:
         keys = key_sets[pair.key]
         if pair.kernel is not None and not is_empty(keys):

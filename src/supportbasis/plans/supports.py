@@ -44,33 +44,21 @@ def is_empty(index: Tensor | None) -> bool:
     return index is not None and not len(index)
 
 
-def large_tokens(head: Head, threshold: float) -> tuple[Tensor, Tensor]:
-    """Rows of the query and live keys with an entry beyond the threshold (Definition B.3)."""
-    rows = (head.query_maxima > threshold).nonzero().squeeze(1)
-    return rows, live_indices(head, head.key_maxima > threshold)
-
-
-def live_indices(head: Head, chosen: Tensor) -> Tensor:
-    """Indices of the chosen keys that are not padded."""
-    if head.key_log_weight is not None:
-        chosen = chosen & (head.key_log_weight > -math.inf)
-    return chosen.nonzero().squeeze(1)
+def split_at(head: Head, threshold: float) -> tuple[Side, Side]:
+    """Rows and live keys; large ones have an entry beyond the threshold (Definition B.3)."""
+    return sides(head, head.query_maxima > threshold, head.key_maxima > threshold)
 
 
 def sides(head: Head, rows: Tensor, keys: Tensor) -> tuple[Side, Side]:
-    """Rows and live keys, given those that are large."""
-    return _side(rows, head.n, None), _side(keys, head.m, head.live_keys)
+    """Rows and live keys, given which are large, [n] and [m]."""
+    weight = head.key_log_weight
+    live = torch.ones_like(keys) if weight is None else weight > -math.inf
+    return _side(rows, torch.ones_like(rows), None), _side(keys & live, live, head.live_keys)
 
 
-def _side(large: Tensor, total: int, live: Tensor | None) -> Side:
-    if not len(large):
-        return Side(None, live)
-    small = torch.ones(total, dtype=torch.bool, device=large.device)
-    if live is not None:
-        small.zero_()
-        small[live] = True
-    small[large] = False
-    return Side(large, small.nonzero().squeeze(1))
+def _side(large: Tensor, live: Tensor, all_live: Tensor | None) -> Side:
+    index = large.nonzero().squeeze(1)
+    return Side(index, (live & ~large).nonzero().squeeze(1)) if len(index) else Side(None, all_live)
 
 
 def members(maxima: Tensor, edges: Sequence[float], live: Tensor | None) -> list[Tensor | None]:

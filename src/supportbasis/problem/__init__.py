@@ -2,7 +2,6 @@
 
 ==============  ==========================================================================
 `validation`    arguments of public functions become a `Problem`, or an error that names one
-`densities`     the same for kernel densities
 `problem`       `Problem`, and `Head`: queries, keys and values of one (batch, head) pair
 `result`        `Outcome` of the engine, `Result` of a call
 `checks`        of entries, integers and seeds; whether a call is traced (compile, functorch)

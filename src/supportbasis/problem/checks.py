@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from itertools import compress
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
@@ -51,23 +52,20 @@ def check_finite(**tensors: Tensor) -> None:
         tensor = tensor.detach()
         if math.isfinite(tensor.sum(dtype=compute_dtype(tensor.dtype)).item()):
             continue
-        bad = ~tensor.isfinite()
-        count = int(bad.sum())
-        if count:  # a sum of huge finite entries may overflow without any of them being at fault
-            first = tuple(bad.nonzero()[0].tolist())
+        bad = (~tensor.isfinite()).nonzero()
+        if len(bad):  # a sum of huge finite entries may overflow without any of them being at fault
             raise InputError(
-                f"{name} has {count} non-finite entries (NaN or Inf), the first at {first}; "
-                "expected finite numbers"
+                f"{name} has {len(bad)} non-finite entries (NaN or Inf), the first at "
+                f"{tuple(bad[0].tolist())}; expected finite numbers"
             )
 
 
 def check_integer(name: str, value: object, least: int, most: int | None = None) -> int:
     """A plain int of this range, or an error."""
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
-    if number is None or number < least:
-        raise InputError(f"{name} must be an integer >= {least}, got {value!r}")
-    if most is not None and number > most:
-        raise InputError(f"{name} must be an integer from {least} to {most}, got {value!r}")
+    if number is None or number < least or (most is not None and number > most):
+        wanted = f">= {least}" if most is None else f"from {least} to {most}"
+        raise InputError(f"{name} must be an integer {wanted}, got {value!r}")
     return number
 
 
@@ -123,9 +121,8 @@ def first_order(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not any(chosen):
         return tensors
     apply: Any = _FirstOrder.apply
-    pairs = list(zip(tensors, chosen, strict=True))
-    wrapped = iter(apply(False, *(x for x, wanted in pairs if wanted)))
-    return tuple(next(wrapped) if wanted else x for x, wanted in pairs)
+    wrapped = iter(apply(False, *compress(tensors, chosen)))
+    return tuple(next(wrapped) if wanted else x for x, wanted in zip(tensors, chosen, strict=True))
 
 
 class _FirstOrder(torch.autograd.Function):

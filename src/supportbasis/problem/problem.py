@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,8 +17,6 @@ from .rounding import compute_dtype, unit_roundoff
 if TYPE_CHECKING:
     from ..plans.supports import RowGroup
 
-BLOCK = 8192  # rows at a time
-
 
 def in_rows(x: Tensor) -> Tensor:
     """The same tokens [..., tokens, dim], the entries of each next to each other in memory:
@@ -27,11 +26,11 @@ def in_rows(x: Tensor) -> Tensor:
 
 
 def largest_entries(x: Tensor) -> Tensor:
-    """max_j |x_ij| of each row, `[..., n, d]` -> `[..., n]`, same dtype. In blocks: |x| of a long
-    sequence is as large as x, and fresh memory is slow."""
+    """max_j |x_ij| of each row, `[..., n, d]` -> `[..., n]`, same dtype; |x| itself would fill as
+    much fresh memory as x, which is slow."""
     if x.shape[-1] == 0:
         return x.new_zeros(x.shape[:-1])
-    return torch.cat([block.abs().amax(-1) for block in x.detach().split(BLOCK, -2)], -1)
+    return torch.maximum(x.detach().amax(-1), x.detach().amin(-1).neg())
 
 
 def _norms(x: Tensor, maxima: Tensor) -> Tensor:
@@ -40,8 +39,7 @@ def _norms(x: Tensor, maxima: Tensor) -> Tensor:
     dtype = torch.float32 if 1e-12 < top < 1e12 and x.dtype != torch.float64 else torch.float64
     unit = top if top > 1e150 or 0 < top < 1e-150 else 1.0
     norms = torch.linalg.vector_norm(x / unit if unit != 1.0 else x, dim=-1, dtype=dtype).double()
-    norms = norms * unit
-    return norms * (1 + (x.shape[-1] + 4) * unit_roundoff(dtype))
+    return norms * unit * (1 + (x.shape[-1] + 4) * unit_roundoff(dtype))
 
 
 def _largest(x: Tensor) -> float:
@@ -99,7 +97,6 @@ class Head:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether gradients are needed."""
         return any(x.requires_grad for x in (self.query, self.key, self.value))
 
     @property
@@ -215,8 +212,7 @@ class Problem:
     @cached_property
     def largest(self) -> tuple[float, float]:
         """Largest |entry| of query and key; NaN if an entry is."""
-        query, key = (_largest(x.detach()) for x in (self.query, self.key))
-        return query, key
+        return _largest(self.query.detach()), _largest(self.key.detach())
 
     @cached_property
     def _heads(self) -> dict[tuple[int, int], Head]:
@@ -228,17 +224,14 @@ class Problem:
         if at not in self._heads:
             factors = (self.key_log_weight, self.query_log_weight, self.mask)
             weight, row_weight, mask = (None if x is None else x[at] for x in factors)
-            tokens = (self.query[at], self.key[key_at], self.value[key_at])
+            tokens = (self.query[at], self.key[key_at], self.value[key_at], weight, row_weight)
             settings = (self.scale, self.is_causal, self.normalise)
-            self._heads[at] = Head(
-                *tokens, weight, row_weight, *settings, mask, is_reused=self.is_reused
-            )
+            self._heads[at] = Head(*tokens, *settings, mask, is_reused=self.is_reused)
         return self._heads[at]
 
     def each_head(self) -> Iterator[tuple[int, int, Head]]:
-        for batch in range(self.batch):
-            for head in range(self.heads):
-                yield batch, head, self.head(batch, head)
+        for at in product(range(self.batch), range(self.heads)):
+            yield *at, self.head(*at)
 
     def restore(self, tensor: Tensor) -> Tensor:
         """[batch, heads, ...] back to the caller's leading dims."""

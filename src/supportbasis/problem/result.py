@@ -58,8 +58,5 @@ class Result:
     implementation: str = "eager"
 
     def __repr__(self) -> str:
-        shape = list(self.output.shape)
-        return (
-            f"Result: output {shape}, computed by {self.implementation}\n{self.certificate}\n"
-            f"{self.plan}"
-        )
+        said = f"output {list(self.output.shape)}, computed by {self.implementation}"
+        return f"Result: {said}\n{self.certificate}\n{self.plan}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import InputError
 from .checks import check_bias, check_finite, check_visible, is_tracing
 from .problem import Problem
-from .rounding import compute_dtype
+from .rounding import compute_dtype, unit_roundoff
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -55,20 +55,12 @@ def attention_problem(
         # a kernel would take it for zero, and zero times a masked score is no number
         unit = 2.0 ** (math.frexp(scale)[1] + 60)
         query, scale = query * unit, scale / unit
+    tokens = (_four(query, leading), _four(key, key_leading), _four(value_given, key_leading))
+    dropout_p = _check_dropout(dropout_p)
     return Problem(
-        _four(query, leading),
-        _four(key, key_leading),
-        _four(value_given, key_leading),
-        weight,
-        None,
-        mask,
-        _check_dropout(dropout_p),
-        is_causal,
-        scale,
-        True,
-        leading,
+        *tokens, weight, None, mask, dropout_p, is_causal, scale, True, leading,
         is_flipped=is_flipped,
-    )
+    )  # fmt: skip
 
 
 def kernel_problem(
@@ -86,6 +78,7 @@ def check_dense(name: str, tensor: Tensor) -> None:
 
 
 def check_tensors(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Dense floating-point tensors [..., tokens, dim] of one dtype on one device."""
     query, first = tensors[0], names[0]
     for name, tensor in zip(names, tensors, strict=True):
         if not isinstance(tensor, Tensor):
@@ -95,9 +88,8 @@ def check_tensors(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
             expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise InputError(f"{name} has dtype {tensor.dtype}; expected one of {expected}")
         if tensor.dim() < 2:
-            raise InputError(
-                f"{name} has shape {tuple(tensor.shape)}; expected [..., heads, tokens, dim]"
-            )
+            shape = tuple(tensor.shape)
+            raise InputError(f"{name} has shape {shape}; expected [..., heads, tokens, dim]")
         if tensor.dtype != query.dtype:
             raise InputError(f"{name} has dtype {tensor.dtype} but {first} has {query.dtype}")
         if tensor.device != query.device:
@@ -112,17 +104,12 @@ def _leading_dims(
     tensors: Sequence[Tensor], names: Sequence[str], enable_gqa: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Leading dims (heads included) of the query side and of the key side."""
-    query, key, value = tensors
-    if key.shape[-1] != query.shape[-1]:
-        raise InputError(
-            f"{names[1]} has head dim {key.shape[-1]} but {names[0]} has {query.shape[-1]}; "
-            "they must agree"
-        )
-    if value.shape[-2] != key.shape[-2]:
-        raise InputError(
-            f"{names[2]} has {value.shape[-2]} tokens but {names[1]} has {key.shape[-2]}; "
-            "they must agree"
-        )
+    (_, dim), (m, key_dim), (value_m, _) = (x.shape[-2:] for x in tensors)
+    query, key, value = names
+    if key_dim != dim:
+        raise InputError(f"{key} has head dim {key_dim} but {query} has {dim}; they must agree")
+    if value_m != m:
+        raise InputError(f"{value} has {value_m} tokens but {key} has {m}; they must agree")
     if not enable_gqa:
         hint = "; for fewer key heads than query heads pass enable_gqa=True"
         leading = _broadcast(tensors, names, 2, hint)
@@ -155,10 +142,8 @@ def _broadcast(
 
 def _four(tensor: Tensor, leading: Sequence[int]) -> Tensor:
     """Broadcast the leading dims and flatten them to [batch, heads]."""
-    tokens, dim = tensor.shape[-2:]
-    heads = leading[-1] if leading else 1
-    batch = math.prod(leading[:-1])
-    return tensor.expand(*leading, tokens, dim).reshape(batch, heads, tokens, dim)
+    whole = tensor.expand(*leading, *tensor.shape[-2:])
+    return whole.reshape(math.prod(leading[:-1]), *(leading[-1:] or (1,)), *tensor.shape[-2:])
 
 
 def _check_dropout(dropout_p: float) -> float:
@@ -198,17 +183,18 @@ def _split_mask(
             f"attn_mask has shape {tuple(mask.shape)}, which does not broadcast to {shape}"
         ) from None
     batch, heads = math.prod(shape[:-3]), shape[-3] if len(shape) > 2 else 1
-    if mask.dim() >= 2 and mask.shape[-2] == 0:  # no queries, and a mask for each of them
+    rows = mask.shape[-2] if mask.dim() >= 2 else 1
+    if rows == 0:  # no queries, and a mask for each of them
         return None, None
-    if mask.dim() >= 2 and mask.shape[-2] > 1:
-        if mask.stride(-2) != 0:
-            if mask.requires_grad and torch.is_grad_enabled():
-                raise InputError(
-                    f"attn_mask requires grad and has shape {tuple(mask.shape)}; only a bias of "
-                    "the keys [..., 1, keys] has gradients: detach it"
-                )
-            check_bias(mask)
-            return None, mask.expand(shape).reshape(batch, heads, *shape[-2:])
+    if rows > 1 and mask.stride(-2) != 0:
+        if mask.requires_grad and torch.is_grad_enabled():
+            raise InputError(
+                f"attn_mask requires grad and has shape {tuple(mask.shape)}; only a bias of the "
+                "keys [..., 1, keys] has gradients: detach it"
+            )
+        check_bias(mask)
+        return None, mask.expand(shape).reshape(batch, heads, *shape[-2:])
+    if rows > 1:
         mask = mask[..., :1, :]
     dtype = compute_dtype(query.dtype)
     if mask.dtype == torch.bool:
@@ -218,3 +204,77 @@ def _split_mask(
             check_bias(mask)
         weight = mask.to(dtype)
     return weight.expand(*shape[:-2], 1, shape[-1]).reshape(batch, heads, shape[-1]), None
+
+
+# ---- kernel densities --------------------------------------------------------------------------
+
+
+def density_problem(
+    points: Tensor, data: Tensor, bandwidth: float | Tensor, weights: Tensor | None
+) -> tuple[Problem, Tensor]:
+    """A density as a kernel sum, and the log of what to divide that by: with x, y centred and
+    divided by h, exp(-|x-y|^2/2) = exp(<x,y>) exp(-|x|^2/2) exp(-|y|^2/2)."""
+    names = ("points", "data", "data")
+    check = attention_problem(points, data, None, None, 0.0, False, 1.0, False, names=names)
+    if not data.shape[-2]:
+        raise InputError("data has no points; expected at least one")
+    width = _check_bandwidth(bandwidth, points)
+    data64 = data.double()
+    centre = data64.mean(-2, keepdim=True)
+    query, key = (points.double() - centre) / width, (data64 - centre) / width
+    row_weight, log_weight = (-x.square().sum(-1) / 2 for x in (query, key))
+    weight = data64.new_ones(()) if weights is None else _check_weights(weights, data)
+    log_weight = log_weight + weight.log()
+    total = weight.expand(data.shape[:-1]).sum(-1).expand(check.leading)
+    dtype = _density_dtype(points.dtype, query, key)
+    query, key = query.to(dtype), key.to(dtype)
+    problem = kernel_problem(query, key, query.new_ones(*key.shape[:-1], 1), 1.0, finite=False)
+    log_weights = (_four(x.unsqueeze(-1), problem.leading) for x in (log_weight, row_weight))
+    key_weight, query_weight = (x.squeeze(-1) for x in log_weights)
+    problem = replace(problem, key_log_weight=key_weight, query_log_weight=query_weight)
+    volume = (width.log() + math.log(2 * math.pi) / 2).expand(points.shape[-1]).sum()
+    return problem, total.log() + volume
+
+
+def _density_dtype(dtype: torch.dtype, query: Tensor, key: Tensor) -> torch.dtype:
+    """float32 unless its rounding of <x, y> would show: the exponent -|x - y|^2/2 is a small
+    difference of large numbers when points lie many bandwidths from their centre."""
+    reach = sum(float(x.square().sum(-1).max()) for x in (query, key) if x.numel())
+    rounding = reach * (query.shape[-1] + 6) * unit_roundoff(torch.float32)
+    return torch.float64 if rounding > 1e-4 else compute_dtype(dtype)
+
+
+def _check_bandwidth(bandwidth: float | Tensor, points: Tensor) -> Tensor:
+    dim = points.shape[-1]
+    if isinstance(bandwidth, bool) or not isinstance(bandwidth, (Real, Tensor)):
+        raise InputError(f"bandwidth must be a number or a tensor, got {bandwidth!r}")
+    if isinstance(bandwidth, Tensor) and (bandwidth.is_complex() or bandwidth.requires_grad):
+        raise InputError("bandwidth must be a real tensor that does not require grad")
+    width = torch.as_tensor(bandwidth, dtype=torch.float64, device=points.device)
+    if width.shape not in ((), (1,), (dim,)):
+        raise InputError(
+            f"bandwidth has shape {tuple(width.shape)}; expected a number or one for each of "
+            f"the {dim} dims"
+        )
+    if not bool((width.isfinite() & (width > 0)).all()):
+        raise InputError(f"bandwidth must be finite and > 0, got {bandwidth!r}")
+    return width
+
+
+def _check_weights(weights: Tensor, data: Tensor) -> Tensor:
+    if not isinstance(weights, Tensor) or not weights.is_floating_point():
+        raise InputError(f"weights must be a floating-point tensor, got {weights!r}")
+    if weights.requires_grad and torch.is_grad_enabled():
+        raise InputError("weights requires grad, but densities have no gradients so far")
+    check_dense("weights", weights)
+    if weights.device != data.device:
+        raise InputError(f"weights is on {weights.device} but data is on {data.device}")
+    shape = tuple(data.shape[:-1])
+    try:
+        expanded = weights.double().expand(shape)
+    except RuntimeError:
+        raise InputError(f"weights has shape {tuple(weights.shape)}; expected {shape}") from None
+    good = (expanded.isfinite() & (expanded >= 0)).all(-1) & (expanded.sum(-1) > 0)
+    if not bool(good.all()):
+        raise InputError("weights must be finite and >= 0, with a positive sum")
+    return expanded
