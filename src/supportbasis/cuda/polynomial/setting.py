@@ -97,10 +97,8 @@ class Setting:
         self.dtype = torch.float32 if full else torch.bfloat16  # of operands
         self.packed = not full
         self.precision = polynomials.precision if full else None  # of float32 products
-        self.switches = {
-            "OPERAND": tl.float32 if full else tl.bfloat16,
-            "PRECISION": self.precision,
-        }
+        operand = tl.float32 if full else tl.bfloat16
+        self.switches = {"OPERAND": operand, "PRECISION": self.precision}
         self.tiles = polynomials.tiles or choose_tiles(self.dim, self.value_dim, full, self.causal)
         rows = (self.tiles.read.rows, self.tiles.contract.rows, self.tiles.state.tokens, 64)
         if self.chunk % max(rows):

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..runtime.language import cdiv
 from . import contract as gradient
 from .setting import Polynomials, Setting, operands
-from .sums import Side, State, key_sums, prepared, read, rows_of, sums_over
+from .sums import Side, State, key_sums, pair_sizes, prepared, read, rows_of, sums_over
 
 
 def token_gradient(
@@ -26,18 +26,13 @@ def token_gradient(
 ) -> Tensor:
     """Gradient of the tokens of ``rows``, whose values are the directions (see `contract`)."""
     x, u, y, v = rows.tokens, rows.values, other.tokens, other.values
-    batch, heads, n, d = x.shape
-    shape = setting.tiles.contract
-    ratio, members = cdiv(heads, other.heads), cdiv(other.heads, heads)
+    shape, (batch, heads, n, d) = setting.tiles.contract, x.shape
     out = torch.empty(batch, heads, n, d, dtype=dtype, device=x.device)
-    weight = slope if other.weight is None else other.weight
-    row_weight = slope if rows.weight is None else rows.weight
     gradient.contract[(cdiv(n, shape.rows), cdiv(setting.width, shape.columns), batch * heads)](
         x, x if rows.words is None else rows.words, u, slope, *state,
-        y, v, weight, row_weight, setting.coefficients, out,
-        heads, n, rows.padded, d, setting.value_dim, setting.pairs, setting.blocks,
-        setting.chunk, ratio,
-        other.heads, y.shape[2], members,
+        y, v, slope if other.weight is None else other.weight,
+        slope if rows.weight is None else rows.weight, setting.coefficients, out,
+        *pair_sizes(rows, other, setting),
         *x.stride()[:3], *u.stride()[:3], *y.stride()[:3], *v.stride()[:3],
         setting.width, shape.columns, setting.value_width, shape.rows, shape.tokens,
         setting.degree, scan, queries, other.weight is not None, rows.weight is not None,

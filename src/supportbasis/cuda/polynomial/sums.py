@@ -91,16 +91,15 @@ def prepared(
         return side
     x, v, padded = side.tokens, side.values, side.padded
     batch, heads, n, d = x.shape
-    dv, wide = setting.value_dim, max(setting.width, setting.value_width)
-    new = partial(torch.empty, device=x.device)
+    dv, new = setting.value_dim, partial(x.new_empty, dtype=setting.dtype)
     transposed = words = weighted = None
     if summed or not setting.packed:
-        transposed = new(batch, heads, d, padded, dtype=setting.dtype)
+        transposed = new((batch, heads, d, padded))
     if read and setting.packed:
-        words = new(batch, heads, d, padded, dtype=torch.int32)
+        words = new((batch, heads, d, padded), dtype=torch.int32)
     if apply:
-        weighted = new(batch, heads, n, dv, dtype=setting.dtype)
-    at_once = 64 if wide <= 128 else 32
+        weighted = new((batch, heads, n, dv))
+    at_once = 64 if max(setting.width, setting.value_width) <= 128 else 32
     moments.prepare[(padded // at_once, batch * heads)](
         x, v, x if weight is None else weight,
         x if transposed is None else transposed, x if words is None else words,
@@ -130,10 +129,11 @@ def sums_over(
     x, padded = side.tokens, side.padded
     value = side.values if side.weighted is None else side.weighted
     batch, heads, n, d = x.shape
-    dv, degree, width = setting.value_dim, setting.degree, setting.width
-    all_heads, tiles, blocks = batch * heads, setting.tiles, setting.blocks
-    shape = tiles.state
-    row_tiles, col_tiles = cdiv(width, shape.rows), cdiv(setting.value_width, shape.columns)
+    all_heads, own = batch * heads, batch * heads // group
+    dv, width, value_width = setting.value_dim, setting.width, setting.value_width
+    blocks, shape, small = setting.blocks, setting.tiles.state, setting.tiles.small
+    square, weighted = setting.degree == 2, side.weight is not None
+    row_tiles, col_tiles = cdiv(width, shape.rows), cdiv(value_width, shape.columns)
     groups = cdiv(setting.pairs, shape.pairs)
     if scan:
         span, splits = setting.chunk, cdiv(n, setting.chunk)
@@ -142,7 +142,7 @@ def sums_over(
         splits = min(cdiv(PROGRAMS, programs), cdiv(n, 1024))
         span = cdiv(cdiv(n, splits), PAD) * PAD
         splits = cdiv(n, span)
-    flat_at = d * d if degree == 2 else 0
+    flat_at = d * d if square else 0
     flat_size = flat_at + dv + d + 1
     new = partial(torch.empty, dtype=torch.float32, device=x.device)
     part = new(splits, all_heads, blocks, d, dv)
@@ -151,20 +151,17 @@ def sums_over(
     tokens, token_strides = x, (*x.stride()[:3], 1)
     if side.transposed is not None:
         tokens, token_strides = side.transposed, (heads * d * padded, d * padded, 1, padded)
-    small = tiles.small
-    small_rows = cdiv(width, small)
-    at_once = min(shape.tokens, 64)
-    moments.value_moments[(small_rows * cdiv(setting.value_width, small), splits, all_heads)](
+    small_rows, at_once = cdiv(width, small), min(shape.tokens, 64)
+    moments.value_moments[(small_rows * cdiv(value_width, small), splits, all_heads)](
         tokens, value, weights, part, flat,
         heads, n, span, blocks, d, dv, flat_size, flat_at,
         *token_strides, *value.stride()[:3],
-        small, small, at_once, small_rows, degree == 2, side.weight is not None,
-        **setting.switches,
+        small, small, at_once, small_rows, square, weighted, **setting.switches,
     )  # fmt: skip
-    if degree == 2:
+    if square:
         moments.weight_moments[(small_rows**2, splits, all_heads)](
             tokens, weights, flat, n, span, padded, d, flat_size,
-            small, at_once, small_rows, side.weight is not None, setting.precision,
+            small, at_once, small_rows, weighted, setting.precision,
         )  # fmt: skip
         folded.square_state[(groups * row_tiles * col_tiles, splits, all_heads)](
             tokens, value, fold_masks(d, x.device), part,
@@ -174,23 +171,21 @@ def sums_over(
             **setting.switches, **shape.launch,
         )  # fmt: skip
     # add up the splits, those of queries with their coefficients
-    value_width, own = setting.value_width, all_heads // group
     features = new(states, own, blocks, width, value_width, dtype=setting.dtype)
     vectors = new(states, own, dv + d + 1)
-    size = width if setting.degree == 2 else 0
-    matrix = new(states, own, 2, size, size, dtype=setting.dtype)
-    rows = min(width, 16)
+    size, rows = width if square else 0, min(width, 16)
+    matrix = new(states, own, 2, size, size, dtype=setting.dtype) if square else vectors
     folded.finish_state[(blocks * width // rows, own)](
         part, features, setting.coefficients,
         splits, states, group, setting.pairs, blocks, d, dv,
         width, value_width, rows, scan, queries,
     )  # fmt: skip
     moments.finish_moments[(size + 1, own)](
-        flat, vectors, matrix if size else vectors, setting.coefficients,
+        flat, vectors, matrix, setting.coefficients,
         splits, states, group, d, dv, flat_size, flat_at,
         size, power_of_two(max(dv + d + 1, width)), scan, queries,
     )  # fmt: skip
-    return State(features, vectors, matrix if size else vectors)
+    return State(features, vectors, matrix)
 
 
 def read(
@@ -208,22 +203,16 @@ def read(
     """Sums of every row of ``rows`` (their weight multiplies them), and their denominators; with
     a ``unit`` their quotients, and the logarithms of the denominators. Keys that read ``queries``
     have no denominators but the sums of a ``slope`` of each query."""
-    x, y, u = rows.tokens, other.tokens, other.values
-    batch, heads, n, d = x.shape
-    dv, shape = setting.value_dim, setting.tiles.read
-    ratio, members = cdiv(heads, other.heads), cdiv(other.heads, heads)
-    out = torch.empty(batch, heads, n, dv, dtype=dtype, device=x.device)
+    (x, y, u), (batch, heads, n, d) = (rows.tokens, other.tokens, other.values), rows.tokens.shape
+    shape, sizes = setting.tiles.read, pair_sizes(rows, other, setting)
+    out = torch.empty(batch, heads, n, setting.value_dim, dtype=dtype, device=x.device)
     den = torch.empty(batch, heads, n, dtype=torch.float32, device=x.device)
-    weight = den if slope is None else slope
-    weight = weight if other.weight is None else other.weight
-    row_weight = den if rows.weight is None else rows.weight
+    weight = next(w for w in (other.weight, slope, den) if w is not None)
     folded.read_out[(cdiv(n, shape.rows), cdiv(setting.value_width, shape.columns), batch * heads)](
-        x, x if rows.words is None else rows.words, *state,
-        fold_masks(d, x.device), y, u, weight, row_weight,
-        setting.coefficients, den if unit is None else unit, out, den,
-        heads, n, rows.padded, d, dv, setting.pairs, setting.blocks, setting.chunk, ratio,
-        other.heads, y.shape[2], members,
-        *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
+        x, x if rows.words is None else rows.words, *state, fold_masks(d, x.device), y, u, weight,
+        den if rows.weight is None else rows.weight, setting.coefficients,
+        den if unit is None else unit, out, den,
+        *sizes, *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
         setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
         min(setting.width, 64), 1,
         setting.degree, scan, queries, queries or slope is not None, unit is not None,
@@ -231,6 +220,16 @@ def read(
         **setting.switches, **shape.launch,
     )  # fmt: skip
     return out, den
+
+
+def pair_sizes(rows: Side, other: Side, setting: Setting) -> tuple[int, ...]:
+    """What kernels take whose rows read the sums of another side."""
+    n, d = rows.tokens.shape[2:]
+    return (
+        rows.heads, n, rows.padded, d, setting.value_dim, setting.pairs, setting.blocks,
+        setting.chunk, cdiv(rows.heads, other.heads), other.heads, other.tokens.shape[2],
+        cdiv(other.heads, rows.heads),
+    )  # fmt: skip
 
 
 def key_weights(log_weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,27 +241,14 @@ def key_weights(log_weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def polynomial_sums(
-    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials
+    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials, unit: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Numerators and denominators in float32, in units of exp(unit).
+    """Numerators and denominators in float32, in units of exp(polynomials.unit); with a ``unit``
+    the output and lse of `polynomial_attention`.
 
     query [batch, heads, n, d], key and value [batch, key heads, m, ...] with heads a multiple of
     key heads.
     """
-    return _forward(query, key, value, polynomials, None)
-
-
-def polynomial_attention(
-    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials
-) -> tuple[Tensor, Tensor]:
-    """Output in the dtype of the query and lse; rows whose denominator is not positive get zeros
-    and -inf."""
-    return _forward(query, key, value, polynomials, polynomials.unit)
-
-
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials, unit: Tensor | None
-) -> tuple[Tensor, Tensor]:
     columns, causal = value.shape[-1], polynomials.causal
     dtype = torch.float32 if unit is None else query.dtype
     query, key, value = (operands(x, causal) for x in (query, key, value))
@@ -271,6 +257,14 @@ def _forward(
     queries = prepared(query, value, None, setting, read=True)
     out, den = read(queries, state, keys, setting, scan=int(causal), unit=unit, dtype=dtype)
     return out[..., :columns], den
+
+
+def polynomial_attention(
+    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials
+) -> tuple[Tensor, Tensor]:
+    """Output in the dtype of the query and lse; rows whose denominator is not positive get zeros
+    and -inf."""
+    return polynomial_sums(query, key, value, polynomials, polynomials.unit)
 
 
 def key_sums(

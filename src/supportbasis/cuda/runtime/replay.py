@@ -100,21 +100,13 @@ def replayed(key: Hashable, function: Function, *given: Tensor) -> tuple[Tensor,
     key = (key, stream, tuple((x.shape, x.dtype) for x in given))
     with _lock:
         if key not in _graphs and _uncaptured[key] in (0, PATIENCE):
-            _capture(key, function, given, stream)
+            _uncaptured[key] = 0
+            with suppress(torch.OutOfMemoryError):
+                _graphs[key] = CapturedGraph.of(function, given, stream)
+            if len(_graphs) > MOST_GRAPHS:
+                _uncaptured[_graphs.popitem(last=False)[0]] = 1
         if key in _graphs:
             _graphs.move_to_end(key)
             return _graphs[key].replay(given)
         _uncaptured[key] += 1
     return function(*given)
-
-
-def _capture(
-    key: Hashable, function: Function, given: tuple[Tensor, ...], stream: Hashable
-) -> None:
-    """Capture a call, unless the device is out of memory, and evict the oldest graph if needed."""
-    _uncaptured[key] = 0
-    with suppress(torch.OutOfMemoryError):
-        _graphs[key] = CapturedGraph.of(function, given, stream)
-    if len(_graphs) > MOST_GRAPHS:
-        oldest, _ = _graphs.popitem(last=False)
-        _uncaptured[oldest] = 1
