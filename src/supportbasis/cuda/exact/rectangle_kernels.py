@@ -6,7 +6,7 @@ Logarithms are to base 2 inside, as the hardware has them.
 
 from __future__ import annotations
 
-from ..runtime.language import jit, tl
+from ..runtime.language import jit, tile_of, tl
 
 
 @jit
@@ -19,15 +19,6 @@ def tokens_at(index, count, bh, at, most, total, LISTED: tl.constexpr):
         here = at < total
         token = at.to(tl.int64)
     return token, here
-
-
-@jit
-def tile_of(x, token, here, columns, stride, width):
-    """Rows of a matrix; zero where there is none."""
-    return tl.load(
-        x + token[:, None] * stride + columns[None, :],
-        mask=here[:, None] & (columns < width)[None, :], other=0.0,
-    )  # fmt: skip
 
 
 @jit

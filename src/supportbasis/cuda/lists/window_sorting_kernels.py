@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ..runtime.language import jit, tl
+from ..runtime.language import jit, tile_of, tl
 
 
 @jit
@@ -19,9 +19,7 @@ def tokens_of(sequence, slot, slots, count, LISTED: tl.constexpr):
 @jit
 def rows_at(x, token, x_t, d, D: tl.constexpr):
     """Rows of ``x`` [tokens, D] as they are stored; zeros where there is no token."""
-    dims = tl.arange(0, D)
-    at = x + token.to(tl.int64)[:, None] * x_t + dims[None, :]
-    return tl.load(at, mask=(token >= 0)[:, None] & (dims < d)[None, :], other=0.0)
+    return tile_of(x, token.to(tl.int64), token >= 0, tl.arange(0, D), x_t, d)
 
 
 @jit
