@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...errors import InputError
-from ...lists.sorting import AXES, AXIS_STEPS, NODE_STEPS, SORTED, sample_size
+from ...lists.sorting import AXES, AXIS_STEPS, NODE_STEPS, SORTED, leading_coordinates, sample_size
 from ...lists.sorting import CENTRES as MOST_CENTRES
 from ..runtime.language import cdiv, interpreted, power_of_two, require, tl
 from . import window_sorting_kernels as kernels
@@ -138,26 +138,16 @@ def _operands(dtype: torch.dtype) -> tuple[Any, Any, str | None]:
 def _wide_points(
     x: Tensor, sequence: Tensor | None, window: int, windows: int, count: int
 ) -> Tensor:
-    """Principal coordinates by PyTorch, for tokens whose covariance no program can hold."""
+    """Coordinates by PyTorch, for tokens whose covariance no program can hold."""
     heads, _, d = x.shape
     slots = windows * window
     token = torch.arange(slots, device=x.device).expand(heads, slots)
     if sequence is not None:
         token = pad(sequence[:, :slots], (0, max(0, slots - sequence.shape[1])), value=-1)
-    real = ((token >= 0) & (token < count)).reshape(heads * windows, window, 1)
+    padded = ((token < 0) | (token >= count)).reshape(heads * windows, window)
     index = token.clamp(0, count - 1).long().unsqueeze(2).expand(-1, -1, d)
-    y = x.gather(1, index).view(heads * windows, window, d).float() * real
-    y = (y - y.sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)) * real
-    y = y / y.square().sum(1).amax(1).sqrt().clamp(min=1e-30).view(-1, 1, 1)
-    C, found = y.mT @ y, []
-    for _ in range(AXES):
-        v = C.gather(2, C.diagonal(0, 1, 2).argmax(1).view(-1, 1, 1).expand(-1, d, 1))
-        for _ in range(AXIS_STEPS):
-            v = C @ v
-            v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp(min=1e-30)
-        C = C - (v.mT @ C @ v) * (v @ v.mT)
-        found.append(v)
-    return ((y @ torch.cat(found, 2)) * math.sqrt(window)).contiguous()
+    tokens = x.gather(1, index).view(heads * windows, window, d)
+    return leading_coordinates(tokens, padded).contiguous()
 
 
 def _visible(hidden: Tensor) -> Tensor:
