@@ -104,6 +104,14 @@ class Setting:
         if self.chunk % max(rows):
             raise InputError(f"chunk: got {self.chunk}, expected a multiple of the kernels' rows")
 
+    def scan(self, before: bool) -> int:
+        """1: rows attend to tokens not after them, -1: not before them; 0: to all."""
+        return (1 if before else -1) if self.causal else 0
+
+    def states(self, rows: Tensor) -> int:
+        """Sums of the other side that these rows [..., n, d] read: one for each chunk."""
+        return -(-rows.shape[-2] // self.chunk) if self.causal else 1
+
 
 def operands(x: Tensor, causal: bool) -> Tensor:
     """Rows of 16-bit tokens as the kernels take them: in bfloat16, since that is what products

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.language import cdiv, power_of_two
-from . import folded, moments
+from . import contract, folded, moments
 from .setting import Polynomials, Setting, operands
 
 PAD = 128  # transposed tokens are padded to a multiple of this
@@ -113,13 +113,7 @@ def prepared(
 
 
 def sums_over(
-    side: Side,
-    setting: Setting,
-    *,
-    scan: int = 0,
-    states: int = 1,
-    group: int = 1,
-    queries: bool = False,
+    side: Side, setting: Setting, *, states: int = 1, group: int = 1, queries: bool = False
 ) -> State:
     """Sums over the tokens of ``side``, over ``group`` heads together.
 
@@ -134,7 +128,7 @@ def sums_over(
     blocks, shape, small = setting.blocks, setting.tiles.state, setting.tiles.small
     square, weighted = setting.degree == 2, side.weight is not None
     row_tiles, col_tiles = cdiv(width, shape.rows), cdiv(value_width, shape.columns)
-    groups = cdiv(setting.pairs, shape.pairs)
+    groups, scan = cdiv(setting.pairs, shape.pairs), setting.scan(not queries)
     if scan:
         span, splits = setting.chunk, cdiv(n, setting.chunk)
     else:
@@ -194,7 +188,6 @@ def read(
     other: Side,
     setting: Setting,
     *,
-    scan: int = 0,
     queries: bool = True,
     slope: Tensor | None = None,
     unit: Tensor | None = None,
@@ -215,8 +208,8 @@ def read(
         *sizes, *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
         setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
         min(setting.width, 64), 1,
-        setting.degree, scan, queries, queries or slope is not None, unit is not None,
-        other.weight is not None, rows.weight is not None, setting.packed,
+        setting.degree, setting.scan(queries), queries, queries or slope is not None,
+        unit is not None, other.weight is not None, rows.weight is not None, setting.packed,
         **setting.switches, **shape.launch,
     )  # fmt: skip
     return out, den
@@ -255,7 +248,7 @@ def polynomial_sums(
     setting = Setting(query, value, polynomials)
     keys, state = key_sums(query, key, value, polynomials.weight, setting)
     queries = prepared(query, value, None, setting, read=True)
-    out, den = read(queries, state, keys, setting, scan=int(causal), unit=unit, dtype=dtype)
+    out, den = read(queries, state, keys, setting, unit=unit, dtype=dtype)
     return out[..., :columns], den
 
 
@@ -273,6 +266,84 @@ def key_sums(
 ) -> tuple[Side, State]:  # fmt: skip
     """The side of the keys, and its sums."""
     keys = prepared(key, value, weight, setting, summed=True, read=read, apply=weight is not None)
-    scan = int(setting.causal)
-    states = cdiv(query.shape[2], setting.chunk) if scan else 1
-    return keys, sums_over(keys, setting, scan=scan, states=states)
+    return keys, sums_over(keys, setting, states=setting.states(query))
+
+
+def token_gradient(
+    rows: Side,
+    slope: Tensor,
+    state: State,
+    other: Side,
+    setting: Setting,
+    queries: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Gradient of the tokens of ``rows``, whose values are the directions (see `contract`)."""
+    x, u, y, v = rows.tokens, rows.values, other.tokens, other.values
+    shape, (batch, heads, n, d) = setting.tiles.contract, x.shape
+    out = torch.empty(batch, heads, n, d, dtype=dtype, device=x.device)
+    contract.contract[(cdiv(n, shape.rows), cdiv(setting.width, shape.columns), batch * heads)](
+        x, x if rows.words is None else rows.words, u, slope, *state,
+        y, v, slope if other.weight is None else other.weight,
+        slope if rows.weight is None else rows.weight, setting.coefficients, out,
+        *pair_sizes(rows, other, setting),
+        *x.stride()[:3], *u.stride()[:3], *y.stride()[:3], *v.stride()[:3],
+        setting.width, shape.columns, setting.value_width, shape.rows, shape.tokens,
+        setting.degree, setting.scan(queries), queries,
+        other.weight is not None, rows.weight is not None, setting.packed,
+        **setting.switches, **shape.launch,
+    )  # fmt: skip
+    return out
+
+
+def polynomial_gradients(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    polynomials: Polynomials,
+    output: Tensor,
+    lse: Tensor,
+    *,
+    excluded: Tensor | None = None,
+    for_weights: bool = False,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and, if asked for, of the logarithm of the weights.
+
+    ``lse`` belongs to the whole row, so other components may have been added to the sums; rows
+    that are ``excluded`` [batch, heads, n] had none of them.
+    """
+    dim, columns, causal = query.shape[-1], value.shape[-1], polynomials.causal
+    dtype = dtype or query.dtype
+    query, key, value, grad, output = (
+        operands(x, causal) for x in (query, key, value, grad.to(query.dtype), output)
+    )
+    setting = Setting(query, value, polynomials)
+    batch, heads, n = lse.shape
+    grad, output = rows_of(grad), output.contiguous()
+    g = torch.empty(batch, heads, n, setting.value_dim, dtype=setting.dtype, device=grad.device)
+    h = torch.empty_like(lse)
+    contract.gradient_rows[(cdiv(n, 64), batch * heads)](
+        grad, output, lse, polynomials.unit, h if excluded is None else excluded,
+        h if grad_lse is None else grad_lse.contiguous(), g, h,
+        heads, n, setting.value_dim, *grad.stride()[:3],
+        setting.value_width, 64, grad_lse is not None, excluded is not None,
+    )  # fmt: skip
+    group, weight, states = heads // key.shape[1], polynomials.weight, setting.states(key)
+    keys, state = key_sums(query, key, value, weight, setting, read=True)
+    queries = prepared(query, g, h, setting, summed=True, read=True)
+    of_queries = sums_over(queries, setting, states=states, group=group, queries=True)
+    queries = replace(queries, weight=None)
+    grad_query = token_gradient(queries, h, state, keys, setting, True, dtype)
+    grad_key = token_gradient(keys, h, of_queries, queries, setting, False, dtype)
+    grad_value, slope = read(
+        keys, of_queries, queries, setting, queries=False, slope=h if for_weights else None,
+        dtype=torch.float32 if for_weights else dtype,
+    )  # fmt: skip
+    made = (grad_query[..., :dim], grad_key[..., :dim], grad_value[..., :columns].to(dtype))
+    if not for_weights:
+        return (*made, None)
+    slope = (grad_value * value).sum(-1) + (slope if weight is None else weight * slope)
+    return (*made, slope if weight is None else torch.where(weight > 0, slope, 0.0))

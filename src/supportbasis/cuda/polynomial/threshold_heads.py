@@ -31,8 +31,7 @@ from ..exact.rectangle import Rectangle, Start, Tokens, Totals, add_gradients, e
 from ..runtime.capacity import Capacity, Sizes, all_unless, enough
 from ..runtime.lengths import large, listed, rounded_down
 from .setting import Polynomials
-from .sum_gradients import polynomial_gradients
-from .sums import key_weights, polynomial_attention, polynomial_sums
+from .sums import key_weights, polynomial_attention, polynomial_gradients, polynomial_sums
 
 
 def _polynomial(head: HeadPlan) -> CertifiedPolynomial:
