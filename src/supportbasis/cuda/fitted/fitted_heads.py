@@ -172,7 +172,12 @@ def _gradients(call: _Constants, sizes: Sizes, guarded: bool, *given: Tensor) ->
         along = (grad.float().flatten(0, 1) * own).sum(2)
         shift = shift - share * (along + slope.flatten(0, 1))
     query, key, value, weight = map(torch.stack, zip(*parts, strict=True))
-    made = built.transforms.token_gradients(query, key, value, weight, shift)
+    maps = built.transforms
+    query = query @ maps.query_map.mT
+    query += shift.unsqueeze(2) * maps.shift_map.mT
+    key = key @ maps.key_map.mT
+    key += weight.unsqueeze(2) * maps.weight_map.mT
+    made = (query, key, value, weight)
     total = Totals(*(x.unflatten(0, lse.shape[:2]).contiguous() for x in made))
     if sizes[0]:
         add_gradients(total, grad, slope, near, built.key_rectangle(sizes[0]))

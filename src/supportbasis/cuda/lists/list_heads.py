@@ -70,17 +70,12 @@ def forward(problem: Problem, plan: Plan) -> Forward:
 
 
 def _forward(
-    problem: Problem,
-    settings: ListSettings,
-    parts: list[tuple[int, int, int]],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    price: Tensor,
-    weight: Tensor | None = None,
+    problem: Problem, settings: ListSettings, parts: list[tuple[int, int, int]], *given: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse of all rows of a problem with these tensors."""
-    problem = replace(problem, query=query, key=key, value=value, key_log_weight=weight)
+    """Output and lse of all rows, ``given`` query, key, value, prices and log-weights, if any."""
+    query, key, value, price, *weight = given
+    weights = weight[0] if weight else None
+    problem = replace(problem, query=query, key=key, value=value, key_log_weight=weights)
     tables = _tables(problem, settings)
     if settings.window:
         own = output, lse = own_windows(problem, settings.window)
