@@ -101,11 +101,11 @@ def attend(
     else:
         if EXCLUDED:
             live = live & (tl.load(excluded + bh * n + row, mask=live, other=1) == 0)
-        _store_rows(out, lse, total, top, mass, bh * n + row, live, cols, dv)
+        store_quotients(out, lse, total, top, mass, bh * n + row, live, cols, dv)
 
 
 @jit
-def _store_rows(out, lse, total, top, mass, at, live, cols, dv):
+def store_quotients(out, lse, total, top, mass, at, live, cols, dv):
     """The one division, and the logarithm of the denominator."""
     real = mass > 0.0
     total = tl.where(real[:, None], total / mass[:, None], 0.0)
@@ -139,7 +139,7 @@ def join_splits(
         part = tl.load(parts + at[:, None] * dv + cols[None, :], mask=inside, other=0.0)
         total = total * mine[:, None] + part * theirs[:, None]
         top = new_top
-    _store_rows(out, lse, total, top, mass, bh * n + row, live, cols, dv)
+    store_quotients(out, lse, total, top, mass, bh * n + row, live, cols, dv)
 
 
 @jit
