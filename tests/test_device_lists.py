@@ -14,6 +14,7 @@ import supportbasis as sb  # isort: skip
 from supportbasis.components.cotangent import SavedForward
 from supportbasis.cuda.lists import list_attention as kernels
 from supportbasis.cuda.lists import list_heads as device_lists
+from supportbasis.cuda.runtime import replay
 from supportbasis.engine.execute import backward
 from supportbasis.lists.list_sum import groups, head_tables, list_attention
 from supportbasis.lists.tables import ListSettings
@@ -148,3 +149,17 @@ def test_gradients_match_those_in_pytorch(shape, kind, mode):
         one, other = getattr(found, name), getattr(wanted, name)
         if other is not None:
             assert (one - other).abs().max() < 1e-4 * max(1.0, float(other.abs().max())), name
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_neighbours_in_memory_are_joined_without_a_copy(heads):
+    memory = torch.randn(2, 32, heads, 8, device=DEVICE)
+    odd = memory.as_strided((2, heads, 32, 8), (256 * heads, 8, 8 * heads, 1))
+    first, second = odd[0], odd[1]
+    wanted = torch.cat([first, second])
+    _, held = replay._held("a stream", (first, second))
+    assert torch.equal(replay.joined(*held), wanted)
+    assert replay.joined(*held).data_ptr() == held[0].data_ptr()
+    assert torch.equal(replay.joined(held[1], held[0]), torch.cat([second, first]))
+    if heads == 1:  # any stride of the one head is a contiguous one
+        assert first.is_contiguous() and torch.equal(replay.joined(first, second), wanted)

@@ -101,3 +101,19 @@ def test_cuda_fitted_polynomials():
     cpu = sb.attention(q, k, v, plan=plan)
     cuda = sb.attention(q.cuda(), k.cuda(), v.cuda(), plan=plan).cpu()
     torch.testing.assert_close(cuda, cpu, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+@pytest.mark.parametrize("method", [sb.SingleThreshold(0.5, 2), sb.BlockSupport(0.3)], ids=str)
+def test_tokens_need_not_be_on_the_current_device(method):
+    tokens = qkv(1, 2, n=4096, d=64, scale=0.3, dtype=torch.bfloat16)
+    plan, made = sb.plan(*tokens, method=method), []
+    for device in ("cuda:0", "cuda:1"):
+        leaves = [x.to(device).requires_grad_() for x in tokens]
+        for _ in range(3):  # run, captured, replayed
+            with torch.no_grad():
+                sb.attention(*leaves, plan=plan)
+        output = sb.attention(*leaves, plan=plan)
+        made.append([x.cpu() for x in (output, *torch.autograd.grad(output.sum(), leaves))])
+    for one, other in zip(*made, strict=True):
+        torch.testing.assert_close(one, other)

@@ -108,6 +108,17 @@ def test_the_first_tokens_of_a_window_may_lie_apart():
     assert as_leaves(permutation[0], 64) == as_leaves(expected, 64)
 
 
+@pytest.mark.parametrize("size", [3e-5, 3e-6, 5e-7])
+def test_small_entries_decide_where_the_large_one_is_the_same(size):
+    """Squares of products with their covariance vanish in float32."""
+    x, number = torch.zeros(1, 64, 16), torch.arange(64) * 5 % 64
+    for dim, entry in enumerate((1.0, size, size / 3)):
+        x[0, :, dim] = entry * ((number >> dim & 1) * 2 - 1)
+    permutation = sorting.window_permutation(x.to(DEVICE), 64, 8, 64)
+    leaves = number[permutation[0].cpu().long()].view(-1, 8) % 8
+    assert (leaves == leaves[:, :1]).all()
+
+
 @pytest.mark.parametrize(
     ("d", "dtype"), [(3, torch.bfloat16), (64, torch.float32), (64, torch.float16)]
 )

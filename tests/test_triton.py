@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from device_cases import DEVICE, UNIT, inputs, needs_triton, on_device, relative, slow_case
-from supportbasis.cuda.polynomial import sum_gradients
 from supportbasis.cuda.polynomial import sums as polynomial
 from supportbasis.cuda.runtime.language import require
 from supportbasis.errors import InputError, SupportBasisError
@@ -127,7 +126,7 @@ def gradients(q, k, v, coefficients, scale, *, chunk=256, precision="tf32x3", **
     generator = torch.Generator().manual_seed(2)
     grad = torch.randn(output.shape, generator=generator).to(DEVICE, q.dtype)
     grad_lse = torch.randn(lse.shape, generator=generator).to(DEVICE)
-    made = sum_gradients.polynomial_gradients(
+    made = polynomial.polynomial_gradients(
         grad, grad_lse, q, k, v, given, output, lse, for_weights=True
     )
     loss = (expected * grad).sum() + (den.log() * grad_lse).sum()
@@ -149,7 +148,7 @@ def test_keys_without_weight_may_hold_anything():
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     given = polynomials(q, k, TAYLOR, 0.3, log_weight=log_weight)
     output, lse = polynomial.polynomial_attention(q, k, v, given)
-    made = sum_gradients.polynomial_gradients(
+    made = polynomial.polynomial_gradients(
         torch.ones_like(output), None, q, k, v, given, output, lse, for_weights=True
     )
     assert all(grad.isfinite().all() for grad in made)

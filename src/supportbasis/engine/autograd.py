@@ -95,12 +95,13 @@ def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
         if outcome is not None:
             check_output(problem, outcome.output)
             return outcome
-    if reports_later(problem, plan, implementation):
-        from ..cuda.runtime.range_check import RangeCheck
-
-        RangeCheck.of(plan, problem.query.device, problem.batch).start(problem)
     groups = dispatch.groups(problem, plan, implementation)
-    outcome = dispatch.run(problem, groups)
+    with torch.cuda.device_of(problem.query):  # kernels run on the current device
+        if reports_later(problem, plan, implementation):
+            from ..cuda.runtime.range_check import RangeCheck
+
+            RangeCheck.of(plan, problem.query.device, problem.batch).start(problem)
+        outcome = dispatch.run(problem, groups)
     if any(group.kind is None for group in groups):
         warn_about(problem, plan, outcome)
     return outcome
@@ -166,7 +167,8 @@ def _run_backward(
     """Gradients of query, key, value and, if asked for, of the key log-weights (else empty)."""
     problem, handle, implementation = _call_of(*inputs)
     saved = SavedForward(in_rows(output), lse, fallback, in_rows(grad), grad_lse, for_weights)
-    with torch.autocast(problem.query.device.type, enabled=False):
+    autocast = torch.autocast(problem.query.device.type, enabled=False)
+    with autocast, torch.cuda.device_of(problem.query):
         plan = _plan_of(problem, handle, implementation)
         total = dispatch.gradients(problem, dispatch.groups(problem, plan, implementation), saved)
     weight = lse.new_empty(0) if total.key_log_weight is None else total.key_log_weight

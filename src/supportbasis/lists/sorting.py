@@ -40,7 +40,7 @@ def window_permutation(x: Tensor, leaf: int, count: Tensor | None = None) -> Ten
     windows, width = x.shape[:2]
     slot = torch.arange(width, device=x.device)
     padded = None if count is None else slot >= count.unsqueeze(1)
-    part = _leading_coordinates(x, padded)
+    part = leading_coordinates(x, padded)
     permutation = slot.expand(windows, width)
     size = width
     while size > leaf:
@@ -102,7 +102,7 @@ def nearest(x: Tensor, centres: Tensor) -> Tensor:
     return score.argmax(-1)
 
 
-def _leading_coordinates(x: Tensor, padded: Tensor | None) -> Tensor:
+def leading_coordinates(x: Tensor, padded: Tensor | None) -> Tensor:
     """Tokens of windows in their leading principal coordinates, [windows, W, axes]."""
     away = _centred(x.float() if x.dtype != torch.float64 else x, padded)
     covariance = away.mT @ away

@@ -62,12 +62,11 @@ def empty_results(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def empty_totals(problem: Problem) -> Totals:
     """Zero gradients for each head of the queries, in float32."""
-    shape = (problem.batch, problem.heads)
-
-    def zeros(x: Tensor) -> Tensor:
-        return x.new_zeros((*shape, *x.shape[2:]), dtype=torch.float32)
-
-    query, key, value = zeros(problem.query), zeros(problem.key), zeros(problem.value)
+    shape, new = (problem.batch, problem.heads), problem.query.new_zeros
+    query, key, value = (
+        new((*shape, *x.shape[2:]), dtype=torch.float32)
+        for x in (problem.query, problem.key, problem.value)
+    )
     return Totals(query, key, value, key.new_zeros(*shape, problem.m))
 
 

@@ -31,7 +31,7 @@ class Kernel(NamedTuple):
 
 def attention(problem: Problem) -> tuple[Tensor, Tensor] | None:
     """Output and lse, contiguous; None where no kernel takes the call."""
-    made = _first(kernels_for(problem), "attend", problem)
+    made = _first("attend", problem)
     return None if made is None else (made[0].contiguous(), made[1].contiguous())
 
 
@@ -39,12 +39,8 @@ def gradients(
     problem: Problem, output: Tensor, lse: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Gradients of query, key and value in their dtype; None where no kernel takes the call."""
-    kernels = kernels_for(problem)
-    if not kernels:
-        return None
-    given = (output, lse, grad.to(problem.query.dtype))
     made: tuple[Tensor, Tensor, Tensor] | None
-    made = _first(kernels, "differentiate", problem, *(x.contiguous() for x in given))
+    made = _first("differentiate", problem, output, lse, grad.to(problem.query.dtype))
     return made
 
 
@@ -74,19 +70,19 @@ def is_plain(problem: Problem) -> bool:
 _refused: set[Hashable] = set()  # calls that a kernel raised an error for, in spite of `can_use`
 
 
-def _first(kernels: list[Kernel], what: str, problem: Problem, *given: Tensor) -> Any:
+def _first(what: str, problem: Problem, *given: Tensor) -> Any:
     """The result of the first kernel that does not raise for calls of this kind, or None."""
-    query, key = problem.query, problem.key
-    for kernel in kernels:
-        kind = (kernel.name, what, query.device, query.dtype, query.shape, key.shape)
-        if (*kind, problem.is_causal) in _refused:
+    query, shapes = problem.query, (problem.query.shape, problem.key.shape)
+    for kernel in kernels_for(problem):
+        kind = (kernel.name, what, query.device, query.dtype, *shapes, problem.is_causal)
+        if kind in _refused:
             continue
         try:
-            return getattr(kernel, what)(problem, *given)
+            return getattr(kernel, what)(problem, *(x.contiguous() for x in given))
         except _FAULTS:
             raise
         except (RuntimeError, TypeError):  # of the operator: the device ran nothing
-            _refused.add((*kind, problem.is_causal))
+            _refused.add(kind)
     return None
 
 

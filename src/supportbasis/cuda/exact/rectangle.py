@@ -32,10 +32,6 @@ class Tokens:
     index: Tensor | None = None  # [batch * heads, most] int32
     count: Tensor | None = None  # [batch * heads] int32
 
-    @property
-    def listed(self) -> bool:
-        return self.index is not None
-
     def tensors(self, unused: Tensor) -> tuple[Tensor, Tensor]:
         """Index and count, or any tensor where there are none."""
         index, count = self.index, self.count
@@ -143,8 +139,9 @@ class Rectangle:
             heads, key_heads, n, m, d, dv, self.rows.most, self.keys.most, span, scale,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *weight.stride()[:2],
             *strides, power_of_two(d), power_of_two(dv), tile.rows, tile.keys,
-            self.rows.listed, self.keys.listed, self.causal, self.log_weight is not None,
-            *switches, self.precision if self.full else None, **tile.launch,
+            self.rows.index is not None, self.keys.index is not None, self.causal,
+            self.log_weight is not None, *switches, self.precision if self.full else None,
+            **tile.launch,
         )  # fmt: skip
 
 
@@ -158,9 +155,9 @@ def exact_rows(
         return
     tile = forward_tile(rectangle.width, rectangle.full)
     blocks = cdiv(rows.most, tile.rows)
-    splits, span = splits_of(blocks * heads, keys.most, tile.keys)
-    if start is not None or excluded is not None:
-        splits, span = 1, max(1, keys.most)
+    splits, span = 1, max(1, keys.most)
+    if start is None and excluded is None:
+        splits, span = splits_of(blocks * heads, keys.most, tile.keys)
     parts, tops, masses = output, lse, lse
     if splits > 1:
         parts = new(splits, heads, rows.most, dv)
@@ -174,7 +171,7 @@ def exact_rows(
     if splits > 1:
         kernels.join_splits[(cdiv(rows.most, 16), heads)](
             parts, tops, masses, *rows.tensors(parts), output, lse,
-            lse.shape[-1], dv, rows.most, splits, power_of_two(dv), 16, rows.listed,
+            lse.shape[-1], dv, rows.most, splits, power_of_two(dv), 16, rows.index is not None,
         )  # fmt: skip
 
 
@@ -226,5 +223,5 @@ def _add(parts: Tensor, tokens: Tokens, total: Tensor) -> None:
     at_once = 64 if width <= 64 else 16
     kernels.add_parts[(cdiv(most, at_once), heads)](
         parts, *tokens.tensors(parts), total, total.shape[2], width, most, splits,
-        power_of_two(width, 1), at_once, tokens.listed,
+        power_of_two(width, 1), at_once, tokens.index is not None,
     )  # fmt: skip

@@ -6,7 +6,7 @@ Logarithms are to base 2 inside, as the hardware has them.
 
 from __future__ import annotations
 
-from ..runtime.language import jit, tl
+from ..runtime.language import jit, tile_of, tl
 
 
 @jit
@@ -19,15 +19,6 @@ def tokens_at(index, count, bh, at, most, total, LISTED: tl.constexpr):
         here = at < total
         token = at.to(tl.int64)
     return token, here
-
-
-@jit
-def tile_of(x, token, here, columns, stride, width):
-    """Rows of a matrix; zero where there is none."""
-    return tl.load(
-        x + token[:, None] * stride + columns[None, :],
-        mask=here[:, None] & (columns < width)[None, :], other=0.0,
-    )  # fmt: skip
 
 
 @jit
@@ -110,11 +101,11 @@ def attend(
     else:
         if EXCLUDED:
             live = live & (tl.load(excluded + bh * n + row, mask=live, other=1) == 0)
-        _store_rows(out, lse, total, top, mass, bh * n + row, live, cols, dv)
+        store_quotients(out, lse, total, top, mass, bh * n + row, live, cols, dv)
 
 
 @jit
-def _store_rows(out, lse, total, top, mass, at, live, cols, dv):
+def store_quotients(out, lse, total, top, mass, at, live, cols, dv):
     """The one division, and the logarithm of the denominator."""
     real = mass > 0.0
     total = tl.where(real[:, None], total / mass[:, None], 0.0)
@@ -148,7 +139,7 @@ def join_splits(
         part = tl.load(parts + at[:, None] * dv + cols[None, :], mask=inside, other=0.0)
         total = total * mine[:, None] + part * theirs[:, None]
         top = new_top
-    _store_rows(out, lse, total, top, mass, bh * n + row, live, cols, dv)
+    store_quotients(out, lse, total, top, mass, bh * n + row, live, cols, dv)
 
 
 @jit

@@ -40,7 +40,7 @@ from .fitted_sums import Near, finite, with_ones
 from .transformed import Balanced, Transforms
 
 
-def refusal(head: HeadPlan) -> str | None:
+def refusal(head: HeadPlan) -> None:
     return None
 
 
@@ -146,19 +146,10 @@ def _outcome(
     return output, lse, failed.view(lse.shape), counts
 
 
-def _gradients(
-    call: _Constants,
-    sizes: Sizes,
-    guarded: bool,
-    output: Tensor,
-    lse: Tensor,
-    fallback: Tensor,
-    grad: Tensor,
-    grad_lse: Tensor,
-    *given: Tensor,
-) -> tuple[Tensor, ...]:
+def _gradients(call: _Constants, sizes: Sizes, guarded: bool, *given: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value and log-weights, one for each head of the queries, and the
     needed capacity."""
+    (output, lse, fallback, grad, grad_lse), given = given[:5], given[5:]
     built, failed = _Built.of(call, *given), fallback.flatten(0, 1)
     needed = built.needed(failed)
     fits, slope = enough(needed, sizes), slopes(grad, grad_lse, output)
@@ -180,8 +171,13 @@ def _gradients(
         share = (size - near.flatten(0, 1)).exp().nan_to_num(0.0)  # a row without keys has none
         along = (grad.float().flatten(0, 1) * own).sum(2)
         shift = shift - share * (along + slope.flatten(0, 1))
-    query, key, value, weight = (torch.stack(x) for x in zip(*parts, strict=True))
-    made = built.transforms.token_gradients(query, key, value, weight, shift)
+    query, key, value, weight = map(torch.stack, zip(*parts, strict=True))
+    maps = built.transforms
+    query = query @ maps.query_map.mT
+    query += shift.unsqueeze(2) * maps.shift_map.mT
+    key = key @ maps.key_map.mT
+    key += weight.unsqueeze(2) * maps.weight_map.mT
+    made = (query, key, value, weight)
     total = Totals(*(x.unflatten(0, lse.shape[:2]).contiguous() for x in made))
     if sizes[0]:
         add_gradients(total, grad, slope, near, built.key_rectangle(sizes[0]))
@@ -251,8 +247,9 @@ class _Built(NamedTuple):
 @lru_cache(maxsize=64)
 def _radii(kernels: tuple[FittedKernel, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Norms beyond which keys and queries are far, each [heads, 1]."""
-    key = torch.tensor([[kernel.key_radius] for kernel in kernels])
-    return key.to(device), torch.tensor([[kernel.query_radius] for kernel in kernels]).to(device)
+    radii = torch.tensor([[[kernel.key_radius, kernel.query_radius]] for kernel in kernels])
+    key, query = radii.to(device).unbind(2)
+    return key, query
 
 
 def _least(balanced: Balanced) -> Tensor:

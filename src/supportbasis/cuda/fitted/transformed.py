@@ -37,17 +37,6 @@ class Transforms(NamedTuple):
         transforms = tuple(head.transform for head in plan.heads if isinstance(head, FittedHead))
         return _stack(transforms * problem.batch, problem.scale, problem.query.device)
 
-    def token_gradients(
-        self, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, shift: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys, values and log-weights [heads, tokens, ...] from those of the
-        transformed heads and of the rows' shifts [heads, n]."""
-        query = query @ self.query_map.mT
-        query += shift.unsqueeze(2) * self.shift_map.mT
-        key = key @ self.key_map.mT
-        key += weight.unsqueeze(2) * self.weight_map.mT
-        return query, key, value, weight
-
 
 @lru_cache(maxsize=64)
 def _stack(transforms: Sequence[Transform], scale: float, device: torch.device) -> Transforms:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ..runtime.language import jit, tl
+from ..runtime.language import jit, tile_of, tl
 
 
 @jit
@@ -22,11 +22,7 @@ def transform(
     for first in range(0, d, BC):
         entry = first + tl.arange(0, BC)
         x = tl.load(tokens + entry[None, :], mask=here[:, None] & (entry < d)[None, :], other=0.0)
-        a = tl.load(
-            matrix + entry[:, None] * d + column[None, :],
-            mask=(entry < d)[:, None] & (column < d)[None, :],
-            other=0.0,
-        )
+        a = tile_of(matrix, entry, entry < d, column, d, d)
         if PRECISION == "bf16x3":  # three parts of the matrix add up to it
             part_of = a.to(tl.bfloat16)
             total = tl.dot(x, part_of, total)

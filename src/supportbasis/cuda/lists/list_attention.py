@@ -73,7 +73,27 @@ class Tables:
     precision: str = "tf32x3"  # of float32 products
 
     def __post_init__(self) -> None:
-        _check_tables(self)
+        (heads, n, d), (key_heads, keys, _) = self.query.shape, self.ks.shape
+        dtype, leaf, leaves = self.query.dtype, self.leaf, keys // self.leaf
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise InputError(f"query: dtype {dtype}; the kernels take float32, float16 or bfloat16")
+        sizes = [leaf, self.block, self.rows.shape[2]]
+        if any(size < 16 or size & (size - 1) for size in sizes) or keys % leaf:
+            raise InputError(
+                f"leaf, cell, tile: got {sizes} for {keys} keys; powers of two from 16 on are "
+                "expected, and whole leaves"
+            )
+        check("query", self.query, (heads, n, d), dtype)
+        check("ks", self.ks, (key_heads, keys, d), dtype)
+        check("vs", self.vs, (key_heads, keys, self.vs.shape[2]), dtype)
+        if self.bs is not None:
+            check("bs", self.bs, (heads, keys), torch.float32)
+        check("slots", self.slots, (key_heads, keys), torch.int32)
+        check("members", self.members, (heads, self.cells, self.block), torch.int32)
+        check("visible", self.visible, (self.cells,), torch.int32)
+        check("mean", self.mean, (heads, self.cells, d), torch.float32)
+        check("variance", self.variance, (heads, self.cells), torch.float32)
+        check("spread", self.spread, (key_heads, leaves), torch.float32)
 
     @property
     def heads(self) -> int:
@@ -106,14 +126,8 @@ class Tables:
     @property
     def dot(self) -> str | None:
         """Precision of products, as the kernels take it."""
-        return self.precision if self.full else None
-
-    @property
-    def full(self) -> bool:
-        return self.ks.dtype == torch.float32 or interpreted()
-
-    def tile(self, kernel: str) -> Tile:
-        return pick(TILES[kernel], self)
+        full = self.ks.dtype == torch.float32 or interpreted()
+        return self.precision if full else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +162,7 @@ class Lists:
 def pick(shapes: Shapes, tables: Tables) -> Tile:
     """The tile for the width and dtype of a call."""
     width = max(tables.widths)
-    if tables.full:
+    if tables.dot is not None:
         return Tile(*shapes[3 if width <= 128 else 4])
     return Tile(*shapes[0 if width <= 64 else 1 if width <= 128 else 2])
 
@@ -157,8 +171,6 @@ def cell_means(query: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
     """Mean of each cell's members, [Hq, cells, d], and mean |q - m|^2 / d; zeros if it has none."""
     heads, n, d = query.shape
     cells, block = members.shape[1:]
-    check("query", query, (heads, n, d))
-    check("members", members, (heads, cells, block), torch.int32)
     mean = query.new_empty((heads, cells, d), dtype=torch.float32)
     variance = query.new_empty((heads, cells), dtype=torch.float32)
     wide = power_of_two(d)
@@ -174,9 +186,6 @@ def gather_leaves(key: Tensor, value: Tensor, slots: Tensor, leaf: int) -> tuple
     and the variance of the keys of each leaf, [Hk, leaves] float32, the sum over coordinates."""
     heads, tokens, d = key.shape
     dv, keys = value.shape[2], slots.shape[1]
-    check("key", key, (heads, tokens, d))
-    check("value", value, (heads, tokens, dv), key.dtype)
-    check("slots", slots, (heads, keys), torch.int32)
     ks, vs = key.new_empty(heads, keys, d), value.new_empty(heads, keys, dv)
     spread = key.new_empty((heads, keys // leaf), dtype=torch.float32)
     kernels.gather_leaves[(keys // leaf, heads)](
@@ -188,27 +197,22 @@ def gather_leaves(key: Tensor, value: Tensor, slots: Tensor, leaf: int) -> tuple
 def tilt(tables: Tables, first: int, last: int, leaves: int, scale: float) -> Tilts:
     """Tilted keys of the first ``leaves`` leaves for the cells [first, last), which attend to no
     others."""
-    d, dv, wide, value_wide = tables.widths
-    heads, cells = tables.heads, last - first
-    if not (0 <= first < last <= tables.cells and 0 < leaves * tables.leaf <= tables.ks.shape[1]):
+    ks, cells = tables.ks, last - first
+    if not (0 <= first < last <= tables.cells and 0 < leaves * tables.leaf <= ks.shape[1]):
         raise InputError(
             f"tilt: cells [{first}, {last}) and {leaves} leaves; the tables have "
-            f"{tables.cells} cells and {tables.ks.shape[1] // tables.leaf} leaves"
+            f"{tables.cells} cells and {ks.shape[1] // tables.leaf} leaves"
         )
-    ks = tables.ks
-    tilts = Tilts(
-        first,
-        ks.new_empty((heads, cells, leaves, d)),
-        ks.new_empty((heads, cells, leaves, dv)),
-        ks.new_empty((heads, cells, leaves), dtype=torch.float32),
-    )
-    tile = tables.tile("tilt")
+    shape = (tables.heads, cells, leaves)
+    kt, vt = (ks.new_empty(*shape, width) for width in tables.widths[:2])
+    tilts = Tilts(first, kt, vt, ks.new_empty(shape, dtype=torch.float32))
+    tile = pick(TILES["tilt"], tables)
     together, per = min(tile.rows, power_of_two(cells)), min(tile.keys, power_of_two(leaves, 1))
-    kernels.tilt[(cdiv(cells, together), cdiv(leaves, per), heads)](
+    kernels.tilt[(cdiv(cells, together), cdiv(leaves, per), tables.heads)](
         tables.mean, ks, tables.vs, ks if tables.bs is None else tables.bs,
-        tables.variance, tables.spread, tables.visible, tilts.kt, tilts.vt, tilts.lt,
+        tables.variance, tables.spread, tables.visible, kt, vt, tilts.lt,
         tables.cells, first, cells, ks.shape[1], leaves, tables.group, scale,
-        d, dv, wide, value_wide, together, per, tables.leaf, tables.bs is not None, tables.dot,
+        *tables.widths, together, per, tables.leaf, tables.bs is not None, tables.dot,
         **tile.launch,
     )  # fmt: skip
     return tilts
@@ -219,14 +223,12 @@ def select(tables: Tables, tilts: Tilts, price: Tensor, scale: float) -> Lists:
 
     Open leaves are attended by their keys: their lt becomes -inf, in place.
     """
-    check_tilts(tables, tilts)
-    check("price", price, (tables.heads,), torch.float32)
     lists = Lists(
         torch.empty_like(tilts.lt, dtype=torch.int32),
         tilts.lt.new_empty((tables.heads, tilts.cells), dtype=torch.int32),
     )
     d, _, wide, _ = tables.widths
-    block, tile = tables.block, tables.tile("select")
+    block, tile = tables.block, pick(TILES["select"], tables)
     stride = max(1, block // SCORED_MEMBERS)
     kernels.select[(tilts.cells, tables.heads)](
         tables.query, tables.members, tilts.kt, tilts.lt, tables.spread, tables.variance,
@@ -251,18 +253,10 @@ def attend(
 
     ``own``: output and log-sum-exp of the rows' own window, with which their softmax begins.
     """
-    check_tilts(tables, tilts)
-    check_lists(tables, tilts, lists)
-    d, dv, wide, value_wide = tables.widths
     heads, n = tables.query.shape[:2]
-    for name, x, shape in (("output", output, (heads, n, dv)), ("lse", lse, (heads, n))):
-        check(name, x, shape, torch.float32 if name == "lse" else None)
-    if own is not None:
-        check("own output", own[0], (heads, n, dv))
-        check("own lse", own[1], (heads, n), torch.float32)
     first_tile, tile_count = tiles_of(tables, tilts)
     tiles, size = tables.rows.shape[1:]
-    tile = tables.tile("attend")
+    tile = pick(TILES["attend"], tables)
     rows, routes = min(tile.rows, size), tables.routes
     kernels.attend[(tile_count * (size // rows), heads)](
         tables.query, tilts.kt, tilts.vt, tilts.lt, tables.ks, tables.vs,
@@ -270,7 +264,7 @@ def attend(
         tables.rows, tables.visible if routes is None else routes.cell,
         *((output, lse) if own is None else own), output, lse,
         n, tilts.first, tilts.cells, tables.ks.shape[1], tilts.leaves, first_tile, tiles,
-        tables.group, scale, d, dv, wide, value_wide, size, tables.leaf, rows, tile.keys,
+        tables.group, scale, *tables.widths, size, tables.leaf, rows, tile.keys,
         routes is not None, tables.bs is not None, own is not None, tables.dot, **tile.launch,
     )  # fmt: skip
 
@@ -279,63 +273,6 @@ def tiles_of(tables: Tables, tilts: Tilts) -> tuple[int, int]:
     """First tile of the tilts' cells, and how many they have."""
     ratio = tables.rows.shape[1] // tables.cells
     return tilts.first * ratio, tilts.cells * ratio
-
-
-def check_tilts(tables: Tables, tilts: Tilts) -> None:
-    shape = (tables.heads, tilts.cells, tilts.leaves)
-    if not 0 <= tilts.first <= tables.cells - tilts.cells:
-        raise InputError(
-            f"tilts: cells [{tilts.first}, {tilts.first + tilts.cells}) of {tables.cells}"
-        )
-    check("tilts.kt", tilts.kt, (*shape, tables.ks.shape[2]), tables.ks.dtype)
-    check("tilts.vt", tilts.vt, (*shape, tables.vs.shape[2]), tables.ks.dtype)
-    check("tilts.lt", tilts.lt, shape, torch.float32)
-
-
-def check_lists(tables: Tables, tilts: Tilts, lists: Lists) -> None:
-    shape = (tables.heads, tilts.cells, tilts.leaves)
-    check("lists.index", lists.index, shape, torch.int32)
-    check("lists.count", lists.count, shape[:2], torch.int32)
-
-
-def _check_tables(tables: Tables) -> None:
-    heads, n, d = tables.query.shape
-    key_heads, keys, _ = tables.ks.shape
-    cells, block = tables.members.shape[1:]
-    dtype, dv, leaf = tables.query.dtype, tables.vs.shape[2], tables.leaf
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise InputError(f"query: dtype {dtype}; the kernels take float32, float16 or bfloat16")
-    if heads % key_heads or max(d, dv) > 256:
-        raise InputError(
-            f"{heads} heads over {key_heads} key heads, d={d}, dv={dv}; a multiple and at most 256"
-        )
-    if leaf < 16 or leaf & (leaf - 1) or keys % leaf:
-        raise InputError(
-            f"leaf: got {leaf} for {keys} keys; a power of two from 16 on, whole leaves"
-        )
-    check("query", tables.query, (heads, n, d), dtype)
-    check("ks", tables.ks, (key_heads, keys, d), dtype)
-    check("vs", tables.vs, (key_heads, keys, dv), dtype)
-    if tables.bs is not None:
-        check("bs", tables.bs, (heads, keys), torch.float32)
-    check("slots", tables.slots, (key_heads, keys), torch.int32)
-    check("members", tables.members, (heads, cells, block), torch.int32)
-    check("visible", tables.visible, (cells,), torch.int32)
-    check("mean", tables.mean, (heads, cells, d), torch.float32)
-    check("variance", tables.variance, (heads, cells), torch.float32)
-    check("spread", tables.spread, (key_heads, keys // leaf), torch.float32)
-    sizes = [block]
-    if tables.routes is not None:
-        tiles, size = tables.routes.rows.shape[1:]
-        sizes.append(size)
-        if tiles % cells:
-            raise InputError(f"routes: {tiles} tiles for {cells} cells; a multiple is expected")
-        check("routes.rows", tables.routes.rows, (heads, tiles, size), torch.int32)
-        check("routes.cell", tables.routes.cell, (heads, tiles), torch.int32)
-        check("routes.first", tables.routes.first, (heads, cells), torch.int32)
-        check("routes.count", tables.routes.count, (heads, cells), torch.int32)
-    if any(size < 16 or size & (size - 1) for size in sizes):
-        raise InputError(f"cells and tiles of {sizes} rows; powers of two from 16 on are expected")
 
 
 def check(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:

@@ -23,6 +23,7 @@ want a scaled loss.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,17 +31,7 @@ from torch import Tensor
 from ...errors import InputError
 from ..runtime.language import cdiv, power_of_two
 from . import list_backward_kernels as kernels
-from .list_attention import (
-    Lists,
-    Shapes,
-    Tables,
-    Tilts,
-    check,
-    check_lists,
-    check_tilts,
-    pick,
-    tiles_of,
-)
+from .list_attention import Lists, Shapes, Tables, Tilts, check, pick, tiles_of
 
 # As `lists.TILES`.
 TILES: dict[str, Shapes] = {  # rows or cells; tilted keys, or keys of one leaf; warps; stages
@@ -75,8 +66,7 @@ class Totals:
     weight: Tensor | None = None  # [Hq, M], of log-weights; None: not wanted
 
 
-@dataclass(frozen=True, eq=False)
-class Gathered:
+class Gathered(NamedTuple):
     """Rows by tile, of the tiles of a range of cells; a slot without a row has lse = inf."""
 
     query: Tensor  # [Hq, tiles, T, d]
@@ -84,10 +74,6 @@ class Gathered:
     slope: Tensor  # [Hq, tiles, T] float32
     lse: Tensor  # [Hq, tiles, T] float32, to base 2
     cell: Tensor  # [Hq, tiles] int32, counted from the first of the range; -1: no rows
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.query, self.grad, self.slope, self.lse
 
     @property
     def tiles(self) -> int:
@@ -99,8 +85,7 @@ class Gathered:
         return self.query.shape[2]
 
 
-@dataclass(frozen=True, eq=False)
-class Changes:
+class Changes(NamedTuple):
     """Gradients of tilted keys and values, the cells' means, and statistics of the tilts."""
 
     mean: Tensor  # [Hq, cells, d]
@@ -120,8 +105,6 @@ def gradients(
     ``tilts`` and ``lists`` are those of the forward pass. The tilts' kt and vt are overwritten;
     beside them a pair of a cell and a leaf takes 13 bytes, and 4 for every tile of the cell.
     """
-    check_tilts(tables, tilts)
-    check_lists(tables, tilts, lists)
     _check_totals(tables, rows, totals)
     gathered = gather(tables, tilts, rows)
     query_gradients(tables, tilts, lists, gathered, scale, totals)
@@ -133,24 +116,18 @@ def gradients(
 
 def gather(tables: Tables, tilts: Tilts, rows: Rows) -> Gathered:
     """Rows of the tiles of the tilts' cells."""
-    d, dv, wide, value_wide = tables.widths
-    heads, n = tables.query.shape[:2]
+    d, dv, wide, _ = tables.widths
     first, count = tiles_of(tables, tilts)
     tiles, size = tables.rows.shape[1:]
-    new, routes = tables.query.new_empty, tables.routes
-    gathered = Gathered(
-        new((heads, count, size, d)),
-        new((heads, count, size, dv)),
-        new((heads, count, size), dtype=torch.float32),
-        new((heads, count, size), dtype=torch.float32),
-        new((heads, count), dtype=torch.int32),
-    )
-    kernels.gather_rows[(count, heads)](
+    new, shape, routes = tables.query.new_empty, (tables.heads, count, size), tables.routes
+    slope, lse = new((2, *shape), dtype=torch.float32)
+    cell = new(shape[:2], dtype=torch.int32)
+    gathered = Gathered(new(*shape, d), new(*shape, dv), slope, lse, cell)
+    kernels.gather_rows[(count, tables.heads)](
         tables.query, rows.grad, rows.slope, rows.lse,
         tables.rows, tables.visible if routes is None else routes.cell,
-        *gathered.tensors, gathered.cell, n, tilts.first, first, tiles,
-        d, dv, wide, value_wide, size, routes is not None,
-        num_warps=8 if size * wide > 8192 else 4,
+        *gathered, tables.query.shape[1], tilts.first, first, tiles,
+        *tables.widths, size, routes is not None, num_warps=8 if size * wide > 8192 else 4,
     )  # fmt: skip
     return gathered
 
@@ -159,40 +136,33 @@ def query_gradients(
     tables: Tables, tilts: Tilts, lists: Lists, gathered: Gathered, scale: float, totals: Totals
 ) -> None:
     """Add the gradients of rows, as queries of tilted keys and of the keys of open leaves."""
-    d, dv, wide, value_wide = tables.widths
-    heads, n = tables.query.shape[:2]
     tile, tiles, size = pick(TILES["query"], tables), tables.rows.shape[1], gathered.size
     rows = min(tile.rows, size)
-    kernels.query_gradients[(gathered.tiles * (size // rows), heads)](
-        *gathered.tensors, gathered.cell, tilts.kt, tilts.vt, tilts.lt, tables.ks, tables.vs,
+    kernels.query_gradients[(gathered.tiles * (size // rows), tables.heads)](
+        *gathered, tilts.kt, tilts.vt, tilts.lt, tables.ks, tables.vs,
         gathered.lse if tables.bs is None else tables.bs, lists.index, lists.count, tables.visible,
         tables.rows, totals.query,
-        n, tilts.first, tilts.cells, tables.ks.shape[1], tilts.leaves, tiles_of(tables, tilts)[0],
-        tiles, tables.group, scale, d, dv, wide, value_wide, size, tables.leaf, rows, tile.keys,
+        tables.query.shape[1], tilts.first, tilts.cells, tables.ks.shape[1], tilts.leaves,
+        tiles_of(tables, tilts)[0], tiles, tables.group, scale,
+        *tables.widths, size, tables.leaf, rows, tile.keys,
         tables.bs is not None, tables.dot, **tile.launch,
     )  # fmt: skip
 
 
 def tilt_gradients(tables: Tables, tilts: Tilts, gathered: Gathered, scale: float) -> Changes:
     """Gradients of tilted keys and values, written over kt and vt of the tilts."""
-    d, dv, wide, value_wide = tables.widths
     first, last, routes = tilts.first, tilts.first + tilts.cells, tables.routes
-    changes = Changes(
-        tables.mean[:, first:last].to(tables.ks.dtype).contiguous(),
-        tilts.kt,
-        tilts.vt,
-        *tilts.lt.new_empty((3, *tilts.lt.shape)).unbind(0),
-    )
+    mean = tables.mean[:, first:last].to(tables.ks.dtype).contiguous()
+    changes = Changes(mean, tilts.kt, tilts.vt, *tilts.lt.new_empty((3, *tilts.lt.shape)))
     tile = pick(TILES["tilt"], tables)
     rows = min(tile.rows, tables.block)
     runs = (tables.visible,) * 2 if routes is None else (routes.first, routes.count)
     kernels.tilt_gradients[(cdiv(tilts.leaves, tile.keys), tilts.cells, tables.heads)](
-        *gathered.tensors, changes.mean, tilts.kt, tilts.vt, tilts.lt,
-        tables.variance, tables.spread, tables.visible, *runs,
-        changes.kt, changes.vt, changes.lam, changes.shift, changes.level,
+        *gathered[:4], mean, tilts.kt, tilts.vt, tilts.lt,
+        tables.variance, tables.spread, tables.visible, *runs, *changes[1:],
         gathered.tiles * gathered.size, tables.cells, first, tilts.cells, tilts.leaves,
         tables.spread.shape[1], tables.group, tiles_of(tables, tilts)[0], scale,
-        d, dv, wide, value_wide, gathered.size, rows, tile.keys,
+        *tables.widths, gathered.size, rows, tile.keys,
         routes is not None, tables.dot, **tile.launch,
     )  # fmt: skip
     return changes
@@ -203,10 +173,8 @@ def transposed(lists: Lists, gathered: Gathered) -> Lists:
     heads, cells, leaves = lists.index.shape
     mask = torch.zeros(lists.index.shape, dtype=torch.bool, device=lists.index.device)
     kernels.mark[(cells, heads)](lists.index, lists.count, mask, cells, leaves, CHUNK)
-    openers = Lists(
-        lists.index.new_empty((heads, leaves, gathered.tiles)),
-        lists.index.new_empty((heads, leaves)),
-    )
+    new = lists.index.new_empty
+    openers = Lists(new(heads, leaves, gathered.tiles), new(heads, leaves))
     kernels.transpose[(cdiv(leaves, CHUNK), heads)](
         mask, gathered.cell, openers.index, openers.count,
         cells, leaves, gathered.tiles, CHUNK, CHUNK,
@@ -218,15 +186,14 @@ def exact_gradients(
     tables: Tables, openers: Lists, gathered: Gathered, scale: float, totals: Totals
 ) -> None:
     """Add the gradients of the keys of open leaves; ``openers``: the tiles that attend to them."""
-    d, dv, wide, value_wide = tables.widths
     heads, leaves, tiles = openers.index.shape
     tile = pick(TILES["exact"], tables)
     part = min(tile.keys, tables.leaf)
     kernels.exact_gradients[(leaves * (tables.leaf // part), heads)](
-        *gathered.tensors, tables.ks, tables.vs, totals.key if tables.bs is None else tables.bs,
+        *gathered[:4], tables.ks, tables.vs, totals.key if tables.bs is None else tables.bs,
         openers.index, openers.count, *_keys_of(totals),
         tiles * gathered.size, tables.ks.shape[1], leaves, tiles, tables.group, scale,
-        d, dv, wide, value_wide, gathered.size, tables.leaf, tile.rows, part,
+        *tables.widths, gathered.size, tables.leaf, tile.rows, part,
         tables.bs is not None, totals.weight is not None, tables.dot, **tile.launch,
     )  # fmt: skip
 
@@ -235,17 +202,15 @@ def leaf_gradients(
     tables: Tables, tilts: Tilts, changes: Changes, scale: float, totals: Totals
 ) -> None:
     """Add the gradients of all keys through the tilts of their leaves."""
-    d, dv, wide, value_wide = tables.widths
     tile = pick(TILES["leaf"], tables)
     part = min(tile.keys, tables.leaf)
     leaf = torch.arange(tilts.leaves, dtype=torch.int32, device=tables.ks.device)
     visible = tables.visible[tilts.first : tilts.first + tilts.cells]
     since = torch.searchsorted(visible, leaf, right=True, out_int32=True)
     kernels.leaf_gradients[(tilts.leaves * (tables.leaf // part), tables.heads)](
-        changes.mean, changes.kt, changes.vt, changes.lam, changes.shift,
-        tables.ks, tables.vs, totals.key if tables.bs is None else tables.bs, since,
+        *changes[:5], tables.ks, tables.vs, totals.key if tables.bs is None else tables.bs, since,
         *_keys_of(totals), tilts.cells, tables.ks.shape[1], tilts.leaves, tables.group, scale,
-        d, dv, wide, value_wide, tables.leaf, min(tile.rows, power_of_two(tilts.cells)), part,
+        *tables.widths, tables.leaf, min(tile.rows, power_of_two(tilts.cells)), part,
         tables.bs is not None, totals.weight is not None, tables.dot, **tile.launch,
     )  # fmt: skip
 
@@ -254,18 +219,17 @@ def mean_gradients(
     tables: Tables, tilts: Tilts, changes: Changes, scale: float, totals: Totals
 ) -> None:
     """Add to members their share in the gradients of their cell's mean and variance."""
-    d, dv, wide, value_wide = tables.widths
-    heads, n = tables.query.shape[:2]
+    (d, _, wide, _), (heads, n, _) = tables.widths, tables.query.shape
     tile = pick(TILES["mean"], tables)
     together = min(tile.rows, power_of_two(tilts.cells))
     blocks = cdiv(tilts.cells, together)
     splits = min(cdiv(PROGRAMS, blocks * heads), cdiv(tilts.leaves, LEAST_SPLIT))
     parts = totals.query.new_empty((splits, heads, tilts.cells, d))
     kernels.mean_gradients[(blocks, splits, heads)](
-        changes.mean, changes.kt, changes.vt, changes.lam, changes.level,
+        *changes[:4], changes.level,
         tables.ks, tables.vs, totals.key if tables.bs is None else tables.bs, tables.visible, parts,
         tilts.first, tilts.cells, tables.ks.shape[1], tilts.leaves, tables.group, scale,
-        d, dv, wide, value_wide, tables.leaf, together, min(tile.keys, tables.leaf),
+        *tables.widths, tables.leaf, together, min(tile.keys, tables.leaf),
         tables.bs is not None, tables.dot, **tile.launch,
     )  # fmt: skip
     kernels.add_means[(tilts.cells, heads)](

@@ -7,16 +7,9 @@ cell one after the other. Every sum has one program and a fixed sequence.
 
 from __future__ import annotations
 
+from ..exact.rectangle_kernels import bias_of
 from ..runtime.language import jit, tl
-from .list_kernels import (
-    curvature,
-    key_bias,
-    leaf_bias,
-    listed_keys,
-    load_rows,
-    store_rows,
-    tile_rows,
-)
+from .list_kernels import curvature, leaf_bias, listed_keys, load_rows, store_rows, tile_rows
 
 
 @jit
@@ -45,12 +38,10 @@ def gather_rows(
     one, offset = tl.full((T,), 1, tl.int1), bh * tl.num_programs(0) + tile
     tl.store(to_cell + offset, cell)
     offset *= T
-    store_rows(
-        to_query + offset * d, load_rows(query + bh * n * d, row, live, d, D), near, one, d, D
-    )
-    store_rows(
-        to_grad + offset * dv, load_rows(grad + bh * n * dv, row, live, dv, E), near, one, dv, E
-    )
+    token = load_rows(query + bh * n * d, row, live, d, D)
+    store_rows(to_query + offset * d, token, near, one, d, D)
+    change = load_rows(grad + bh * n * dv, row, live, dv, E)
+    store_rows(to_grad + offset * dv, change, near, one, dv, E)
     tl.store(to_slope + offset + near, tl.load(slope + bh * n + row, mask=live, other=0.0))
     size = tl.load(lse + bh * n + row, mask=live, other=float("-inf"))
     size = tl.where(size == float("-inf"), float("inf"), size * 1.4426950408889634)
@@ -111,7 +102,7 @@ def query_gradients(
         sums = _add_keys(
             token, change, size, level, load_rows(ks + slot * d, key, here, d, D),
             load_rows(vs + slot * dv, key, here, dv, E),
-            key_bias(bs + slot, key, here, WEIGHTED), sums, scale, PRECISION,
+            bias_of(bs + slot, key, here, WEIGHTED), sums, scale, PRECISION,
         )  # fmt: skip
     row = tl.load(rows + (bh * tiles + first_tile + tile) * T + block % (T // BM) * BM + near)
     add_rows(total + bh * n * d, sums * scale, row.to(tl.int64), row >= 0, d, D)
@@ -242,7 +233,7 @@ def exact_gradients(
     slot, offset = bh // group * keys + part * BL, bh * keys + part * BL
     key = load_rows(ks + slot * d, near, one, d, D)
     value = load_rows(vs + slot * dv, near, one, dv, E)
-    bias = key_bias(bs + offset, near, one, WEIGHTED)
+    bias = bias_of(bs + offset, near, one, WEIGHTED)
     query += bh * slots * d
     grad += bh * slots * dv
     slope += bh * slots
@@ -282,7 +273,7 @@ def leaf_gradients(
     slot, offset = bh // group * keys + part * BL, bh * keys + part * BL
     key = load_rows(ks + slot * d, near, one, d, D)
     value = load_rows(vs + slot * dv, near, one, dv, E)
-    bias = key_bias(bs + offset, near, one, WEIGHTED)
+    bias = bias_of(bs + offset, near, one, WEIGHTED)
     to_key = tl.zeros((BL, D), dtype=tl.float32)
     to_value = tl.zeros((BL, E), dtype=tl.float32)
     to_bias = tl.zeros((BL,), dtype=tl.float32)
@@ -347,7 +338,7 @@ def mean_gradients(
         value = load_rows(vs + slot * dv, near, one, dv, E)
         size, mixed = load_slopes(lam, level, at_leaf, see)
         score = tl.dot(middle, tl.trans(key), input_precision=PRECISION)
-        bias = key_bias(bs + slot, near, one, WEIGHTED)
+        bias = bias_of(bs + slot, near, one, WEIGHTED)
         score = score * (scale * 1.4426950408889634) + bias[None, :]
         weight = tl.exp2(score - size[:, None])
         grad_key = load_rows(dkt, at_leaf, see, d, D)

@@ -47,12 +47,8 @@ def refusal(head: HeadPlan) -> str | None:
 
 
 def family(head: HeadPlan) -> object:
-    return settings_family(_settings_of(head))
-
-
-def settings_family(settings: ListSettings) -> ListSettings:
     """The settings that heads of one call must share: all but the price."""
-    return replace(settings, price=0.0)
+    return replace(_settings_of(head), price=0.0)
 
 
 def _settings_of(head: HeadPlan) -> ListSettings:
@@ -68,29 +64,23 @@ def forward(problem: Problem, plan: Plan) -> Forward:
     made = partial(_forward, problem, settings, parts)
     if sum(x.numel() for x in tokens) > SHORT:
         return *made(*given), None
-    key = ("lists", settings_family(settings), problem.scale, exact.precision())
+    key = ("lists", family(plan.heads[0]), problem.scale, exact.precision())
     output, lse = replayed(key, made, *given)
     return output, lse, None
 
 
 def _forward(
-    problem: Problem,
-    settings: ListSettings,
-    parts: list[tuple[int, int, int]],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    price: Tensor,
-    weight: Tensor | None = None,
+    problem: Problem, settings: ListSettings, parts: list[tuple[int, int, int]], *given: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse of all rows of a problem with these tensors."""
-    problem = replace(problem, query=query, key=key, value=value, key_log_weight=weight)
+    """Output and lse of all rows, ``given`` query, key, value, prices and log-weights, if any."""
+    query, key, value, price, *weight = given
+    weights = weight[0] if weight else None
+    problem = replace(problem, query=query, key=key, value=value, key_log_weight=weights)
     tables = _tables(problem, settings)
     if settings.window:
-        output, lse = own_windows(problem, settings.window)
+        own = output, lse = own_windows(problem, settings.window)
     else:
-        output, lse = (x.flatten(0, 1) for x in exact.empty_results(problem))
-    own = (output, lse) if settings.window else None
+        own, (output, lse) = None, (x.flatten(0, 1) for x in exact.empty_results(problem))
     for first, last, leaves in parts:
         tilts = kernels.tilt(tables, first, last, leaves, problem.scale)
         lists = kernels.select(tables, tilts, price, problem.scale)
@@ -105,9 +95,8 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
     tables, total = _tables(problem, settings), exact.empty_totals(problem)
     slope = -slopes(saved.grad, saved.grad_lse, saved.output)
     rows = backward.Rows(*(x.flatten(0, 1).contiguous() for x in (saved.grad, slope, saved.lse)))
-    heads, (slots, d), dv = tables.heads, tables.ks.shape[1:], tables.vs.shape[2]
-    shapes = ((slots, d), (slots, dv), (tables.spread.shape[1],), (slots,))
-    sums = [total.query.new_zeros(heads, *shape) for shape in shapes]
+    alike = (tables.ks, tables.vs, tables.spread, tables.ks[..., 0])
+    sums = [total.query.new_zeros(tables.heads, *x.shape[1:]) for x in alike]
     sorted_total = backward.Totals(total.query.flatten(0, 1), *sums)
     price = _prices(plan, problem)
     for first, last, leaves in ranges(problem, settings):
@@ -115,12 +104,11 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
         lists = kernels.select(tables, tilts, price, problem.scale)
         backward.gradients(tables, tilts, lists, rows, problem.scale, sorted_total)
     backward.add_spreads(tables, sorted_total)
-    at = tables.slots.repeat_interleave(group, 0).unsqueeze(-1)
-    wholes = (total.key, total.value, total.weight.unsqueeze(-1))
-    for whole, part in zip(wholes, (sums[0], sums[1], sums[3].unsqueeze(-1)), strict=True):
-        part = part.masked_fill_(at < 0, 0.0)  # a slot without a key has no gradient
-        index = at.clamp(min=0).long().expand_as(part)
-        whole.flatten(0, 1).scatter_add_(1, index, part)
+    slots = tables.slots.repeat_interleave(group, 0)
+    for whole, part in ((total.key, sums[0]), (total.value, sums[1]), (total.weight, sums[3])):
+        at = slots.view(*slots.shape, *[1] * (part.dim() - 2)).expand_as(part)
+        part.masked_fill_(at < 0, 0.0)  # a slot without a key has no gradient
+        whole.flatten(0, 1).scatter_add_(1, at.clamp(min=0).long(), part)
     found = exact.finished(total, problem, saved.for_weights)
     if settings.window:
         _add_own_windows(found, problem, settings.window, saved)
@@ -133,20 +121,17 @@ def _add_own_windows(total: Gradients, problem: Problem, width: int, saved: Save
     def cut(x: Tensor) -> Tensor:
         return _cut(x, problem, width, problem.n).contiguous()
 
-    def cut_rows(x: Tensor) -> Tensor:
-        return cut(x.unsqueeze(-1)).squeeze(-1)
-
-    grad_lse = None if saved.grad_lse is None else cut_rows(saved.grad_lse)
-    output, lse, fallback = cut(saved.output), cut_rows(saved.lse), cut_rows(saved.fallback)
-    own = SavedForward(output, lse, fallback, cut(saved.grad), grad_lse, saved.for_weights)
+    grad_lse = None if saved.grad_lse is None else cut(saved.grad_lse)
+    made = (cut(x) for x in (saved.output, saved.lse, saved.fallback, saved.grad))
+    output, lse, fallback, grad = made
+    own = SavedForward(output, lse, fallback, grad, grad_lse, saved.for_weights)
     part = exact.gradients(_windows(problem, width), _EXACT, own)
-    pairs = [(total.query, part.query), (total.key, part.key), (total.value, part.value)]
-    if total.key_log_weight is not None and part.key_log_weight is not None:
-        pairs.append((total.key_log_weight.unsqueeze(-1), part.key_log_weight.unsqueeze(-1)))
-    for whole, piece in pairs:
-        piece = _by_head(piece, problem, whole.shape[1])
-        tokens = min(whole.shape[2], piece.shape[1])
-        whole[:, :, :tokens] += piece[:, :tokens].unflatten(0, whole.shape[:2])
+    for name, piece in vars(part).items():
+        if piece is not None:
+            whole = getattr(total, name)
+            piece = _by_head(piece, problem, whole.shape[1])
+            tokens = min(whole.shape[2], piece.shape[1])
+            whole[:, :, :tokens] += piece[:, :tokens].unflatten(0, whole.shape[:2])
 
 
 _kept: WeakCache[Plan, tuple[torch.device, int], Tensor] = WeakCache()
@@ -276,9 +261,9 @@ def _routes(query: Tensor, mean: Tensor, settings: ListSettings) -> kernels.Rout
 
 def own_windows(problem: Problem, width: int) -> tuple[Tensor, Tensor]:
     """Output [heads, n, dv] and lse [heads, n] of all rows over their own windows."""
-    output, lse, _ = exact.forward(_windows(problem, width), _EXACT)
-    output, lse = (_by_head(x, problem, problem.heads) for x in (output, lse.unsqueeze(-1)))
-    return output[:, : problem.n].contiguous(), lse[:, : problem.n, 0].contiguous()
+    parts = exact.forward(_windows(problem, width), _EXACT)[:2]
+    output, lse = (_by_head(x, problem, problem.heads)[:, : problem.n] for x in parts)
+    return output.contiguous(), lse.contiguous()
 
 
 _EXACT = cast(Plan, None)  # of exact heads, which need none
@@ -291,7 +276,7 @@ def _windows(problem: Problem, width: int) -> Problem:
     if weight is None and keys < problem.n:
         weight = problem.query.new_zeros(problem.batch, problem.heads, keys, dtype=torch.float32)
     if weight is not None:
-        weight = _cut(weight.float().unsqueeze(-1), problem, width, keys, -torch.inf).squeeze(-1)
+        weight = _cut(weight.float(), problem, width, keys, -torch.inf)
     query = _cut(problem.query, problem, width, problem.n)
     key, value = (_cut(x, problem, width, keys) for x in (problem.key, problem.value))
     return replace(
@@ -303,16 +288,15 @@ def _windows(problem: Problem, width: int) -> Problem:
 def _cut(x: Tensor, problem: Problem, width: int, tokens: int, fill: float = 0.0) -> Tensor:
     """The first tokens of all heads [batch, heads, tokens, ...] as windows of one head each, or
     [windows, heads, W, ...] where heads share keys; filled up to whole windows of the queries."""
-    count = -(-problem.n // width)
-    x = x[:, :, :tokens]
-    if tokens < count * width:
-        x = pad(x, (0, 0, 0, count * width - tokens), value=fill)
-    x = x.unflatten(2, (count, width))
+    extra = -(-problem.n // width) * width - tokens
+    x = pad(x[:, :, :tokens], (*[0, 0] * (x.dim() - 3), 0, extra), value=fill) if extra else x
+    x = x[:, :, : tokens + extra].unflatten(2, (-1, width))
     return x.flatten(0, 2).unsqueeze(1) if problem.group == 1 else x.transpose(1, 2).flatten(0, 1)
 
 
 def _by_head(x: Tensor, problem: Problem, heads: int) -> Tensor:
     """Tensors of windows as [batch * heads, tokens, ...]."""
+    shape = (problem.batch * heads, -1, *x.shape[3:])
     if problem.group > 1:
         x = x.unflatten(0, (problem.batch, -1)).transpose(1, 2)
-    return x.reshape(problem.batch * heads, -1, x.shape[-1])
+    return x.reshape(shape)

@@ -7,6 +7,7 @@ Heads are those of the queries; ``group`` of them share keys. Cells of a span ar
 
 from __future__ import annotations
 
+from ..exact.rectangle_kernels import bias_of, store_quotients
 from ..runtime.language import jit, tl
 
 
@@ -41,15 +42,6 @@ def listed_keys(index, start, many, L: tl.constexpr, BN: tl.constexpr):
         here = start + near < many * L
         leaf = tl.load(index + (start + near) // L, mask=here, other=0).to(tl.int64)
         return tl.zeros((), tl.int64), leaf * L + (start + near) % L, here
-
-
-@jit
-def key_bias(bs, key, here, WEIGHTED: tl.constexpr):
-    """Log-weights of keys to base 2; -inf where there is none."""
-    bias = tl.where(here, 0.0, float("-inf"))
-    if WEIGHTED:
-        bias = tl.load(bs + key, mask=here, other=float("-inf")) * 1.4426950408889634
-    return bias
 
 
 @jit
@@ -115,7 +107,7 @@ def tilt(
         slot = tl.cast(leaf, tl.int64) * L
         key = load_rows(ks + slot * d, key_at, one, d, D)
         score = tl.dot(middle, tl.trans(key), input_precision=PRECISION)
-        bias = key_bias(bs + slot, key_at, one, WEIGHTED)
+        bias = bias_of(bs + slot, key_at, one, WEIGHTED)
         score = score * (scale * 1.4426950408889634) + bias[None, :]
         score = tl.where((leaf < shown)[:, None], score, float("-inf"))
         top = tl.max(score, 1)
@@ -292,10 +284,7 @@ def attend(
         top, mass, total = _add_keys(
             token, load_rows(ks + slot * d, key, here, d, D),
             load_rows(vs + slot * dv, key, here, dv, E),
-            key_bias(bs + slot, key, here, WEIGHTED), top, mass, total, scale, PRECISION,
+            bias_of(bs + slot, key, here, WEIGHTED), top, mass, total, scale, PRECISION,
         )  # fmt: skip
-    has = mass > 0.0
-    total = tl.where(has[:, None], total / mass[:, None], 0.0)
-    size = tl.where(has, (top + tl.log2(mass)) * 0.6931471805599453, float("-inf"))
-    store_rows(out + bh * n * dv, total, row, live, dv, E)
-    tl.store(lse + bh * n + row, size, mask=live)
+    cols = tl.arange(0, E)
+    store_quotients(out + bh * n * dv, lse + bh * n, total, top, mass, row, live, cols, dv)

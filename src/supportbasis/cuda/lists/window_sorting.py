@@ -11,7 +11,6 @@ projections, tokens keep the sequence in which they came.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...errors import InputError
-from ...lists.sorting import AXES, AXIS_STEPS, NODE_STEPS, SORTED, sample_size
+from ...lists.sorting import AXES, AXIS_STEPS, NODE_STEPS, SORTED, leading_coordinates, sample_size
 from ...lists.sorting import CENTRES as MOST_CENTRES
 from ..runtime.language import cdiv, interpreted, power_of_two, require, tl
 from . import window_sorting_kernels as kernels
@@ -52,14 +51,27 @@ def window_permutation(
     heads, windows = len(x), cdiv(count, window)
     if 0 in (heads, windows):
         return torch.empty(heads, 0, dtype=torch.int32, device=x.device)
-    cut = _Cut.of(x, window, count, sequence)
-    points = _wide_points(cut) if x.shape[2] > IN_REGISTERS else _points(cut)
+    x = x if x.stride(2) == 1 else x.contiguous()
+    slots = count if sequence is None else sequence.shape[1]
+    given = x if sequence is None else sequence.contiguous()
+    listed = sequence is not None
+    if x.shape[2] > IN_REGISTERS:
+        points = _wide_points(x, sequence, window, windows, count)
+    else:
+        points = x.new_empty((heads, windows, window, AXES), dtype=torch.float32)
+        d, width = x.shape[2], power_of_two(x.shape[2])
+        tile = (128 if width <= 64 else 64) // (2 if x.dtype == torch.float32 else 1)
+        kernels.axes[(windows, heads)](
+            x, given, points, slots, count, *x.stride()[:2], d, window, width, min(window, tile),
+            min(AXES, d), AXIS_STEPS // 2, listed, *_operands(x.dtype),
+            num_warps=4 if width <= 64 else 8, num_stages=2,
+        )  # fmt: skip
     permutation = torch.empty(heads, windows * window, dtype=torch.int32, device=x.device)
     keys = torch.empty_like(permutation, dtype=torch.uint32)
     levels = [(window // size).bit_length() - 1 for size in (leaf, other)]
     kernels.split[(windows, heads)](
-        points, cut.sequence, keys, permutation, cut.slots, count, first, *levels,
-        window, max(levels), NODE_STEPS + 1, cut.listed,
+        points, given, keys, permutation, slots, count, first, *levels,
+        window, max(levels), NODE_STEPS + 1, listed,
         num_warps=max(1, window // (32 * HELD)), maxnreg=16 * HELD,
     )  # fmt: skip
     return permutation
@@ -86,12 +98,10 @@ def head_permutation(
             f"{tuple(x.shape[:2])}"
         )
     hidden = None if hidden is None else hidden[:, :count].contiguous()
-    if count <= SPAN:
-        window = max(NARROWEST, leaf * power_of_two(cdiv(count, leaf), 1))
-        return window_permutation(
-            x, window, leaf, count, None if hidden is None else _visible(hidden)
-        )
-    return window_permutation(x, SPAN, leaf, count, _by_centre(x, count, hidden), others)
+    if count > SPAN:
+        return window_permutation(x, SPAN, leaf, count, _by_centre(x, count, hidden), others)
+    window = max(NARROWEST, leaf * power_of_two(cdiv(count, leaf), 1))
+    return window_permutation(x, window, leaf, count, None if hidden is None else _visible(hidden))
 
 
 def _check(x: Tensor, window: int, leaf: int, count: int, sequence: Tensor | None) -> None:
@@ -117,45 +127,6 @@ def _check(x: Tensor, window: int, leaf: int, count: int, sequence: Tensor | Non
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Cut:
-    """Tokens and the windows that their slots are cut into."""
-
-    x: Tensor  # [heads, tokens, d]; the entries of a token lie together
-    sequence: Tensor  # [heads, slots], or anything
-    listed: bool
-    slots: int
-    window: int
-    windows: int
-    count: int
-
-    @staticmethod
-    def of(x: Tensor, window: int, count: int, sequence: Tensor | None) -> _Cut:
-        x = x if x.stride(2) == 1 else x.contiguous()
-        listed = sequence is not None
-        given = x if sequence is None else sequence.contiguous()
-        slots = count if sequence is None else sequence.shape[1]
-        return _Cut(x, given, listed, slots, window, cdiv(count, window), count)
-
-    def new_points(self) -> Tensor:
-        shape = (len(self.x), self.windows, self.window, AXES)
-        return torch.empty(shape, dtype=torch.float32, device=self.x.device)
-
-
-def _points(cut: _Cut) -> Tensor:
-    """Principal coordinates of all windows, [heads, windows, window, AXES] float32."""
-    points, d = cut.new_points(), cut.x.shape[2]
-    width = power_of_two(d)
-    tile = (128 if width <= 64 else 64) // (2 if cut.x.dtype == torch.float32 else 1)
-    kernels.axes[(cut.windows, len(cut.x))](
-        cut.x, cut.sequence, points, cut.slots, cut.count, *cut.x.stride()[:2], d,
-        cut.window, width, min(cut.window, tile), min(AXES, d),
-        AXIS_STEPS // 2, cut.listed, *_operands(cut.x.dtype),
-        num_warps=4 if width <= 64 else 8, num_stages=2,
-    )  # fmt: skip
-    return points
-
-
 def _operands(dtype: torch.dtype) -> tuple[Any, Any, str | None]:
     """Dtypes of tokens in sums of products and in projections, and the precision of float32. What
     is summed was shifted, which 16 bits of float16 may not hold."""
@@ -164,27 +135,19 @@ def _operands(dtype: torch.dtype) -> tuple[Any, Any, str | None]:
     return tl.bfloat16, tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, None
 
 
-def _wide_points(cut: _Cut) -> Tensor:
-    """The same by PyTorch, for tokens whose covariance no program can hold."""
-    heads, _, d = cut.x.shape
-    slots = cut.windows * cut.window
-    token = torch.arange(slots, device=cut.x.device).expand(heads, slots)
-    if cut.listed:
-        token = pad(cut.sequence[:, :slots], (0, max(0, slots - cut.slots)), value=-1)
-    real = ((token >= 0) & (token < cut.count)).reshape(heads * cut.windows, cut.window, 1)
-    index = token.clamp(0, cut.count - 1).long().unsqueeze(2).expand(-1, -1, d)
-    y = cut.x.gather(1, index).view(heads * cut.windows, cut.window, d).float() * real
-    y = (y - y.sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)) * real
-    y = y / y.square().sum(1).amax(1).sqrt().clamp(min=1e-30).view(-1, 1, 1)
-    C, found = y.mT @ y, []
-    for _ in range(AXES):
-        v = C.gather(2, C.diagonal(0, 1, 2).argmax(1).view(-1, 1, 1).expand(-1, d, 1))
-        for _ in range(AXIS_STEPS):
-            v = C @ v
-            v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp(min=1e-30)
-        C = C - (v.mT @ C @ v) * (v @ v.mT)
-        found.append(v)
-    return ((y @ torch.cat(found, 2)) * math.sqrt(cut.window)).contiguous()
+def _wide_points(
+    x: Tensor, sequence: Tensor | None, window: int, windows: int, count: int
+) -> Tensor:
+    """Coordinates by PyTorch, for tokens whose covariance no program can hold."""
+    heads, _, d = x.shape
+    slots = windows * window
+    token = torch.arange(slots, device=x.device).expand(heads, slots)
+    if sequence is not None:
+        token = pad(sequence[:, :slots], (0, max(0, slots - sequence.shape[1])), value=-1)
+    padded = ((token < 0) | (token >= count)).reshape(heads * windows, window)
+    index = token.clamp(0, count - 1).long().unsqueeze(2).expand(-1, -1, d)
+    tokens = x.gather(1, index).view(heads * windows, window, d)
+    return leading_coordinates(tokens, padded).contiguous()
 
 
 def _visible(hidden: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ..runtime.language import jit, tl
+from ..runtime.language import jit, tile_of, tl
 
 
 @jit
@@ -19,15 +19,13 @@ def tokens_of(sequence, slot, slots, count, LISTED: tl.constexpr):
 @jit
 def rows_at(x, token, x_t, d, D: tl.constexpr):
     """Rows of ``x`` [tokens, D] as they are stored; zeros where there is no token."""
-    dims = tl.arange(0, D)
-    at = x + token.to(tl.int64)[:, None] * x_t + dims[None, :]
-    return tl.load(at, mask=(token >= 0)[:, None] & (dims < d)[None, :], other=0.0)
+    return tile_of(x, token.to(tl.int64), token >= 0, tl.arange(0, D), x_t, d)
 
 
 @jit
 def unit(v):
-    """A vector divided by its length; zeros stay."""
-    return v / tl.maximum(tl.sqrt(tl.sum(v * v, 0)), 1.1754944e-38)
+    """A vector divided by its length; very short ones, whose squares vanish, get shorter."""
+    return v / tl.maximum(tl.sqrt(tl.sum(v * v, 0)), 1.0842022e-19)
 
 
 @jit
@@ -35,17 +33,19 @@ def deflated_axes(C, d, D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr):
     """R principal axes [D, 16] of a covariance [D, D], by 2 * PAIRS power iterations each.
 
     C is symmetric: its products with v alternate between sums over rows and over columns, so that
-    v always lies where the next product wants it. Entries of C are at most 1, so that every other
-    product may go without being divided by its length.
+    v always lies where the next product wants it. Every other product is divided by the largest
+    entry of C instead of its length, which would take a sum.
     """
     dims, columns = tl.arange(0, D), tl.arange(0, 16)
     on_diagonal = dims[:, None] == dims[None, :]
     V = tl.zeros((D, 16), dtype=tl.float32)
     for k in range(R):
-        largest = tl.argmax(tl.sum(tl.where(on_diagonal, C, 0.0), 0), 0)
+        diagonal = tl.sum(tl.where(on_diagonal, C, 0.0), 0)
+        size, largest = tl.max(diagonal, 0, return_indices=True)
+        size = tl.maximum(size, 1.0842022e-19)
         v = unit(tl.sum(tl.where(dims[None, :] == largest, C, 0.0), 1))
         for _ in range(PAIRS):
-            u = tl.sum(C * v[:, None], 0)
+            u = tl.sum(C * v[:, None], 0) / size
             v = unit(tl.sum(C * u[None, :], 1))
         along = tl.sum(C * v[:, None], 0)
         across = tl.sum(tl.where(on_diagonal, v[:, None], 0.0), 0)

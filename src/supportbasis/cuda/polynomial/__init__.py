@@ -3,7 +3,7 @@
 ===================  =====================================================================
 `threshold_heads`    forward and gradients of polynomial and threshold heads
 `setting`            what the kernels of a call share, and their tile shapes
-`sums`               feature sums and their read-out; `sum_gradients`: gradients
+`sums`               feature sums, their read-out and its gradients
 `moments`            kernels of degree 0 and 1; `folded`: of degree 2
 `contract`           kernels of the gradients
 ===================  =====================================================================

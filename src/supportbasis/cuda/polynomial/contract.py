@@ -8,7 +8,7 @@ that are gathered from the folded state (its diagonal is zero; squares have thei
 
 from __future__ import annotations
 
-from ..runtime.language import jit, tl
+from ..runtime.language import jit, tile_of, tl
 from .folded import entry, head_coefficients, own_chunk, visible_pairs
 
 
@@ -26,8 +26,7 @@ def gradient_rows(
     inside = live[:, None] & (cols < dv)[None, :]
     grad += (bh // heads) * grad_b + (bh % heads) * grad_h + start * grad_n
     at = bh * n * dv + start * dv + near[:, None] * dv + cols[None, :]
-    slope = tl.load(grad + near[:, None] * grad_n + cols[None, :], mask=inside, other=0.0)
-    slope = slope.to(tl.float32)
+    slope = tile_of(grad, near, live, cols, grad_n, dv).to(tl.float32)
     value = tl.load(output + at, mask=inside, other=0.0).to(tl.float32)
     size = tl.load(lse + bh * n + start + near, mask=live, other=float("-inf"))
     if EXCLUDED:
@@ -92,13 +91,8 @@ def contract(
     x += (bh // heads) * x_b + (bh % heads) * x_h + start * x_n
     words += bh * d * padded + start
     u += (bh // heads) * u_b + (bh % heads) * u_h + start * u_n
-    tokens = tl.load(
-        x + near[:, None] * x_n + dims[None, :], mask=live[:, None] & (dims < d)[None, :], other=0.0
-    ).to(OPERAND)
-    direction = tl.load(
-        u + near[:, None] * u_n + cols[None, :],
-        mask=live[:, None] & (cols < dv)[None, :], other=0.0,
-    ).to(OPERAND)  # fmt: skip
+    tokens = tile_of(x, near, live, dims, x_n, d).to(OPERAND)
+    direction = tile_of(u, near, live, cols, u_n, dv).to(OPERAND)
     own = start // chunk if SCAN != 0 else start * 0
     offset = own * (tl.num_programs(2) // ratio) + bh // ratio
     state += offset * (blocks * D * E)
@@ -120,10 +114,7 @@ def contract(
             direction, tl.load(state + pairs * (D * E) + to[None, :] * E + cols[:, None]),
             input_precision=PRECISION,
         )  # fmt: skip
-        again = tl.load(
-            x + near[:, None] * x_n + to[None, :],
-            mask=live[:, None] & (to < d)[None, :], other=0.0,
-        )  # fmt: skip
+        again = tile_of(x, near, live, to, x_n, d)
         total += 2.0 * part * again.to(tl.float32)
         columns = matrix + dims[:, None] * D + to[None, :]
         part = tl.dot(tokens, tl.load(columns), input_precision=PRECISION)
@@ -146,14 +137,8 @@ def contract(
             if WEIGHTED:
                 weight = tl.load(w + other * m + index, mask=here, other=0.0)
                 here = here & (weight != 0.0)
-            ty = tl.load(
-                ys + index[:, None] * y_n + dims[None, :],
-                mask=here[:, None] & (dims < d)[None, :], other=0.0,
-            ).to(OPERAND)  # fmt: skip
-            tv = tl.load(
-                vs + index[:, None] * v_n + cols[None, :],
-                mask=here[:, None] & (cols < dv)[None, :], other=0.0,
-            ).to(OPERAND)  # fmt: skip
+            ty = tile_of(ys, index, here, dims, y_n, d).to(OPERAND)
+            tv = tile_of(vs, index, here, cols, v_n, dv).to(OPERAND)
             z = tl.dot(tokens, tl.trans(ty), input_precision=PRECISION)
             change = tl.dot(direction, tl.trans(tv), input_precision=PRECISION)
             if QUERIES:
@@ -165,10 +150,7 @@ def contract(
             if WEIGHTED:
                 change = change * weight[None, :]
             change = tl.where(visible_pairs(start + near, index, here, SCAN), change, 0.0)
-            side = tl.load(
-                ys + index[:, None] * y_n + to[None, :],
-                mask=here[:, None] & (to < d)[None, :], other=0.0,
-            ).to(OPERAND)  # fmt: skip
+            side = tile_of(ys, index, here, to, y_n, d).to(OPERAND)
             total = tl.dot(change.to(OPERAND), side, total, input_precision=PRECISION)
 
     if ROW_WEIGHTED:

@@ -10,7 +10,7 @@ features another (P + 1).
 
 from __future__ import annotations
 
-from ..runtime.language import jit, tl
+from ..runtime.language import jit, tile_of, tl
 
 
 @jit
@@ -87,10 +87,8 @@ def square_state(
         token = start + near
         x = tl.load(forward + token[None, :], mask=known, other=0.0)
         y = tl.load(backward + token[None, :], mask=known, other=0.0)
-        value = tl.load(
-            v + tl.cast(start, tl.int64) * v_n + near[:, None] * v_n + cols[None, :],
-            mask=(token < last)[:, None] & (cols < dv)[None, :], other=0.0,
-        ).to(OPERAND)  # fmt: skip
+        value = tile_of(v + tl.cast(start, tl.int64) * v_n, near, token < last, cols, v_n, dv)
+        value = value.to(OPERAND)
         f = _row_features(xt, x, y, mask0, p, token, padded, d, PACKED)
         sum0 = tl.dot(f, value, sum0, input_precision=PRECISION)
         if R > 1:
@@ -204,10 +202,7 @@ def normaliser(
             offset = matrix + dims[:, None] * D + cols[None, :]
             mapped = tl.dot(tokens, tl.load(offset), input_precision=PRECISION)
             mapped = tl.dot(tokens, tl.load(offset + D * D), mapped, input_precision=PRECISION)
-            again = tl.load(
-                x + rows[:, None] * x_n + cols[None, :],
-                mask=(rows < n)[:, None] & (cols < d)[None, :], other=0.0,
-            )  # fmt: skip
+            again = tile_of(x, rows, rows < n, cols, x_n, d)
             den += c2 * tl.sum(mapped * again.to(tl.float32), 1)
     return den
 
@@ -242,8 +237,7 @@ def read_out(
         live = live & (scale != 0.0)
     x += (bh // heads) * x_b + (bh % heads) * x_h + start * x_n
     words += bh * d * padded + start
-    known = live[:, None] & (dims < d)[None, :]
-    tokens = tl.load(x + near[:, None] * x_n + dims[None, :], mask=known, other=0.0).to(OPERAND)
+    tokens = tile_of(x, near, live, dims, x_n, d).to(OPERAND)
     own = start // chunk if SCAN != 0 else start * 0
     state_heads = tl.num_programs(2) // ratio
     offset = own * state_heads + bh // ratio
@@ -255,9 +249,9 @@ def read_out(
 
     total = tl.zeros((BM, EB), dtype=tl.float32)
     if DEGREE == 2:
-        reverse = tl.load(
-            x + near[:, None] * x_n + (d - 1 - dims)[None, :], mask=known, other=0.0
-        ).to(OPERAND)
+        known = live[:, None] & (dims < d)[None, :]
+        reverse = x + near[:, None] * x_n + (d - 1 - dims)[None, :]
+        reverse = tl.load(reverse, mask=known, other=0.0).to(OPERAND)
         for first in range(0, pairs, U):
             for step in tl.static_range(U):
                 p = first + step
@@ -295,10 +289,7 @@ def read_out(
             if WEIGHTED:
                 weight = tl.load(w + other * m + index, mask=here, other=0.0)
                 here = here & (weight != 0.0)
-            ty = tl.load(
-                ys + index[:, None] * y_n + dims[None, :],
-                mask=here[:, None] & (dims < d)[None, :], other=0.0,
-            ).to(OPERAND)  # fmt: skip
+            ty = tile_of(ys, index, here, dims, y_n, d).to(OPERAND)
             z = tl.dot(tokens, tl.trans(ty), input_precision=PRECISION)
             if QUERIES:
                 z = c0 + z * (c1 + c2 * z)
@@ -308,10 +299,7 @@ def read_out(
             if WEIGHTED:
                 z = z * weight[None, :]
             z = tl.where(visible_pairs(start + near, index, here, SCAN), z, 0.0)
-            tu = tl.load(
-                us + index[:, None] * u_n + cols[None, :],
-                mask=here[:, None] & (cols < dv)[None, :], other=0.0,
-            ).to(OPERAND)  # fmt: skip
+            tu = tile_of(us, index, here, cols, u_n, dv).to(OPERAND)
             total = tl.dot(z.to(OPERAND), tu, total, input_precision=PRECISION)
             if not QUERIES and NORMALISER:  # the queries' slopes weigh the denominator alone
                 z *= tl.load(w + other * m + index, mask=here, other=0.0)[None, :]

@@ -9,7 +9,7 @@ float32.
 
 from __future__ import annotations
 
-from ..runtime.language import jit, tl
+from ..runtime.language import jit, tile_of, tl
 
 
 @jit
@@ -36,10 +36,7 @@ def prepare(
         live = live & (weight != 0.0)
     dims = tl.arange(0, D)
     source = x + (bh // heads) * x_b + (bh % heads) * x_h + start * x_n
-    tile = tl.load(
-        source + near[:, None] * x_n + dims[None, :],
-        mask=live[:, None] & (dims[None, :] < d), other=0.0,
-    )  # fmt: skip
+    tile = tile_of(source, near, live, dims, x_n, d)
     if TRANSPOSE:
         tl.store(
             xt + bh * d * padded + start + dims[:, None] * padded + near[None, :],
@@ -54,10 +51,7 @@ def prepare(
     if WEIGHTED:
         cols = tl.arange(0, E)
         source = v + (bh // heads) * v_b + (bh % heads) * v_h + start * v_n
-        value = tl.load(
-            source + near[:, None] * v_n + cols[None, :],
-            mask=live[:, None] & (cols[None, :] < dv), other=0.0,
-        )  # fmt: skip
+        value = tile_of(source, near, live, cols, v_n, dv)
         tl.store(
             vw + bh * n * dv + start * dv + near[:, None] * dv + cols[None, :],
             (value.to(tl.float32) * weight[:, None]).to(vw.dtype.element_ty),
@@ -99,11 +93,7 @@ def value_moments(
             x + at * x_n + near[None, :] * x_n + rows[:, None] * x_d,
             mask=live[None, :] & (rows[:, None] < d), other=0.0,
         )  # fmt: skip
-        value = tl.load(
-            v + at * v_n + near[:, None] * v_n + cols[None, :],
-            mask=live[:, None] & (cols[None, :] < dv), other=0.0,
-        )  # fmt: skip
-        value = value.to(OPERAND)
+        value = tile_of(v + at * v_n, near, live, cols, v_n, dv).to(OPERAND)
         tokens = tokens.to(OPERAND)
         linear = tl.dot(tokens, value, linear, input_precision=PRECISION)
         if SQUARES:

@@ -97,14 +97,20 @@ class Setting:
         self.dtype = torch.float32 if full else torch.bfloat16  # of operands
         self.packed = not full
         self.precision = polynomials.precision if full else None  # of float32 products
-        self.switches = {
-            "OPERAND": tl.float32 if full else tl.bfloat16,
-            "PRECISION": self.precision,
-        }
+        operand = tl.float32 if full else tl.bfloat16
+        self.switches = {"OPERAND": operand, "PRECISION": self.precision}
         self.tiles = polynomials.tiles or choose_tiles(self.dim, self.value_dim, full, self.causal)
         rows = (self.tiles.read.rows, self.tiles.contract.rows, self.tiles.state.tokens, 64)
         if self.chunk % max(rows):
             raise InputError(f"chunk: got {self.chunk}, expected a multiple of the kernels' rows")
+
+    def scan(self, before: bool) -> int:
+        """1: rows attend to tokens not after them, -1: not before them; 0: to all."""
+        return (1 if before else -1) if self.causal else 0
+
+    def states(self, rows: Tensor) -> int:
+        """Sums of the other side that these rows [..., n, d] read: one for each chunk."""
+        return -(-rows.shape[-2] // self.chunk) if self.causal else 1
 
 
 def operands(x: Tensor, causal: bool) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.language import cdiv, power_of_two
-from . import folded, moments
+from . import contract, folded, moments
 from .setting import Polynomials, Setting, operands
 
 PAD = 128  # transposed tokens are padded to a multiple of this
@@ -91,16 +91,15 @@ def prepared(
         return side
     x, v, padded = side.tokens, side.values, side.padded
     batch, heads, n, d = x.shape
-    dv, wide = setting.value_dim, max(setting.width, setting.value_width)
-    new = partial(torch.empty, device=x.device)
+    dv, new = setting.value_dim, partial(x.new_empty, dtype=setting.dtype)
     transposed = words = weighted = None
     if summed or not setting.packed:
-        transposed = new(batch, heads, d, padded, dtype=setting.dtype)
+        transposed = new((batch, heads, d, padded))
     if read and setting.packed:
-        words = new(batch, heads, d, padded, dtype=torch.int32)
+        words = new((batch, heads, d, padded), dtype=torch.int32)
     if apply:
-        weighted = new(batch, heads, n, dv, dtype=setting.dtype)
-    at_once = 64 if wide <= 128 else 32
+        weighted = new((batch, heads, n, dv))
+    at_once = 64 if max(setting.width, setting.value_width) <= 128 else 32
     moments.prepare[(padded // at_once, batch * heads)](
         x, v, x if weight is None else weight,
         x if transposed is None else transposed, x if words is None else words,
@@ -114,13 +113,7 @@ def prepared(
 
 
 def sums_over(
-    side: Side,
-    setting: Setting,
-    *,
-    scan: int = 0,
-    states: int = 1,
-    group: int = 1,
-    queries: bool = False,
+    side: Side, setting: Setting, *, states: int = 1, group: int = 1, queries: bool = False
 ) -> State:
     """Sums over the tokens of ``side``, over ``group`` heads together.
 
@@ -130,11 +123,12 @@ def sums_over(
     x, padded = side.tokens, side.padded
     value = side.values if side.weighted is None else side.weighted
     batch, heads, n, d = x.shape
-    dv, degree, width = setting.value_dim, setting.degree, setting.width
-    all_heads, tiles, blocks = batch * heads, setting.tiles, setting.blocks
-    shape = tiles.state
-    row_tiles, col_tiles = cdiv(width, shape.rows), cdiv(setting.value_width, shape.columns)
-    groups = cdiv(setting.pairs, shape.pairs)
+    all_heads, own = batch * heads, batch * heads // group
+    dv, width, value_width = setting.value_dim, setting.width, setting.value_width
+    blocks, shape, small = setting.blocks, setting.tiles.state, setting.tiles.small
+    square, weighted = setting.degree == 2, side.weight is not None
+    row_tiles, col_tiles = cdiv(width, shape.rows), cdiv(value_width, shape.columns)
+    groups, scan = cdiv(setting.pairs, shape.pairs), setting.scan(not queries)
     if scan:
         span, splits = setting.chunk, cdiv(n, setting.chunk)
     else:
@@ -142,7 +136,7 @@ def sums_over(
         splits = min(cdiv(PROGRAMS, programs), cdiv(n, 1024))
         span = cdiv(cdiv(n, splits), PAD) * PAD
         splits = cdiv(n, span)
-    flat_at = d * d if degree == 2 else 0
+    flat_at = d * d if square else 0
     flat_size = flat_at + dv + d + 1
     new = partial(torch.empty, dtype=torch.float32, device=x.device)
     part = new(splits, all_heads, blocks, d, dv)
@@ -151,20 +145,17 @@ def sums_over(
     tokens, token_strides = x, (*x.stride()[:3], 1)
     if side.transposed is not None:
         tokens, token_strides = side.transposed, (heads * d * padded, d * padded, 1, padded)
-    small = tiles.small
-    small_rows = cdiv(width, small)
-    at_once = min(shape.tokens, 64)
-    moments.value_moments[(small_rows * cdiv(setting.value_width, small), splits, all_heads)](
+    small_rows, at_once = cdiv(width, small), min(shape.tokens, 64)
+    moments.value_moments[(small_rows * cdiv(value_width, small), splits, all_heads)](
         tokens, value, weights, part, flat,
         heads, n, span, blocks, d, dv, flat_size, flat_at,
         *token_strides, *value.stride()[:3],
-        small, small, at_once, small_rows, degree == 2, side.weight is not None,
-        **setting.switches,
+        small, small, at_once, small_rows, square, weighted, **setting.switches,
     )  # fmt: skip
-    if degree == 2:
+    if square:
         moments.weight_moments[(small_rows**2, splits, all_heads)](
             tokens, weights, flat, n, span, padded, d, flat_size,
-            small, at_once, small_rows, side.weight is not None, setting.precision,
+            small, at_once, small_rows, weighted, setting.precision,
         )  # fmt: skip
         folded.square_state[(groups * row_tiles * col_tiles, splits, all_heads)](
             tokens, value, fold_masks(d, x.device), part,
@@ -174,23 +165,21 @@ def sums_over(
             **setting.switches, **shape.launch,
         )  # fmt: skip
     # add up the splits, those of queries with their coefficients
-    value_width, own = setting.value_width, all_heads // group
     features = new(states, own, blocks, width, value_width, dtype=setting.dtype)
     vectors = new(states, own, dv + d + 1)
-    size = width if setting.degree == 2 else 0
-    matrix = new(states, own, 2, size, size, dtype=setting.dtype)
-    rows = min(width, 16)
+    size, rows = width if square else 0, min(width, 16)
+    matrix = new(states, own, 2, size, size, dtype=setting.dtype) if square else vectors
     folded.finish_state[(blocks * width // rows, own)](
         part, features, setting.coefficients,
         splits, states, group, setting.pairs, blocks, d, dv,
         width, value_width, rows, scan, queries,
     )  # fmt: skip
     moments.finish_moments[(size + 1, own)](
-        flat, vectors, matrix if size else vectors, setting.coefficients,
+        flat, vectors, matrix, setting.coefficients,
         splits, states, group, d, dv, flat_size, flat_at,
         size, power_of_two(max(dv + d + 1, width)), scan, queries,
     )  # fmt: skip
-    return State(features, vectors, matrix if size else vectors)
+    return State(features, vectors, matrix)
 
 
 def read(
@@ -199,7 +188,6 @@ def read(
     other: Side,
     setting: Setting,
     *,
-    scan: int = 0,
     queries: bool = True,
     slope: Tensor | None = None,
     unit: Tensor | None = None,
@@ -208,29 +196,33 @@ def read(
     """Sums of every row of ``rows`` (their weight multiplies them), and their denominators; with
     a ``unit`` their quotients, and the logarithms of the denominators. Keys that read ``queries``
     have no denominators but the sums of a ``slope`` of each query."""
-    x, y, u = rows.tokens, other.tokens, other.values
-    batch, heads, n, d = x.shape
-    dv, shape = setting.value_dim, setting.tiles.read
-    ratio, members = cdiv(heads, other.heads), cdiv(other.heads, heads)
-    out = torch.empty(batch, heads, n, dv, dtype=dtype, device=x.device)
+    (x, y, u), (batch, heads, n, d) = (rows.tokens, other.tokens, other.values), rows.tokens.shape
+    shape, sizes = setting.tiles.read, pair_sizes(rows, other, setting)
+    out = torch.empty(batch, heads, n, setting.value_dim, dtype=dtype, device=x.device)
     den = torch.empty(batch, heads, n, dtype=torch.float32, device=x.device)
-    weight = den if slope is None else slope
-    weight = weight if other.weight is None else other.weight
-    row_weight = den if rows.weight is None else rows.weight
+    weight = next(w for w in (other.weight, slope, den) if w is not None)
     folded.read_out[(cdiv(n, shape.rows), cdiv(setting.value_width, shape.columns), batch * heads)](
-        x, x if rows.words is None else rows.words, *state,
-        fold_masks(d, x.device), y, u, weight, row_weight,
-        setting.coefficients, den if unit is None else unit, out, den,
-        heads, n, rows.padded, d, dv, setting.pairs, setting.blocks, setting.chunk, ratio,
-        other.heads, y.shape[2], members,
-        *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
+        x, x if rows.words is None else rows.words, *state, fold_masks(d, x.device), y, u, weight,
+        den if rows.weight is None else rows.weight, setting.coefficients,
+        den if unit is None else unit, out, den,
+        *sizes, *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
         setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
         min(setting.width, 64), 1,
-        setting.degree, scan, queries, queries or slope is not None, unit is not None,
-        other.weight is not None, rows.weight is not None, setting.packed,
+        setting.degree, setting.scan(queries), queries, queries or slope is not None,
+        unit is not None, other.weight is not None, rows.weight is not None, setting.packed,
         **setting.switches, **shape.launch,
     )  # fmt: skip
     return out, den
+
+
+def pair_sizes(rows: Side, other: Side, setting: Setting) -> tuple[int, ...]:
+    """What kernels take whose rows read the sums of another side."""
+    n, d = rows.tokens.shape[2:]
+    return (
+        rows.heads, n, rows.padded, d, setting.value_dim, setting.pairs, setting.blocks,
+        setting.chunk, cdiv(rows.heads, other.heads), other.heads, other.tokens.shape[2],
+        cdiv(other.heads, rows.heads),
+    )  # fmt: skip
 
 
 def key_weights(log_weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,14 +234,22 @@ def key_weights(log_weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def polynomial_sums(
-    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials
+    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials, unit: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Numerators and denominators in float32, in units of exp(unit).
+    """Numerators and denominators in float32, in units of exp(polynomials.unit); with a ``unit``
+    the output and lse of `polynomial_attention`.
 
     query [batch, heads, n, d], key and value [batch, key heads, m, ...] with heads a multiple of
     key heads.
     """
-    return _forward(query, key, value, polynomials, None)
+    columns, causal = value.shape[-1], polynomials.causal
+    dtype = torch.float32 if unit is None else query.dtype
+    query, key, value = (operands(x, causal) for x in (query, key, value))
+    setting = Setting(query, value, polynomials)
+    keys, state = key_sums(query, key, value, polynomials.weight, setting)
+    queries = prepared(query, value, None, setting, read=True)
+    out, den = read(queries, state, keys, setting, unit=unit, dtype=dtype)
+    return out[..., :columns], den
 
 
 def polynomial_attention(
@@ -257,20 +257,7 @@ def polynomial_attention(
 ) -> tuple[Tensor, Tensor]:
     """Output in the dtype of the query and lse; rows whose denominator is not positive get zeros
     and -inf."""
-    return _forward(query, key, value, polynomials, polynomials.unit)
-
-
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials, unit: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    columns, causal = value.shape[-1], polynomials.causal
-    dtype = torch.float32 if unit is None else query.dtype
-    query, key, value = (operands(x, causal) for x in (query, key, value))
-    setting = Setting(query, value, polynomials)
-    keys, state = key_sums(query, key, value, polynomials.weight, setting)
-    queries = prepared(query, value, None, setting, read=True)
-    out, den = read(queries, state, keys, setting, scan=int(causal), unit=unit, dtype=dtype)
-    return out[..., :columns], den
+    return polynomial_sums(query, key, value, polynomials, polynomials.unit)
 
 
 def key_sums(
@@ -279,6 +266,84 @@ def key_sums(
 ) -> tuple[Side, State]:  # fmt: skip
     """The side of the keys, and its sums."""
     keys = prepared(key, value, weight, setting, summed=True, read=read, apply=weight is not None)
-    scan = int(setting.causal)
-    states = cdiv(query.shape[2], setting.chunk) if scan else 1
-    return keys, sums_over(keys, setting, scan=scan, states=states)
+    return keys, sums_over(keys, setting, states=setting.states(query))
+
+
+def token_gradient(
+    rows: Side,
+    slope: Tensor,
+    state: State,
+    other: Side,
+    setting: Setting,
+    queries: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Gradient of the tokens of ``rows``, whose values are the directions (see `contract`)."""
+    x, u, y, v = rows.tokens, rows.values, other.tokens, other.values
+    shape, (batch, heads, n, d) = setting.tiles.contract, x.shape
+    out = torch.empty(batch, heads, n, d, dtype=dtype, device=x.device)
+    contract.contract[(cdiv(n, shape.rows), cdiv(setting.width, shape.columns), batch * heads)](
+        x, x if rows.words is None else rows.words, u, slope, *state,
+        y, v, slope if other.weight is None else other.weight,
+        slope if rows.weight is None else rows.weight, setting.coefficients, out,
+        *pair_sizes(rows, other, setting),
+        *x.stride()[:3], *u.stride()[:3], *y.stride()[:3], *v.stride()[:3],
+        setting.width, shape.columns, setting.value_width, shape.rows, shape.tokens,
+        setting.degree, setting.scan(queries), queries,
+        other.weight is not None, rows.weight is not None, setting.packed,
+        **setting.switches, **shape.launch,
+    )  # fmt: skip
+    return out
+
+
+def polynomial_gradients(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    polynomials: Polynomials,
+    output: Tensor,
+    lse: Tensor,
+    *,
+    excluded: Tensor | None = None,
+    for_weights: bool = False,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and, if asked for, of the logarithm of the weights.
+
+    ``lse`` belongs to the whole row, so other components may have been added to the sums; rows
+    that are ``excluded`` [batch, heads, n] had none of them.
+    """
+    dim, columns, causal = query.shape[-1], value.shape[-1], polynomials.causal
+    dtype = dtype or query.dtype
+    query, key, value, grad, output = (
+        operands(x, causal) for x in (query, key, value, grad.to(query.dtype), output)
+    )
+    setting = Setting(query, value, polynomials)
+    batch, heads, n = lse.shape
+    grad, output = rows_of(grad), output.contiguous()
+    g = torch.empty(batch, heads, n, setting.value_dim, dtype=setting.dtype, device=grad.device)
+    h = torch.empty_like(lse)
+    contract.gradient_rows[(cdiv(n, 64), batch * heads)](
+        grad, output, lse, polynomials.unit, h if excluded is None else excluded,
+        h if grad_lse is None else grad_lse.contiguous(), g, h,
+        heads, n, setting.value_dim, *grad.stride()[:3],
+        setting.value_width, 64, grad_lse is not None, excluded is not None,
+    )  # fmt: skip
+    group, weight, states = heads // key.shape[1], polynomials.weight, setting.states(key)
+    keys, state = key_sums(query, key, value, weight, setting, read=True)
+    queries = prepared(query, g, h, setting, summed=True, read=True)
+    of_queries = sums_over(queries, setting, states=states, group=group, queries=True)
+    queries = replace(queries, weight=None)
+    grad_query = token_gradient(queries, h, state, keys, setting, True, dtype)
+    grad_key = token_gradient(keys, h, of_queries, queries, setting, False, dtype)
+    grad_value, slope = read(
+        keys, of_queries, queries, setting, queries=False, slope=h if for_weights else None,
+        dtype=torch.float32 if for_weights else dtype,
+    )  # fmt: skip
+    made = (grad_query[..., :dim], grad_key[..., :dim], grad_value[..., :columns].to(dtype))
+    if not for_weights:
+        return (*made, None)
+    slope = (grad_value * value).sum(-1) + (slope if weight is None else weight * slope)
+    return (*made, slope if weight is None else torch.where(weight > 0, slope, 0.0))

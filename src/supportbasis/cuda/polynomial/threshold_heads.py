@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -31,8 +31,7 @@ from ..exact.rectangle import Rectangle, Start, Tokens, Totals, add_gradients, e
 from ..runtime.capacity import Capacity, Sizes, all_unless, enough
 from ..runtime.lengths import large, listed, rounded_down
 from .setting import Polynomials
-from .sum_gradients import polynomial_gradients
-from .sums import key_weights, polynomial_attention, polynomial_sums
+from .sums import key_weights, polynomial_attention, polynomial_gradients, polynomial_sums
 
 
 def _polynomial(head: HeadPlan) -> CertifiedPolynomial:
@@ -84,10 +83,11 @@ def _attended(problem: Problem, plan: Plan, split: Split) -> tuple[Tensor, Tenso
     """Output and lse of all rows."""
     sums = _Sums.of(problem, plan, split, shared=split.shared)
     if not split.keys.most:
-        output, lse = (x.reshape(problem.query.shape[:3] + x.shape[3:]) for x in sums.attention())
+        made = polynomial_attention(*sums)
+        output, lse = (x.reshape(problem.query.shape[:3] + x.shape[3:]) for x in made)
     else:
         output, lse = empty_results(problem)
-        num, den = sums.sums()
+        num, den = polynomial_sums(*sums)
         start = Start(num.contiguous(), den, sums.polynomials.unit)
         exact_rows(_small_rows(problem, split), output, lse, start)
     output, lse = output.contiguous(), lse.contiguous()
@@ -115,7 +115,7 @@ def _pulled_back(
     the capacity was exceeded."""
     mixed = bool(split.keys.most or split.rows.most or guarded)
     sums = _Sums.of(problem, plan, split, shared=split.shared and not saved.for_weights)
-    made = sums.gradients(saved, split, wide=mixed)
+    made = sums.gradients(problem, saved, split, wide=mixed)
     if not mixed:
         return made
     # rectangles add to sums of their own for each head of the queries, where heads share keys
@@ -145,8 +145,7 @@ def _small_rows(problem: Problem, split: Split) -> Rectangle:
     return replace(whole(problem), keys=split.keys, excluded=split.large_row)
 
 
-@dataclass(frozen=True, eq=False)
-class _Sums:
+class _Sums(NamedTuple):
     """The feature sums of a call. Heads that share keys share their sums too if the weights of
     these keys are the same; else they become batches, and the keys are read several times."""
 
@@ -154,7 +153,6 @@ class _Sums:
     key: Tensor
     value: Tensor
     polynomials: Polynomials
-    problem: Problem
 
     @staticmethod
     def of(problem: Problem, plan: Plan, split: Split, *, shared: bool) -> _Sums:
@@ -179,29 +177,21 @@ class _Sums:
             split.coefficients, unit, max(1, _polynomial(plan.heads[0]).degree), weight,
             problem.is_causal, precision=precision(),
         )  # fmt: skip
-        return _Sums(query, key, value, polynomials, problem)
+        return _Sums(query, key, value, polynomials)
 
-    def attention(self) -> tuple[Tensor, Tensor]:
-        return polynomial_attention(self.query, self.key, self.value, self.polynomials)
-
-    def sums(self) -> tuple[Tensor, Tensor]:
-        return polynomial_sums(self.query, self.key, self.value, self.polynomials)
-
-    def gradients(self, saved: SavedForward, split: Split, wide: bool) -> Gradients:
+    def gradients(
+        self, problem: Problem, saved: SavedForward, split: Split, wide: bool
+    ) -> Gradients:
         """Of the call's tokens; ``wide``: in float32."""
-        problem, shape = self.problem, self.query.shape[:2]
-
-        def reshaped(x: Tensor) -> Tensor:
-            return x.reshape(*shape, *x.shape[2:])
-
-        made = polynomial_gradients(
-            reshaped(saved.grad), None if saved.grad_lse is None else reshaped(saved.grad_lse),
-            self.query, self.key, self.value, self.polynomials,
-            reshaped(saved.output), reshaped(saved.lse),
-            excluded=None if split.large_row is None else reshaped(split.large_row),
-            for_weights=saved.for_weights, dtype=torch.float32 if wide else None,
+        given = (saved.grad, saved.grad_lse, saved.output, saved.lse, split.large_row)
+        grad, grad_lse, output, lse, excluded = (
+            None if x is None else x.reshape(*self.query.shape[:2], *x.shape[2:]) for x in given
+        )
+        query, key, value, weight = polynomial_gradients(
+            cast(Tensor, grad), grad_lse, *self, cast(Tensor, output), cast(Tensor, lse),
+            excluded=excluded, for_weights=saved.for_weights,
+            dtype=torch.float32 if wide else None,
         )  # fmt: skip
-        query, key, value, weight = made
         if self.key.shape[:2] != problem.key.shape[:2]:
             key, value = (
                 x.float().sum(1).view(problem.batch, -1, *x.shape[2:]) for x in (key, value)
@@ -227,9 +217,7 @@ def _new_split(problem: Problem, plan: Plan, sizes: Sizes) -> tuple[Split, Tenso
     weight = None if problem.key_log_weight is None else problem.key_log_weight.detach().float()
     rows = large(query, problem.heads, limit, None)
     keys = large(key, problem.heads, limit, weight)
-    (row_index, row_count), (key_index, key_count) = (
-        listed(flags, size) for flags, size in zip((rows, keys), sizes, strict=True)
-    )
+    (row_index, row_count), (key_index, key_count) = map(listed, (rows, keys), sizes)
     needed = torch.stack([row_count, key_count]).amax(1)
     fits = enough(needed, sizes)
     listed_rows = Tokens(sizes[0], row_index, row_count.clamp(max=sizes[0]) * fits)
@@ -240,8 +228,7 @@ def _new_split(problem: Problem, plan: Plan, sizes: Sizes) -> tuple[Split, Tenso
     shared = all(len(set(each)) == 1 for each in groups) and (bias is None or bias.stride(1) == 0)
     large_row = (rows | ~fits).view(query.shape[:3]).view(torch.uint8)
     small_key = 1.0 - keys.view(*query.shape[:2], -1).float() if sizes[1] else None
-    split = Split(table, unit, listed_rows, listed_keys, large_row, small_key, shared, fits)
-    return split, needed
+    return Split(table, unit, listed_rows, listed_keys, large_row, small_key, shared, fits), needed
 
 
 _tables: WeakCache[Plan, tuple[torch.device, int, float], tuple[Tensor, Tensor, Tensor]]

@@ -17,12 +17,22 @@ try:
 except ImportError:  # an optional package
     triton = tl = None
 
-__all__ = ["cdiv", "interpreted", "jit", "power_of_two", "require", "tl"]
+__all__ = ["cdiv", "interpreted", "jit", "power_of_two", "require", "tile_of", "tl"]
 
 
 def jit(function):
     """`triton.jit`, or the function itself where Triton is missing."""
     return function if triton is None else triton.jit(function)
+
+
+@jit
+def tile_of(x, row, here, columns, stride, width):
+    """Rows of a matrix; zero where there is none."""
+    return tl.load(
+        x + row[:, None] * stride + columns[None, :],
+        mask=here[:, None] & (columns < width)[None, :],
+        other=0.0,
+    )
 
 
 def interpreted() -> bool:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .language import jit, tl
+from .language import jit, tile_of, tl
 
 
 @jit
@@ -26,11 +26,7 @@ def lengths(
     for first in range(part * span, tl.minimum(count, (part + 1) * span), BT):
         row = first + tl.arange(0, BT)
         counted = row < count
-        x = tl.load(
-            tokens + row.to(tl.int64)[:, None] * stride + entry[None, :],
-            mask=counted[:, None] & (entry < d)[None, :],
-            other=0.0,
-        ).to(tl.float32)
+        x = tile_of(tokens, row.to(tl.int64), counted, entry, stride, d).to(tl.float32)
         counted &= tl.max(tl.abs(x), 1) <= bound
         if WEIGHTED:
             there = (row < count) & (side == 1)
@@ -55,11 +51,7 @@ def large(
     head = tl.program_id(1).to(tl.int64)
     row, entry = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, BD)
     tokens += head // heads * batch_stride + head % heads // group * head_stride
-    x = tl.load(
-        tokens + row.to(tl.int64)[:, None] * stride + entry[None, :],
-        mask=(row < count)[:, None] & (entry < d)[None, :],
-        other=0.0,
-    ).to(tl.float32)
+    x = tile_of(tokens, row.to(tl.int64), row < count, entry, stride, d).to(tl.float32)
     beyond = tl.max(tl.abs(x), 1) > tl.load(limit + head)
     if WEIGHTED:
         weight = tl.load(log_weight + head * count + row, mask=row < count, other=0.0)

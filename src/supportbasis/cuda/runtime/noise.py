@@ -66,15 +66,10 @@ def _feature_noise(head: Head, plan: HeadPlan) -> float:
     polynomial, _ = recertified(head, plan)
     if not polynomial.positive:
         return 1.0
-    spread = sum(abs(c) for c in polynomial.coefficients) * _exp(
-        2 * polynomial.bound - polynomial.log_ratio[0]
-    )
+    exponent = 2 * polynomial.bound - polynomial.log_ratio[0]
+    spread = sum(map(abs, polynomial.coefficients)) * math.exp(min(exponent, 700.0))
     narrow = head.query.dtype != torch.float32
     unit = unit_roundoff(torch.bfloat16) if narrow else max(2.0**-20, product_roundoff(head.dtype))
     depth = sum_depth(max(head.n, head.m), SUMMED) + head.dim + 16
     relative = ROUNDINGS[head.query.dtype] * unit + gamma(depth, unit_roundoff(torch.float32))
     return min(1.0, spread * relative)
-
-
-def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf

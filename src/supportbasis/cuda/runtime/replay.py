@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from threading import Lock
 from weakref import WeakValueDictionary
 
@@ -41,7 +42,8 @@ class CapturedGraph:
         others = (other.graph for other in _graphs.values() if other.stream == stream)
         pool = next((graph.pool() for graph in others), None)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        side = _capture_stream(given[0].device)
+        with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
             result = function(*given)
         return CapturedGraph(graph, stream, memory, given, result)
 
@@ -50,6 +52,12 @@ class CapturedGraph:
             mine.copy_(theirs)
         self.graph.replay()
         return tuple(x.clone() for x in self.result)
+
+
+@lru_cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """PyTorch's own belongs to the device that was the first to need one."""
+    return torch.cuda.Stream(device)
 
 
 _graphs: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
@@ -78,8 +86,7 @@ def joined(first: Tensor, second: Tensor) -> Tensor:
     end = first.storage_offset() + first.numel()
     together = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     if together and second.storage_offset() == end:
-        shape = (len(first) + len(second), *first.shape[1:])
-        return first.as_strided(shape, first.stride(), first.storage_offset())
+        return first.as_strided((first.numel() + second.numel(),), (1,)).view(-1, *first.shape[1:])
     return torch.cat([first, second])
 
 
@@ -93,21 +100,13 @@ def replayed(key: Hashable, function: Function, *given: Tensor) -> tuple[Tensor,
     key = (key, stream, tuple((x.shape, x.dtype) for x in given))
     with _lock:
         if key not in _graphs and _uncaptured[key] in (0, PATIENCE):
-            _capture(key, function, given, stream)
+            _uncaptured[key] = 0
+            with suppress(torch.OutOfMemoryError):
+                _graphs[key] = CapturedGraph.of(function, given, stream)
+            if len(_graphs) > MOST_GRAPHS:
+                _uncaptured[_graphs.popitem(last=False)[0]] = 1
         if key in _graphs:
             _graphs.move_to_end(key)
             return _graphs[key].replay(given)
         _uncaptured[key] += 1
     return function(*given)
-
-
-def _capture(
-    key: Hashable, function: Function, given: tuple[Tensor, ...], stream: Hashable
-) -> None:
-    """Capture a call, unless the device is out of memory, and evict the oldest graph if needed."""
-    _uncaptured[key] = 0
-    with suppress(torch.OutOfMemoryError):
-        _graphs[key] = CapturedGraph.of(function, given, stream)
-    if len(_graphs) > MOST_GRAPHS:
-        oldest, _ = _graphs.popitem(last=False)
-        _uncaptured[oldest] = 1
