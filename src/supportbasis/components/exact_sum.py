@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..polynomials.certified import horner
 from ..polynomials.powers import PowerKernel
-from ..problem.problem import Head
+from ..problem.problem import Head, Problem
 from ..problem.rounding import gamma, product_roundoff, sum_depth, unit_roundoff
 from . import flash
 from .cotangent import Cotangent, Gradients, add_tokens
@@ -149,27 +149,20 @@ class ExactSum:
         """Log-weights of the scores: softmax takes the scores themselves."""
         return score
 
-    def _largest_key(self, head: Head) -> Tensor:
+    def _reach(self, head: Head, rows: Tensor | None) -> Tensor:
+        """Upper bounds of the |score| of each row, by norms."""
         live = head.live_keys if self.keys is None else self.keys
-        return (head.key_norms if live is None else head.key_norms[live]).max()
+        norms = head.query_norms if rows is None else head.query_norms[rows]
+        largest = (head.key_norms if live is None else head.key_norms[live]).max()
+        return abs(head.scale) * norms * largest
 
     def _noise(self, head: Head, tile: Partial, rounding: Tensor, keys: int) -> Tensor:
         """Rounding of a tile's sums."""
         return tile.den * rounding
 
     def _rounding(self, head: Head, rows: Tensor | None, keys: int) -> Tensor:
-        """Relative rounding error of each row's sums: of the scores, then of the sum."""
-        norms = head.query_norms if rows is None else head.query_norms[rows]
-        key_norm, unit = self._largest_key(head), unit_roundoff(head.dtype)
-        score = (
-            abs(head.scale) * norms * key_norm * gamma(head.dim + 6, product_roundoff(head.dtype))
-        )
-        for bias in (head.key_log_weight, head.mask):
-            if bias is not None and bias.dtype != torch.bool:
-                finite = bias.masked_fill(bias == -math.inf, 0.0).abs()
-                score = score + (4 * unit * finite.max() if finite.numel() else 0.0)
-        total = gamma(sum_depth(keys, SUM_BLOCK) + 16, product_roundoff(head.dtype))
-        relative = torch.expm1(2 * score) + total
+        """Relative rounding error of each row's sums."""
+        relative = softmax_rounding(head, self._reach(head, rows), keys)
         # the relative error of a weighted mean is at most 1; that of a sum is not
         return (relative.clamp(max=1.0) if head.normalise else relative).to(head.dtype)
 
@@ -209,36 +202,26 @@ def _by_kernel(
     head: Head, rows: Tensor | None, keys: Tensor | None, total: Partial, noise: Tensor
 ) -> None:
     """Add out * exp(lse) to ``total``: numerator out, denominator 1, log-scale lse."""
-    dim = max(head.dim, head.value_dim)
-    key, value = (
-        _padded(take(source, keys, 0, head.m).to(head.dtype), dim)
-        for source in (head.key, head.value)
+    key, value, bias = (
+        take(x, keys, 0, head.m).to(head.dtype)
+        for x in (head.key, head.value, head.log_weights(head.dtype))
     )
-    bias = head.key_log_weight
-    if bias is not None:
-        bias = take(bias, keys, 0, head.m).to(head.dtype)
     step = len(total.den) if head.is_causal else KERNEL_ROWS
     for start in range(0, len(total.den), step):
         block = slice(start, start + step)
-        query = _padded(take(head.query, rows, start, start + step).to(head.dtype), dim)
+        query = take(head.query, rows, start, start + step).to(head.dtype)
         few = len(query) <= KERNEL_KEYS and not head.is_causal
         whole = len(key) // KERNEL_KEYS if few else 0
         edge = whole * KERNEL_KEYS
         for piece, count in ((slice(0, edge), whole), (slice(edge, None), 1)):
             if not len(key[piece]):
                 continue
-            mask = None
-            if bias is not None:
-                mask = bias[piece].reshape(1, count, 1, -1).expand(-1, -1, len(query), -1)
-            output, lse = flash.attention(
-                query.expand(1, count, *query.shape),
-                key[piece].reshape(1, count, -1, dim),
-                value[piece].reshape(1, count, -1, dim),
-                mask,
-                scale=head.scale,
-                is_causal=head.is_causal,
-            )
-            part = _joined(output[0, ..., : head.value_dim], lse[0].to(head.dtype))
+            k, v, b = (x[piece].unflatten(0, (count, -1)).unsqueeze(0) for x in (key, value, bias))
+            output, lse = flash.attend(
+                query.expand(1, count, *query.shape), k, v,
+                None if head.key_log_weight is None else b.unsqueeze(2), head.scale, head.is_causal,
+            )  # fmt: skip
+            part = _joined(output[0], lse[0].to(head.dtype))
             part.noise = part.den * noise[block]
             total[block].add_(part)
 
@@ -251,9 +234,17 @@ def _joined(output: Tensor, lse: Tensor) -> Partial:
     return Partial(num, weight.sum(0), top, torch.zeros_like(top))
 
 
-def _padded(x: Tensor, dim: int) -> Tensor:
-    """Zero columns up to a common dim, which change no score and no kept output."""
-    return x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
+def softmax_rounding(given: Head | Problem, reach: Tensor, keys: int) -> Tensor:
+    """Relative rounding error of sums of exp(score), where |<q, k>| scale is at most ``reach``: of
+    the scores, then of the sum."""
+    unit = product_roundoff(given.dtype)
+    score = reach * gamma(given.query.shape[-1] + 6, unit)
+    for bias in (given.key_log_weight, given.mask):
+        if bias is not None and bias.dtype != torch.bool:
+            finite = bias.masked_fill(bias == -math.inf, 0.0).abs()
+            largest = finite.flatten(given.query.dim() - 2).amax(-1)
+            score = score + 4 * unit_roundoff(given.dtype) * largest
+    return torch.expm1(2 * score) + gamma(sum_depth(keys, SUM_BLOCK) + 16, unit)
 
 
 NOTHING = -1e30  # logarithm of a weight that is zero
@@ -281,9 +272,7 @@ class PowerSum(ExactSum):
 
     def _rounding(self, head: Head, rows: Tensor | None, keys: int) -> Tensor:
         """Rounding of each row's inner values s(z), in units of exp(log_unit)."""
-        norms = head.query_norms if rows is None else head.query_norms[rows]
-        key_norm = self._largest_key(head)
-        reach = abs(head.scale) * norms * key_norm
+        reach = self._reach(head, rows)
         unit, poly = product_roundoff(head.dtype), self.kernel.polynomial
         if poly is None:
             return (reach * gamma(head.dim + 6, unit)).to(head.dtype)

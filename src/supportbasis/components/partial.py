@@ -81,3 +81,13 @@ class Partial:
             output.masked_fill_(~valid.unsqueeze(1), 0.0)
         lse = torch.where(valid, den.log() + self.log_scale, -math.inf)
         return output, lse
+
+
+def merged(
+    first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Outputs over disjoint sets of keys, joined by their log-sum-exps: output [..., n, dv] and lse
+    [..., n] over the keys of both, in the dtype of the lse."""
+    share = torch.sigmoid(first_lse - second_lse).nan_to_num(0.0).unsqueeze(-1)  # -inf: no keys
+    output = torch.lerp(second.to(share.dtype), first.to(share.dtype), share)
+    return output, torch.logaddexp(first_lse, second_lse)
