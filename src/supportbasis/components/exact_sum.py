@@ -191,7 +191,7 @@ def _kernel_takes(head: Head, rows: Tensor | None, keys: Tensor | None) -> bool:
     """Whether PyTorch's CPU kernel, which also returns the log-sum-exp, can do this rectangle; of
     causal heads it takes the whole, without biases."""
     bias = head.key_log_weight
-    if head.mask is not None or not (head.query.is_cpu and head.value_dim and flash.AVAILABLE):
+    if head.mask is not None or not (head.query.is_cpu and flash.AVAILABLE):
         return False
     if head.is_causal and not (rows is None and keys is None and bias is None):
         return False

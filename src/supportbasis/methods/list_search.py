@@ -18,8 +18,16 @@ import torch
 from torch import Tensor
 
 from ..accuracy.sampling import RowSample
-from ..lists.list_sum import Coarse, entries, head_tables, own_windows, row_risks, rows_of
-from ..lists.tables import ListSettings, Tables, Tilts, importance, score_variances, tilt
+from ..lists.list_sum import Coarse, entries, own_windows, row_risks
+from ..lists.tables import (
+    ListSettings,
+    Tables,
+    importance,
+    rows_of,
+    score_variances,
+    tables,
+    tilt,
+)
 from ..plans import ListHead
 from ..plans.cost import list_work
 from ..problem.problem import Head
@@ -119,7 +127,7 @@ class ListSearch:
         if tolerance < WIDE_PRECISION:
             head = replace(head, precision=torch.float64)
         given = strict if settings.window else False
-        return ListSearch(head, settings, given, head_tables(head, settings), seed)
+        return ListSearch(head, settings, given, tables(head, settings), seed)
 
     def affordable(self, budget: float) -> ListHead | None:
         """The plan of the lowest price whose cost is within the budget: first on a grid of prices,
@@ -234,11 +242,11 @@ def _measured(
 
 def _cells_of_rows(n: int, made: Tables) -> Tensor:
     """The cell of each row [n], -1 for none."""
-    count, tiles = made.tile_count[0], made.tiles[0]
+    count, tiles = made.tile_count, made.tiles
     cell = torch.full((n + 1,), -1, device=tiles.device)
     member = torch.arange(len(count), device=tiles.device).repeat_interleave(count)
     tile = torch.arange(len(member), device=tiles.device)
-    tile = tile - (count.cumsum(0) - count)[member] + made.first_tile[0][member]
+    tile = tile - (count.cumsum(0) - count)[member] + made.first_tile[member]
     rows = tiles[tile]
     cell[rows.masked_fill(rows < 0, n)] = member.unsqueeze(1).expand_as(rows)
     return cell[:-1]
@@ -257,24 +265,24 @@ class _Part(NamedTuple):
     ) -> _Part:
         cells, owner = cell.unique(return_inverse=True)
         leaves = int(made.visible[cells].max())
-        tilts = Tilts(*(x[0] for x in tilt(made, cells, leaves, head.scale)))
-        members = rows_of(head, made.members[0, cells])
+        tilts = tilt(made, cells, leaves, head.scale)
+        members = rows_of(head, made.members[cells])
         weight = Coarse.of(members, tilts, head.scale).weight
-        inner = score_variances(made, cells, head.scale)[0, :, :leaves]
-        matters = importance(weight, made.members[0, cells], inner)[owner].T
+        inner = score_variances(made, cells, head.scale)[:, :leaves]
+        matters = importance(weight, made.members[cells], inner)[owner].T
         query = rows_of(head, rows.unsqueeze(1))  # [rows, 1, d]
-        tilts = Tilts(*(x[owner] for x in tilts))
+        tilts = tilts.of(owner)
         coarse = tilts.log_weight + head.scale * (query @ tilts.key.mT).squeeze(1)
-        score = head.scale * (query.squeeze(1) @ made.key[0, :leaves].flatten(0, 1).to(query).T)
+        score = head.scale * (query.squeeze(1) @ made.key[:leaves].flatten(0, 1).T)
         score = score.view(len(rows), leaves, -1)
         if made.weight is not None:
-            score = score + made.weight[0, :leaves].to(query)
+            score = score + made.weight[:leaves]
         score = score.masked_fill((coarse == -math.inf).unsqueeze(2), -math.inf)
         top = torch.maximum(score.amax((1, 2)), coarse.amax(1))
         top = top if own is None else torch.maximum(top, own[1][rows])
         top = torch.where(top > -math.inf, top, 0.0)
         exact = (score - top.view(-1, 1, 1)).exp_().transpose(0, 1)  # [leaves, rows, L]
-        sums = torch.cat([exact @ made.value[0, :leaves].to(query), exact.sum(2, True)], 2)
+        sums = torch.cat([exact @ made.value[:leaves], exact.sum(2, True)], 2)
         ones = tilts.value.new_ones(*tilts.value.shape[:2], 1)
         tilted = (coarse - top.unsqueeze(1)).exp_().unsqueeze(2) * torch.cat([tilts.value, ones], 2)
         start = tilted.double().sum(1)
