@@ -68,24 +68,19 @@ class _FittedTask(Task):
     """Coordinates in units of the longest query and key, and the kernel in these units."""
 
     def __init__(
-        self,
-        head: Head,
-        rows: Tensor | None,
-        keys: Tensor | None,
-        kernel: FittedKernel,
-        shift: Tensor,
-        norms: Tensor,
-    ):
-        self.fitted, self.shift, self.norms = kernel, shift, norms
+        self, head: Head, rows: Tensor | None, keys: Tensor | None, kernel: FittedKernel,
+        shift: Tensor, norms: Tensor,
+    ):  # fmt: skip
+        self.fitted, self.norms = kernel, norms
         query_norm, key_norm = (largest_norm(norm[:1]) for norm in norms)
         self.norm = {"query": query_norm, "key": key_norm}
         coefficients = [a * (query_norm * key_norm) ** k for k, a in enumerate(kernel.coefficients)]
         features = FeatureMap(kernel.spans[0], kernel.degree, kernel.spans)
-        super().__init__(head, rows, keys, features, coefficients)
+        super().__init__(head, rows, keys, features, coefficients, shift)
         self.scaled = FittedKernel(tuple(coefficients), kernel.spans)
 
-    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return x[:, : self.features.dim].flip(1) / self.norm[side], None
+    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[:, : self.features.dim].flip(1) / self.norm[side], x.new_zeros(len(x))
 
     def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
         return pad(grad.flip(1) / self.norm[side], (0, x.shape[1] - self.features.dim))

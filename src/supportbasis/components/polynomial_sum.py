@@ -50,25 +50,21 @@ class _PolynomialTask(Task):
     """Normalised queries and keys, and the polynomial in t."""
 
     def __init__(
-        self,
-        head: Head,
-        rows: Tensor | None,
-        keys: Tensor | None,
-        poly: CertifiedPolynomial,
+        self, head: Head, rows: Tensor | None, keys: Tensor | None, poly: CertifiedPolynomial,
         norms: Tensor,
-    ):
+    ):  # fmt: skip
         query_norm, key_norm = (largest_norm(norm) for norm in norms)
         self.norm = {"query": query_norm, "key": key_norm}
-        coefficients, self.shift = rescaled(poly, abs(head.scale) * query_norm * key_norm)
-        if not abs(self.shift) <= torch.finfo(head.dtype).max:
+        coefficients, shift = rescaled(poly, abs(head.scale) * query_norm * key_norm)
+        if not abs(shift) <= torch.finfo(head.dtype).max:
             raise InputError(
                 f"a polynomial on ±{poly.bound:.3g} overflows {head.dtype}; use a smaller bound or "
                 "float64"
             )
-        super().__init__(head, rows, keys, FeatureMap(head.dim, poly.degree), coefficients)
+        super().__init__(head, rows, keys, FeatureMap(head.dim, poly.degree), coefficients, shift)
 
-    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return x / self.norm[side], None
+    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x / self.norm[side], x.new_zeros(len(x))
 
     def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
         return grad / self.norm[side]

@@ -48,7 +48,7 @@ class _SketchTask(Task):
         self.sketch = Sketched(head, kernel)
         super().__init__(head, rows, keys, FeatureMap(self.sketch.half.size, 2), SQUARE)
 
-    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.sketch.query(x) if side == "query" else self.sketch.key(x)
 
     def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:

@@ -42,14 +42,9 @@ class Block(NamedTuple):
     """Some tokens of one side with log-weights, values and a column."""
 
     tokens: Tensor  # [tokens, dim]
-    log_weight: Tensor | None  # None: zero
+    logs: Tensor  # [tokens]: log-weights
     value: Tensor  # [tokens, dv]
     column: Tensor  # [tokens], beside the value
-
-    @property
-    def logs(self) -> Tensor:
-        """Log-weights [tokens]."""
-        return torch.zeros_like(self.column) if self.log_weight is None else self.log_weight
 
 
 def lane_count(device: str) -> int:
@@ -60,19 +55,16 @@ def lane_count(device: str) -> int:
 class Task(ABC):
     """One evaluation: unit tokens, block by block, and the kernel's coefficients in t."""
 
-    shift: Tensor | float = 0.0  # log-factor of each row [rows], or of all of them
-
     def __init__(
-        self,
-        head: Head,
-        rows: Tensor | None,
-        keys: Tensor | None,
-        features: FeatureMap,
-        coefficients: Sequence[float],
-    ):
+        self, head: Head, rows: Tensor | None, keys: Tensor | None, features: FeatureMap,
+        coefficients: Sequence[float], shift: Tensor | float = 0.0,
+    ):  # fmt: skip
         self.head, self.rows, self.keys = head, rows, keys
         self.row_count = head.n if rows is None else rows.numel()
         self.key_count = head.m if keys is None else keys.numel()
+        # log-factor of each row
+        self.shift = torch.as_tensor(shift, dtype=head.dtype, device=head.query.device)
+        self.shift = self.shift.expand(self.row_count)
         self.features, self.coefficients = features, coefficients
         self.lanes = lane_count(head.query.device.type)
         coefficient = torch.tensor(coefficients, dtype=torch.float64)
@@ -84,9 +76,9 @@ class Task(ABC):
         self.given: State | None = None
 
     @abstractmethod
-    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of norm at most 1 [tokens, dim] of some queries or keys (``side`` is the name of
-        the tensor), and the logs of their factors [tokens] (None: zero)."""
+        the tensor), and the logs of their factors [tokens]."""
 
     @abstractmethod
     def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
@@ -111,11 +103,7 @@ class Task(ABC):
         """Unit tokens of some rows, and the log of each row's factor."""
         query = take(self.head.query, self.rows, start, stop).to(self.head.dtype)
         tokens, log_factor = self.unit("query", query)
-        if isinstance(self.shift, Tensor):
-            shift = self.shift[start:stop]
-        else:
-            shift = tokens.new_full((stop - start,), self.shift)
-        return tokens, shift if log_factor is None else log_factor + shift
+        return tokens, log_factor + self.shift[start:stop]
 
     def key_block(self, start: int, stop: int) -> Block:
         """Unit tokens, log-weights and values of some keys."""
@@ -125,9 +113,8 @@ class Task(ABC):
         )
         tokens, log_factor = self.unit("key", key)
         if head.key_log_weight is not None:
-            weight = take(head.key_log_weight, self.keys, start, stop).to(head.dtype)
-            log_factor = weight if log_factor is None else log_factor + weight
-        return Block(tokens, log_factor, value, value.new_ones(len(value)))
+            log_factor = log_factor + take(head.key_log_weight, self.keys, start, stop)
+        return Block(tokens, log_factor.to(head.dtype), value, value.new_ones(len(value)))
 
     def add_gradient(self, total: Gradients, side: str, start: int, grad: Tensor) -> None:
         """Add the gradients of queries or keys from those of their unit tokens."""
@@ -158,16 +145,11 @@ class Task(ABC):
     def row_spans(self) -> list[tuple[Span | None, Span | None]]:
         """Rows of each block, and in causal attention the keys at the same positions."""
         if self.head.is_causal:
-            return self._chunks()
-        return [(span, None) for span in _spans(self.row_count, self.block)]
+            return self.chunks()
+        return [(span, None) for span in spans(self.row_count, self.block)]
 
-    def key_spans(self) -> list[tuple[Span | None, Span | None]]:
-        """In causal attention rows at the positions of each block, and its keys."""
-        if self.head.is_causal:
-            return self._chunks()
-        return [(None, span) for span in _spans(self.key_count, self.block)]
-
-    def _chunks(self) -> list[tuple[Span | None, Span | None]]:
+    def chunks(self) -> list[tuple[Span | None, Span | None]]:
+        """Rows and keys at the positions of each block."""
         borders = torch.arange(0, self.head.n + self.block, self.block)
         sides = []
         for index, count in ((self.rows, self.row_count), (self.keys, self.key_count)):
@@ -236,18 +218,11 @@ class Task(ABC):
         """Rows of one chunk against the keys of the same chunk that do not lie ahead of them."""
         row_at, key_at = take_index(self.rows, *rows, query), take_index(self.keys, *keys, query)
         ahead = key_at > row_at.unsqueeze(1)
-        kernel = self.kernel(query, block.tokens)
-        if block.log_weight is None:
-            kernel.masked_fill_(ahead, 0.0)
-            mass = torch.searchsorted(key_at, row_at, right=True).to(kernel.dtype)
-            top = torch.zeros_like(mass).masked_fill_(mass == 0, -math.inf)
-        else:
-            shown = block.log_weight.masked_fill(ahead, -math.inf)
-            top = shown.amax(1)
-            weight = (shown - torch.where(top > -math.inf, top, 0.0).unsqueeze(1)).exp_()
-            mass = weight.sum(1)
-            kernel.mul_(weight)
-        return Partial(kernel @ block.value, kernel.sum(1), top, noise * mass)
+        shown = block.logs.masked_fill(ahead, -math.inf)
+        top = shown.amax(1)
+        weight = (shown - torch.where(top > -math.inf, top, 0.0).unsqueeze(1)).exp_()
+        kernel = self.kernel(query, block.tokens).mul_(weight)
+        return Partial(kernel @ block.value, kernel.sum(1), top, noise * weight.sum(1))
 
 
 class State:
@@ -346,13 +321,13 @@ class Reader:
 def sum_keys(task: Task, buffer: Buffer) -> State:
     """One pass over the keys."""
     state = State(task)
-    for span in _spans(task.key_count, task.block):
+    for span in spans(task.key_count, task.block):
         keys = task.key_block(*span)
         state.add(task, keys, task.write(keys.tokens, buffer))
     return state
 
 
-def _spans(count: int, block: int) -> list[Span]:
+def spans(count: int, block: int) -> list[Span]:
     return [(start, min(count, start + block)) for start in range(0, count, block)]
 
 

@@ -22,7 +22,7 @@ from ..problem.problem import Head
 from .cotangent import Cotangent, Gradients, add_tokens
 from .exact_sum import Span, take_index
 from .partial import Partial
-from .streaming import Block, Reader, State, Task, sum_keys
+from .streaming import Block, Reader, State, Task, spans, sum_keys
 
 
 class StreamedSum:
@@ -96,7 +96,9 @@ class Backward:
         """Gradients of the keys, from the state of all rows. In causal attention it is that of the
         rows after those of the task, and chunks come backwards: keys read what is after them."""
         task, reader = self.task, None
-        for row_span, key_span in reversed(task.key_spans()):
+        alone = [(None, span) for span in spans(task.key_count, task.block)]
+        chunks = task.chunks() if task.head.is_causal else alone
+        for row_span, key_span in reversed(chunks):
             if key_span is not None and rows.top > -math.inf:
                 reader = reader or Reader(rows, task)
                 self._finish_keys(reader, key_span)
