@@ -39,107 +39,53 @@ class ExactSum:
 
     def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
         """Add the sums over these keys to ``total``, which holds the given rows."""
-        keys = head.m if self.keys is None else self.keys.numel()
-        count = len(total.den)
-        if not keys or not count:
+        key_at = take_index(self.keys, 0, head.m, head.query)
+        if not len(key_at) or not len(total.den):
             return
-        rounding = self._rounding(head, rows, keys)
+        rounding = self._rounding(head, rows, len(key_at))
         if type(self) is ExactSum and _kernel_takes(head, rows, self.keys):
             _by_kernel(head, rows, self.keys, total, rounding)
             return
-        for start, stop in _row_tiles(head, count, keys):
-            tile = self._row_tile(head, rows, (start, stop), keys)
-            tile.noise = self._noise(head, tile, rounding[start:stop], keys)
-            total[start:stop].add_(tile)
-
-    def _row_tile(self, head: Head, rows: Tensor | None, span: Span, keys: int) -> Partial:
-        """All keys for the rows of one tile."""
-        query = take(head.query, rows, *span).to(head.dtype)
-        row_at = take_index(rows, *span, head.query)
-        tiles = self._key_tiles(head, row_at, keys)
-        parts = (self._tile(head, query, row_at, tile, free) for tile, free in tiles)
-        total = next(parts)
-        for part in parts:
-            total.add_(part)
-        return total
-
-    def _key_tiles(self, head: Head, row_at: Tensor, keys: int) -> Iterator[tuple[Span, int]]:
-        """Tiles of the keys that some of these rows attend to, at least one, and how many keys of
-        each lie ahead of no row."""
-        shown_to_all = shown = keys
-        if head.is_causal:
-            shown_to_all, shown = (self._until(int(row_at[i]), keys) for i in (0, -1))
-        shown = max(1, shown)
-        for start in range(0, shown, KEY_TILE):
-            yield (start, min(shown, start + KEY_TILE)), max(0, shown_to_all - start)
-
-    def _until(self, row: int, keys: int) -> int:
-        """Number of keys that do not lie ahead of a row."""
-        if self.keys is None:
-            return min(keys, row + 1)
-        return int(torch.searchsorted(self.keys, row, right=True))
-
-    def _tile(self, head: Head, query: Tensor, row_at: Tensor, tile: Span, free: int) -> Partial:
-        """One tile of scores; its first ``free`` keys lie ahead of no row."""
-        score = query @ (take(head.key, self.keys, *tile).to(head.dtype) * head.scale).T
-        score = self._weighed(head, self._log_kernel(score), row_at, tile, free)
-        top = score.amax(1)
-        unit = torch.where(top > -math.inf, top, 0.0)
-        weight = score.sub_(unit.unsqueeze(1)).exp_()
-        value = take(head.value, self.keys, *tile).to(head.dtype)
-        num = weight[:, :SUM_BLOCK] @ value[:SUM_BLOCK]
-        for start in range(SUM_BLOCK, len(value), SUM_BLOCK):
-            block = slice(start, start + SUM_BLOCK)
-            num.addmm_(weight[:, block], value[block])
-        return Partial(num, weight.sum(1), top, torch.zeros_like(top))
-
-    def _weighed(self, head: Head, score: Tensor, row_at: Tensor, tile: Span, free: int) -> Tensor:
-        """Log-weights of a tile with those of the keys and the mask; -inf for what lies ahead."""
-        if head.key_log_weight is not None:
-            score += take(head.key_log_weight, self.keys, *tile).to(head.dtype)
-        if head.mask is not None:
-            mask = head.mask[row_at][:, take_index(self.keys, *tile, row_at)]
-            masked = mask.dtype == torch.bool
-            score = score.masked_fill(~mask, -math.inf) if masked else score + mask
-        if free < score.shape[1]:
-            key_at = take_index(self.keys, *tile, row_at)[free:]
-            score[:, free:].masked_fill_(key_at > row_at.unsqueeze(1), -math.inf)
-        return score
+        key, value = (take(x, self.keys, 0, head.m).to(head.dtype) for x in (head.key, head.value))
+        for start, stop in _row_tiles(head, len(total.den), len(key)):
+            query = take(head.query, rows, start, stop).to(head.dtype)
+            row_at = take_index(rows, start, stop, head.query)
+            part = Partial.empty(len(query), head.value_dim, head.query, head.dtype)
+            for at in _key_tiles(head, row_at, key_at):
+                score = self._log_kernel(query @ (key[at] * head.scale).T)
+                part.add_(_tile(_weighed(head, score, row_at, key_at[at]), value[at]))
+            self._set_noise(head, part, rounding[start:stop], len(key))
+            total[start:stop].add_(part)
 
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
     ) -> None:
         """Add the gradients of the tokens from those of the rows' sums; weights are recomputed."""
         key, value = (take(x, self.keys, 0, head.m).to(head.dtype) for x in (head.key, head.value))
-        count, most = len(cotangent.den), 1 / unit_roundoff(head.dtype)
-        if not count or not len(key):
-            return
-        grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
-        grad_weight = None if total.key_log_weight is None else key.new_zeros(len(key))
-        for start, stop in _row_tiles(head, count, len(key)):
+        key_at = take_index(self.keys, 0, head.m, head.query)
+        grads = [torch.zeros_like(x) for x in (key, value, key[:, 0])]
+        most = 1 / unit_roundoff(head.dtype)  # of usable denominators; beyond scores are rounding
+        for start, stop in _row_tiles(head, len(cotangent.den), len(key)):
             query = take(head.query, rows, start, stop).to(head.dtype)
             row_at = take_index(rows, start, stop, head.query)
             part, grad_query = cotangent[start:stop], torch.zeros_like(query)
-            for tile, free in self._key_tiles(head, row_at, len(key)):
-                at = slice(*tile)
+            for at in _key_tiles(head, row_at, key_at):
+                of_key, of_value, of_weight = (x[at] for x in grads)
                 score = query @ (key[at] * head.scale).T
                 slope = self._log_slope(score)
-                weight = self._weighed(head, self._log_kernel(score), row_at, tile, free)
-                # most: of a usable denominator, beyond which scores are rounding
+                weight = _weighed(head, self._log_kernel(score), row_at, key_at[at])
                 weight = weight.add_(part.log_scale.unsqueeze(1)).exp_().clamp_(max=most)
-                grad_value[at].addmm_(weight.T, part.num)
+                of_value.addmm_(weight.T, part.num)
                 grad = torch.addmm(part.den.unsqueeze(1), part.num, value[at].T).mul_(weight)
-                if grad_weight is not None:
-                    grad_weight[at] += grad.sum(0)
+                of_weight += grad.sum(0)
                 if slope is not None:
                     grad = torch.where(weight > 0, grad * slope, 0.0)
-                grad_key[at].addmm_(grad.T, query)
-                grad_query += grad @ key[at]
-            add_tokens(total.query, rows, start, grad_query.mul_(head.scale))
-        add_tokens(total.key, self.keys, 0, grad_key.mul_(head.scale))
-        add_tokens(total.value, self.keys, 0, grad_value)
-        if total.key_log_weight is not None and grad_weight is not None:
-            add_tokens(total.key_log_weight, self.keys, 0, grad_weight)
+                of_key.addmm_(grad.T, query, alpha=head.scale)
+                grad_query.addmm_(grad, key[at], alpha=head.scale)
+            add_tokens(total.query, rows, start, grad_query)
+        for whole, made in zip((total.key, total.value, total.key_log_weight), grads, strict=True):
+            if whole is not None:
+                add_tokens(whole, self.keys, 0, made)
 
     def _log_slope(self, score: Tensor) -> Tensor | None:
         """Derivative of `_log_kernel`; None where it is 1."""
@@ -156,9 +102,9 @@ class ExactSum:
         largest = (head.key_norms if live is None else head.key_norms[live]).max()
         return abs(head.scale) * norms * largest
 
-    def _noise(self, head: Head, tile: Partial, rounding: Tensor, keys: int) -> Tensor:
-        """Rounding of a tile's sums."""
-        return tile.den * rounding
+    def _set_noise(self, head: Head, part: Partial, rounding: Tensor, keys: int) -> None:
+        """Set the rounding of a tile's sums."""
+        part.noise = part.den * rounding
 
     def _rounding(self, head: Head, rows: Tensor | None, keys: int) -> Tensor:
         """Relative rounding error of each row's sums."""
@@ -170,9 +116,41 @@ class ExactSum:
 def _row_tiles(head: Head, rows: int, keys: int) -> Iterator[tuple[int, int]]:
     """Rows whose scores with all keys, or with as many as a tile holds, are formed at a time."""
     least = 32 if head.is_causal else 128  # short tiles skip more of what lies ahead
-    step = least if keys > KEY_TILE else max(least, min(8192, TILE // keys))
+    step = least if keys > KEY_TILE else max(least, min(8192, TILE // max(1, keys)))
     for start in range(0, rows, step):
         yield start, min(rows, start + step)
+
+
+def _key_tiles(head: Head, row_at: Tensor, key_at: Tensor) -> Iterator[slice]:
+    """Tiles of the keys that some of these rows attend to."""
+    shown = len(key_at)
+    if head.is_causal:
+        shown = int(torch.searchsorted(key_at, row_at[-1], right=True))
+    for start in range(0, shown, KEY_TILE):
+        yield slice(start, min(shown, start + KEY_TILE))
+
+
+def _weighed(head: Head, score: Tensor, row_at: Tensor, key_at: Tensor) -> Tensor:
+    """Log-weights of a tile with those of the keys and the mask; -inf for what lies ahead."""
+    if head.key_log_weight is not None:
+        score += head.key_log_weight[key_at].to(head.dtype)
+    if head.mask is not None:
+        mask = head.mask[row_at][:, key_at]
+        masked = mask.dtype == torch.bool
+        score = score.masked_fill(~mask, -math.inf) if masked else score + mask
+    if head.is_causal and bool(key_at[-1] > row_at[0]):
+        score = score.masked_fill(key_at > row_at.unsqueeze(1), -math.inf)
+    return score
+
+
+def _tile(score: Tensor, value: Tensor) -> Partial:
+    """Sums of one tile of log-weights, which are overwritten."""
+    top = score.amax(1)
+    unit = torch.where(top > -math.inf, top, 0.0)
+    weight, num = score.sub_(unit.unsqueeze(1)).exp_(), value.new_zeros(len(score), value.shape[1])
+    for block, part in zip(weight.split(SUM_BLOCK, 1), value.split(SUM_BLOCK), strict=True):
+        num.addmm_(block, part)
+    return Partial(num, weight.sum(1), top, torch.zeros_like(top))
 
 
 def take(source: Tensor, index: Tensor | None, start: int, stop: int) -> Tensor:
@@ -262,14 +240,6 @@ class PowerSum(ExactSum):
     def _log_slope(self, score: Tensor) -> Tensor | None:
         return self.kernel.log_slope(score)
 
-    def _row_tile(self, head: Head, rows: Tensor | None, span: Span, keys: int) -> Partial:
-        """All keys for the rows of one tile. A row whose weights are all zero attends to keys, but
-        has no usable denominator."""
-        tile = super()._row_tile(head, rows, span, keys)
-        empty = (tile.log_scale > -math.inf) & (tile.log_scale < NOTHING / 2)
-        tile.num[empty], tile.den[empty], tile.log_scale[empty] = 0.0, 0.0, 0.0
-        return tile
-
     def _rounding(self, head: Head, rows: Tensor | None, keys: int) -> Tensor:
         """Rounding of each row's inner values s(z), in units of exp(log_unit)."""
         reach = self._reach(head, rows)
@@ -280,20 +250,23 @@ class PowerSum(ExactSum):
         size = horner([abs(coefficient) for coefficient in poly.coefficients], t)
         return (size * gamma(head.dim + 6 + 3 * poly.degree, unit)).to(head.dtype)
 
-    def _noise(self, head: Head, tile: Partial, rounding: Tensor, keys: int) -> Tensor:
-        """Rounding of a tile's sums.
+    def _set_noise(self, head: Head, part: Partial, rounding: Tensor, keys: int) -> None:
+        """Set the rounding of a tile's sums. A row whose weights are all zero attends to keys, but
+        has no usable denominator.
 
         An error e of every s changes a sum of m terms s^p by at most p e sum s^(p-1), and
         sum s^(p-1) <= m^(1/p) (sum s^p)^(1 - 1/p), so by the share p e (m / sum s^p)^(1/p).
         """
+        empty = (part.log_scale > -math.inf) & (part.log_scale < NOTHING / 2)
+        part.num[empty], part.den[empty], part.log_scale[empty] = 0.0, 0.0, 0.0
         power, unit = self.kernel.power, unit_roundoff(head.dtype)
         log_mass = math.log(keys)
         if head.key_log_weight is not None:
             live = head.key_log_weight if self.keys is None else head.key_log_weight[self.keys]
             log_mass = float(live.double().logsumexp(0))
-        log_sum = tile.den.log() + tile.log_scale - power * self.kernel.log_unit
+        log_sum = part.den.log() + part.log_scale - power * self.kernel.log_unit
         share = power * rounding * ((log_mass - log_sum) / power).exp()
-        logs = 4 * unit * (tile.log_scale.abs() + 100)  # of the logarithms and exponents
+        logs = 4 * unit * (part.log_scale.abs() + 100)  # of the logarithms and exponents
         total = gamma(sum_depth(keys, SUM_BLOCK) + 16, product_roundoff(head.dtype))
         relative = torch.nan_to_num(torch.expm1(share) + logs + total, nan=1.0, posinf=1.0)
-        return tile.den * (relative.clamp(max=1.0) if head.normalise else relative)
+        part.noise = part.den * (relative.clamp(max=1.0) if head.normalise else relative)
