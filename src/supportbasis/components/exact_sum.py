@@ -29,15 +29,16 @@ KERNEL_ROWS = 16384
 KERNEL_KEYS = 2048  # few rows are spread over the cores by handing out keys in pieces
 
 Span = tuple[int, int]  # tokens, from and to
+Index = Tensor | None  # of tokens, sorted; None: all in order
 
 
 @dataclass(frozen=True, eq=False)
 class ExactSum:
     """All pairs of the given rows with ``keys`` (sorted indices; None: every key)."""
 
-    keys: Tensor | None = None
+    keys: Index = None
 
-    def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
+    def add_to(self, total: Partial, head: Head, rows: Index) -> None:
         """Add the sums over these keys to ``total``, which holds the given rows."""
         key_at = take_index(self.keys, 0, head.m, head.query)
         if not len(key_at) or not len(total.den):
@@ -58,7 +59,7 @@ class ExactSum:
             total[start:stop].add_(part)
 
     def add_gradients(
-        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
+        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Index
     ) -> None:
         """Add the gradients of the tokens from those of the rows' sums; weights are recomputed."""
         key, value = (take(x, self.keys, 0, head.m).to(head.dtype) for x in (head.key, head.value))
@@ -95,7 +96,7 @@ class ExactSum:
         """Log-weights of the scores: softmax takes the scores themselves."""
         return score
 
-    def _reach(self, head: Head, rows: Tensor | None) -> Tensor:
+    def _reach(self, head: Head, rows: Index) -> Tensor:
         """Upper bounds of the |score| of each row, by norms."""
         live = head.live_keys if self.keys is None else self.keys
         norms = head.query_norms if rows is None else head.query_norms[rows]
@@ -106,7 +107,7 @@ class ExactSum:
         """Set the rounding of a tile's sums."""
         part.noise = part.den * rounding
 
-    def _rounding(self, head: Head, rows: Tensor | None, keys: int) -> Tensor:
+    def _rounding(self, head: Head, rows: Index, keys: int) -> Tensor:
         """Relative rounding error of each row's sums."""
         relative = softmax_rounding(head, self._reach(head, rows), keys)
         # the relative error of a weighted mean is at most 1; that of a sum is not
@@ -153,19 +154,19 @@ def _tile(score: Tensor, value: Tensor) -> Partial:
     return Partial(num, weight.sum(1), top, torch.zeros_like(top))
 
 
-def take(source: Tensor, index: Tensor | None, start: int, stop: int) -> Tensor:
+def take(source: Tensor, index: Index, start: int, stop: int) -> Tensor:
     """Tokens start..stop of an index set (None: all tokens in order, which needs no gather)."""
     return source[start:stop] if index is None else source.index_select(0, index[start:stop])
 
 
-def take_index(index: Tensor | None, start: int, stop: int, like: Tensor) -> Tensor:
+def take_index(index: Index, start: int, stop: int, like: Tensor) -> Tensor:
     """Positions of the same tokens."""
     if index is None:
         return torch.arange(start, stop, device=like.device)
     return index[start:stop]
 
 
-def _kernel_takes(head: Head, rows: Tensor | None, keys: Tensor | None) -> bool:
+def _kernel_takes(head: Head, rows: Index, keys: Index) -> bool:
     """Whether PyTorch's CPU kernel, which also returns the log-sum-exp, can do this rectangle; of
     causal heads it takes the whole, without biases."""
     bias = head.key_log_weight
@@ -176,9 +177,7 @@ def _kernel_takes(head: Head, rows: Tensor | None, keys: Tensor | None) -> bool:
     return bias is None or bool((bias if keys is None else bias[keys]).isfinite().all())
 
 
-def _by_kernel(
-    head: Head, rows: Tensor | None, keys: Tensor | None, total: Partial, noise: Tensor
-) -> None:
+def _by_kernel(head: Head, rows: Index, keys: Index, total: Partial, noise: Tensor) -> None:
     """Add out * exp(lse) to ``total``: numerator out, denominator 1, log-scale lse."""
     key, value, bias = (
         take(x, keys, 0, head.m).to(head.dtype)
@@ -240,7 +239,7 @@ class PowerSum(ExactSum):
     def _log_slope(self, score: Tensor) -> Tensor | None:
         return self.kernel.log_slope(score)
 
-    def _rounding(self, head: Head, rows: Tensor | None, keys: int) -> Tensor:
+    def _rounding(self, head: Head, rows: Index, keys: int) -> Tensor:
         """Rounding of each row's inner values s(z), in units of exp(log_unit)."""
         reach = self._reach(head, rows)
         unit, poly = product_roundoff(head.dtype), self.kernel.polynomial

@@ -19,6 +19,7 @@ from ..polynomials.fitting import FittedKernel
 from ..problem.problem import Head
 from ..problem.rounding import gamma, product_roundoff
 from .cotangent import Gradients
+from .exact_sum import Index
 from .polynomial_sum import largest_norm
 from .streaming import Task
 from .streaming_backward import StreamedSum
@@ -30,16 +31,15 @@ class FittedSum(StreamedSum):
 
     kernel: FittedKernel
     transform: Transform
-    keys: Tensor | None = None
+    keys: Index = None
 
-    def task(self, head: Head, rows: Tensor | None, norms: Tensor | None = None) -> Task:
+    def task(self, head: Head, rows: Index, norms: Tensor | None = None) -> Task:
         """The evaluation for some rows, in units of the given norms (None: of their own)."""
         norms = self.norms(head, rows) if norms is None else norms
         shift = self.transform.row_shift(head, rows)
-        balanced = transformed(head, self.transform)
-        return _FittedTask(balanced, rows, self.keys, self.kernel, shift, norms)
+        return _FittedTask(self, transformed(head, self.transform), rows, shift, norms)
 
-    def norms(self, head: Head, rows: Tensor | None) -> Tensor:
+    def norms(self, head: Head, rows: Index) -> Tensor:
         """Norms of the longest of these rows and of these keys in the leading coordinates of each
         degree, [2, degree]."""
         balanced = transformed(head, self.transform)
@@ -67,17 +67,18 @@ class FittedSum(StreamedSum):
 class _FittedTask(Task):
     """Coordinates in units of the longest query and key, and the kernel in these units."""
 
-    def __init__(
-        self, head: Head, rows: Tensor | None, keys: Tensor | None, kernel: FittedKernel,
-        shift: Tensor, norms: Tensor,
-    ):  # fmt: skip
-        self.fitted, self.norms = kernel, norms
+    def __init__(self, made: FittedSum, head: Head, rows: Index, shift: Tensor, norms: Tensor):
+        self.fitted, self.shift, self.norms = made.kernel, shift, norms
+        kernel = made.kernel
         query_norm, key_norm = (largest_norm(norm[:1]) for norm in norms)
         self.norm = {"query": query_norm, "key": key_norm}
         coefficients = [a * (query_norm * key_norm) ** k for k, a in enumerate(kernel.coefficients)]
         features = FeatureMap(kernel.spans[0], kernel.degree, kernel.spans)
-        super().__init__(head, rows, keys, features, coefficients, shift)
+        super().__init__(head, rows, made.keys, features, coefficients)
         self.scaled = FittedKernel(tuple(coefficients), kernel.spans)
+
+    def row_shift(self, start: int, stop: int) -> Tensor:
+        return self.shift[start:stop]
 
     def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor]:
         return x[:, : self.features.dim].flip(1) / self.norm[side], x.new_zeros(len(x))

@@ -24,10 +24,11 @@ from ..polynomials.features import FeatureMap
 from ..polynomials.powers import PowerKernel
 from ..problem.problem import Head
 from ..sketch import PolySketch
+from .exact_sum import Index
 from .streaming import Task
 from .streaming_backward import StreamedSum
 
-SQUARE = (0.0, 0.0, 1.0)
+SQUARE = [0.0, 0.0, 1.0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,16 +36,16 @@ class SketchSum(StreamedSum):
     """A sketched power over ``keys`` (sorted indices of live keys; None: all)."""
 
     kernel: PowerKernel
-    keys: Tensor | None = None
+    keys: Index = None
 
-    def task(self, head: Head, rows: Tensor | None, norms: Tensor | None = None) -> Task:
+    def task(self, head: Head, rows: Index, norms: Tensor | None = None) -> Task:
         return _SketchTask(head, rows, self.keys, self.kernel)
 
 
 class _SketchTask(Task):
     """Sketched queries and keys of unit length, with the logarithms of their lengths."""
 
-    def __init__(self, head: Head, rows: Tensor | None, keys: Tensor | None, kernel: PowerKernel):
+    def __init__(self, head: Head, rows: Index, keys: Index, kernel: PowerKernel):
         self.sketch = Sketched(head, kernel)
         super().__init__(head, rows, keys, FeatureMap(self.sketch.half.size, 2), SQUARE)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from copy import copy
 from functools import cached_property
 from itertools import pairwise
@@ -30,7 +29,7 @@ from ..polynomials.monomials import Buffer
 from ..problem.problem import Head
 from ..problem.rounding import gamma, product_roundoff, sum_depth
 from .cotangent import Gradients, add_tokens
-from .exact_sum import Span, take, take_index
+from .exact_sum import Index, Span, take, take_index
 from .partial import Partial
 
 CAUSAL_CHUNK = 504  # see `block_rows` for why it is not 512
@@ -56,15 +55,11 @@ class Task(ABC):
     """One evaluation: unit tokens, block by block, and the kernel's coefficients in t."""
 
     def __init__(
-        self, head: Head, rows: Tensor | None, keys: Tensor | None, features: FeatureMap,
-        coefficients: Sequence[float], shift: Tensor | float = 0.0,
-    ):  # fmt: skip
+        self, head: Head, rows: Index, keys: Index, features: FeatureMap, coefficients: list[float]
+    ):
         self.head, self.rows, self.keys = head, rows, keys
         self.row_count = head.n if rows is None else rows.numel()
         self.key_count = head.m if keys is None else keys.numel()
-        # log-factor of each row
-        self.shift = torch.as_tensor(shift, dtype=head.dtype, device=head.query.device)
-        self.shift = self.shift.expand(self.row_count)
         self.features, self.coefficients = features, coefficients
         self.lanes = lane_count(head.query.device.type)
         coefficient = torch.tensor(coefficients, dtype=torch.float64)
@@ -79,6 +74,10 @@ class Task(ABC):
     def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of norm at most 1 [tokens, dim] of some queries or keys (``side`` is the name of
         the tensor), and the logs of their factors [tokens]."""
+
+    def row_shift(self, start: int, stop: int) -> Tensor | float:
+        """Further log-factors of some rows [rows], or of all of them."""
+        return 0.0
 
     @abstractmethod
     def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
@@ -103,7 +102,7 @@ class Task(ABC):
         """Unit tokens of some rows, and the log of each row's factor."""
         query = take(self.head.query, self.rows, start, stop).to(self.head.dtype)
         tokens, log_factor = self.unit("query", query)
-        return tokens, log_factor + self.shift[start:stop]
+        return tokens, log_factor + self.row_shift(start, stop)
 
     def key_block(self, start: int, stop: int) -> Block:
         """Unit tokens, log-weights and values of some keys."""

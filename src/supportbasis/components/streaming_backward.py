@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..problem.problem import Head
 from .cotangent import Cotangent, Gradients, add_tokens
-from .exact_sum import Span, take_index
+from .exact_sum import Index, Span, take_index
 from .partial import Partial
 from .streaming import Block, Reader, State, Task, spans, sum_keys
 
@@ -28,16 +28,16 @@ from .streaming import Block, Reader, State, Task, spans, sum_keys
 class StreamedSum:
     """A component whose sums are streamed."""
 
-    def task(self, head: Head, rows: Tensor | None, norms: Tensor | None = None) -> Task:
+    def task(self, head: Head, rows: Index, norms: Tensor | None = None) -> Task:
         """The evaluation for some rows, in units of the given norms (None: of their own)."""
         raise NotImplementedError
 
-    def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
+    def add_to(self, total: Partial, head: Head, rows: Index) -> None:
         """Add the sums over these keys to ``total``, which holds the given rows."""
         self.task(head, rows).run(total)
 
     def add_gradients(
-        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
+        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Index
     ) -> None:
         """Add the gradients of the tokens from those of the rows' sums."""
         inner, task = self.inner_gradients(total, head), self.task(head, rows)
