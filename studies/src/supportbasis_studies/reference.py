@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from supportbasis.components.sketch_sum import Sketched
+from supportbasis.components.sketch_sum import SketchSum
 from supportbasis.engine.jensen import least_lse
 from supportbasis.lists.tables import SCORED_MEMBERS, ListSettings, Tables, tables
 from supportbasis.plans import (
@@ -104,9 +104,9 @@ def _log_kernel(head: Head, kernel: PowerKernel, score: Tensor) -> Tensor:
     if kernel.sketch_size is None:
         return kernel.log(score)
     wide = replace(head, precision=torch.float64)
-    sketched = Sketched(wide, kernel)
-    query, log_query = sketched.query(head.query)
-    key, log_key = sketched.key(head.key)
+    sketched = SketchSum(kernel).task(wide, None)
+    query, log_query = sketched.unit("query", head.query)
+    key, log_key = sketched.unit("key", head.key)
     return (query @ key.T).square().log() + log_query.unsqueeze(1) + log_key
 
 
