@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from copy import copy
+from copy import deepcopy
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -40,6 +40,7 @@ NARROW = 8  # columns below which products are faster the other way round
 class Block(NamedTuple):
     """Some tokens of one side with log-weights, values and a column."""
 
+    at: Span  # which of them
     tokens: Tensor  # [tokens, dim]
     logs: Tensor  # [tokens]: log-weights
     value: Tensor  # [tokens, dv]
@@ -106,14 +107,13 @@ class Task(ABC):
 
     def key_block(self, start: int, stop: int) -> Block:
         """Unit tokens, log-weights and values of some keys."""
-        head = self.head
-        key, value = (
-            take(x, self.keys, start, stop).to(head.dtype) for x in (head.key, head.value)
-        )
+        head, sides = self.head, (self.head.key, self.head.value)
+        key, value = (take(x, self.keys, start, stop).to(head.dtype) for x in sides)
         tokens, log_factor = self.unit("key", key)
         if head.key_log_weight is not None:
             log_factor = log_factor + take(head.key_log_weight, self.keys, start, stop)
-        return Block(tokens, log_factor.to(head.dtype), value, value.new_ones(len(value)))
+        ones = value.new_ones(len(value))
+        return Block((start, stop), tokens, log_factor.to(head.dtype), value, ones)
 
     def add_gradient(self, total: Gradients, side: str, start: int, grad: Tensor) -> None:
         """Add the gradients of queries or keys from those of their unit tokens."""
@@ -187,7 +187,7 @@ class Task(ABC):
             return
         buffer, noise, causal = self.buffer(), self.noise(), self.head.is_causal
         if self.given is not None:
-            state = self.given.copy() if causal else self.given
+            state = deepcopy(self.given) if causal else self.given
         else:
             state = State(self) if causal else sum_keys(self, buffer)
         reader: Reader | None = None
@@ -200,8 +200,8 @@ class Task(ABC):
                     num, den = reader.read(query, buffer)
                     part = Partial(num, den, log_scale + state.top, noise[where] * state.mass)
                     total[where].add_(part)
-                if block is not None and keys is not None:
-                    part = self._diagonal(query, block, rows, keys, noise[where])
+                if block is not None:
+                    part = self._diagonal(query, rows, block, noise[where])
                     part.log_scale += log_scale
                     total[where].add_(part)
             if block is not None:
@@ -211,13 +211,14 @@ class Task(ABC):
         if not causal and (self.given is not None or self.features.count <= self.key_count):
             self.reader = reader
 
-    def _diagonal(
-        self, query: Tensor, block: Block, rows: Span, keys: Span, noise: Tensor
-    ) -> Partial:
+    def ahead(self, rows: Span, keys: Span) -> Tensor:
+        """Which keys lie ahead of which rows, [rows, keys]."""
+        row_at = take_index(self.rows, *rows, self.head.query)
+        return take_index(self.keys, *keys, self.head.query) > row_at.unsqueeze(1)
+
+    def _diagonal(self, query: Tensor, rows: Span, block: Block, noise: Tensor) -> Partial:
         """Rows of one chunk against the keys of the same chunk that do not lie ahead of them."""
-        row_at, key_at = take_index(self.rows, *rows, query), take_index(self.keys, *keys, query)
-        ahead = key_at > row_at.unsqueeze(1)
-        shown = block.logs.masked_fill(ahead, -math.inf)
+        shown = block.logs.masked_fill(self.ahead(rows, block.at), -math.inf)
         top = shown.amax(1)
         weight = (shown - torch.where(top > -math.inf, top, 0.0).unsqueeze(1)).exp_()
         kernel = self.kernel(query, block.tokens).mul_(weight)
@@ -236,10 +237,8 @@ class State:
 
     def flat(self) -> Tensor:
         """The sums as one vector in units of exp(top), which adds up over tokens."""
-        ends = self.constant.new_tensor([self.mass, self.count])
-        return torch.cat(
-            [self.values.sum(0).flatten(), self.ones.sum(0)[:, 0], self.constant, ends]
-        )
+        sums, ends = (self.values.sum(0), self.ones.sum(0)), (self.mass, self.count)
+        return torch.cat([*map(torch.flatten, sums), self.constant, self.constant.new_tensor(ends)])
 
     @staticmethod
     def of_flat(task: Task, flat: Tensor, top: float) -> State:
@@ -251,13 +250,6 @@ class State:
         state.mass, count = ends.tolist()
         state.count, state.top = round(count), top
         return state
-
-    def copy(self) -> State:
-        """A state to go on from."""
-        other = copy(self)
-        other.values, other.ones = self.values.clone(), self.ones.clone()
-        other.constant = self.constant.clone()
-        return other
 
     def add(self, task: Task, block: Block, features: Tensor) -> None:
         """Add a block of tokens, whose features have been written."""
