@@ -18,6 +18,8 @@ from ..problem.result import Outcome
 from ..problem.rounding import unit_roundoff
 from .execute import execute
 
+ORDINARY = 1e6  # entries and scales below this: nothing overflows
+
 
 def can_run(problem: Problem, need_lse: bool) -> bool:
     """Whether SDPA computes this problem: normalised, not empty, with a bias that it takes."""
@@ -45,9 +47,8 @@ def attend(problem: Problem, plan: Plan, need_lse: bool) -> Outcome:
     outcome = with_lse(problem) if need_lse else None
     if outcome is not None:
         return outcome
-    shape = (problem.batch, problem.heads)
-    zero = noise = problem.query.new_zeros(shape, dtype=problem.dtype)
-    lse = empty = zero.new_empty(*shape, 0)
+    zero = noise = problem.query.new_zeros(problem.batch, problem.heads, dtype=problem.dtype)
+    lse = empty = zero.new_empty(*zero.shape, 0)
     if need_lse:
         noise = sdpa_noise(problem)
         with torch.no_grad():  # no value has a part in it, nor can overflow it
@@ -59,8 +60,7 @@ def attend(problem: Problem, plan: Plan, need_lse: bool) -> Outcome:
         enable_gqa=problem.group > 1,
     )  # fmt: skip
     if mask is not None:
-        live = mask if mask.dtype == torch.bool else mask > -math.inf
-        dead = flash.dead_rows(live, problem.n, causal)
+        dead = flash.dead_rows(mask, problem.n, causal)
         output = output.masked_fill(dead.unsqueeze(-1), 0.0)
     output = output.to(problem.query.dtype)
     return Outcome(output, lse, zero, zero, zero, noise, empty.bool())
@@ -73,10 +73,7 @@ def with_lse(problem: Problem) -> Outcome | None:
     query, key, value, mask, causal = _operands(problem)
     if problem.group > 1:
         key, value = (x.repeat_interleave(problem.group, 1) for x in (key, value))
-    bias = mask
-    if mask is not None and mask.dtype == torch.bool:
-        bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -math.inf)
-    output, lse = flash.attend(query, key, value, bias, problem.scale, causal)
+    output, lse = flash.attend(query, key, value, mask, problem.scale, causal)
     output, lse = output.to(problem.query.dtype), lse.to(problem.dtype)
     noise = sdpa_noise(problem)
     zero, none = torch.zeros_like(noise), torch.zeros_like(lse, dtype=torch.bool)
@@ -107,8 +104,7 @@ def _may_hide(problem: Problem) -> bool:
     zeros."""
     if problem.query.dtype != torch.bfloat16 or not problem.query.is_cpu or is_tracing():
         return False
-    query, key = (float(x.detach().abs().max()) for x in (problem.query, problem.key))
-    reach = abs(problem.scale) * problem.query.shape[-1] * query * key
+    reach = abs(problem.scale) * problem.query.shape[-1] * math.prod(problem.largest)
     return not reach < torch.finfo(torch.float32).max
 
 
@@ -116,10 +112,8 @@ def sdpa_noise(problem: Problem) -> Tensor:
     """Relative rounding error of a row's sums in SDPA, [batch, heads], worst row.
 
     Weights are rounded to the input dtype before they multiply the values."""
-    query, key = (
-        torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
-        for x in (problem.query, problem.key)
-    )
+    tokens = (problem.query, problem.key)
+    query, key = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64) for x in tokens)
     key = key.repeat_interleave(problem.group, 1)
     if problem.key_log_weight is not None:
         key = key.masked_fill(problem.key_log_weight == -math.inf, 0.0)
@@ -130,14 +124,9 @@ def sdpa_noise(problem: Problem) -> Tensor:
 
 
 def plainly(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    is_causal: bool,
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, plan: Plan, is_causal: bool, scale: float | None,
     enable_gqa: bool,
-    plan: Plan,
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     """Output of an exact plan for plain 4-dim tensors on a CPU, by SDPA itself; None where a check
     fails, finite entries among them, or PyTorch refuses.
 
@@ -169,9 +158,6 @@ def plainly(
         )
     except RuntimeError:
         return None
-
-
-ORDINARY = 1e6  # entries and scales below this: nothing overflows
 
 
 def _is_ordinary(x: Tensor) -> bool:
