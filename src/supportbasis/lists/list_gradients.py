@@ -18,17 +18,8 @@ from torch import Tensor
 
 from ..components.cotangent import Cotangent, Gradients
 from ..problem.problem import Head
-from .list_sum import (
-    Group,
-    causal_bias,
-    entries,
-    equal_lists,
-    gathered,
-    groups,
-    tile_cells,
-    window_tokens,
-)
-from .tables import ListSettings, Tables, Tilts, rows_of, score_variances, tables
+from .list_sum import Group, causal_bias, entries, equal_lists, gathered, groups, window_tokens
+from .tables import ListSettings, Tables, Tilts, rows_of, tables
 
 
 class Rows(NamedTuple):
@@ -126,13 +117,12 @@ def _add_group(
     settings: ListSettings,
 ) -> None:  # fmt: skip
     """Add the gradients of the rows of some windows attending to tilted keys and open leaves."""
-    tiles, cell = made.tiles[group.tiles], tile_cells(made, group)
-    rows, opened = Rows.of(head, cotangent, tiles), group.open[cell]
-    key, value, log_weight = group.tilts.of(cell)
+    rows = Rows.of(head, cotangent, group.rows)
+    (key, value, log_weight), opened = group.of_tiles()
     closed = log_weight.masked_fill(opened, -math.inf).unsqueeze(1)
     query, *parts = attention_gradients(rows, key, value, closed, head.scale)
     of_tilts = Tilts(
-        *(x.new_zeros(len(group.open), *x.shape[1:]).index_add_(0, cell, x) for x in parts)
+        *(x.new_zeros(len(group.open), *x.shape[1:]).index_add_(0, group.cell, x) for x in parts)
     )
     _add_tilts(total, leaves, of_tilts, head, made, group)
     for some, listed in equal_lists(opened, settings.leaf * max(head.dim, head.value_dim)):
@@ -142,8 +132,8 @@ def _add_group(
         query[some] += exact.query
         for whole, part in zip(leaves[:3], exact[1:], strict=True):
             whole.index_add_(0, listed.flatten(), part.reshape(-1, *whole.shape[1:]))
-    real = tiles >= 0
-    total.query.index_add_(0, tiles[real], query[real])
+    real = group.rows >= 0
+    total.query.index_add_(0, group.rows[real], query[real])
 
 
 def _add_tilts(
@@ -152,9 +142,8 @@ def _add_tilts(
     """Add the gradients of keys and queries from those of tilted keys: to the keys of their leaves,
     and to the cells' members through the mean query. A tilt is the softmax attention of mean
     queries to the keys of a leaf, whose values are the keys and the values."""
-    cells, tilts, scale = group.cells, group.tilts, head.scale
-    count, mean = group.open.shape[1], made.mean[cells]
-    variance = score_variances(made, cells, scale)[:, :count]
+    cells, tilts, variance, scale = group.cells, group.tilts, group.variance, head.scale
+    count, mean = variance.shape[1], made.mean[cells]
     lam = tilts.log_weight - (variance / 2).log1p()  # [cells, leaves]: lse of the tilt
     lam = lam + scale * (tilts.key * mean.unsqueeze(1)).sum(2)
     lam = torch.where(lam > -math.inf, lam, math.inf)

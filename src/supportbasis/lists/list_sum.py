@@ -87,13 +87,21 @@ class Coarse(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Cells of some windows, their tilted keys [cells, leaves], and which leaves are open."""
+    """Cells of some windows, rows of their tiles, tilted keys, and which leaves are open."""
 
     cells: slice
-    tiles: slice
+    rows: Tensor  # [tiles, T]; -1 for none
+    cell: Tensor  # [tiles]: of each tile, counted from the first; any for a tile without rows
     tilts: Tilts
+    variance: Tensor  # [cells, leaves]: of scores
     open: Tensor  # [cells, leaves]
     coarse: Coarse | None  # of the members, where these are the rows that are attended
+
+    def of_tiles(self) -> tuple[Tilts, Tensor]:
+        """Tilted keys and open leaves of the cell of each tile."""
+        if self.coarse is not None:  # tiles are cells
+            return self.tilts, self.open
+        return self.tilts.of(self.cell), self.open[self.cell]
 
 
 def list_attention(head: Head, settings: ListSettings) -> Attended:
@@ -104,8 +112,7 @@ def list_attention(head: Head, settings: ListSettings) -> Attended:
     if settings.window:
         output[:-1], lse[:-1] = own_windows(head, settings.window)
     for group in groups(head, made, settings):
-        rows = made.tiles[group.tiles]
-        at = rows.masked_fill(rows < 0, head.n)
+        at = group.rows.masked_fill(group.rows < 0, head.n)
         part = attend(head, made, group, settings)
         output[at], lse[at] = merged(output[at], lse[at], *part)
     return output[:-1], lse[:-1]
@@ -132,20 +139,18 @@ def _group(head: Head, made: Tables, settings: ListSettings, cells: slice, tiles
     leaves, members = int(made.visible[cells][-1]), made.members[cells]
     tilts = tilt(made, cells, leaves, head.scale)
     coarse = Coarse.of(rows_of(head, members), tilts, head.scale)
-    inner = score_variances(made, cells, head.scale)[:, :leaves]
-    opened = importance(coarse.weight, members, inner) > settings.price
+    variance = score_variances(made, cells, head.scale)[:, :leaves]
+    opened = importance(coarse.weight, members, variance) > settings.price
     opened &= tilts.log_weight > -math.inf
-    return Group(cells, tiles, tilts, opened, None if settings.strict else coarse)
+    rows, first = made.tiles[tiles], made.first_tile[cells] - tiles.start
+    cell = torch.searchsorted(first, torch.arange(len(rows), device=first.device), right=True) - 1
+    return Group(cells, rows, cell, tilts, variance, opened, None if settings.strict else coarse)
 
 
 def attend(head: Head, made: Tables, group: Group, settings: ListSettings) -> Attended:
     """Rows of tiles [tiles, T] over the tilted keys and the open leaves of their cells."""
-    query, tilts, opened = rows_of(head, made.tiles[group.tiles]), group.tilts, group.open
-    coarse = group.coarse
-    if coarse is None:
-        cell = tile_cells(made, group)
-        tilts, opened = tilts.of(cell), opened[cell]
-        coarse = Coarse.of(query, tilts, head.scale)
+    query, (tilts, opened) = rows_of(head, group.rows), group.of_tiles()
+    coarse = group.coarse or Coarse.of(query, tilts, head.scale)
     closed = (~opened).to(head.dtype).unsqueeze(2)
     total = (coarse.weight @ closed).squeeze(2)
     output = coarse.weight @ (tilts.value * closed)
@@ -172,9 +177,9 @@ def list_reach(head: Head, settings: ListSettings) -> float:
         return distance.masked_fill(rows < 0, 0).amax(1)
 
     for group in groups(head, made, settings):
-        cell, mean = tile_cells(made, group), made.mean[group.cells]
+        cell, mean = group.cell, made.mean[group.cells]
         furthest = away(made.members[group.cells], mean)[cell]
-        furthest = torch.maximum(furthest, away(made.tiles[group.tiles], mean[cell]))
+        furthest = torch.maximum(furthest, away(group.rows, mean[cell]))
         closed = group.tilts.log_weight > -math.inf
         closed = closed if head.query.is_cuda else closed & ~group.open
         leaf = (diameter[: closed.shape[1]] * closed).amax(1)
@@ -188,24 +193,15 @@ def row_risks(head: Head, settings: ListSettings, made: Tables | None = None) ->
     risk = torch.zeros(head.n + 1, dtype=torch.float64, device=head.query.device)
     own = own_windows(head, settings.window)[1] if settings.window else None
     for group in groups(head, made, settings):
-        rows, cell, coarse = made.tiles[group.tiles], tile_cells(made, group), group.coarse
-        inner = score_variances(made, group.cells, head.scale)[:, : group.open.shape[1]]
-        inner = inner.masked_fill(group.open, 0.0)[cell].unsqueeze(2)
-        if coarse is None:
-            coarse = Coarse.of(rows_of(head, rows), group.tilts.of(cell), head.scale)
+        rows, (tilts, _) = group.rows, group.of_tiles()
+        coarse = group.coarse or Coarse.of(rows_of(head, rows), tilts, head.scale)
+        inner = group.variance.masked_fill(group.open, 0.0)[group.cell].unsqueeze(2)
         total = coarse.weight.sum(2)
         if own is not None:
             total = total + (own[rows.clamp(min=0)] - coarse.top).exp()
         found = (coarse.weight.square() @ inner).squeeze(2) / total.square().clamp(min=1e-30)
         risk[rows.masked_fill(rows < 0, head.n)] = found.double()
     return risk[:-1]
-
-
-def tile_cells(made: Tables, group: Group) -> Tensor:
-    """The cell of each tile of a group, counted from the first; any for a tile without rows."""
-    first = made.first_tile[group.cells] - group.tiles.start
-    tile = torch.arange(group.tiles.stop - group.tiles.start, device=first.device)
-    return torch.searchsorted(first, tile, right=True) - 1
 
 
 def equal_lists(opened: Tensor, entries: int) -> Iterator[tuple[Tensor, Tensor]]:
