@@ -94,12 +94,13 @@ class Tilts(NamedTuple):
 def tables(head: Head, settings: ListSettings) -> Tables:
     """The tables of a head, in the dtype of sums: tokens are sorted in their own dtype."""
     query, key, log_weight = head.query.detach(), head.key.detach(), head.key_log_weight
+    hidden = None
     if settings.window:
-        slots = _by_window(key[: head.n], settings.window, settings.leaf)
-        members = _by_window(query, settings.window, settings.block)
-    else:
-        slots = _whole(key, settings.leaf, None if log_weight is None else log_weight == -math.inf)
-        members = _whole(query, settings.block, None)
+        key = key[: head.n]  # no row attends to the others
+    elif log_weight is not None:
+        hidden = log_weight == -math.inf
+    slots = _sorted(key, settings.leaf, settings.window, hidden)
+    members = _sorted(query, settings.block, settings.window, None)
     members, leaves = members.view(-1, settings.block), slots.view(-1, settings.leaf)
     cells = torch.arange(len(members), device=members.device)
     visible = visible_leaves(cells, len(leaves), settings)
@@ -129,36 +130,25 @@ def visible_leaves(cells: Tensor, leaves: int, settings: ListSettings) -> Tensor
     return (cells // settings.cells * (settings.window // settings.leaf)).clamp(max=leaves)
 
 
-def _by_window(x: Tensor, width: int, leaf: int) -> Tensor:
-    """All tokens, sorted within windows: [slots], -1 for none."""
-    if _has_kernel(x, width, leaf):
-        from ..cuda.lists import window_sorting as sorting
+def _sorted(x: Tensor, leaf: int, window: int, hidden: Tensor | None) -> Tensor:
+    """Tokens sorted within windows (0: all that are not ``hidden``): [slots], -1 for none."""
+    count, width = len(x), window or window_length(len(x), leaf)
+    has_kernel = x.is_cuda and x.dtype != torch.float64 and 16 <= width <= 4096 and leaf >= 2
+    if has_kernel and find_spec("triton") is not None:
+        from ..cuda.lists import window_sorting as kernels
 
-        return sorting.window_permutation(x[None].contiguous(), width, leaf, len(x))[0].long()
-    windows = -(-len(x) // width)
-    padded = pad(x, (0, 0, 0, windows * width - len(x))).view(windows, width, -1)
+        if window:
+            return kernels.window_permutation(x[None].contiguous(), width, leaf, count)[0].long()
+        some = None if hidden is None else hidden[None]
+        return kernels.head_permutation(x[None].contiguous(), leaf, count, some)[0].long()
+    if not window:
+        return head_permutation(x, leaf, hidden)
+    windows = -(-count // width)
+    padded = pad(x, (0, 0, 0, -count % width)).view(windows, width, -1)
     first = torch.arange(windows, device=x.device) * width
-    real = None if len(x) == windows * width else (len(x) - first).clamp(max=width)
+    real = (count - first).clamp(max=width) if count % width else None
     at = (window_permutation(padded, leaf, real) + first.unsqueeze(1)).flatten()
-    return torch.where(at < len(x), at, -1)
-
-
-def _whole(x: Tensor, leaf: int, hidden: Tensor | None) -> Tensor:
-    """All tokens but those that are ``hidden``, sorted: [slots], -1 for none."""
-    if _has_kernel(x, window_length(len(x), leaf), leaf):
-        from ..cuda.lists import window_sorting as sorting
-
-        hidden = None if hidden is None else hidden[None]
-        return sorting.head_permutation(x[None].contiguous(), leaf, len(x), hidden)[0].long()
-    return head_permutation(x, leaf, hidden)
-
-
-def _has_kernel(x: Tensor, width: int, leaf: int) -> bool:
-    """Whether a kernel sorts such tokens: they have to be on a GPU."""
-    return (
-        x.is_cuda and x.dtype != torch.float64 and 16 <= width <= 4096 and leaf >= 2
-        and find_spec("triton") is not None
-    )  # fmt: skip
+    return torch.where(at < count, at, -1)
 
 
 def taken(x: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
