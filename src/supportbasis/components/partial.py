@@ -74,8 +74,7 @@ class Partial:
 
     def divide_(self, valid: Tensor) -> tuple[Tensor, Tensor]:
         """Output rows and their log-sum-exp; rows that are not ``valid`` get zeros and -inf."""
-        one = torch.ones((), dtype=self.den.dtype, device=self.den.device)
-        den = torch.where(valid, self.den, one)
+        den = torch.where(valid, self.den, 1.0)
         output = self.num.div_(den.unsqueeze(1))
         if not bool(valid.all()):
             output.masked_fill_(~valid.unsqueeze(1), 0.0)

@@ -39,22 +39,24 @@ def window_permutation(x: Tensor, leaf: int, count: Tensor | None = None) -> Ten
     ``count`` [windows]: how many tokens, the first ones, are real; the others stay behind them.
     """
     windows, width = x.shape[:2]
-    slot = torch.arange(width, device=x.device)
-    padded = None if count is None else slot >= count.unsqueeze(1)
-    part = _leading_coordinates(x, padded)
-    permutation = slot.expand(windows, width)
-    size = width
+    permutation = torch.arange(width, device=x.device).expand(windows, width)
+    part, size = _leading_coordinates(x, _padded(permutation, count)), width
     while size > leaf:
+        padded = _padded(permutation.reshape(windows, width), count)
+        padded = None if padded is None else padded.view(-1, size)
         part, permutation = part.reshape(-1, size, part.shape[-1]), permutation.reshape(-1, size)
-        hidden = None if padded is None else padded.reshape(-1, size)
-        along = _along_axis(part, hidden)
-        if hidden is not None:
-            along = along.masked_fill(hidden, math.inf)
+        away = _centred(part, padded)
+        along = (away @ _principal_axis(away.mT @ away, NODE_STEPS)).squeeze(2)
+        along = along if padded is None else along.masked_fill(padded, math.inf)
         at = along.argsort(dim=1, stable=True)
         permutation, size = permutation.gather(1, at), size // 2
         part = part.gather(1, at.unsqueeze(2).expand_as(part))
-        padded = None if hidden is None else hidden.gather(1, at)
     return permutation.reshape(windows, width)
+
+
+def _padded(permutation: Tensor, count: Tensor | None) -> Tensor | None:
+    """Which slots of a permutation [windows, W] hold no real token; None: all hold one."""
+    return None if count is None else permutation >= count.unsqueeze(1)
 
 
 @torch.no_grad()
@@ -111,12 +113,6 @@ def _leading_coordinates(x: Tensor, padded: Tensor | None) -> Tensor:
         covariance = covariance - length * axis * axis.mT
         axes.append(axis)
     return away @ torch.cat(axes, 2)
-
-
-def _along_axis(part: Tensor, padded: Tensor | None) -> Tensor:
-    """Tokens [nodes, size, axes] along the principal axis of their node, [nodes, size]."""
-    away = _centred(part, padded)
-    return (away @ _principal_axis(away.mT @ away, NODE_STEPS)).squeeze(2)
 
 
 def _centred(x: Tensor, padded: Tensor | None) -> Tensor:
