@@ -47,29 +47,25 @@ class ExactSum:
         if type(self) is ExactSum and _kernel_takes(head, rows, self.keys):
             _by_kernel(head, rows, self.keys, total, rounding)
             return
-        key, value = (take(x, self.keys, 0, head.m).to(head.dtype) for x in (head.key, head.value))
-        for start, stop in _row_tiles(head, len(total.den), len(key)):
-            query = take(head.query, rows, start, stop).to(head.dtype)
-            row_at = take_index(rows, start, stop, head.query)
+        key, value = (take(x, self.keys).to(head.dtype) for x in (head.key, head.value))
+        for of_rows, query, row_at in _row_tiles(head, rows, len(total.den), len(key)):
             part = Partial.empty(len(query), head.value_dim, head.query, head.dtype)
             for at in _key_tiles(head, row_at, key_at):
                 score = self._log_kernel(query @ (key[at] * head.scale).T)
                 part.add_(_tile(_weighed(head, score, row_at, key_at[at]), value[at]))
-            self._set_noise(head, part, rounding[start:stop], len(key))
-            total[start:stop].add_(part)
+            self._set_noise(head, part, rounding[of_rows], len(key))
+            total[of_rows].add_(part)
 
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Index
     ) -> None:
         """Add the gradients of the tokens from those of the rows' sums; weights are recomputed."""
-        key, value = (take(x, self.keys, 0, head.m).to(head.dtype) for x in (head.key, head.value))
+        key, value = (take(x, self.keys).to(head.dtype) for x in (head.key, head.value))
         key_at = take_index(self.keys, 0, head.m, head.query)
         grads = [torch.zeros_like(x) for x in (key, value, key[:, 0])]
         most = 1 / unit_roundoff(head.dtype)  # of usable denominators; beyond scores are rounding
-        for start, stop in _row_tiles(head, len(cotangent.den), len(key)):
-            query = take(head.query, rows, start, stop).to(head.dtype)
-            row_at = take_index(rows, start, stop, head.query)
-            part, grad_query = cotangent[start:stop], torch.zeros_like(query)
+        for of_rows, query, row_at in _row_tiles(head, rows, len(cotangent.den), len(key)):
+            part, grad_query = cotangent[of_rows], torch.zeros_like(query)
             for at in _key_tiles(head, row_at, key_at):
                 of_key, of_value, of_weight = (x[at] for x in grads)
                 score = query @ (key[at] * head.scale).T
@@ -83,7 +79,7 @@ class ExactSum:
                     grad = torch.where(weight > 0, grad * slope, 0.0)
                 of_key.addmm_(grad.T, query, alpha=head.scale)
                 grad_query.addmm_(grad, key[at], alpha=head.scale)
-            add_tokens(total.query, rows, start, grad_query)
+            add_tokens(total.query, rows, of_rows.start, grad_query)
         for whole, made in zip((total.key, total.value, total.key_log_weight), grads, strict=True):
             if whole is not None:
                 add_tokens(whole, self.keys, 0, made)
@@ -99,9 +95,7 @@ class ExactSum:
     def _reach(self, head: Head, rows: Index) -> Tensor:
         """Upper bounds of the |score| of each row, by norms."""
         live = head.live_keys if self.keys is None else self.keys
-        norms = head.query_norms if rows is None else head.query_norms[rows]
-        largest = (head.key_norms if live is None else head.key_norms[live]).max()
-        return abs(head.scale) * norms * largest
+        return abs(head.scale) * take(head.query_norms, rows) * take(head.key_norms, live).max()
 
     def _set_noise(self, head: Head, part: Partial, rounding: Tensor, keys: int) -> None:
         """Set the rounding of a tile's sums."""
@@ -114,12 +108,17 @@ class ExactSum:
         return (relative.clamp(max=1.0) if head.normalise else relative).to(head.dtype)
 
 
-def _row_tiles(head: Head, rows: int, keys: int) -> Iterator[tuple[int, int]]:
-    """Rows whose scores with all keys, or with as many as a tile holds, are formed at a time."""
+def _row_tiles(
+    head: Head, rows: Index, count: int, keys: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Rows whose scores with all keys, or with as many as a tile holds, are formed at a time: which
+    of the given ones, their queries and their positions."""
     least = 32 if head.is_causal else 128  # short tiles skip more of what lies ahead
     step = least if keys > KEY_TILE else max(least, min(8192, TILE // max(1, keys)))
-    for start in range(0, rows, step):
-        yield start, min(rows, start + step)
+    for start in range(0, count, step):
+        stop = min(count, start + step)
+        query = take(head.query, rows, start, stop).to(head.dtype)
+        yield slice(start, stop), query, take_index(rows, start, stop, head.query)
 
 
 def _key_tiles(head: Head, row_at: Tensor, key_at: Tensor) -> Iterator[slice]:
@@ -154,7 +153,7 @@ def _tile(score: Tensor, value: Tensor) -> Partial:
     return Partial(num, weight.sum(1), top, torch.zeros_like(top))
 
 
-def take(source: Tensor, index: Index, start: int, stop: int) -> Tensor:
+def take(source: Tensor, index: Index, start: int = 0, stop: int | None = None) -> Tensor:
     """Tokens start..stop of an index set (None: all tokens in order, which needs no gather)."""
     return source[start:stop] if index is None else source.index_select(0, index[start:stop])
 
@@ -174,14 +173,13 @@ def _kernel_takes(head: Head, rows: Index, keys: Index) -> bool:
         return False
     if head.is_causal and not (rows is None and keys is None and bias is None):
         return False
-    return bias is None or bool((bias if keys is None else bias[keys]).isfinite().all())
+    return bias is None or bool(take(bias, keys).isfinite().all())
 
 
 def _by_kernel(head: Head, rows: Index, keys: Index, total: Partial, noise: Tensor) -> None:
     """Add out * exp(lse) to ``total``: numerator out, denominator 1, log-scale lse."""
     key, value, bias = (
-        take(x, keys, 0, head.m).to(head.dtype)
-        for x in (head.key, head.value, head.log_weights(head.dtype))
+        take(x, keys).to(head.dtype) for x in (head.key, head.value, head.log_weights(head.dtype))
     )
     step = len(total.den) if head.is_causal else KERNEL_ROWS
     for start in range(0, len(total.den), step):
@@ -261,8 +259,7 @@ class PowerSum(ExactSum):
         power, unit = self.kernel.power, unit_roundoff(head.dtype)
         log_mass = math.log(keys)
         if head.key_log_weight is not None:
-            live = head.key_log_weight if self.keys is None else head.key_log_weight[self.keys]
-            log_mass = float(live.double().logsumexp(0))
+            log_mass = float(take(head.key_log_weight, self.keys).double().logsumexp(0))
         log_sum = part.den.log() + part.log_scale - power * self.kernel.log_unit
         share = power * rounding * ((log_mass - log_sum) / power).exp()
         logs = 4 * unit * (part.log_scale.abs() + 100)  # of the logarithms and exponents

@@ -19,7 +19,7 @@ from ..polynomials.fitting import FittedKernel
 from ..problem.problem import Head
 from ..problem.rounding import gamma, product_roundoff
 from .cotangent import Gradients
-from .exact_sum import Index
+from .exact_sum import Index, take
 from .polynomial_sum import largest_norm
 from .streaming import Task
 from .streaming_backward import StreamedSum
@@ -43,13 +43,9 @@ class FittedSum(StreamedSum):
         """Norms of the longest of these rows and of these keys in the leading coordinates of each
         degree, [2, degree]."""
         balanced = transformed(head, self.transform)
-        found = []
-        for x, index in ((balanced.query, rows), (balanced.key, self.keys)):
-            tokens = x if index is None else x[index]
-            for span in self.kernel.spans:
-                norms = tokens[:, :span].norm(dim=1)
-                found.append(norms.max() if len(norms) else norms.new_zeros(()))
-        return torch.stack(found).view(2, -1)
+        sides = (take(balanced.query, rows), take(balanced.key, self.keys))
+        norms = [x[:, :span].norm(dim=1) for x in sides for span in self.kernel.spans]
+        return torch.stack([pad(norm, (0, 1)).max() for norm in norms]).view(2, -1)
 
     def inner_gradients(self, total: Gradients, head: Head) -> Gradients:
         """What the evaluation adds gradients of the transformed tokens to."""
@@ -97,7 +93,7 @@ class _FittedTask(Task):
 
     def magnitude(self) -> Tensor:
         """sum_k |a_k| |x_i|_k^k max_j |y_j|_k^k, norms in the leading r_k coordinates, [rows]."""
-        query = self.head.query if self.rows is None else self.head.query[self.rows]
+        query = take(self.head.query, self.rows)
         magnitude = query.new_full((len(query),), abs(self.fitted.coefficients[0]))
         for k, span in enumerate(self.fitted.spans, 1):
             reach = query[:, :span].norm(dim=1) * largest_norm(self.norms[1, k - 1 : k])

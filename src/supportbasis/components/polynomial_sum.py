@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..errors import InputError
 from ..polynomials.certified import CertifiedPolynomial, horner
 from ..polynomials.features import FeatureMap
 from ..problem.problem import Head
-from .exact_sum import Index
+from .exact_sum import Index, take
 from .streaming import Task
 from .streaming_backward import StreamedSum
 
@@ -41,9 +42,8 @@ class PolynomialSum(StreamedSum):
 
     def norms(self, head: Head, rows: Index) -> Tensor:
         """Norms of the longest of these rows and of these keys, [2, 1]."""
-        sides = ((head.query_norms, rows), (head.key_norms, self.keys))
-        found = [x if index is None else x[index] for x, index in sides]
-        return torch.stack([x.max() if x.numel() else x.new_zeros(()) for x in found]).unsqueeze(1)
+        sides = (take(head.query_norms, rows), take(head.key_norms, self.keys))
+        return torch.stack([pad(norms, (0, 1)).max() for norms in sides]).unsqueeze(1)
 
 
 class _PolynomialTask(Task):
@@ -71,8 +71,7 @@ class _PolynomialTask(Task):
         return grad / self.norm[side]
 
     def magnitude(self) -> Tensor:
-        norms = self.head.query_norms if self.rows is None else self.head.query_norms[self.rows]
-        norms = (norms / self.norm["query"]).to(self.head.dtype)
+        norms = (take(self.head.query_norms, self.rows) / self.norm["query"]).to(self.head.dtype)
         return horner([abs(coefficient) for coefficient in self.coefficients], norms)
 
 

@@ -42,7 +42,7 @@ def least_of_groups(
     plan: FittedHead, head: Head, rows: Tensor | None, key: Tensor, log_weight: Tensor
 ) -> Tensor:
     """`least_lse` of the rows of a head by transformed keys, or by the means of their groups."""
-    query = take(transformed(head, plan.transform).query, rows, 0, head.n)
+    query = take(transformed(head, plan.transform).query, rows)
     least = grouped_lse(query[None], key[None], log_weight[None])
     return (least[0] + plan.transform.row_shift(head, rows)).double() + math.log(FITTED_SHARE)
 
