@@ -39,7 +39,6 @@ class ExactSum:
     keys: Index = None
 
     def add_to(self, total: Partial, head: Head, rows: Index) -> None:
-        """Add the sums over these keys to ``total``, which holds the given rows."""
         key_at = take_index(self.keys, 0, head.m, head.query)
         if not len(key_at) or not len(total.den):
             return
@@ -59,7 +58,6 @@ class ExactSum:
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Index
     ) -> None:
-        """Add the gradients of the tokens from those of the rows' sums; weights are recomputed."""
         key, value = (take(x, self.keys).to(head.dtype) for x in (head.key, head.value))
         key_at = take_index(self.keys, 0, head.m, head.query)
         grads = [torch.zeros_like(x) for x in (key, value, key[:, 0])]

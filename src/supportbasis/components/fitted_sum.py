@@ -34,7 +34,6 @@ class FittedSum(StreamedSum):
     keys: Index = None
 
     def task(self, head: Head, rows: Index, norms: Tensor | None = None) -> Task:
-        """The evaluation for some rows, in units of the given norms (None: of their own)."""
         norms = self.norms(head, rows) if norms is None else norms
         shift = self.transform.row_shift(head, rows)
         return _FittedTask(self, transformed(head, self.transform), rows, shift, norms)
@@ -48,13 +47,11 @@ class FittedSum(StreamedSum):
         return torch.stack([pad(norm, (0, 1)).max() for norm in norms]).view(2, -1)
 
     def inner_gradients(self, total: Gradients, head: Head) -> Gradients:
-        """What the evaluation adds gradients of the transformed tokens to."""
         weight, of_shift = total.key.new_zeros(head.m), total.query.new_zeros(head.n)
         query, key = torch.zeros_like(total.query), torch.zeros_like(total.key)
         return Gradients(query, key, total.value, weight, of_shift)
 
     def pull_back(self, inner: Gradients, total: Gradients, head: Head) -> None:
-        """Add the gradients of the tokens from those of the transformed ones."""
         weight, shift = inner.key_log_weight, inner.query_log_weight
         assert weight is not None and shift is not None
         self.transform.pull_back(inner, weight, shift, total, head.scale)

@@ -33,7 +33,6 @@ class PolynomialSum(StreamedSum):
     last: list[Task] = field(default_factory=list, init=False, repr=False)  # for the backward pass
 
     def task(self, head: Head, rows: Index, norms: Tensor | None = None) -> Task:
-        """The evaluation for some rows, in units of the given norms (None: of their own)."""
         if norms is not None:
             return _PolynomialTask(self, head, rows, norms)
         if not any(task.head is head and task.rows is rows for task in self.last):

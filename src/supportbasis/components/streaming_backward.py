@@ -34,13 +34,11 @@ class StreamedSum:
         raise NotImplementedError
 
     def add_to(self, total: Partial, head: Head, rows: Index) -> None:
-        """Add the sums over these keys to ``total``, which holds the given rows."""
         self.task(head, rows).run(total)
 
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Index
     ) -> None:
-        """Add the gradients of the tokens from those of the rows' sums."""
         inner, task = self.inner_gradients(total, head), self.task(head, rows)
         if task.row_count and task.key_count:
             backward = Backward(task, inner, cotangent)

@@ -46,7 +46,6 @@ class ListSum:
     settings: ListSettings
 
     def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
-        """Add the sums over all keys to ``total``, which holds the given rows."""
         if not head.n or not head.m:
             return
         output, lse = list_attention(head, self.settings)
@@ -59,7 +58,6 @@ class ListSum:
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
     ) -> None:
-        """Add the gradients that reach the tokens through these rows."""
         from .list_gradients import add_gradients
 
         if head.n and head.m:
