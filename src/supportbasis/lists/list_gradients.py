@@ -22,21 +22,6 @@ from .list_sum import Group, causal_bias, entries, equal_lists, gathered, groups
 from .tables import ListSettings, Tables, Tilts, rows_of, tables
 
 
-class Rows(NamedTuple):
-    """Rows [batch, rows] with their cotangents; a slot without a row has log-scale -inf."""
-
-    query: Tensor  # [batch, rows, d]
-    num: Tensor  # [batch, rows, dv]
-    den: Tensor  # [batch, rows]
-    log_scale: Tensor  # [batch, rows]
-
-    @staticmethod
-    def of(head: Head, cotangent: Cotangent, rows: Tensor) -> Rows:
-        """Rows of a head, -1 for none."""
-        part = cotangent[rows.clamp(min=0)].without(rows < 0)
-        return Rows(rows_of(head, rows), part.num, part.den, part.log_scale)
-
-
 class Leaves(NamedTuple):
     """Gradients of sorted keys."""
 
@@ -63,7 +48,7 @@ def add_gradients(
     if rows is not None:
         place = torch.full((head.n,), -1, device=rows.device)
         place[rows] = torch.arange(len(rows), device=rows.device)
-        cotangent = cotangent[place.clamp(min=0)].without(place < 0)
+        cotangent = cotangent_of(cotangent, place)
     if settings.window:
         _add_own_windows(total, cotangent, head, settings.window)
     slots = made.slots.view(made.key.shape[:2])
@@ -79,17 +64,22 @@ def add_gradients(
         total.key_log_weight.index_add_(0, slots[real], leaves.weight[real])
 
 
+def cotangent_of(cotangent: Cotangent, rows: Tensor) -> Cotangent:
+    """Of some rows, -1 for none."""
+    return cotangent[rows.clamp(min=0)].without(rows < 0)
+
+
 def attention_gradients(
-    rows: Rows, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+    query: Tensor, sums: Cotangent, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
 ) -> Parts:
-    """Gradients of rows attending to keys [batch, keys, d] with log-weights [batch, 1 or rows,
-    keys]."""
-    score = scale * (rows.query @ key.mT)
+    """Gradients of queries [batch, rows, d], with gradients of their ``sums``, attending to keys
+    [batch, keys, d] with log-weights [batch, 1 or rows, keys]."""
+    score = scale * (query @ key.mT)
     score = score if bias is None else score + bias
-    weight = (score + rows.log_scale.unsqueeze(2)).exp_()
-    slope = weight * (rows.num @ value.mT + rows.den.unsqueeze(2))
-    of_query, of_key = scale * (slope @ key), scale * (slope.mT @ rows.query)
-    return Parts(of_query, of_key, weight.mT @ rows.num, slope.sum(1))
+    weight = (score + sums.log_scale.unsqueeze(2)).exp_()
+    slope = weight * (sums.num @ value.mT + sums.den.unsqueeze(2))
+    of_query, of_key = scale * (slope @ key), scale * (slope.mT @ query)
+    return Parts(of_query, of_key, weight.mT @ sums.num, slope.sum(1))
 
 
 def _add_own_windows(total: Gradients, cotangent: Cotangent, head: Head, width: int) -> None:
@@ -102,8 +92,8 @@ def _add_own_windows(total: Gradients, cotangent: Cotangent, head: Head, width: 
     for first in range(0, len(query), step):
         some = slice(first, first + step)
         both = mask if bias is None else mask + bias[some]
-        own = Rows.of(head, cotangent, rows[some])
-        parts.append(attention_gradients(own, key[some], value[some], both, head.scale))
+        sums, q, k, v = cotangent_of(cotangent, rows[some]), query[some], key[some], value[some]
+        parts.append(attention_gradients(q, sums, k, v, both, head.scale))
     of_query, *of_keys = (torch.cat(x).flatten(0, 1) for x in zip(*parts, strict=True))
     total.query += of_query[: head.n]
     keys = min(head.n, head.m)
@@ -117,18 +107,17 @@ def _add_group(
     settings: ListSettings,
 ) -> None:  # fmt: skip
     """Add the gradients of the rows of some windows attending to tilted keys and open leaves."""
-    rows = Rows.of(head, cotangent, group.rows)
+    rows, sums = rows_of(head, group.rows), cotangent_of(cotangent, group.rows)
     (key, value, log_weight), opened = group.of_tiles()
     closed = log_weight.masked_fill(opened, -math.inf).unsqueeze(1)
-    query, *parts = attention_gradients(rows, key, value, closed, head.scale)
+    query, *parts = attention_gradients(rows, sums, key, value, closed, head.scale)
     of_tilts = Tilts(
         *(x.new_zeros(len(group.open), *x.shape[1:]).index_add_(0, group.cell, x) for x in parts)
     )
     _add_tilts(total, leaves, of_tilts, head, made, group)
     for some, listed in equal_lists(opened, settings.leaf * max(head.dim, head.value_dim)):
-        exact = attention_gradients(
-            Rows(*(x[some] for x in rows)), *gathered(made, listed), head.scale
-        )
+        listed_keys = gathered(made, listed)
+        exact = attention_gradients(rows[some], sums[some], *listed_keys, head.scale)
         query[some] += exact.query
         for whole, part in zip(leaves[:3], exact[1:], strict=True):
             whole.index_add_(0, listed.flatten(), part.reshape(-1, *whole.shape[1:]))
@@ -150,10 +139,11 @@ def _add_tilts(
     of_key = grads.key - scale * grads.log_weight.unsqueeze(2) * mean.unsqueeze(1)
     level = (of_key * tilts.key).sum(2) + (grads.value * tilts.value).sum(2) - grads.log_weight
     num = torch.cat([of_key, grads.value], 2).transpose(0, 1)  # [leaves, cells, d + dv]
-    rows = Rows(mean.expand(count, -1, -1), num, -level.T, -lam.T)
+    sums = Cotangent(num, -level.T, -lam.T)
     key, value = made.key[:count], made.value[:count]
     bias = None if made.weight is None else made.weight[:count].unsqueeze(1)
-    part = attention_gradients(rows, key, torch.cat([key, value], 2), bias, scale)
+    both = torch.cat([key, value], 2)
+    part = attention_gradients(mean.expand(count, -1, -1), sums, key, both, bias, scale)
     of_keys, of_values = part.value.split([head.dim, head.value_dim], 2)
     leaves.key[:count] += part.key + of_keys
     leaves.value[:count] += of_values
