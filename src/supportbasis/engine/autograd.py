@@ -109,9 +109,8 @@ def _run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.autocast(problem.query.device.type, enabled=False):
         outcome = compute(problem, plan, implementation)
     counts = torch.stack([outcome.invalid_rows, outcome.fallback_rows, outcome.rounding])
-    output, lse, fallback = (
-        x.contiguous() for x in (outcome.output, outcome.lse, outcome.fallback)
-    )
+    made = (outcome.output, outcome.lse, outcome.fallback)
+    output, lse, fallback = (x.contiguous() for x in made)
     return output, lse, fallback, counts
 
 

@@ -27,6 +27,9 @@ from ..problem.result import Outcome
 from ..problem.rounding import unit_roundoff
 from .jensen import least_lse
 
+Finished = tuple[Tensor | slice, Partial, Tensor]  # rows, their sums, which of them are valid
+At = tuple[int, int]  # batch element and head
+
 
 def execute(problem: Problem, plan: Plan) -> Outcome:
     """Run every head of the plan through the component engine."""
@@ -41,7 +44,7 @@ def execute(problem: Problem, plan: Plan) -> Outcome:
 
 
 def run_head(
-    head: Head, plan: HeadPlan, basis: Sequence[RowGroup], outcome: Outcome, at: tuple[int, int]
+    head: Head, plan: HeadPlan, basis: Sequence[RowGroup], outcome: Outcome, at: At
 ) -> None:
     """One head: evaluate, check, fall back to exact sums where rows failed, divide."""
     finished: list[Finished] = []
@@ -67,8 +70,13 @@ def run_head(
             relative = relative.nan_to_num(1.0 if head.normalise else math.inf, posinf=math.inf)
             outcome.rounding[at] = torch.maximum(outcome.rounding[at], relative)
         finished.append((where, total, valid))
-    write = _write_attention if head.normalise else _write_sums
-    write(head, finished, outcome, at)
+    if not head.normalise:
+        _write_sums(head, finished, outcome, at)
+        return
+    for where, total, valid in finished:
+        output, lse = total.divide_(valid)
+        outcome.output[at][where] = output.to(outcome.output.dtype)
+        outcome.lse[at][where] = lse
 
 
 def falls_back(plan: HeadPlan) -> bool:
@@ -103,17 +111,6 @@ def usable_rows(
     return usable
 
 
-Finished = tuple[Tensor | slice, Partial, Tensor]  # rows, their sums, which of them are valid
-At = tuple[int, int]  # batch element and head
-
-
-def _write_attention(head: Head, finished: list[Finished], outcome: Outcome, at: At) -> None:
-    for where, total, valid in finished:
-        output, lse = total.divide_(valid)
-        outcome.output[at][where] = output.to(outcome.output.dtype)
-        outcome.lse[at][where] = lse
-
-
 def _write_sums(head: Head, finished: list[Finished], outcome: Outcome, at: At) -> None:
     """Unnormalised sums of all rows in one common unit, exp(log_scale), so that none overflows.
 
@@ -145,10 +142,8 @@ def _write_sums(head: Head, finished: list[Finished], outcome: Outcome, at: At) 
 def backward(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
     """Gradients [batch, heads or key heads, ...] in the dtype of the sums; those of the key
     log-weights, [batch, heads, m], if they are asked for."""
-    query, key, value = (
-        x.new_zeros(x.shape, dtype=problem.dtype)
-        for x in (problem.query, problem.key, problem.value)
-    )
+    tokens = (problem.query, problem.key, problem.value)
+    query, key, value = (x.new_zeros(x.shape, dtype=problem.dtype) for x in tokens)
     shape = (problem.batch, problem.heads, problem.m)
     weight = query.new_zeros(shape) if saved.for_weights else None
     for b, h, head in problem.each_head():
