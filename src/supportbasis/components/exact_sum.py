@@ -72,7 +72,8 @@ class ExactSum:
                 weight = weight.add_(part.log_scale.unsqueeze(1)).exp_().clamp_(max=most)
                 of_value.addmm_(weight.T, part.num)
                 grad = torch.addmm(part.den.unsqueeze(1), part.num, value[at].T).mul_(weight)
-                of_weight += grad.sum(0)
+                if total.key_log_weight is not None:
+                    of_weight += grad.sum(0)
                 if slope is not None:
                     grad = torch.where(weight > 0, grad * slope, 0.0)
                 of_key.addmm_(grad.T, query, alpha=head.scale)
@@ -136,8 +137,9 @@ def _weighed(head: Head, score: Tensor, row_at: Tensor, key_at: Tensor) -> Tenso
         mask = head.mask[row_at][:, key_at]
         masked = mask.dtype == torch.bool
         score = score.masked_fill(~mask, -math.inf) if masked else score + mask
-    if head.is_causal and bool(key_at[-1] > row_at[0]):
-        score = score.masked_fill(key_at > row_at.unsqueeze(1), -math.inf)
+    if head.is_causal:
+        free = int(torch.searchsorted(key_at, row_at[0], right=True))  # keys ahead of no row
+        score[:, free:].masked_fill_(key_at[free:] > row_at.unsqueeze(1), -math.inf)
     return score
 
 
