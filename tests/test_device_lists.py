@@ -16,8 +16,9 @@ from supportbasis.cuda.lists import list_attention as kernels
 from supportbasis.cuda.lists import list_heads as device_lists
 from supportbasis.cuda.runtime import replay
 from supportbasis.engine.execute import backward
-from supportbasis.lists.list_sum import groups, head_tables, list_attention
+from supportbasis.lists.list_sum import groups, list_attention
 from supportbasis.lists.tables import ListSettings
+from supportbasis.lists.tables import tables as tables_of
 from supportbasis.plans import ListHead, Plan
 from supportbasis.problem.validation import attention_problem
 
@@ -95,13 +96,13 @@ def test_lists_are_the_same(mode):
                 listed += count
     assert listed
     for _, h, head in problem.each_head():
-        made = head_tables(head, settings)
+        made = tables_of(head, settings)
         for group in groups(head, made, settings):
             for at, cell in enumerate(range(group.cells.start, group.cells.stop)):
-                rows = frozenset(made.members[0, cell].tolist()) - {-1}
+                rows = frozenset(made.members[cell].tolist()) - {-1}
                 if not rows or not int(made.visible[cell]):
                     continue
-                keys = made.slots[0].view(-1, settings.leaf)[group.open[at].nonzero().squeeze(1)]
+                keys = made.slots.view(-1, settings.leaf)[group.open[at].nonzero().squeeze(1)]
                 assert found[h, rows] == {frozenset(x) for x in keys.tolist()}
 
 

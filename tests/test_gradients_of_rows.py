@@ -9,7 +9,7 @@ import supportbasis as sb
 from cases import beyond, dense_attention, qkv
 from gradient_cases import Case, assert_close, gradients
 from supportbasis.components.polynomial_sum import rescaled
-from supportbasis.components.sketch_sum import Sketched
+from supportbasis.components.sketch_sum import SketchSum
 from supportbasis.engine import autograd
 from supportbasis.polynomials import certified as polynomials
 from supportbasis.polynomials.certified import horner
@@ -129,8 +129,8 @@ def test_a_sketched_weight_is_what_its_definition_says(size):
     poly, scale = polynomials.chebyshev(2, 0.4), 0.7
     kernel = PowerKernel(6, poly, sketch_size=20, seed=3, balance=2.5)
     head = attention_problem(q, k, v, None, 0.0, False, scale, False).head(0, 0)
-    sketched = Sketched(head, kernel)
-    (x, log_x), (y, log_y) = sketched.query(q), sketched.key(k)
+    sketched = SketchSum(kernel).task(head, None)
+    (x, log_x), (y, log_y) = sketched.unit("query", q), sketched.unit("key", k)
     given = log_x.unsqueeze(1) + log_y + (x @ y.T).square().log()
 
     phi, sketch = FeatureMap(3, 2), PolySketch(6, 20, 3).half

@@ -10,9 +10,9 @@ import torch
 
 from cases import centred_head, in_turn, key_weights
 from supportbasis.components.cotangent import Cotangent, Gradients
-from supportbasis.lists.list_sum import ListSum, head_tables, list_attention
+from supportbasis.lists.list_sum import ListSum, list_attention
 from supportbasis.lists.sorting import head_permutation
-from supportbasis.lists.tables import ListSettings, score_variances
+from supportbasis.lists.tables import ListSettings, score_variances, tables
 from supportbasis.problem.problem import Head
 from supportbasis_studies import reference
 
@@ -32,7 +32,7 @@ def settings_of(causal, strict=False, price=1e-5, block=16, leaf=8, window=32):
 def both(head, settings):
     """Output and lse of the evaluator and of the reference, on the same sorted tokens."""
     return list_attention(head, settings), reference.list_attention(
-        head, settings, head_tables(head, settings)
+        head, settings, tables(head, settings)
     )
 
 
@@ -95,7 +95,7 @@ def test_a_tilted_key_is_exact_for_the_mean_and_too_heavy_by_its_curvature_at_mo
     settings = settings_of(False, price=math.inf)
     _, lse = list_attention(head, settings)
     exact = (head.scale * q @ k.T).logsumexp(1)
-    made = head_tables(head, settings)
+    made = tables(head, settings)
     curvature = (score_variances(made, slice(None), head.scale) / 2).log1p()
     assert (lse <= exact + curvature.max() + 1e-12).all()
     plain = lse - curvature.amin()  # the sums are less without the factors
@@ -122,7 +122,7 @@ def test_gradients_match_the_autograd_of_the_reference(shape, mode, kind):
         leaves = [x.clone().requires_grad_() for x in tensors]
         head = head_of(*leaves[:3], leaves[3] if bias is not None else None, mode != "whole")
         settings = settings_of(head.is_causal, mode == "strict", price)
-        output, lse = reference.list_attention(head, settings, head_tables(head, settings))
+        output, lse = reference.list_attention(head, settings, tables(head, settings))
         g = torch.randn(output.shape, generator=generator, dtype=torch.float64)
         h = torch.randn(lse.shape, generator=generator, dtype=torch.float64)
         seen = lse > -math.inf
@@ -165,7 +165,7 @@ def test_every_row_is_in_one_tile():
         for mode in ("whole", "causal", "strict"):
             head = head_of(q, k, v, None, mode != "whole")
             settings = settings_of(head.is_causal, mode == "strict")
-            made = head_tables(head, replace(settings))
+            made = tables(head, replace(settings))
             rows = made.tiles[made.tiles >= 0]
             assert rows.sort().values.tolist() == list(range(n))
             assert made.slots[made.slots >= 0].sort().values.tolist() == list(range(n))

@@ -131,7 +131,7 @@ def attention(
         isinstance(plan, Plan) and plan.is_exact and attn_mask is None and dropout_p == 0
         and method is None and not return_result and implementation == "auto"
     ):  # fmt: skip
-        output = sdpa.plainly(query, key, value, is_causal, scale, enable_gqa, plan)
+        output = sdpa.plainly(query, key, value, plan, is_causal, scale, enable_gqa)
         if output is not None:
             return output
     implementation = check_implementation(implementation)

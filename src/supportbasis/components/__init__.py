@@ -43,11 +43,13 @@ __all__ = [
 class Component(Protocol):
     """A sum of ``exp(score) v`` over its own keys for given query rows, and its gradients."""
 
-    def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None: ...
+    def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
+        """Add the sums over its keys to ``total``, which holds the given rows (None: all)."""
 
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
-    ) -> None: ...
+    ) -> None:
+        """Add the gradients of the tokens from those of the rows' sums; weights are recomputed."""
 
 
 def evaluate(components: Iterable[Component], head: Head, rows: Tensor | None) -> Partial:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..polynomials.certified import horner
 from ..polynomials.powers import PowerKernel
-from ..problem.problem import Head
+from ..problem.problem import Head, Problem
 from ..problem.rounding import gamma, product_roundoff, sum_depth, unit_roundoff
 from . import flash
 from .cotangent import Cotangent, Gradients, add_tokens
@@ -29,117 +29,59 @@ KERNEL_ROWS = 16384
 KERNEL_KEYS = 2048  # few rows are spread over the cores by handing out keys in pieces
 
 Span = tuple[int, int]  # tokens, from and to
+Index = Tensor | None  # of tokens, sorted; None: all in order
 
 
 @dataclass(frozen=True, eq=False)
 class ExactSum:
     """All pairs of the given rows with ``keys`` (sorted indices; None: every key)."""
 
-    keys: Tensor | None = None
+    keys: Index = None
 
-    def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
-        """Add the sums over these keys to ``total``, which holds the given rows."""
-        keys = head.m if self.keys is None else self.keys.numel()
-        count = len(total.den)
-        if not keys or not count:
+    def add_to(self, total: Partial, head: Head, rows: Index) -> None:
+        key_at = take_index(self.keys, 0, head.m, head.query)
+        if not len(key_at) or not len(total.den):
             return
-        rounding = self._rounding(head, rows, keys)
+        rounding = self._rounding(head, rows, len(key_at))
         if type(self) is ExactSum and _kernel_takes(head, rows, self.keys):
             _by_kernel(head, rows, self.keys, total, rounding)
             return
-        for start, stop in _row_tiles(head, count, keys):
-            tile = self._row_tile(head, rows, (start, stop), keys)
-            tile.noise = self._noise(head, tile, rounding[start:stop], keys)
-            total[start:stop].add_(tile)
-
-    def _row_tile(self, head: Head, rows: Tensor | None, span: Span, keys: int) -> Partial:
-        """All keys for the rows of one tile."""
-        query = take(head.query, rows, *span).to(head.dtype)
-        row_at = take_index(rows, *span, head.query)
-        tiles = self._key_tiles(head, row_at, keys)
-        parts = (self._tile(head, query, row_at, tile, free) for tile, free in tiles)
-        total = next(parts)
-        for part in parts:
-            total.add_(part)
-        return total
-
-    def _key_tiles(self, head: Head, row_at: Tensor, keys: int) -> Iterator[tuple[Span, int]]:
-        """Tiles of the keys that some of these rows attend to, at least one, and how many keys of
-        each lie ahead of no row."""
-        shown_to_all = shown = keys
-        if head.is_causal:
-            shown_to_all, shown = (self._until(int(row_at[i]), keys) for i in (0, -1))
-        shown = max(1, shown)
-        for start in range(0, shown, KEY_TILE):
-            yield (start, min(shown, start + KEY_TILE)), max(0, shown_to_all - start)
-
-    def _until(self, row: int, keys: int) -> int:
-        """Number of keys that do not lie ahead of a row."""
-        if self.keys is None:
-            return min(keys, row + 1)
-        return int(torch.searchsorted(self.keys, row, right=True))
-
-    def _tile(self, head: Head, query: Tensor, row_at: Tensor, tile: Span, free: int) -> Partial:
-        """One tile of scores; its first ``free`` keys lie ahead of no row."""
-        score = query @ (take(head.key, self.keys, *tile).to(head.dtype) * head.scale).T
-        score = self._weighed(head, self._log_kernel(score), row_at, tile, free)
-        top = score.amax(1)
-        unit = torch.where(top > -math.inf, top, 0.0)
-        weight = score.sub_(unit.unsqueeze(1)).exp_()
-        value = take(head.value, self.keys, *tile).to(head.dtype)
-        num = weight[:, :SUM_BLOCK] @ value[:SUM_BLOCK]
-        for start in range(SUM_BLOCK, len(value), SUM_BLOCK):
-            block = slice(start, start + SUM_BLOCK)
-            num.addmm_(weight[:, block], value[block])
-        return Partial(num, weight.sum(1), top, torch.zeros_like(top))
-
-    def _weighed(self, head: Head, score: Tensor, row_at: Tensor, tile: Span, free: int) -> Tensor:
-        """Log-weights of a tile with those of the keys and the mask; -inf for what lies ahead."""
-        if head.key_log_weight is not None:
-            score += take(head.key_log_weight, self.keys, *tile).to(head.dtype)
-        if head.mask is not None:
-            mask = head.mask[row_at][:, take_index(self.keys, *tile, row_at)]
-            masked = mask.dtype == torch.bool
-            score = score.masked_fill(~mask, -math.inf) if masked else score + mask
-        if free < score.shape[1]:
-            key_at = take_index(self.keys, *tile, row_at)[free:]
-            score[:, free:].masked_fill_(key_at > row_at.unsqueeze(1), -math.inf)
-        return score
+        key, value = (take(x, self.keys).to(head.dtype) for x in (head.key, head.value))
+        for of_rows, query, row_at in _row_tiles(head, rows, len(total.den), len(key)):
+            part = Partial.empty(len(query), head.value_dim, head.query, head.dtype)
+            for at in _key_tiles(head, row_at, key_at):
+                score = self._log_kernel(query @ (key[at] * head.scale).T)
+                part.add_(_tile(_weighed(head, score, row_at, key_at[at]), value[at]))
+            self._set_noise(head, part, rounding[of_rows], len(key))
+            total[of_rows].add_(part)
 
     def add_gradients(
-        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
+        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Index
     ) -> None:
-        """Add the gradients of the tokens from those of the rows' sums; weights are recomputed."""
-        key, value = (take(x, self.keys, 0, head.m).to(head.dtype) for x in (head.key, head.value))
-        count, most = len(cotangent.den), 1 / unit_roundoff(head.dtype)
-        if not count or not len(key):
-            return
-        grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
-        grad_weight = None if total.key_log_weight is None else key.new_zeros(len(key))
-        for start, stop in _row_tiles(head, count, len(key)):
-            query = take(head.query, rows, start, stop).to(head.dtype)
-            row_at = take_index(rows, start, stop, head.query)
-            part, grad_query = cotangent[start:stop], torch.zeros_like(query)
-            for tile, free in self._key_tiles(head, row_at, len(key)):
-                at = slice(*tile)
+        key, value = (take(x, self.keys).to(head.dtype) for x in (head.key, head.value))
+        key_at = take_index(self.keys, 0, head.m, head.query)
+        grads = [torch.zeros_like(x) for x in (key, value, key[:, 0])]
+        most = 1 / unit_roundoff(head.dtype)  # of usable denominators; beyond scores are rounding
+        for of_rows, query, row_at in _row_tiles(head, rows, len(cotangent.den), len(key)):
+            part, grad_query = cotangent[of_rows], torch.zeros_like(query)
+            for at in _key_tiles(head, row_at, key_at):
+                of_key, of_value, of_weight = (x[at] for x in grads)
                 score = query @ (key[at] * head.scale).T
                 slope = self._log_slope(score)
-                weight = self._weighed(head, self._log_kernel(score), row_at, tile, free)
-                # most: of a usable denominator, beyond which scores are rounding
+                weight = _weighed(head, self._log_kernel(score), row_at, key_at[at])
                 weight = weight.add_(part.log_scale.unsqueeze(1)).exp_().clamp_(max=most)
-                grad_value[at].addmm_(weight.T, part.num)
+                of_value.addmm_(weight.T, part.num)
                 grad = torch.addmm(part.den.unsqueeze(1), part.num, value[at].T).mul_(weight)
-                if grad_weight is not None:
-                    grad_weight[at] += grad.sum(0)
+                if total.key_log_weight is not None:
+                    of_weight += grad.sum(0)
                 if slope is not None:
                     grad = torch.where(weight > 0, grad * slope, 0.0)
-                grad_key[at].addmm_(grad.T, query)
-                grad_query += grad @ key[at]
-            add_tokens(total.query, rows, start, grad_query.mul_(head.scale))
-        add_tokens(total.key, self.keys, 0, grad_key.mul_(head.scale))
-        add_tokens(total.value, self.keys, 0, grad_value)
-        if total.key_log_weight is not None and grad_weight is not None:
-            add_tokens(total.key_log_weight, self.keys, 0, grad_weight)
+                of_key.addmm_(grad.T, query, alpha=head.scale)
+                grad_query.addmm_(grad, key[at], alpha=head.scale)
+            add_tokens(total.query, rows, of_rows.start, grad_query)
+        for whole, made in zip((total.key, total.value, total.key_log_weight), grads, strict=True):
+            if whole is not None:
+                add_tokens(whole, self.keys, 0, made)
 
     def _log_slope(self, score: Tensor) -> Tensor | None:
         """Derivative of `_log_kernel`; None where it is 1."""
@@ -149,96 +91,112 @@ class ExactSum:
         """Log-weights of the scores: softmax takes the scores themselves."""
         return score
 
-    def _largest_key(self, head: Head) -> Tensor:
+    def _reach(self, head: Head, rows: Index) -> Tensor:
+        """Upper bounds of the |score| of each row, by norms."""
         live = head.live_keys if self.keys is None else self.keys
-        return (head.key_norms if live is None else head.key_norms[live]).max()
+        return abs(head.scale) * take(head.query_norms, rows) * take(head.key_norms, live).max()
 
-    def _noise(self, head: Head, tile: Partial, rounding: Tensor, keys: int) -> Tensor:
-        """Rounding of a tile's sums."""
-        return tile.den * rounding
+    def _set_noise(self, head: Head, part: Partial, rounding: Tensor, keys: int) -> None:
+        """Set the rounding of a tile's sums."""
+        part.noise = part.den * rounding
 
-    def _rounding(self, head: Head, rows: Tensor | None, keys: int) -> Tensor:
-        """Relative rounding error of each row's sums: of the scores, then of the sum."""
-        norms = head.query_norms if rows is None else head.query_norms[rows]
-        key_norm, unit = self._largest_key(head), unit_roundoff(head.dtype)
-        score = (
-            abs(head.scale) * norms * key_norm * gamma(head.dim + 6, product_roundoff(head.dtype))
-        )
-        for bias in (head.key_log_weight, head.mask):
-            if bias is not None and bias.dtype != torch.bool:
-                finite = bias.masked_fill(bias == -math.inf, 0.0).abs()
-                score = score + (4 * unit * finite.max() if finite.numel() else 0.0)
-        total = gamma(sum_depth(keys, SUM_BLOCK) + 16, product_roundoff(head.dtype))
-        relative = torch.expm1(2 * score) + total
+    def _rounding(self, head: Head, rows: Index, keys: int) -> Tensor:
+        """Relative rounding error of each row's sums."""
+        relative = softmax_rounding(head, self._reach(head, rows), keys)
         # the relative error of a weighted mean is at most 1; that of a sum is not
         return (relative.clamp(max=1.0) if head.normalise else relative).to(head.dtype)
 
 
-def _row_tiles(head: Head, rows: int, keys: int) -> Iterator[tuple[int, int]]:
-    """Rows whose scores with all keys, or with as many as a tile holds, are formed at a time."""
+def _row_tiles(
+    head: Head, rows: Index, count: int, keys: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Rows whose scores with all keys, or with as many as a tile holds, are formed at a time: which
+    of the given ones, their queries and their positions."""
     least = 32 if head.is_causal else 128  # short tiles skip more of what lies ahead
-    step = least if keys > KEY_TILE else max(least, min(8192, TILE // keys))
-    for start in range(0, rows, step):
-        yield start, min(rows, start + step)
+    step = least if keys > KEY_TILE else max(least, min(8192, TILE // max(1, keys)))
+    for start in range(0, count, step):
+        stop = min(count, start + step)
+        query = take(head.query, rows, start, stop).to(head.dtype)
+        yield slice(start, stop), query, take_index(rows, start, stop, head.query)
 
 
-def take(source: Tensor, index: Tensor | None, start: int, stop: int) -> Tensor:
+def _key_tiles(head: Head, row_at: Tensor, key_at: Tensor) -> Iterator[slice]:
+    """Tiles of the keys that some of these rows attend to."""
+    shown = len(key_at)
+    if head.is_causal:
+        shown = int(torch.searchsorted(key_at, row_at[-1], right=True))
+    for start in range(0, shown, KEY_TILE):
+        yield slice(start, min(shown, start + KEY_TILE))
+
+
+def _weighed(head: Head, score: Tensor, row_at: Tensor, key_at: Tensor) -> Tensor:
+    """Log-weights of a tile with those of the keys and the mask; -inf for what lies ahead."""
+    if head.key_log_weight is not None:
+        score += head.key_log_weight[key_at].to(head.dtype)
+    if head.mask is not None:
+        mask = head.mask[row_at][:, key_at]
+        masked = mask.dtype == torch.bool
+        score = score.masked_fill(~mask, -math.inf) if masked else score + mask
+    if head.is_causal:
+        free = int(torch.searchsorted(key_at, row_at[0], right=True))  # keys ahead of no row
+        score[:, free:].masked_fill_(key_at[free:] > row_at.unsqueeze(1), -math.inf)
+    return score
+
+
+def _tile(score: Tensor, value: Tensor) -> Partial:
+    """Sums of one tile of log-weights, which are overwritten."""
+    top = score.amax(1)
+    unit = torch.where(top > -math.inf, top, 0.0)
+    weight, num = score.sub_(unit.unsqueeze(1)).exp_(), value.new_zeros(len(score), value.shape[1])
+    for block, part in zip(weight.split(SUM_BLOCK, 1), value.split(SUM_BLOCK), strict=True):
+        num.addmm_(block, part)
+    return Partial(num, weight.sum(1), top, torch.zeros_like(top))
+
+
+def take(source: Tensor, index: Index, start: int = 0, stop: int | None = None) -> Tensor:
     """Tokens start..stop of an index set (None: all tokens in order, which needs no gather)."""
     return source[start:stop] if index is None else source.index_select(0, index[start:stop])
 
 
-def take_index(index: Tensor | None, start: int, stop: int, like: Tensor) -> Tensor:
+def take_index(index: Index, start: int, stop: int, like: Tensor) -> Tensor:
     """Positions of the same tokens."""
     if index is None:
         return torch.arange(start, stop, device=like.device)
     return index[start:stop]
 
 
-def _kernel_takes(head: Head, rows: Tensor | None, keys: Tensor | None) -> bool:
+def _kernel_takes(head: Head, rows: Index, keys: Index) -> bool:
     """Whether PyTorch's CPU kernel, which also returns the log-sum-exp, can do this rectangle; of
     causal heads it takes the whole, without biases."""
     bias = head.key_log_weight
-    if head.mask is not None or not (head.query.is_cpu and head.value_dim and flash.AVAILABLE):
+    if head.mask is not None or not (head.query.is_cpu and flash.AVAILABLE):
         return False
     if head.is_causal and not (rows is None and keys is None and bias is None):
         return False
-    return bias is None or bool((bias if keys is None else bias[keys]).isfinite().all())
+    return bias is None or bool(take(bias, keys).isfinite().all())
 
 
-def _by_kernel(
-    head: Head, rows: Tensor | None, keys: Tensor | None, total: Partial, noise: Tensor
-) -> None:
+def _by_kernel(head: Head, rows: Index, keys: Index, total: Partial, noise: Tensor) -> None:
     """Add out * exp(lse) to ``total``: numerator out, denominator 1, log-scale lse."""
-    dim = max(head.dim, head.value_dim)
-    key, value = (
-        _padded(take(source, keys, 0, head.m).to(head.dtype), dim)
-        for source in (head.key, head.value)
+    key, value, bias = (
+        take(x, keys).to(head.dtype) for x in (head.key, head.value, head.log_weights(head.dtype))
     )
-    bias = head.key_log_weight
-    if bias is not None:
-        bias = take(bias, keys, 0, head.m).to(head.dtype)
     step = len(total.den) if head.is_causal else KERNEL_ROWS
     for start in range(0, len(total.den), step):
         block = slice(start, start + step)
-        query = _padded(take(head.query, rows, start, start + step).to(head.dtype), dim)
+        query = take(head.query, rows, start, start + step).to(head.dtype)
         few = len(query) <= KERNEL_KEYS and not head.is_causal
         whole = len(key) // KERNEL_KEYS if few else 0
         edge = whole * KERNEL_KEYS
         for piece, count in ((slice(0, edge), whole), (slice(edge, None), 1)):
             if not len(key[piece]):
                 continue
-            mask = None
-            if bias is not None:
-                mask = bias[piece].reshape(1, count, 1, -1).expand(-1, -1, len(query), -1)
-            output, lse = flash.attention(
-                query.expand(1, count, *query.shape),
-                key[piece].reshape(1, count, -1, dim),
-                value[piece].reshape(1, count, -1, dim),
-                mask,
-                scale=head.scale,
-                is_causal=head.is_causal,
-            )
-            part = _joined(output[0, ..., : head.value_dim], lse[0].to(head.dtype))
+            k, v, b = (x[piece].unflatten(0, (count, -1)).unsqueeze(0) for x in (key, value, bias))
+            output, lse = flash.attend(
+                query.expand(1, count, *query.shape), k, v,
+                None if head.key_log_weight is None else b.unsqueeze(2), head.scale, head.is_causal,
+            )  # fmt: skip
+            part = _joined(output[0], lse[0].to(head.dtype))
             part.noise = part.den * noise[block]
             total[block].add_(part)
 
@@ -251,9 +209,17 @@ def _joined(output: Tensor, lse: Tensor) -> Partial:
     return Partial(num, weight.sum(0), top, torch.zeros_like(top))
 
 
-def _padded(x: Tensor, dim: int) -> Tensor:
-    """Zero columns up to a common dim, which change no score and no kept output."""
-    return x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
+def softmax_rounding(given: Head | Problem, reach: Tensor, keys: int) -> Tensor:
+    """Relative rounding error of sums of exp(score), where |<q, k>| scale is at most ``reach``: of
+    the scores, then of the sum."""
+    unit = product_roundoff(given.dtype)
+    score = reach * gamma(given.query.shape[-1] + 6, unit)
+    for bias in (given.key_log_weight, given.mask):
+        if bias is not None and bias.dtype != torch.bool:
+            finite = bias.masked_fill(bias == -math.inf, 0.0).abs()
+            largest = finite.flatten(given.query.dim() - 2).amax(-1)
+            score = score + 4 * unit_roundoff(given.dtype) * largest
+    return torch.expm1(2 * score) + gamma(sum_depth(keys, SUM_BLOCK) + 16, unit)
 
 
 NOTHING = -1e30  # logarithm of a weight that is zero
@@ -271,19 +237,9 @@ class PowerSum(ExactSum):
     def _log_slope(self, score: Tensor) -> Tensor | None:
         return self.kernel.log_slope(score)
 
-    def _row_tile(self, head: Head, rows: Tensor | None, span: Span, keys: int) -> Partial:
-        """All keys for the rows of one tile. A row whose weights are all zero attends to keys, but
-        has no usable denominator."""
-        tile = super()._row_tile(head, rows, span, keys)
-        empty = (tile.log_scale > -math.inf) & (tile.log_scale < NOTHING / 2)
-        tile.num[empty], tile.den[empty], tile.log_scale[empty] = 0.0, 0.0, 0.0
-        return tile
-
-    def _rounding(self, head: Head, rows: Tensor | None, keys: int) -> Tensor:
+    def _rounding(self, head: Head, rows: Index, keys: int) -> Tensor:
         """Rounding of each row's inner values s(z), in units of exp(log_unit)."""
-        norms = head.query_norms if rows is None else head.query_norms[rows]
-        key_norm = self._largest_key(head)
-        reach = abs(head.scale) * norms * key_norm
+        reach = self._reach(head, rows)
         unit, poly = product_roundoff(head.dtype), self.kernel.polynomial
         if poly is None:
             return (reach * gamma(head.dim + 6, unit)).to(head.dtype)
@@ -291,20 +247,22 @@ class PowerSum(ExactSum):
         size = horner([abs(coefficient) for coefficient in poly.coefficients], t)
         return (size * gamma(head.dim + 6 + 3 * poly.degree, unit)).to(head.dtype)
 
-    def _noise(self, head: Head, tile: Partial, rounding: Tensor, keys: int) -> Tensor:
-        """Rounding of a tile's sums.
+    def _set_noise(self, head: Head, part: Partial, rounding: Tensor, keys: int) -> None:
+        """Set the rounding of a tile's sums. A row whose weights are all zero attends to keys, but
+        has no usable denominator.
 
         An error e of every s changes a sum of m terms s^p by at most p e sum s^(p-1), and
         sum s^(p-1) <= m^(1/p) (sum s^p)^(1 - 1/p), so by the share p e (m / sum s^p)^(1/p).
         """
+        empty = (part.log_scale > -math.inf) & (part.log_scale < NOTHING / 2)
+        part.num[empty], part.den[empty], part.log_scale[empty] = 0.0, 0.0, 0.0
         power, unit = self.kernel.power, unit_roundoff(head.dtype)
         log_mass = math.log(keys)
         if head.key_log_weight is not None:
-            live = head.key_log_weight if self.keys is None else head.key_log_weight[self.keys]
-            log_mass = float(live.double().logsumexp(0))
-        log_sum = tile.den.log() + tile.log_scale - power * self.kernel.log_unit
+            log_mass = float(take(head.key_log_weight, self.keys).double().logsumexp(0))
+        log_sum = part.den.log() + part.log_scale - power * self.kernel.log_unit
         share = power * rounding * ((log_mass - log_sum) / power).exp()
-        logs = 4 * unit * (tile.log_scale.abs() + 100)  # of the logarithms and exponents
+        logs = 4 * unit * (part.log_scale.abs() + 100)  # of the logarithms and exponents
         total = gamma(sum_depth(keys, SUM_BLOCK) + 16, product_roundoff(head.dtype))
         relative = torch.nan_to_num(torch.expm1(share) + logs + total, nan=1.0, posinf=1.0)
-        return tile.den * (relative.clamp(max=1.0) if head.normalise else relative)
+        part.noise = part.den * (relative.clamp(max=1.0) if head.normalise else relative)

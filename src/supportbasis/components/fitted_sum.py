@@ -19,6 +19,7 @@ from ..polynomials.fitting import FittedKernel
 from ..problem.problem import Head
 from ..problem.rounding import gamma, product_roundoff
 from .cotangent import Gradients
+from .exact_sum import Index, take
 from .polynomial_sum import largest_norm
 from .streaming import Task
 from .streaming_backward import StreamedSum
@@ -30,35 +31,27 @@ class FittedSum(StreamedSum):
 
     kernel: FittedKernel
     transform: Transform
-    keys: Tensor | None = None
+    keys: Index = None
 
-    def task(self, head: Head, rows: Tensor | None, norms: Tensor | None = None) -> Task:
-        """The evaluation for some rows, in units of the given norms (None: of their own)."""
+    def task(self, head: Head, rows: Index, norms: Tensor | None = None) -> Task:
         norms = self.norms(head, rows) if norms is None else norms
         shift = self.transform.row_shift(head, rows)
-        balanced = transformed(head, self.transform)
-        return _FittedTask(balanced, rows, self.keys, self.kernel, shift, norms)
+        return _FittedTask(self, transformed(head, self.transform), rows, shift, norms)
 
-    def norms(self, head: Head, rows: Tensor | None) -> Tensor:
+    def norms(self, head: Head, rows: Index) -> Tensor:
         """Norms of the longest of these rows and of these keys in the leading coordinates of each
         degree, [2, degree]."""
         balanced = transformed(head, self.transform)
-        found = []
-        for x, index in ((balanced.query, rows), (balanced.key, self.keys)):
-            tokens = x if index is None else x[index]
-            for span in self.kernel.spans:
-                norms = tokens[:, :span].norm(dim=1)
-                found.append(norms.max() if len(norms) else norms.new_zeros(()))
-        return torch.stack(found).view(2, -1)
+        sides = (take(balanced.query, rows), take(balanced.key, self.keys))
+        norms = [x[:, :span].norm(dim=1) for x in sides for span in self.kernel.spans]
+        return torch.stack([pad(norm, (0, 1)).max() for norm in norms]).view(2, -1)
 
     def inner_gradients(self, total: Gradients, head: Head) -> Gradients:
-        """What the evaluation adds gradients of the transformed tokens to."""
         weight, of_shift = total.key.new_zeros(head.m), total.query.new_zeros(head.n)
         query, key = torch.zeros_like(total.query), torch.zeros_like(total.key)
         return Gradients(query, key, total.value, weight, of_shift)
 
     def pull_back(self, inner: Gradients, total: Gradients, head: Head) -> None:
-        """Add the gradients of the tokens from those of the transformed ones."""
         weight, shift = inner.key_log_weight, inner.query_log_weight
         assert weight is not None and shift is not None
         self.transform.pull_back(inner, weight, shift, total, head.scale)
@@ -67,25 +60,21 @@ class FittedSum(StreamedSum):
 class _FittedTask(Task):
     """Coordinates in units of the longest query and key, and the kernel in these units."""
 
-    def __init__(
-        self,
-        head: Head,
-        rows: Tensor | None,
-        keys: Tensor | None,
-        kernel: FittedKernel,
-        shift: Tensor,
-        norms: Tensor,
-    ):
-        self.fitted, self.shift, self.norms = kernel, shift, norms
+    def __init__(self, made: FittedSum, head: Head, rows: Index, shift: Tensor, norms: Tensor):
+        self.fitted, self.shift, self.norms = made.kernel, shift, norms
+        kernel = made.kernel
         query_norm, key_norm = (largest_norm(norm[:1]) for norm in norms)
         self.norm = {"query": query_norm, "key": key_norm}
         coefficients = [a * (query_norm * key_norm) ** k for k, a in enumerate(kernel.coefficients)]
         features = FeatureMap(kernel.spans[0], kernel.degree, kernel.spans)
-        super().__init__(head, rows, keys, features, coefficients)
+        super().__init__(head, rows, made.keys, features, coefficients)
         self.scaled = FittedKernel(tuple(coefficients), kernel.spans)
 
-    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return x[:, : self.features.dim].flip(1) / self.norm[side], None
+    def row_shift(self, start: int, stop: int) -> Tensor:
+        return self.shift[start:stop]
+
+    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[:, : self.features.dim].flip(1) / self.norm[side], x.new_zeros(len(x))
 
     def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
         return pad(grad.flip(1) / self.norm[side], (0, x.shape[1] - self.features.dim))
@@ -101,7 +90,7 @@ class _FittedTask(Task):
 
     def magnitude(self) -> Tensor:
         """sum_k |a_k| |x_i|_k^k max_j |y_j|_k^k, norms in the leading r_k coordinates, [rows]."""
-        query = self.head.query if self.rows is None else self.head.query[self.rows]
+        query = take(self.head.query, self.rows)
         magnitude = query.new_full((len(query),), abs(self.fitted.coefficients[0]))
         for k, span in enumerate(self.fitted.spans, 1):
             reach = query[:, :span].norm(dim=1) * largest_norm(self.norms[1, k - 1 : k])

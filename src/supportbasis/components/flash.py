@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..problem.problem import in_rows
 
@@ -31,3 +34,34 @@ def attention(
     query, key, value = (in_rows(x) for x in (query, key, value))
     output, lse = operator(query, key, value, is_causal=is_causal, attn_mask=bias, scale=scale)
     return output, lse
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The same for values of any dim, with a boolean mask or log-weights [batch, heads, 1 or n, m];
+    a row without keys has zeros and lse -inf."""
+    n, dim = query.shape[2], max(query.shape[3], value.shape[3])
+    # zero columns change no score and no kept output
+    q, k, v = (
+        x if x.shape[3] == dim else pad(x, (0, dim - x.shape[3])) for x in (query, key, value)
+    )
+    bias = mask
+    if mask is not None and mask.dtype == torch.bool:
+        bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -math.inf)
+    bias = None if bias is None else bias.expand(-1, -1, n, -1)
+    output, lse = attention(q, k, v, bias, scale=scale, is_causal=is_causal)
+    output = output[..., : value.shape[3]]
+    if mask is not None:
+        dead = dead_rows(mask, n, is_causal)
+        output, lse = output.masked_fill(dead.unsqueeze(3), 0.0), lse.masked_fill(dead, -math.inf)
+    return output, lse
+
+
+def dead_rows(mask: Tensor, n: int, is_causal: bool) -> Tensor:
+    """Rows [batch, heads, n] that attend to no key by such a mask, causal: [batch, heads, 1, m]."""
+    live = mask if mask.dtype == torch.bool else mask > -math.inf
+    if not is_causal:
+        return ~live.any(3).expand(-1, -1, n)
+    none_yet = live.squeeze(2).cumsum(2) == 0  # up to and including key j
+    return none_yet[..., torch.arange(n, device=live.device).clamp(max=live.shape[3] - 1)]

@@ -74,10 +74,19 @@ class Partial:
 
     def divide_(self, valid: Tensor) -> tuple[Tensor, Tensor]:
         """Output rows and their log-sum-exp; rows that are not ``valid`` get zeros and -inf."""
-        one = torch.ones((), dtype=self.den.dtype, device=self.den.device)
-        den = torch.where(valid, self.den, one)
+        den = torch.where(valid, self.den, 1.0)
         output = self.num.div_(den.unsqueeze(1))
         if not bool(valid.all()):
             output.masked_fill_(~valid.unsqueeze(1), 0.0)
         lse = torch.where(valid, den.log() + self.log_scale, -math.inf)
         return output, lse
+
+
+def merged(
+    first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Outputs over disjoint sets of keys, joined by their log-sum-exps: output [..., n, dv] and lse
+    [..., n] over the keys of both, in the dtype of the lse."""
+    share = torch.sigmoid(first_lse - second_lse).nan_to_num(0.0).unsqueeze(-1)  # -inf: no keys
+    output = torch.lerp(second.to(share.dtype), first.to(share.dtype), share)
+    return output, torch.logaddexp(first_lse, second_lse)

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..errors import InputError
 from ..polynomials.certified import CertifiedPolynomial, horner
 from ..polynomials.features import FeatureMap
 from ..problem.problem import Head
+from .exact_sum import Index, take
 from .streaming import Task
 from .streaming_backward import StreamedSum
 
@@ -27,37 +29,27 @@ class PolynomialSum(StreamedSum):
     """p(score) instead of exp(score) over ``keys`` (sorted indices of live keys; None: all)."""
 
     polynomial: CertifiedPolynomial
-    keys: Tensor | None = None
+    keys: Index = None
     last: list[Task] = field(default_factory=list, init=False, repr=False)  # for the backward pass
 
-    def task(self, head: Head, rows: Tensor | None, norms: Tensor | None = None) -> Task:
-        """The evaluation for some rows, in units of the given norms (None: of their own)."""
+    def task(self, head: Head, rows: Index, norms: Tensor | None = None) -> Task:
         if norms is not None:
-            return _PolynomialTask(head, rows, self.keys, self.polynomial, norms)
+            return _PolynomialTask(self, head, rows, norms)
         if not any(task.head is head and task.rows is rows for task in self.last):
-            norms = self.norms(head, rows)
-            self.last[:] = [_PolynomialTask(head, rows, self.keys, self.polynomial, norms)]
+            self.last[:] = [_PolynomialTask(self, head, rows, self.norms(head, rows))]
         return self.last[0]
 
-    def norms(self, head: Head, rows: Tensor | None) -> Tensor:
+    def norms(self, head: Head, rows: Index) -> Tensor:
         """Norms of the longest of these rows and of these keys, [2, 1]."""
-        sides = ((head.query_norms, rows), (head.key_norms, self.keys))
-        found = [x if index is None else x[index] for x, index in sides]
-        return torch.stack([x.max() if x.numel() else x.new_zeros(()) for x in found]).unsqueeze(1)
+        sides = (take(head.query_norms, rows), take(head.key_norms, self.keys))
+        return torch.stack([pad(norms, (0, 1)).max() for norms in sides]).unsqueeze(1)
 
 
 class _PolynomialTask(Task):
     """Normalised queries and keys, and the polynomial in t."""
 
-    def __init__(
-        self,
-        head: Head,
-        rows: Tensor | None,
-        keys: Tensor | None,
-        poly: CertifiedPolynomial,
-        norms: Tensor,
-    ):
-        query_norm, key_norm = (largest_norm(norm) for norm in norms)
+    def __init__(self, made: PolynomialSum, head: Head, rows: Index, norms: Tensor):
+        poly, (query_norm, key_norm) = made.polynomial, (largest_norm(norm) for norm in norms)
         self.norm = {"query": query_norm, "key": key_norm}
         coefficients, self.shift = rescaled(poly, abs(head.scale) * query_norm * key_norm)
         if not abs(self.shift) <= torch.finfo(head.dtype).max:
@@ -65,17 +57,20 @@ class _PolynomialTask(Task):
                 f"a polynomial on ±{poly.bound:.3g} overflows {head.dtype}; use a smaller bound or "
                 "float64"
             )
-        super().__init__(head, rows, keys, FeatureMap(head.dim, poly.degree), coefficients)
+        features = FeatureMap(head.dim, poly.degree)
+        super().__init__(head, rows, made.keys, features, list(coefficients))
 
-    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return x / self.norm[side], None
+    def row_shift(self, start: int, stop: int) -> float:
+        return self.shift
+
+    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x / self.norm[side], x.new_zeros(len(x))
 
     def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
         return grad / self.norm[side]
 
     def magnitude(self) -> Tensor:
-        norms = self.head.query_norms if self.rows is None else self.head.query_norms[self.rows]
-        norms = (norms / self.norm["query"]).to(self.head.dtype)
+        norms = (take(self.head.query_norms, self.rows) / self.norm["query"]).to(self.head.dtype)
         return horner([abs(coefficient) for coefficient in self.coefficients], norms)
 
 

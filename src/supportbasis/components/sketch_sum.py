@@ -24,10 +24,11 @@ from ..polynomials.features import FeatureMap
 from ..polynomials.powers import PowerKernel
 from ..problem.problem import Head
 from ..sketch import PolySketch
+from .exact_sum import Index
 from .streaming import Task
 from .streaming_backward import StreamedSum
 
-SQUARE = (0.0, 0.0, 1.0)
+SQUARE = [0.0, 0.0, 1.0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,75 +36,56 @@ class SketchSum(StreamedSum):
     """A sketched power over ``keys`` (sorted indices of live keys; None: all)."""
 
     kernel: PowerKernel
-    keys: Tensor | None = None
+    keys: Index = None
 
-    def task(self, head: Head, rows: Tensor | None, norms: Tensor | None = None) -> Task:
-        return _SketchTask(head, rows, self.keys, self.kernel)
+    def task(self, head: Head, rows: Index, norms: Tensor | None = None) -> Task:
+        return _SketchTask(self, head, rows)
 
 
 class _SketchTask(Task):
-    """Sketched queries and keys of unit length, with the logarithms of their lengths."""
-
-    def __init__(self, head: Head, rows: Tensor | None, keys: Tensor | None, kernel: PowerKernel):
-        self.sketch = Sketched(head, kernel)
-        super().__init__(head, rows, keys, FeatureMap(self.sketch.half.size, 2), SQUARE)
-
-    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.sketch.query(x) if side == "query" else self.sketch.key(x)
-
-    def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
-        return self.sketch.pull_back(side, x, grad)
-
-    def magnitude(self) -> Tensor:
-        return self.head.query.new_ones(self.row_count, dtype=self.head.dtype)
-
-
-class Sketched:
-    """Maps queries x and keys y to unit vectors and log-factors: the weight of a pair is
+    """Queries x and keys y as unit vectors with log-factors: the weight of a pair is
     ``exp(log_x + log_y) * <x, y>^2``.
 
     With t = z / (p bound) = <q / a, k / b>, a b = p bound / scale and a / b the kernel's balance,
-    the features of degree k are sqrt|c_k| times the monomials of q / a and of k / b. A kernel
-    without polynomial is t itself: it has one degree, and its units cancel.
+    the monomials of degree k are sqrt|c_k| times those of q / a and of k / b. A kernel without
+    polynomial is t itself: it has one degree, and its units cancel.
     """
 
-    def __init__(self, head: Head, kernel: PowerKernel):
+    def __init__(self, made: SketchSum, head: Head, rows: Index):
+        self.power = kernel = made.kernel
         if kernel.sketch_size is None:
             raise ValueError(f"{kernel} has no sketch")
-        self.dtype, self.kernel, poly = head.dtype, kernel, kernel.polynomial
-        coefficients: tuple[float, ...] = (0.0, 1.0)
+        poly, coefficients = kernel.polynomial, [0.0, 1.0]
         self.log_unit, self.log_units = math.log(head.scale), {"query": 0.0, "key": 0.0}
         if poly is not None:
-            coefficients, self.log_unit = poly.coefficients, kernel.log_unit
+            coefficients, self.log_unit = list(poly.coefficients), kernel.log_unit
             if poly.bound > 0:
                 both = math.log(poly.bound) + math.log(kernel.power) - math.log(head.scale)
                 balance = math.log(kernel.balance)
                 self.log_units = {"query": (both + balance) / 2, "key": (both - balance) / 2}
             else:
                 coefficients = coefficients[:1]
-        self.features = FeatureMap(head.dim, len(coefficients) - 1)
+        self.monomials = FeatureMap(head.dim, len(coefficients) - 1)
         coefficient = torch.tensor(coefficients, dtype=torch.float64)
-        weight = self.features.multiplicity * coefficient[self.features.degrees]
-        self.kept = weight.nonzero().squeeze(1).to(head.query.device)
-        kept = weight.to(head.query.device)[self.kept]
-        root = kept.abs().sqrt().to(self.dtype)
-        self.roots = {"query": root, "key": root * kept.sign().to(self.dtype)}
-        below = self.features.degree - self.features.degrees.to(head.query.device)[self.kept]
-        self.degrees_below = below.double()
+        weight = self.monomials.multiplicity * coefficient[self.monomials.degrees]
+        self.kept = weight.nonzero().squeeze(1)
+        below = self.monomials.degree - self.monomials.degrees[self.kept]
+        device, kept = head.query.device, weight[self.kept].to(head.query.device)
+        self.kept, self.degrees_below = self.kept.to(device), below.to(device).double()
+        root = kept.abs().sqrt().to(head.dtype)
+        self.roots = {"query": root, "key": root * kept.sign().to(head.dtype)}
         self.half = PolySketch(kernel.power, kernel.sketch_size, kernel.seed).half
+        super().__init__(head, rows, made.keys, FeatureMap(self.half.size, 2), SQUARE)
 
-    def query(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        unit, log_factor = self._sketch("query", tokens)
-        return unit, log_factor + self.kernel.power * self.log_unit
+    def magnitude(self) -> Tensor:
+        return self.head.query.new_ones(self.row_count, dtype=self.head.dtype)
 
-    def key(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return self._sketch("key", tokens)
-
-    def _sketch(self, side: str, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        x, _, weight, log_length = self._scaled(side, tokens)
-        features, log_norm = _unit(self.features(x)[:, self.kept] * weight)
+    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, _, weight, log_length = self._scaled(side, x)
+        features, log_norm = _unit(self.monomials(tokens)[:, self.kept] * weight)
         sketched, log_sketched = _unit(self.half(features))
-        return sketched, self.kernel.power * (log_length + log_norm) + 2 * log_sketched
+        log_factor = self.power.power * (log_length + log_norm) + 2 * log_sketched
+        return sketched, log_factor + self.power.power * self.log_unit * (side == "query")
 
     def _scaled(self, side: str, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Tokens with entries of at most 1, their divisors [tokens, 1], the weights of their
@@ -115,35 +97,35 @@ class Sketched:
         log_unit = self.log_units[side]
         largest = tokens.detach().abs().amax(1, keepdim=True).double()
         log_divisor = largest.log()
-        if self.kernel.polynomial is None:  # one degree: every token has a unit of its own
+        if self.power.polynomial is None:  # one degree: every token has a unit of its own
             log_divisor = torch.where(largest > 0, log_divisor, 0.0)
         else:
             log_divisor = log_divisor.clamp(min=log_unit)
         log_ratio = log_divisor - log_unit
-        weight = self.roots[side] * (-self.degrees_below * log_ratio).exp().to(self.dtype)
+        weight = self.roots[side] * (-self.degrees_below * log_ratio).exp().to(self.head.dtype)
         divisor = log_divisor.exp()
-        log_length = (self.features.degree * log_ratio).squeeze(1).to(self.dtype)
-        return (tokens.double() / divisor).to(self.dtype), divisor, weight, log_length
+        log_length = (self.monomials.degree * log_ratio).squeeze(1).to(self.head.dtype)
+        return (tokens.double() / divisor).to(self.head.dtype), divisor, weight, log_length
 
-    def pull_back(self, side: str, tokens: Tensor, grad: Tensor) -> Tensor:
+    def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
         """Gradient of some tokens from that of their unit vectors.
 
         Sums are of degree 2 in the sketched token and the sketch is homogeneous too, so the
         gradients through the lengths and through their logarithms cancel: every length is a plain
         divisor.
         """
-        x, divisor, weight, _ = self._scaled(side, tokens)
-        features, log_norm = _unit(self.features(x)[:, self.kept] * weight)
+        x, divisor, weight, _ = self._scaled(side, x)
+        features, log_norm = _unit(self.monomials(x)[:, self.kept] * weight)
         _, log_sketched = _unit(self.half(features))
         grad = self.half.pull_back(features, grad * (-log_sketched).exp().unsqueeze(1))
-        whole = x.new_zeros(len(x), self.features.count)
+        whole = x.new_zeros(len(x), self.monomials.count)
         whole[:, self.kept] = grad * (-log_norm).exp().unsqueeze(1) * weight
-        buffer = self.features.buffer(1, len(x), x)
-        self.features.write(x.unsqueeze(0), buffer)
-        of_tokens = self.features.pull_back(
+        buffer = self.monomials.buffer(1, len(x), x)
+        self.monomials.write(x.unsqueeze(0), buffer)
+        of_tokens = self.monomials.pull_back(
             buffer, lambda start, stop, out: out.copy_(whole[:, 1 + start : 1 + stop].T), len(x)
         )
-        return (of_tokens[0].T / divisor).to(self.dtype)
+        return (of_tokens[0].T / divisor).to(self.head.dtype)
 
 
 def _unit(x: Tensor) -> tuple[Tensor, Tensor]:

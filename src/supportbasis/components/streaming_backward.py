@@ -14,32 +14,31 @@ and pairs within one chunk are summed densely.
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 
 import torch
 from torch import Tensor
 
 from ..problem.problem import Head
 from .cotangent import Cotangent, Gradients, add_tokens
-from .exact_sum import Span, take_index
+from .exact_sum import Index, Span
 from .partial import Partial
-from .streaming import Block, Reader, State, Task, sum_keys
+from .streaming import Block, Reader, State, Task, spans, sum_keys
 
 
 class StreamedSum:
     """A component whose sums are streamed."""
 
-    def task(self, head: Head, rows: Tensor | None, norms: Tensor | None = None) -> Task:
+    def task(self, head: Head, rows: Index, norms: Tensor | None = None) -> Task:
         """The evaluation for some rows, in units of the given norms (None: of their own)."""
         raise NotImplementedError
 
-    def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
-        """Add the sums over these keys to ``total``, which holds the given rows."""
+    def add_to(self, total: Partial, head: Head, rows: Index) -> None:
         self.task(head, rows).run(total)
 
     def add_gradients(
-        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
+        self, total: Gradients, cotangent: Cotangent, head: Head, rows: Index
     ) -> None:
-        """Add the gradients of the tokens from those of the rows' sums."""
         inner, task = self.inner_gradients(total, head), self.task(head, rows)
         if task.row_count and task.key_count:
             backward = Backward(task, inner, cotangent)
@@ -69,7 +68,7 @@ class Backward:
         """Gradients of the rows, and, if ``summed``, the state T of all of them (else empty). In
         causal attention chunks come in order: rows read what is before them."""
         task, rows, reader = self.task, State(self.task), self.task.reader
-        keys = State(task) if task.given is None else task.given.copy()
+        keys = State(task) if task.given is None else deepcopy(task.given)
         if reader is None and not task.head.is_causal:
             reader = Reader(sum_keys(task, self.buffer), task)
         for row_span, key_span in task.row_spans():
@@ -82,9 +81,9 @@ class Backward:
                     reader = Reader(keys, task)
                 if reader is not None:
                     grad += self._read(reader, block)
-                    self._add_row_weights(reader, block, features, row_span)
-                if key_block is not None and key_span is not None:
-                    grad += self._diagonal(block, key_block, row_span, key_span)
+                    self._add_row_weights(reader, block, features)
+                if key_block is not None:
+                    grad += self._diagonal(block, key_block)
                 task.add_gradient(self.total, "query", row_span[0], grad)
                 if summed:
                     rows.add(task, block, features)
@@ -96,7 +95,9 @@ class Backward:
         """Gradients of the keys, from the state of all rows. In causal attention it is that of the
         rows after those of the task, and chunks come backwards: keys read what is after them."""
         task, reader = self.task, None
-        for row_span, key_span in reversed(task.key_spans()):
+        alone = [(None, span) for span in spans(task.key_count, task.block)]
+        chunks = task.chunks() if task.head.is_causal else alone
+        for row_span, key_span in reversed(chunks):
             if key_span is not None and rows.top > -math.inf:
                 reader = reader or Reader(rows, task)
                 self._finish_keys(reader, key_span)
@@ -108,7 +109,7 @@ class Backward:
         """Tokens x_i with (u_i, c_i) exp(r_i)."""
         tokens, log_factor = self.task.queries(*span)
         part = self.cotangent[slice(*span)]
-        return Block(tokens, log_factor + part.log_scale, part.num, part.den)
+        return Block(span, tokens, log_factor + part.log_scale, part.num, part.den)
 
     def _read(self, reader: Reader, block: Block) -> Tensor:
         """Gradient of a block's tokens, whose features have been written; zero where a token has
@@ -124,12 +125,12 @@ class Backward:
         grad = grad.transpose(1, 2).flatten(0, 1)[: len(factor)]
         return torch.where(factor > 0, grad * factor, 0.0)
 
-    def _add_row_weights(self, reader: Reader, block: Block, features: Tensor, span: Span) -> None:
+    def _add_row_weights(self, reader: Reader, block: Block, features: Tensor) -> None:
         """Gradients of the rows' log-factors, if they are needed."""
         if self.total.query_log_weight is not None:
             value = reader.num(features, len(block.value))
             weight = reader.weight_gradient(value, block, features)
-            add_tokens(self.total.query_log_weight, self.task.rows, span[0], weight)
+            add_tokens(self.total.query_log_weight, self.task.rows, block.at[0], weight)
 
     def _finish_keys(self, reader: Reader, span: Span) -> None:
         """Gradients of some keys from the state of the rows that attend to all of them."""
@@ -143,20 +144,18 @@ class Backward:
         value.mul_(reader.factor(block).unsqueeze(1))
         add_tokens(total.value, task.keys, span[0], value)
 
-    def _diagonal(self, block: Block, keys: Block, row_span: Span, key_span: Span) -> Tensor:
+    def _diagonal(self, block: Block, keys: Block) -> Tensor:
         """Rows and keys of one chunk: finishes the keys' part, returns that of the tokens x_i."""
-        task, total = self.task, self.total
-        row_at = take_index(task.rows, *row_span, block.tokens)
-        key_at = take_index(task.keys, *key_span, block.tokens)
+        task, total, row, key = self.task, self.total, block.at[0], keys.at[0]
         weight = block.logs.unsqueeze(1) + keys.logs
-        weight = weight.masked_fill_(key_at > row_at.unsqueeze(1), -math.inf).exp_()
+        weight = weight.masked_fill_(task.ahead(block.at, keys.at), -math.inf).exp_()
         kernel = task.kernel(block.tokens, keys.tokens).mul_(weight)
-        add_tokens(total.value, task.keys, key_span[0], kernel.T @ block.value)
+        add_tokens(total.value, task.keys, key, kernel.T @ block.value)
         grad = torch.addmm(block.column.unsqueeze(1), block.value, keys.value.T)
         if total.key_log_weight is not None:
-            add_tokens(total.key_log_weight, task.keys, key_span[0], (kernel * grad).sum(0))
+            add_tokens(total.key_log_weight, task.keys, key, (kernel * grad).sum(0))
         if total.query_log_weight is not None:
-            add_tokens(total.query_log_weight, task.rows, row_span[0], (kernel * grad).sum(1))
+            add_tokens(total.query_log_weight, task.rows, row, (kernel * grad).sum(1))
         of_rows, of_keys = task.kernel_gradients(block.tokens, keys.tokens, grad.mul_(weight))
-        task.add_gradient(total, "key", key_span[0], of_keys)
+        task.add_gradient(total, "key", key, of_keys)
         return of_rows

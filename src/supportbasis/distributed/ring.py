@@ -1,9 +1,9 @@
 """Ring attention: slices of the keys go from rank to rank, and every rank attends to each.
 
-The outputs over single slices are joined by their log-sum-exps (`engine.sdpa.merged`). The backward
-pass goes round again: with the output and the lse of all keys each slice has the gradients it would
-have on one device, and those of its keys travel with it. A rank holds one slice at a time. Exact
-heads only: an approximation of each slice would not be the approximation of the whole.
+The outputs over single slices are joined by their log-sum-exps (`merged`). The backward pass goes
+round again: with the output and the lse of all keys each slice has the gradients it would have on
+one device, and those of its keys travel with it. A rank holds one slice at a time. Exact heads
+only: an approximation of each slice would not be the approximation of the whole.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..components.cotangent import SavedForward
+from ..components.partial import merged
 from ..engine import dispatch
 from ..engine.autograd import run
-from ..engine.sdpa import merged
 from ..plans import Plan
 from ..problem.problem import Problem
 from .ranks import Ranks

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -65,22 +65,14 @@ def as_operator(
 ) -> Outcome:
     """`compute` with gradients: of output and lse by query, key, value and key log-weights. A
     backward pass by other components than those that ran gives ``kept`` of its own."""
-    inputs: tuple[Any, ...] = (
-        problem.query,
-        problem.key,
-        problem.value,
-        problem.key_log_weight,
-        problem.mask,
-        plan.handle,
-        implementation,
-        problem.scale,
-        problem.is_causal,
-    )
-    operator: Any = _attention
+    p, operator = problem, cast(Any, _attention)
+    last: list[Kept | None] = []
     if kept is not None or not torch.compiler.is_compiling():
-        operator = _Attention.apply
-        inputs = (*inputs, Kept() if kept is None and not is_tracing() else kept)
-    output, lse, fallback, counts = operator(*inputs)
+        operator, last = _Attention.apply, [Kept() if kept is None and not is_tracing() else kept]
+    tensors = (p.query, p.key, p.value, p.key_log_weight, p.mask)
+    output, lse, fallback, counts = operator(
+        *tensors, plan.handle, implementation, p.scale, p.is_causal, *last
+    )
     invalid_rows, fallback_rows, rounding = counts.unbind(0)
     zero = torch.zeros_like(rounding)
     return Outcome(output, lse, zero, invalid_rows, fallback_rows, rounding, fallback)
@@ -118,8 +110,8 @@ def _run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.autocast(problem.query.device.type, enabled=False):
         outcome = compute(problem, plan, implementation)
     counts = torch.stack([outcome.invalid_rows, outcome.fallback_rows, outcome.rounding])
-    made = (outcome.output, outcome.lse, outcome.fallback, counts)
-    output, lse, fallback, counts = (x.contiguous() for x in made)
+    made = (outcome.output, outcome.lse, outcome.fallback)
+    output, lse, fallback = (x.contiguous() for x in made)
     return output, lse, fallback, counts
 
 
@@ -156,26 +148,19 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _run_backward(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    output: Tensor,
-    lse: Tensor,
-    fallback: Tensor,
-    for_weights: bool,
-    *inputs: Any,
+    grad: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and, if asked for, of the key log-weights (else empty)."""
+    fallback, for_weights, *inputs = others
     problem, handle, implementation = _call_of(*inputs)
     saved = SavedForward(in_rows(output), lse, fallback, in_rows(grad), grad_lse, for_weights)
     autocast = torch.autocast(problem.query.device.type, enabled=False)
     with autocast, torch.cuda.device_of(problem.query):
         plan = _plan_of(problem, handle, implementation)
         total = dispatch.gradients(problem, dispatch.groups(problem, plan, implementation), saved)
+    pairs = zip((total.query, total.key, total.value), inputs[:3], strict=True)
+    query, key, value = (made.to(x.dtype).contiguous() for made, x in pairs)
     weight = lse.new_empty(0) if total.key_log_weight is None else total.key_log_weight
-    query, key, value = (
-        made.to(x.dtype).contiguous()
-        for made, x in zip((total.query, total.key, total.value), inputs[:3], strict=True)
-    )
     return query, key, value, weight.contiguous()
 
 
@@ -189,10 +174,8 @@ _backward = torch.library.custom_op(
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor, grad_lse: Any, output: Any, lse: Tensor, fallback: Any, for_weights: bool,
-    *inputs: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _(grad: Any, grad_lse: Any, output: Any, lse: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    _, for_weights, *inputs = others
     query, key, value = (x.new_empty(x.shape) for x in inputs[:3])
     weight = (*query.shape[:2], key.shape[2]) if for_weights else (0,)
     return query, key, value, lse.new_empty(weight)
@@ -202,10 +185,8 @@ def _call_of(*inputs: Any) -> tuple[Problem, str, str]:
     """Inputs of both operators as a problem, the handle of its plan and the implementation."""
     query, key, value, weight, mask, handle, implementation, scale, is_causal, *kept = inputs
     factors, leading = (weight, None, mask), tuple(query.shape[:2])
-    problem = Problem(
-        query, key, value, *factors, 0.0, is_causal, scale, True, leading, *kept
-    )  # fmt: skip
-    return problem, handle, implementation
+    call = Problem(query, key, value, *factors, 0.0, is_causal, scale, True, leading, *kept)
+    return call, handle, implementation
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -244,11 +225,12 @@ class _Operator(torch.autograd.Function):
         """A plan belongs to given heads, so the operator is called for each slice."""
         apply: Any = cls.apply
         pairs = list(zip(args, in_dims, strict=True))
-        results = [
-            apply(*(x if dim is None else x.select(dim, i) for x, dim in pairs))
-            for i in range(info.batch_size)
-        ]
-        stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+
+        def run_slice(i: int) -> Any:
+            return apply(*(x if dim is None else x.select(dim, i) for x, dim in pairs))
+
+        results = zip(*map(run_slice, range(info.batch_size)), strict=True)
+        stacked = tuple(map(torch.stack, results))
         return stacked, (0,) * len(stacked)
 
 

@@ -45,9 +45,8 @@ def reports_later(problem: Problem, plan: Plan, implementation: str) -> bool:
 def check_entries(problem: Problem) -> None:
     """Raise if an entry is not finite; not on a GPU, where it would synchronise with the host."""
     if problem.query.device.type == "cpu":
-        tokens = {"query": problem.query, "key": problem.key}
         if not all(map(math.isfinite, problem.largest)):  # which checks both without another pass
-            check_finite(**tokens)
+            check_finite(query=problem.query, key=problem.key)
         check_finite(value=problem.value)
         if problem.key_log_weight is not None:
             check_bias(problem.key_log_weight)
@@ -78,9 +77,8 @@ def check_scores(problem: Problem, plan: Plan | None = None) -> None:
     """Raise if a score can overflow, unless a plan has one polynomial for all of a head's scores,
     which has units of its own. A score of +inf shows in the output; but if all scores of a row
     become -inf, kernels take it for a row that may attend to nothing."""
-    if problem.query.is_cuda:
-        return
-    if plan is not None and all(type(head) is PolynomialHead for head in plan.heads):
+    one = plan is not None and all(type(head) is PolynomialHead for head in plan.heads)
+    if problem.query.is_cuda or one:
         return
     if _largest_step(problem, *problem.largest) < torch.finfo(problem.dtype).max:
         return
@@ -108,9 +106,9 @@ def check_output(problem: Problem, output: Tensor) -> None:
     if output.is_cuda or math.isfinite(output.detach().sum(dtype=problem.dtype).item()):
         return
     if not bool(output.isfinite().all()):
-        reach = [float(x.detach().abs().max()) for x in (problem.query, problem.key, problem.value)]
+        tokens = (problem.query, problem.key, problem.value)
+        query, key, value = (float(x.detach().abs().max()) for x in tokens)
         raise InputError(
             f"the output overflows {problem.dtype}: the largest entries of query, key and value "
-            f"are {reach[0]:.3g}, {reach[1]:.3g} and {reach[2]:.3g}; scale them down or use "
-            "float64"
+            f"are {query:.3g}, {key:.3g} and {value:.3g}; scale them down or use float64"
         )

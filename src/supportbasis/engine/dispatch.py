@@ -134,38 +134,25 @@ def _interpreted() -> bool:
 def _grouped(
     plan: Plan, device: torch.device, implementation: str, possible: bool, causal: bool
 ) -> tuple[Group, ...]:
-    found: dict[tuple[str, object] | None, list[int]] = {}
+    """Heads by evaluator (None: none takes them), and by the key of heads that run together."""
+    found: dict[tuple[str | None, object], list[int]] = {}
     for number, head in enumerate(plan.heads):
-        family = _family(number, head, implementation, causal) if possible else None
+        kind = EVALUATORS.get(head.kind) if possible else None
+        if kind in WITHOUT_KERNELS and (causal or implementation == "triton"):
+            kind = None
+        refused = evaluator(kind).refusal(head) if kind else f"{head.kind} heads have no kernels"
+        if refused is not None and implementation == "triton":
+            raise InputError(f"implementation='triton' cannot run head {number}: {refused}")
+        family = (None, None) if not kind or refused else (kind, evaluator(kind).family(head))
         found.setdefault(family, []).append(number)
     if len(found) <= 1:
-        only = next(iter(found), None)
-        return (Group(only and only[0], tuple(range(len(plan.heads))), plan),)
-    return tuple(
-        Group(
-            family and family[0],
-            tuple(heads),
-            plan.with_heads(plan.heads[i] for i in heads),
-            torch.tensor(heads, device=device),
-        )
-        for family, heads in found.items()
-    )
-
-
-def _family(
-    number: int, head: HeadPlan, implementation: str, causal: bool
-) -> tuple[str, object] | None:
-    """The evaluator of a head, and the key of heads that it runs together; None: no evaluator."""
-    kind = EVALUATORS.get(head.kind)
-    if kind is None or (kind in WITHOUT_KERNELS and (causal or implementation == "triton")):
-        refused: str | None = f"{head.kind} heads have no kernels"
-    else:
-        refused = evaluator(kind).refusal(head)
-        if refused is None:
-            return kind, evaluator(kind).family(head)
-    if implementation == "triton":
-        raise InputError(f"implementation='triton' cannot run head {number}: {refused}")
-    return None
+        kind, _ = next(iter(found), (None, None))
+        return (Group(kind, tuple(range(len(plan.heads))), plan),)
+    groups = []
+    for (kind, _), heads in found.items():
+        part, index = plan.with_heads(plan.heads[i] for i in heads), torch.tensor(heads)
+        groups.append(Group(kind, tuple(heads), part, index.to(device)))
+    return tuple(groups)
 
 
 @lru_cache
@@ -182,8 +169,8 @@ def run(problem: Problem, found: Sequence[Group]) -> Outcome:
     for group in found:
         index = cast(Tensor, group.index)  # several groups have one each
         part = _outcome(of_heads(problem, index), group)
-        for name in vars(total):
-            getattr(total, name).index_copy_(1, index, getattr(part, name))
+        for name, whole in vars(total).items():
+            whole.index_copy_(1, index, getattr(part, name))
     return total
 
 
@@ -220,15 +207,15 @@ def gradients(problem: Problem, found: Sequence[Group], saved: SavedForward) -> 
     shape, sizes = (problem.batch, problem.heads), (problem.query, problem.key, problem.value)
     query, key, value = (x.new_zeros(*shape, *x.shape[2:], dtype=problem.dtype) for x in sizes)
     weight = query.new_zeros(*shape, problem.m) if saved.for_weights else None
+    total = Gradients(query, key, value, weight)
     for group in found:
         index = cast(Tensor, group.index)
         part = _gradients(of_heads(problem, index), group, saved.of_heads(index))
-        pairs = [(query, part.query), (key, part.key), (value, part.value)]
-        if weight is not None and part.key_log_weight is not None:
-            pairs.append((weight, part.key_log_weight))
-        for whole, piece in pairs:
-            whole.index_copy_(1, index, piece.to(whole.dtype))
-    return Gradients(query, by_key_head(key, problem), by_key_head(value, problem), weight)
+        for name, whole in vars(total).items():
+            piece = getattr(part, name)
+            if whole is not None and piece is not None:
+                whole.index_copy_(1, index, piece.to(whole.dtype))
+    return replace(total, key=by_key_head(key, problem), value=by_key_head(value, problem))
 
 
 def by_key_head(x: Tensor, problem: Problem) -> Tensor:

@@ -27,6 +27,9 @@ from ..problem.result import Outcome
 from ..problem.rounding import unit_roundoff
 from .jensen import least_lse
 
+Finished = tuple[Tensor | slice, Partial, Tensor]  # rows, their sums, which of them are valid
+At = tuple[int, int]  # batch element and head
+
 
 def execute(problem: Problem, plan: Plan) -> Outcome:
     """Run every head of the plan through the component engine."""
@@ -41,33 +44,39 @@ def execute(problem: Problem, plan: Plan) -> Outcome:
 
 
 def run_head(
-    head: Head, plan: HeadPlan, basis: Sequence[RowGroup], outcome: Outcome, at: tuple[int, int]
+    head: Head, plan: HeadPlan, basis: Sequence[RowGroup], outcome: Outcome, at: At
 ) -> None:
     """One head: evaluate, check, fall back to exact sums where rows failed, divide."""
-    finished = []
+    finished: list[Finished] = []
     for group in basis:
+        where = slice(None) if group.rows is None else group.rows
         total = evaluate(group.components, head, group.rows)
         valid = total.has_keys & usable_rows(plan, head, group.rows, total)
         failed = total.has_keys & ~valid
         if bool(failed.any()):
             outcome.invalid_rows[at] += failed.sum()
             if falls_back(plan):
-                where = failed.nonzero().squeeze(1)
-                rows = where if group.rows is None else group.rows[where]
-                total.put_(where, evaluate([plan.exact(head)], head, rows))
+                some = failed.nonzero().squeeze(1)
+                rows = some if group.rows is None else group.rows[some]
+                total.put_(some, evaluate([plan.exact(head)], head, rows))
                 valid = total.has_keys & (total.usable if head.normalise else total.finite)
                 fallback = failed & valid
                 outcome.fallback_rows[at] += fallback.sum()
-                outcome.fallback[at][slice(None) if group.rows is None else group.rows] = fallback
+                outcome.fallback[at][where] = fallback
         if type(plan) is not PolynomialHead and bool((total.has_keys & ~total.finite).any()):
             check_values(head)
         if bool(valid.any()):
             relative = (total.noise / total.den.abs())[valid].max()
             relative = relative.nan_to_num(1.0 if head.normalise else math.inf, posinf=math.inf)
             outcome.rounding[at] = torch.maximum(outcome.rounding[at], relative)
-        finished.append((group.rows, total, valid))
-    write = _write_attention if head.normalise else _write_sums
-    write(head, finished, outcome, at)
+        finished.append((where, total, valid))
+    if not head.normalise:
+        _write_sums(head, finished, outcome, at)
+        return
+    for where, total, valid in finished:
+        output, lse = total.divide_(valid)
+        outcome.output[at][where] = output.to(outcome.output.dtype)
+        outcome.lse[at][where] = lse
 
 
 def falls_back(plan: HeadPlan) -> bool:
@@ -102,40 +111,27 @@ def usable_rows(
     return usable
 
 
-Finished = list[tuple[Tensor | None, Partial, Tensor]]
-
-
-def _write_attention(head: Head, finished: Finished, outcome: Outcome, at: tuple[int, int]) -> None:
-    for rows, total, valid in finished:
-        output, lse = total.divide_(valid)
-        where = slice(None) if rows is None else rows
-        outcome.output[at][where] = output.to(outcome.output.dtype)
-        outcome.lse[at][where] = lse
-
-
-def _write_sums(head: Head, finished: Finished, outcome: Outcome, at: tuple[int, int]) -> None:
+def _write_sums(head: Head, finished: list[Finished], outcome: Outcome, at: At) -> None:
     """Unnormalised sums of all rows in one common unit, exp(log_scale), so that none overflows.
 
     The unit is that of the largest sum, but not so small that a factor overflows; one that does
     belongs to sums of zero. A factor e^x has the rounding of x, and a few of exp; it is applied in
     halves, since it may vanish where its product with a huge value does not."""
     top, least = -math.inf, -math.log(torch.finfo(head.dtype).max) / 2
-    for rows, total, valid in finished:
+    for where, total, valid in finished:
         if head.query_log_weight is not None:
-            factor = head.query_log_weight if rows is None else head.query_log_weight[rows]
-            total.log_scale = total.log_scale + factor
+            total.log_scale = total.log_scale + head.query_log_weight[where]
         largest = total.num.abs().amax(-1) if head.value_dim else torch.ones_like(total.den)
         size = largest.log().clamp(min=least) + total.log_scale
         size = torch.where(valid & (largest > 0), size, -math.inf)
         top = max(top, float(size.max()) if size.numel() else -math.inf)
     outcome.log_scale[at] = top if top > -math.inf else 0.0
     unit, longest = float(outcome.log_scale[at]), 0.0
-    for rows, total, valid in finished:
+    for where, total, valid in finished:
         exponent = total.log_scale - unit
         half = torch.where(valid & (exponent < -least * 2), (exponent / 2).exp(), 0.0)
         if bool((half > 0).any()):
             longest = max(longest, float(exponent[half > 0].abs().max()))
-        where = slice(None) if rows is None else rows
         sums = total.num.nan_to_num(0.0).mul_(half.unsqueeze(1)).mul_(half.unsqueeze(1))
         outcome.output[at][where] = sums.to(outcome.output.dtype)
         den = torch.where(valid & (total.den > 0), total.den.log() + total.log_scale, -math.inf)
@@ -146,27 +142,22 @@ def _write_sums(head: Head, finished: Finished, outcome: Outcome, at: tuple[int,
 def backward(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
     """Gradients [batch, heads or key heads, ...] in the dtype of the sums; those of the key
     log-weights, [batch, heads, m], if they are asked for."""
-    query, key, value = (
-        x.new_zeros(x.shape, dtype=problem.dtype)
-        for x in (problem.query, problem.key, problem.value)
-    )
-    weights = (problem.batch, problem.heads, problem.m)
-    weight = query.new_zeros(weights) if saved.for_weights else None
+    tokens = (problem.query, problem.key, problem.value)
+    query, key, value = (x.new_zeros(x.shape, dtype=problem.dtype) for x in tokens)
+    shape = (problem.batch, problem.heads, problem.m)
+    weight = query.new_zeros(shape) if saved.for_weights else None
     for b, h, head in problem.each_head():
         at, key_at = (b, h), (b, h // problem.group)
         own_weight = None if weight is None else weight[at]
         total = Gradients(query[at], key[key_at], value[key_at], own_weight)
-        cotangent, fallback = saved.cotangent(at), saved.fallback[at]
+        cotangent, failed = saved.cotangent(at), saved.fallback[at]
+        if bool(failed.any()):
+            exact = failed.nonzero().squeeze(1)
+            plan.heads[h].exact(head).add_gradients(total, cotangent[exact], head, exact)
+            cotangent = cotangent.without(failed)
         head, basis = problem.kept[at] if problem.kept else (head, plan.heads[h].basis(head))
         for group in basis:
-            rows, part, failed = group.rows, cotangent, fallback
-            if rows is not None:
-                part, failed = cotangent[rows], fallback[rows]
-            if bool(failed.any()):
-                where = failed.nonzero().squeeze(1)
-                exact = where if rows is None else rows[where]
-                plan.heads[h].exact(head).add_gradients(total, part[where], head, exact)
-                part = part.without(failed)
+            part = cotangent if group.rows is None else cotangent[group.rows]
             for component in group.components:
-                component.add_gradients(total, part, head, rows)
+                component.add_gradients(total, part, head, group.rows)
     return Gradients(query, key, value, weight)

@@ -42,8 +42,7 @@ def least_of_groups(
     plan: FittedHead, head: Head, rows: Tensor | None, key: Tensor, log_weight: Tensor
 ) -> Tensor:
     """`least_lse` of the rows of a head by transformed keys, or by the means of their groups."""
-    query = transformed(head, plan.transform).query
-    query = query if rows is None else query[rows]
+    query = take(transformed(head, plan.transform).query, rows)
     least = grouped_lse(query[None], key[None], log_weight[None])
     return (least[0] + plan.transform.row_shift(head, rows)).double() + math.log(FITTED_SHARE)
 
@@ -53,8 +52,7 @@ def grouped_lse(query: Tensor, key: Tensor, log_weight: Tensor) -> Tensor:
     group whose weight vanishes is left out."""
     top = log_weight.amax(1, keepdim=True)
     top = torch.where(top > -math.inf, top, 0.0)
-    weight = (log_weight - top).exp().unsqueeze(1)
-    member = membership(key) * weight
+    member = membership(key) * (log_weight - top).exp().unsqueeze(1)
     mass = member.sum(2, keepdim=True)
     # one product so long and thin would keep few units of a GPU busy
     parts = math.gcd(key.shape[1], PRODUCTS)
@@ -62,9 +60,7 @@ def grouped_lse(query: Tensor, key: Tensor, log_weight: Tensor) -> Tensor:
     total = (split @ key.unflatten(1, (parts, -1))).sum(1)
     mean = total / torch.where(mass > 0, mass, 1.0)
     score = torch.baddbmm(mass.log() + top.unsqueeze(2), mean, query.mT)  # [heads, groups, n]
-    best = score.amax(1, keepdim=True)
-    best = torch.where(best > -math.inf, best, 0.0)
-    least = (score - best).exp_().sum(1).log_() + best.squeeze(1)
+    least = score.logsumexp(1)
     return torch.where(least.isnan(), math.inf, least)  # scores that overflow: nothing is known
 
 

@@ -68,27 +68,19 @@ def range_of(plan: HeadPlan, scale: float, sums: Tensor) -> ScoreRange:
     """The range of scores that `norm_sums` allow."""
     certified = not isinstance(plan, (ListHead, FittedHead))
     means, tops = (sums[:, 1] / sums[:, 0].clamp(min=1)).tolist(), sums[:, 2].tolist()
-    largest, mean = (
-        min(LARGEST_REACH, abs(scale) * query * key) for query, key in (tops[:2], means[:2])
-    )
+    largest, mean = (min(LARGEST_REACH, abs(scale) * x[0] * x[1]) for x in (tops, means))
     is_measured = plan.measured is not None or not certified
-    return ScoreRange(
-        largest if certified else None,
-        mean if is_measured else None,
-        means[2] * means[3] if isinstance(plan, FittedHead) else None,
-    )
+    balanced = means[2] * means[3] if isinstance(plan, FittedHead) else None
+    return ScoreRange(largest if certified else None, mean if is_measured else None, balanced)
 
 
 def with_range(plan: HeadPlan, heads: Sequence[Head]) -> HeadPlan:
     """The plan of a head, with the range of the scores of all batch elements it was made for."""
-    found = [score_range(plan, head) for head in heads]
-    ranges = [each for each in found if each is not None]
-    if not ranges:
+    found = [found for head in heads if (found := score_range(plan, head)) is not None]
+    if not found:
         return plan
-    largest, mean, balanced = (
-        None if None in values else max(values) for values in zip(*ranges, strict=True)
-    )
-    return replace(plan, scores=ScoreRange(largest, mean, balanced))
+    most = (None if None in values else max(values) for values in zip(*found, strict=True))
+    return replace(plan, scores=ScoreRange(*most))
 
 
 def check_plan(problem: Problem, plan: Plan) -> None:
@@ -96,9 +88,7 @@ def check_plan(problem: Problem, plan: Plan) -> None:
     moves the sign of the scale to the queries; operators do not know it."""
     shape, made_for = (problem.heads, problem.query.shape[-1]), (plan.num_heads, plan.dim)
     if shape != made_for:
-        raise InputError(
-            f"plan was made for (heads, dim) = {made_for}, but the inputs have {shape}"
-        )
+        raise InputError(f"plan was made for (heads, dim) = {made_for}, the inputs have {shape}")
     if plan.is_exact:
         return
     if plan.is_causal is not None and plan.is_causal != problem.is_causal:
@@ -130,14 +120,13 @@ def in_range(problem: Problem, plan: Plan) -> Plan:
 
 def leaves(plan: HeadPlan, found: ScoreRange | None) -> str | None:
     """The reason why scores leave the range of a head's plan; None where they do not."""
-    made_for = plan.scores
-    if made_for is None or found is None:
+    if plan.scores is None or found is None:
         return None
-    for name, which in zip(ScoreRange._fields, ("largest", "mean", "mean balanced"), strict=True):
-        now, before = getattr(found, name), getattr(made_for, name)
+    names = ("largest", "mean", "mean balanced")
+    for which, now, before in zip(names, found, plan.scores, strict=True):
         if now is None or before is None or now <= before:
             continue
-        close = _is_certified(plan, now, before) if name == "largest" else now <= HEADROOM * before
+        close = _is_certified(plan, now, before) if which == "largest" else now <= HEADROOM * before
         if not close:
             return f"the {which} |score| may be {now:.3g}, the plan was made for {before:.3g}"
     return None

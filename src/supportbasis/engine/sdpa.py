@@ -10,13 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..components import flash
-from ..components.exact_sum import SUM_BLOCK
+from ..components.exact_sum import softmax_rounding
 from ..plans import Plan
 from ..problem.checks import first_order, is_tracing
 from ..problem.problem import Problem
 from ..problem.result import Outcome
-from ..problem.rounding import gamma, product_roundoff, sum_depth, unit_roundoff
+from ..problem.rounding import unit_roundoff
 from .execute import execute
+
+ORDINARY = 1e6  # entries and scales below this: nothing overflows
 
 
 def can_run(problem: Problem, need_lse: bool) -> bool:
@@ -45,27 +47,21 @@ def attend(problem: Problem, plan: Plan, need_lse: bool) -> Outcome:
     outcome = with_lse(problem) if need_lse else None
     if outcome is not None:
         return outcome
-    shape = (problem.batch, problem.heads)
-    zero = noise = problem.query.new_zeros(shape, dtype=problem.dtype)
-    lse = empty = zero.new_empty(*shape, 0)
+    zero = noise = problem.query.new_zeros(problem.batch, problem.heads, dtype=problem.dtype)
+    lse = empty = zero.new_empty(*zero.shape, 0)
     if need_lse:
         noise = sdpa_noise(problem)
         with torch.no_grad():  # no value has a part in it, nor can overflow it
             plain = replace(problem, value=torch.zeros_like(problem.value[..., :1]))
             lse = execute(plain, plan).lse
-    query, key, value, mask = _operands(problem)
+    query, key, value, mask, causal = _operands(problem)
     output = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=problem.dropout_p,
-        is_causal=problem.is_causal and not _mask_is_causal(problem),
-        scale=problem.scale,
+        query, key, value, mask, problem.dropout_p, causal, scale=problem.scale,
         enable_gqa=problem.group > 1,
-    )
+    )  # fmt: skip
     if mask is not None:
-        output = output.masked_fill(_dead_rows(problem, mask).unsqueeze(-1), 0.0)
+        dead = flash.dead_rows(mask, problem.n, causal)
+        output = output.masked_fill(dead.unsqueeze(-1), 0.0)
     output = output.to(problem.query.dtype)
     return Outcome(output, lse, zero, zero, zero, noise, empty.bool())
 
@@ -74,36 +70,33 @@ def with_lse(problem: Problem) -> Outcome | None:
     """The same with the log-sum-exp of each row, where PyTorch has a kernel that returns it."""
     if not flash.AVAILABLE or not _is_fused(problem):
         return None
-    query, key, value, mask = _operands(problem)
+    query, key, value, mask, causal = _operands(problem)
     if problem.group > 1:
         key, value = (x.repeat_interleave(problem.group, 1) for x in (key, value))
-    bias = None
-    if mask is not None:
-        bias = mask
-        if mask.dtype == torch.bool:
-            bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -math.inf)
-        bias = bias.expand(-1, -1, problem.n, -1)
-    causal = problem.is_causal and not _mask_is_causal(problem)
-    output, lse = flash.attention(query, key, value, bias, scale=problem.scale, is_causal=causal)
+    output, lse = flash.attend(query, key, value, mask, problem.scale, causal)
     output, lse = output.to(problem.query.dtype), lse.to(problem.dtype)
-    if mask is not None:
-        dead = _dead_rows(problem, mask)
-        output, lse = output.masked_fill(dead.unsqueeze(-1), 0.0), lse.masked_fill(dead, -math.inf)
     noise = sdpa_noise(problem)
     zero, none = torch.zeros_like(noise), torch.zeros_like(lse, dtype=torch.bool)
     return Outcome(output, lse, zero, zero, zero, noise, none)
 
 
-def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
     """Query, key, value and mask in one dtype: the input's, unless it cannot hold the mask, or
-    scores may overflow in it undetected."""
-    mask = _mask(problem)
+    scores may overflow in it undetected. The mask [batch, heads, 1 or n, m] is causal itself where
+    kernels take only one of the two; else the last result says whether the call is."""
+    mask, causal = problem.mask, problem.is_causal
+    if mask is None and problem.key_log_weight is not None:
+        mask = problem.key_log_weight.unsqueeze(2)
+    if mask is not None and causal and (problem.mask is not None or not _is_fused(problem)):
+        later = torch.ones(problem.n, problem.m, dtype=torch.bool, device=mask.device).triu_(1)
+        mask = mask & ~later if mask.dtype == torch.bool else mask.masked_fill(later, -math.inf)
+        causal = False
     query, key, value = first_order(problem.query, problem.key, problem.value)
     bias = None if mask is None or mask.dtype == torch.bool else mask
     is_rounded = bias is not None and not torch.equal(bias.to(query.dtype).to(bias.dtype), bias)
     if is_rounded or _may_hide(problem):
         query, key, value = (x.to(problem.dtype) for x in (query, key, value))
-    return query, key, value, mask if bias is None else bias.to(query.dtype)
+    return query, key, value, mask if bias is None else bias.to(query.dtype), causal
 
 
 def _may_hide(problem: Problem) -> bool:
@@ -111,72 +104,29 @@ def _may_hide(problem: Problem) -> bool:
     zeros."""
     if problem.query.dtype != torch.bfloat16 or not problem.query.is_cpu or is_tracing():
         return False
-    query, key = (float(x.detach().abs().max()) for x in (problem.query, problem.key))
-    reach = abs(problem.scale) * problem.query.shape[-1] * query * key
+    reach = abs(problem.scale) * problem.query.shape[-1] * math.prod(problem.largest)
     return not reach < torch.finfo(torch.float32).max
-
-
-def _mask_is_causal(problem: Problem) -> bool:
-    """Whether `_mask` contains the causal mask, for kernels that take only one of the two."""
-    biased = problem.key_log_weight is not None and not _is_fused(problem)
-    return problem.is_causal and (problem.mask is not None or biased)
-
-
-def _mask(problem: Problem) -> Tensor | None:
-    """Key weights or any other mask as an argument of SDPA, [batch, heads, 1 or n, m]."""
-    mask = problem.mask
-    if mask is None:
-        if problem.key_log_weight is None:
-            return None
-        mask = problem.key_log_weight.unsqueeze(2)
-    if _mask_is_causal(problem):
-        later = torch.ones(problem.n, problem.m, dtype=torch.bool, device=mask.device).triu_(1)
-        mask = mask & ~later if mask.dtype == torch.bool else mask.masked_fill(later, -math.inf)
-    return mask
-
-
-def _dead_rows(problem: Problem, mask: Tensor) -> Tensor:
-    """Rows that may attend to nothing, [batch, heads, n]."""
-    live = mask if mask.dtype == torch.bool else mask > -math.inf
-    if not problem.is_causal or _mask_is_causal(problem):
-        return ~live.any(-1).expand(-1, -1, problem.n)
-    none_yet = live.squeeze(2).cumsum(-1) == 0  # up to and including key j
-    return none_yet[..., torch.arange(problem.n, device=mask.device).clamp(max=problem.m - 1)]
 
 
 def sdpa_noise(problem: Problem) -> Tensor:
     """Relative rounding error of a row's sums in SDPA, [batch, heads], worst row.
 
-    Scores carry the rounding of an inner product; weights are rounded to the input dtype before
-    they multiply the values; the kernel sums over keys block by block in float32 or wider."""
-    wide = product_roundoff(problem.dtype)
-    query, key = (
-        torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
-        for x in (problem.query, problem.key)
-    )
+    Weights are rounded to the input dtype before they multiply the values."""
+    tokens = (problem.query, problem.key)
+    query, key = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64) for x in tokens)
     key = key.repeat_interleave(problem.group, 1)
     if problem.key_log_weight is not None:
         key = key.masked_fill(problem.key_log_weight == -math.inf, 0.0)
     reach = abs(problem.scale) * query.amax(-1) * key.amax(-1)
-    score = reach * gamma(problem.query.shape[-1] + 6, wide)
-    for bias in (problem.key_log_weight, problem.mask):
-        if bias is not None and bias.dtype != torch.bool:
-            finite = bias.masked_fill(bias == -math.inf, 0.0).abs()
-            score = score + 4 * unit_roundoff(problem.dtype) * finite.flatten(2).amax(-1)
-    total = gamma(sum_depth(problem.m, SUM_BLOCK) + 16, wide)
     narrow = unit_roundoff(problem.query.dtype) if problem.query.dtype != problem.dtype else 0.0
-    return (torch.expm1(2 * score) + total + 2 * narrow).clamp(max=1.0).to(problem.dtype)
+    relative = softmax_rounding(problem, reach, problem.m) + 2 * narrow
+    return relative.clamp(max=1.0).to(problem.dtype)
 
 
 def plainly(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    is_causal: bool,
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, plan: Plan, is_causal: bool, scale: float | None,
     enable_gqa: bool,
-    plan: Plan,
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     """Output of an exact plan for plain 4-dim tensors on a CPU, by SDPA itself; None where a check
     fails, finite entries among them, or PyTorch refuses.
 
@@ -210,19 +160,6 @@ def plainly(
         return None
 
 
-ORDINARY = 1e6  # entries and scales below this: nothing overflows
-
-
 def _is_ordinary(x: Tensor) -> bool:
     low, high = x.detach().aminmax()
     return low.item() > -ORDINARY and high.item() < ORDINARY
-
-
-def merged(
-    first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Outputs over disjoint sets of keys, joined by their log-sum-exps: output [..., n, dv] and lse
-    [..., n] over the keys of both, in the dtype of the lse."""
-    share = torch.sigmoid(first_lse - second_lse).nan_to_num(0.0).unsqueeze(-1)  # -inf: no keys
-    output = torch.lerp(second.to(share.dtype), first.to(share.dtype), share)
-    return output, torch.logaddexp(first_lse, second_lse)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from ..components.partial import merged
 from ..engine.autograd import run
-from ..engine.sdpa import merged
 from ..methods import Method
 from ..methods.planning import plan_of
 from ..plans import ListHead, Plan

@@ -14,21 +14,22 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..components import flash
 from ..components.cotangent import Cotangent, Gradients
-from ..components.exact_sum import SUM_BLOCK
-from ..components.partial import Partial
+from ..components.exact_sum import softmax_rounding
+from ..components.partial import Partial, merged
 from ..problem.problem import Head
-from ..problem.rounding import gamma, product_roundoff, sum_depth
+from ..problem.rounding import gamma, product_roundoff
 from .tables import (
     ListSettings,
     Tables,
     Tilts,
     importance,
+    rows_of,
     score_variances,
     tables,
-    taken,
     tilt,
     weights_of,
 )
@@ -45,30 +46,22 @@ class ListSum:
     settings: ListSettings
 
     def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
-        """Add the sums over all keys to ``total``, which holds the given rows."""
         if not head.n or not head.m:
             return
         output, lse = list_attention(head, self.settings)
         den = (lse > -math.inf).to(lse.dtype)  # sums are in units of exp(lse)
-        part = Partial(output, den, lse, den * _relative_noise(head))
+        reach = abs(head.scale) * head.query_norms.max() * head.key_norms.max()
+        noise = softmax_rounding(head, reach, head.m).clamp(max=1.0)
+        part = Partial(output, den, lse, den * noise.to(den))
         total.add_(part if rows is None else part[rows])
 
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
     ) -> None:
-        """Add the gradients that reach the tokens through these rows."""
         from .list_gradients import add_gradients
 
         if head.n and head.m:
             add_gradients(self.settings, total, cotangent, head, rows)
-
-
-def _relative_noise(head: Head) -> float:
-    """Relative rounding error of the sums: of the scores, then of the sum."""
-    reach = abs(head.scale) * float(head.query_norms.max() * head.key_norms.max())
-    unit = product_roundoff(head.dtype)
-    score = min(1.0, reach * gamma(head.dim + 6, unit))
-    return min(1.0, math.expm1(2 * score)) + gamma(sum_depth(head.m, SUM_BLOCK) + 16, unit)
 
 
 def entries(head: Head) -> int:
@@ -92,42 +85,41 @@ class Coarse(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Cells of some windows, their tilted keys [cells, leaves], and which leaves are open."""
+    """Cells of some windows, rows of their tiles, tilted keys, and which leaves are open."""
 
     cells: slice
-    tiles: slice
+    rows: Tensor  # [tiles, T]; -1 for none
+    cell: Tensor  # [tiles]: of each tile, counted from the first; any for a tile without rows
     tilts: Tilts
+    variance: Tensor  # [cells, leaves]: of scores
     open: Tensor  # [cells, leaves]
     coarse: Coarse | None  # of the members, where these are the rows that are attended
+
+    def of_tiles(self) -> tuple[Tilts, Tensor]:
+        """Tilted keys and open leaves of the cell of each tile."""
+        if self.coarse is not None:  # tiles are cells
+            return self.tilts, self.open
+        return self.tilts.of(self.cell), self.open[self.cell]
 
 
 def list_attention(head: Head, settings: ListSettings) -> Attended:
     """Output [n, dv] and lse [n] of all rows in the dtype of sums."""
-    made = head_tables(head, settings)
+    made = tables(head, settings)
     output = head.query.new_zeros(head.n + 1, head.value_dim, dtype=head.dtype)
     lse = output.new_full((head.n + 1,), -math.inf)
     if settings.window:
         output[:-1], lse[:-1] = own_windows(head, settings.window)
     for group in groups(head, made, settings):
-        rows = made.tiles[0, group.tiles]
-        at = rows.masked_fill(rows < 0, head.n)
+        at = group.rows.masked_fill(group.rows < 0, head.n)
         part = attend(head, made, group, settings)
-        output[at], lse[at] = joined((output[at], lse[at]), part)
+        output[at], lse[at] = merged(output[at], lse[at], *part)
     return output[:-1], lse[:-1]
-
-
-def head_tables(head: Head, settings: ListSettings) -> Tables:
-    """The tables of one head, in the dtype of sums."""
-    weight = head.key_log_weight
-    query, key, value = (x.detach().unsqueeze(0) for x in (head.query, head.key, head.value))
-    weight = None if weight is None else weight.detach().unsqueeze(0)
-    return tables(query, key, value, weight, settings, head.dtype)
 
 
 def groups(head: Head, made: Tables, settings: ListSettings) -> Iterator[Group]:
     """Groups of consecutive windows, as many as the workspace allows, that attend to any leaf."""
     each, visible = settings.cells, made.visible.tolist()
-    per_window = made.tiles.shape[1] // (len(visible) // each)
+    per_window = len(made.tiles) // (len(visible) // each)
     most = entries(head) // max(settings.block, settings.leaf)  # pairs of cells and leaves
     first = 0
     while first < len(visible):
@@ -136,51 +128,35 @@ def groups(head: Head, made: Tables, settings: ListSettings) -> Iterator[Group]:
             last += each
         if visible[last - 1]:
             tiles = slice(first // each * per_window, last // each * per_window)
-            yield _group(head, made, settings, slice(first, last), tiles, visible[last - 1])
+            yield _group(head, made, settings, slice(first, last), tiles)
         first = last
 
 
-def _group(
-    head: Head,
-    made: Tables,
-    settings: ListSettings,
-    cells: slice,
-    tiles: slice,
-    leaves: int,
-) -> Group:
+def _group(head: Head, made: Tables, settings: ListSettings, cells: slice, tiles: slice) -> Group:
     """Tilts of some cells, and which leaves they open."""
-    tilts = Tilts(*(x[0] for x in tilt(made, cells, leaves, head.scale)))
-    members = made.members[0, cells]
-    query = rows_of(head, members)
-    coarse = Coarse.of(query, tilts, head.scale)
-    inner = score_variances(made, cells, head.scale)[0, :, :leaves]
-    opened = importance(coarse.weight, members, inner) > settings.price
+    leaves, members = int(made.visible[cells][-1]), made.members[cells]
+    tilts = tilt(made, cells, leaves, head.scale)
+    coarse = Coarse.of(rows_of(head, members), tilts, head.scale)
+    variance = score_variances(made, cells, head.scale)[:, :leaves]
+    opened = importance(coarse.weight, members, variance) > settings.price
     opened &= tilts.log_weight > -math.inf
-    return Group(cells, tiles, tilts, opened, None if settings.strict else coarse)
-
-
-def rows_of(head: Head, rows: Tensor) -> Tensor:
-    """Queries of rows [cells, rows] in the dtype of sums."""
-    return taken(head.query.detach().unsqueeze(0), rows.unsqueeze(0))[0].to(head.dtype)
+    rows, first = made.tiles[tiles], made.first_tile[cells] - tiles.start
+    cell = torch.searchsorted(first, torch.arange(len(rows), device=first.device), right=True) - 1
+    return Group(cells, rows, cell, tilts, variance, opened, None if settings.strict else coarse)
 
 
 def attend(head: Head, made: Tables, group: Group, settings: ListSettings) -> Attended:
     """Rows of tiles [tiles, T] over the tilted keys and the open leaves of their cells."""
-    query, tilts, opened = rows_of(head, made.tiles[0, group.tiles]), group.tilts, group.open
-    coarse = group.coarse
-    if coarse is None:
-        cell = tile_cells(made, group)
-        tilts, opened = Tilts(*(x[cell] for x in tilts)), opened[cell]
-        coarse = Coarse.of(query, tilts, head.scale)
+    query, (tilts, opened) = rows_of(head, group.rows), group.of_tiles()
+    coarse = group.coarse or Coarse.of(query, tilts, head.scale)
     closed = (~opened).to(head.dtype).unsqueeze(2)
     total = (coarse.weight @ closed).squeeze(2)
     output = coarse.weight @ (tilts.value * closed)
     output /= torch.where(total > 0, total, 1.0).unsqueeze(2)
     lse = total.log() + coarse.top
     for some, leaves in equal_lists(opened, settings.leaf * max(head.dim, head.value_dim)):
-        key, value, bias = gathered(head, made, leaves)
-        exact = attention(query[some], key, value, bias, head.scale)
-        output[some], lse[some] = joined((output[some], lse[some]), exact)
+        exact = attention(query[some], *gathered(made, leaves), head.scale)
+        output[some], lse[some] = merged(output[some], lse[some], *exact)
     return output, lse
 
 
@@ -188,11 +164,10 @@ def list_reach(head: Head, settings: ListSettings) -> float:
     """Upper bound of |q - m| times the diameter of a leaf, over a cell's rows and members q, its
     mean m and its closed leaves. (On a GPU over all visible leaves: kernels select with other
     roundings.)"""
-    made, widest = head_tables(head, settings), 0.0
-    real = (made.slots[0] >= 0).view(made.key.shape[1:3])
-    key = made.key[0].to(head.dtype)
-    middle = key.sum(1) / real.sum(1, keepdim=True).clamp(min=1)
-    radius = torch.linalg.vector_norm(key - middle.unsqueeze(1), dim=2)
+    made, widest = tables(head, settings), 0.0
+    real = (made.slots >= 0).view(made.key.shape[:2])
+    middle = made.key.sum(1) / real.sum(1, keepdim=True).clamp(min=1)
+    radius = torch.linalg.vector_norm(made.key - middle.unsqueeze(1), dim=2)
     diameter = 2 * radius.masked_fill(~real, 0.0).amax(1)  # [leaves]
 
     def away(rows: Tensor, mean: Tensor) -> Tensor:
@@ -200,9 +175,9 @@ def list_reach(head: Head, settings: ListSettings) -> float:
         return distance.masked_fill(rows < 0, 0).amax(1)
 
     for group in groups(head, made, settings):
-        cell, mean = tile_cells(made, group), made.mean[0, group.cells]
-        furthest = away(made.members[0, group.cells], mean)[cell]
-        furthest = torch.maximum(furthest, away(made.tiles[0, group.tiles], mean[cell]))
+        cell, mean = group.cell, made.mean[group.cells]
+        furthest = away(made.members[group.cells], mean)[cell]
+        furthest = torch.maximum(furthest, away(group.rows, mean[cell]))
         closed = group.tilts.log_weight > -math.inf
         closed = closed if head.query.is_cuda else closed & ~group.open
         leaf = (diameter[: closed.shape[1]] * closed).amax(1)
@@ -212,29 +187,19 @@ def list_reach(head: Head, settings: ListSettings) -> float:
 
 def row_risks(head: Head, settings: ListSettings, made: Tables | None = None) -> Tensor:
     """Estimated squared error of each row through its closed leaves, float64 [n]."""
-    made = head_tables(head, settings) if made is None else made
+    made = tables(head, settings) if made is None else made
     risk = torch.zeros(head.n + 1, dtype=torch.float64, device=head.query.device)
     own = own_windows(head, settings.window)[1] if settings.window else None
     for group in groups(head, made, settings):
-        rows, cell, coarse = made.tiles[0, group.tiles], tile_cells(made, group), group.coarse
-        inner = score_variances(made, group.cells, head.scale)[0, :, : group.open.shape[1]]
-        inner = inner.masked_fill(group.open, 0.0).unsqueeze(2)
-        if coarse is None:
-            tilts = Tilts(*(x[cell] for x in group.tilts))
-            coarse, inner = Coarse.of(rows_of(head, rows), tilts, head.scale), inner[cell]
+        rows, (tilts, _) = group.rows, group.of_tiles()
+        coarse = group.coarse or Coarse.of(rows_of(head, rows), tilts, head.scale)
+        inner = group.variance.masked_fill(group.open, 0.0)[group.cell].unsqueeze(2)
         total = coarse.weight.sum(2)
         if own is not None:
             total = total + (own[rows.clamp(min=0)] - coarse.top).exp()
         found = (coarse.weight.square() @ inner).squeeze(2) / total.square().clamp(min=1e-30)
         risk[rows.masked_fill(rows < 0, head.n)] = found.double()
     return risk[:-1]
-
-
-def tile_cells(made: Tables, group: Group) -> Tensor:
-    """The cell of each tile of a group, counted from the first; any for a tile without rows."""
-    first = made.first_tile[0, group.cells] - group.tiles.start
-    tile = torch.arange(group.tiles.stop - group.tiles.start, device=first.device)
-    return torch.searchsorted(first.contiguous(), tile, right=True) - 1
 
 
 def equal_lists(opened: Tensor, entries: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -249,26 +214,20 @@ def equal_lists(opened: Tensor, entries: int) -> Iterator[tuple[Tensor, Tensor]]
                 yield some, torch.stack([index[i] for i in some.tolist()])
 
 
-def gathered(head: Head, made: Tables, leaves: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def gathered(made: Tables, leaves: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Keys, values [cells, keys, ...] and log-weights of lists of leaves [cells, leaves]."""
-    key, value = (x[0][leaves].flatten(1, 2).to(head.dtype) for x in (made.key, made.value))
-    bias = None if made.weight is None else made.weight[0][leaves].flatten(1).to(head.dtype)
-    return key, value, None if bias is None else bias.unsqueeze(1)
+    key, value = (x[leaves].flatten(1, 2) for x in (made.key, made.value))
+    return key, value, None if made.weight is None else made.weight[leaves].flatten(1).unsqueeze(1)
 
 
 def own_windows(head: Head, width: int) -> Attended:
     """Every row over the keys of its own window that are not ahead of it."""
-    windows = -(-head.n // width)
     query, key, value, bias = window_tokens(head, width)
-    step = max(1, entries(head) // width**2)
-    parts = []
-    for some in range(0, windows, step):
-        at = slice(some, some + step)
-        part = attention(
-            query[at], key[at], value[at], None if bias is None else bias[at], head.scale,
-            is_causal=True,
-        )  # fmt: skip
-        parts.append(part)
+    step, parts = max(1, entries(head) // width**2), []
+    for first in range(0, len(query), step):
+        some = slice(first, first + step)
+        mask = None if bias is None else bias[some]
+        parts.append(attention(query[some], key[some], value[some], mask, head.scale, True))
     output, lse = (torch.cat(column).flatten(0, 1) for column in zip(*parts, strict=True))
     return output[: head.n], lse[: head.n]
 
@@ -277,46 +236,28 @@ def window_tokens(head: Head, width: int) -> tuple[Tensor, Tensor, Tensor, Tenso
     """Queries, keys and values [windows, W, ...] in sequence, and the log-weights of keys
     [windows, 1, W] where some are hidden, missing or weigh anything else than 1."""
     windows, keys = -(-head.n // width), min(head.n, head.m)
-    tokens = []
-    for x in (head.query, head.key[:keys], head.value[:keys]):
-        x = torch.nn.functional.pad(x.detach().to(head.dtype), (0, 0, 0, windows * width - len(x)))
-        tokens.append(x.view(windows, width, -1))
-    bias = head.key_log_weight
-    if bias is not None or keys < head.n:
-        bias = head.query.new_zeros(head.m) if bias is None else bias
-        bias = bias[:keys].to(head.dtype)
-        bias = torch.nn.functional.pad(bias, (0, windows * width - keys), value=-math.inf)
-        bias = bias.view(windows, 1, width)
-    query, key, value = tokens
-    return query, key, value, bias
+    query, key, value = (
+        pad(x.detach().to(head.dtype), (0, 0, 0, windows * width - len(x))).view(windows, width, -1)
+        for x in (head.query, head.key[:keys], head.value[:keys])
+    )
+    if head.key_log_weight is None and keys == head.n:
+        return query, key, value, None
+    bias = head.log_weights(head.dtype)[:keys].detach()
+    bias = pad(bias, (0, windows * width - keys), value=-math.inf)
+    return query, key, value, bias.view(windows, 1, width)
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    *,
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float,
     is_causal: bool = False,
-) -> Attended:
+) -> Attended:  # fmt: skip
     """Softmax attention of batches of rows [batch, rows, d] over keys of their own, with
     log-weights [batch, 1, keys]; a row without keys has zeros and lse -inf."""
-    same = query.shape[2] == value.shape[2] and query.shape[2] > 0
-    if flash.AVAILABLE and same and query.device.type == "cpu":
-        mask = bias
-        if bias is not None:
-            mask = bias.expand(-1, query.shape[1], -1)
-            mask = (mask + causal_bias(mask) if is_causal else mask).unsqueeze(0)
+    if flash.AVAILABLE and query.is_cpu:
         q, k, v = (x.unsqueeze(0) for x in (query, key, value))
-        causal = is_causal and bias is None
-        output, lse = flash.attention(q, k, v, mask, scale=scale, is_causal=causal)
-        output, lse = output[0], lse[0].to(query.dtype)
-        if mask is not None:
-            nothing = (mask[0] == -math.inf).all(2)
-            lse = lse.masked_fill(nothing, -math.inf)
-            output = output.masked_fill(nothing.unsqueeze(2), 0.0)
-        return output, lse
+        mask = None if bias is None else bias.unsqueeze(0)
+        output, lse = flash.attend(q, k, v, mask, scale, is_causal)
+        return output[0], lse[0].to(query.dtype)
     score = scale * (query @ key.mT)
     score = score if bias is None else score + bias
     score = score + causal_bias(score) if is_causal else score
@@ -329,11 +270,3 @@ def causal_bias(like: Tensor) -> Tensor:
     """-inf for keys that are ahead of a row, else 0."""
     ahead = torch.ones(like.shape[-2:], dtype=torch.bool, device=like.device).triu_(1)
     return torch.zeros_like(ahead, dtype=like.dtype).masked_fill_(ahead, -math.inf)
-
-
-def joined(one: Attended, other: Attended) -> Attended:
-    """The softmax over the union of two sets of keys, from their outputs and log-sum-exps."""
-    lse = torch.logaddexp(one[1], other[1])
-    unit = torch.where(lse > -math.inf, lse, 0.0)
-    mine, theirs = (part[1].sub(unit).exp_().unsqueeze(-1) for part in (one, other))
-    return torch.addcmul(one[0] * mine, other[0], theirs), lse

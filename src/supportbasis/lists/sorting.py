@@ -13,6 +13,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize, pad
 
 AXES = 8  # leading principal coordinates in which nodes are split
 AXIS_STEPS, NODE_STEPS = 6, 4  # power iterations
@@ -38,22 +39,24 @@ def window_permutation(x: Tensor, leaf: int, count: Tensor | None = None) -> Ten
     ``count`` [windows]: how many tokens, the first ones, are real; the others stay behind them.
     """
     windows, width = x.shape[:2]
-    slot = torch.arange(width, device=x.device)
-    padded = None if count is None else slot >= count.unsqueeze(1)
-    part = leading_coordinates(x, padded)
-    permutation = slot.expand(windows, width)
-    size = width
+    permutation = torch.arange(width, device=x.device).expand(windows, width)
+    part, size = leading_coordinates(x, _padded(permutation, count)), width
     while size > leaf:
+        padded = _padded(permutation.reshape(windows, width), count)
+        padded = None if padded is None else padded.view(-1, size)
         part, permutation = part.reshape(-1, size, part.shape[-1]), permutation.reshape(-1, size)
-        hidden = None if padded is None else padded.reshape(-1, size)
-        along = _along_axis(part, hidden)
-        if hidden is not None:
-            along = along.masked_fill(hidden, math.inf)
+        away = _centred(part, padded)
+        along = (away @ _principal_axis(away.mT @ away, NODE_STEPS)).squeeze(2)
+        along = along if padded is None else along.masked_fill(padded, math.inf)
         at = along.argsort(dim=1, stable=True)
         permutation, size = permutation.gather(1, at), size // 2
         part = part.gather(1, at.unsqueeze(2).expand_as(part))
-        padded = None if hidden is None else hidden.gather(1, at)
     return permutation.reshape(windows, width)
+
+
+def _padded(permutation: Tensor, count: Tensor | None) -> Tensor | None:
+    """Which slots of a permutation [windows, W] hold no real token; None: all hold one."""
+    return None if count is None else permutation >= count.unsqueeze(1)
 
 
 @torch.no_grad()
@@ -62,20 +65,18 @@ def head_permutation(x: Tensor, leaf: int, hidden: Tensor | None = None) -> Tens
     left over."""
     n = len(x)
     width = window_length(n, leaf)
-    permutation = torch.arange(n, device=x.device)
-    if hidden is not None and n <= width:
-        permutation = hidden.to(torch.uint8).argsort(stable=True)
     if n > width:
         permutation = _by_centres(x, width, hidden)
-    windows = -(-n // width)
-    filler = permutation.new_full((windows * width - n,), -1)
-    slots = torch.cat([permutation, filler]).view(windows, width)
+    elif hidden is not None:
+        permutation = hidden.to(torch.uint8).argsort(stable=True)
+    else:
+        permutation = torch.arange(n, device=x.device)
+    slots = pad(permutation, (0, -n % width), value=-1).view(-1, width)
     shown = n if hidden is None else n - int(hidden.sum())
-    slot = torch.arange(windows * width, device=x.device).view(windows, width)
-    count = (slot < shown).sum(1)
-    at = window_permutation(x[slots.clamp(min=0)], leaf, None if shown == slots.numel() else count)
-    slots = slots.masked_fill(slot >= shown, -1)
-    return slots.gather(1, at).flatten()
+    live = torch.arange(slots.numel(), device=x.device).view_as(slots) < shown
+    count = None if shown == slots.numel() else live.sum(1)
+    at = window_permutation(x[slots.clamp(min=0)], leaf, count)
+    return slots.masked_fill(~live, -1).gather(1, at).flatten()
 
 
 def _by_centres(x: Tensor, width: int, hidden: Tensor | None) -> Tensor:
@@ -89,8 +90,7 @@ def _by_centres(x: Tensor, width: int, hidden: Tensor | None) -> Tensor:
     at = window_permutation(sample, size // count)[0]
     centres = sample[0, at].view(count, -1, x.shape[1]).mean(1)
     member = nearest(x, centres)
-    if hidden is not None:
-        member = member.masked_fill(hidden, count)
+    member = member if hidden is None else member.masked_fill(hidden, count)
     return member.to(torch.int16).argsort(stable=True)
 
 
@@ -112,15 +112,7 @@ def leading_coordinates(x: Tensor, padded: Tensor | None) -> Tensor:
         length = axis.mT @ covariance @ axis
         covariance = covariance - length * axis * axis.mT
         axes.append(axis)
-    return away @ torch.cat(axes, 2) if axes else away
-
-
-def _along_axis(part: Tensor, padded: Tensor | None) -> Tensor:
-    """Tokens [nodes, size, axes] along the principal axis of their node, [nodes, size]."""
-    if not part.shape[2]:
-        return part.new_zeros(part.shape[:2])
-    away = _centred(part, padded)
-    return (away @ _principal_axis(away.mT @ away, NODE_STEPS)).squeeze(2)
+    return away @ torch.cat(axes, 2)
 
 
 def _centred(x: Tensor, padded: Tensor | None) -> Tensor:
@@ -132,7 +124,7 @@ def _centred(x: Tensor, padded: Tensor | None) -> Tensor:
         real = (~padded).unsqueeze(2).to(x.dtype)
         mean = (x * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)
         away = (x - mean) * real
-    unit = away.abs().amax((1, 2), keepdim=True) if away.numel() else away.new_ones(1, 1, 1)
+    unit = away.abs().amax((1, 2), keepdim=True)
     return away / torch.where(unit > 0, unit, 1.0)
 
 
@@ -141,7 +133,7 @@ def _principal_axis(covariance: Tensor, steps: int) -> Tensor:
     start = covariance.diagonal(dim1=1, dim2=2).argmax(1)
     axis = covariance[torch.arange(len(covariance), device=start.device), start].unsqueeze(2)
     tiny = torch.finfo(axis.dtype).tiny
-    for step in range(steps + 1):
-        axis = axis if step == 0 else covariance @ axis
-        axis = axis / torch.linalg.vector_norm(axis, dim=1, keepdim=True).clamp(min=tiny)
+    axis = normalize(axis, dim=1, eps=tiny)
+    for _ in range(steps):
+        axis = normalize(covariance @ axis, dim=1, eps=tiny)
     return axis

@@ -9,7 +9,6 @@ Important leaves of a cell are open: their keys are attended to exactly. In caus
 are sorted within windows of W positions: a query attends to its own window exactly and to the
 leaves of earlier windows through the list of its cell.
 
-Everything here is for all heads at once, [heads, ...]; keys may have fewer heads than queries.
 Tables and lists are constants of gradients, tilts are differentiable functions of m, keys, values
 and log-weights b.
 """
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..problem.problem import Head
 from .sorting import head_permutation, nearest, window_length, window_permutation
 
 
@@ -63,75 +63,64 @@ SCORED_MEMBERS = 32  # of a cell, at even strides: their coarse scores decide wh
 
 
 class Tables(NamedTuple):
-    """Sorted keys, cells of queries, and tiles of rows that share a cell's list."""
+    """Sorted keys of a head, cells of queries, and tiles of rows that share a cell's list."""
 
-    slots: Tensor  # [key heads, leaves * L]: which key, -1 for none
-    key: Tensor  # [key heads, leaves, L, d]
-    value: Tensor  # [key heads, leaves, L, dv]
-    weight: Tensor | None  # [heads, leaves, L]: log-weights; None: all keys are real and weigh 1
-    spread: Tensor  # [key heads, leaves]: variance of the keys of a leaf, sum over coordinates
-    members: Tensor  # [heads, cells, B]: queries that a cell is made of, -1 for none
-    mean: Tensor  # [heads, cells, d]
-    variance: Tensor  # [heads, cells]: of a cell's queries, mean over coordinates
+    slots: Tensor  # [leaves * L]: which key, -1 for none
+    key: Tensor  # [leaves, L, d]
+    value: Tensor  # [leaves, L, dv]
+    weight: Tensor | None  # [leaves, L]: log-weights; None: all keys are real and weigh 1
+    spread: Tensor  # [leaves]: variance of the keys of a leaf, sum over coordinates
+    members: Tensor  # [cells, B]: queries that a cell is made of, -1 for none
+    mean: Tensor  # [cells, d]
+    variance: Tensor  # [cells]: of a cell's queries, mean over coordinates
     visible: Tensor  # [cells]: how many leaves, the first ones, a cell attends to
-    tiles: Tensor  # [heads, tiles, T]: rows, -1 for none
-    first_tile: Tensor  # [heads, cells]: tiles of a cell lie together
-    tile_count: Tensor  # [heads, cells]
+    tiles: Tensor  # [tiles, T]: rows, -1 for none
+    first_tile: Tensor  # [cells]: tiles of a cell lie together
+    tile_count: Tensor  # [cells]
 
 
 class Tilts(NamedTuple):
     """Tilted keys: leaves as some cells attend to them."""
 
-    key: Tensor  # [heads, cells, leaves, d]
-    value: Tensor  # [heads, cells, leaves, dv]
-    log_weight: Tensor  # [heads, cells, leaves]: the score of q is scale <q, key> + log_weight
+    key: Tensor  # [cells, leaves, d]
+    value: Tensor  # [cells, leaves, dv]
+    log_weight: Tensor  # [cells, leaves]: the score of q is scale <q, key> + log_weight
+
+    def of(self, cells: Tensor) -> Tilts:
+        """Those of some cells."""
+        return Tilts(*(x[cells] for x in self))
 
 
-def tables(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weight: Tensor | None,
-    settings: ListSettings,
-    dtype: torch.dtype,
-) -> Tables:
-    """Tables of tokens [heads, tokens, dim] and key log-weights [heads, m], in the dtype of sums:
-    tokens are sorted in their own dtype."""
-    n, keys = query.shape[1], key.shape[1]
+def tables(head: Head, settings: ListSettings) -> Tables:
+    """The tables of a head, in the dtype of sums: tokens are sorted in their own dtype."""
+    query, key, log_weight = head.query.detach(), head.key.detach(), head.key_log_weight
+    hidden = None
     if settings.window:
-        keys = min(n, keys)
-        slots = _by_window(key, keys, settings.window, settings.leaf)
-        members = _by_window(query, n, settings.window, settings.block)
-    else:
-        hidden = None if weight is None else (weight == -math.inf)
-        slots = _by_head(key, settings.leaf, hidden, len(query) // len(key))
-        members = _by_head(query, settings.block, None, 1)
-    members = members.unflatten(1, (-1, settings.block))
-    leaves = slots.shape[1] // settings.leaf
-    cells = torch.arange(members.shape[1], device=query.device)
-    visible = visible_leaves(cells, leaves, settings)
+        key = key[: head.n]  # no row attends to the others
+    elif log_weight is not None:
+        hidden = log_weight == -math.inf
+    slots = _sorted(key, settings.leaf, settings.window, hidden)
+    members = _sorted(query, settings.block, settings.window, None)
+    members, leaves = members.view(-1, settings.block), slots.view(-1, settings.leaf)
+    cells = torch.arange(len(members), device=members.device)
+    visible = visible_leaves(cells, len(leaves), settings)
+    if settings.strict:  # the cells of a window are made of the queries before it
+        members = pad(members, (0, 0, settings.cells, 0), value=-1)[: -settings.cells]
+    member = rows_of(head, members)
+    mean = member.sum(1) / (members >= 0).sum(1, keepdim=True).clamp(min=1)
+    tiled = (members, cells, torch.ones_like(cells))
     if settings.strict:
-        none = members.new_full((len(members), settings.cells, settings.block), -1)
-        members = torch.cat([none, members[:, : -settings.cells]], 1)
-    mean, variance = cell_means(query, members, dtype)
-    if settings.strict:
-        tiled = tiles_by_centre(query, mean, settings)
-    else:
-        one = torch.ones_like(members[..., 0])
-        tiled = (members, cells.expand_as(one), one)
-    leaf_key = taken(key, slots).unflatten(1, (leaves, -1)).to(dtype)
+        tiles, first, count = tiles_by_centre(query[None], mean[None], settings)
+        tiled = tiles[0], first[0], count[0]
+    weight, padded = None, leaves < 0
+    if log_weight is not None or bool(padded.any()):
+        weight = head.log_weights(head.dtype).detach()[leaves.clamp(min=0)]
+        weight = weight.masked_fill(padded, -math.inf)
+    leaf_key, leaf_value = (taken(x, leaves, head.dtype) for x in (key, head.value))
     return Tables(
-        slots,
-        leaf_key,
-        taken(value, slots).unflatten(1, (leaves, -1)).to(dtype),
-        _leaf_weights(weight, slots, leaves, len(query) // len(key)),
-        _variances(leaf_key, slots.unflatten(1, (leaves, -1))),
-        members,
-        mean,
-        variance,
-        visible,
-        *tiled,
-    )
+        slots, leaf_key, leaf_value, weight, _variances(leaf_key, leaves),
+        members, mean, _variances(member, members) / head.dim, visible, *tiled,
+    )  # fmt: skip
 
 
 def visible_leaves(cells: Tensor, leaves: int, settings: ListSettings) -> Tensor:
@@ -141,70 +130,36 @@ def visible_leaves(cells: Tensor, leaves: int, settings: ListSettings) -> Tensor
     return (cells // settings.cells * (settings.window // settings.leaf)).clamp(max=leaves)
 
 
-def _by_window(x: Tensor, count: int, width: int, leaf: int) -> Tensor:
-    """The first ``count`` tokens, sorted within windows: [heads, slots], -1 for none."""
-    if _has_kernel(x, width, leaf):
-        from ..cuda.lists import window_sorting as sorting
+def _sorted(x: Tensor, leaf: int, window: int, hidden: Tensor | None) -> Tensor:
+    """Tokens sorted within windows (0: all that are not ``hidden``): [slots], -1 for none."""
+    count, width = len(x), window or window_length(len(x), leaf)
+    has_kernel = x.is_cuda and x.dtype != torch.float64 and 16 <= width <= 4096 and leaf >= 2
+    if has_kernel and find_spec("triton") is not None:
+        from ..cuda.lists import window_sorting as kernels
 
-        return sorting.window_permutation(x.contiguous(), width, leaf, count).long()
-    heads, windows = len(x), -(-count // width)
-    padded = pad(x[:, :count], (0, 0, 0, windows * width - count))
-    first = torch.arange(windows, device=x.device).mul_(width).repeat(heads)
-    real = None if count == windows * width else (count - first).clamp(max=width)
-    at = window_permutation(padded.reshape(heads * windows, width, -1), leaf, real)
-    at = at + first.unsqueeze(1)
-    return torch.where(at < count, at, -1).view(heads, windows * width)
-
-
-def _by_head(x: Tensor, leaf: int, hidden: Tensor | None, group: int) -> Tensor:
-    """All tokens, sorted: [heads, slots], -1 for none and for keys that are masked in all of the
-    ``group`` heads that share them."""
-    if hidden is not None:
-        hidden = hidden.unflatten(0, (-1, group)).all(1)
-    if _has_kernel(x, window_length(x.shape[1], leaf), leaf):
-        from ..cuda.lists import window_sorting as sorting
-
-        return sorting.head_permutation(x.contiguous(), leaf, x.shape[1], hidden).long()
-    return torch.stack(
-        [head_permutation(x[i], leaf, None if hidden is None else hidden[i]) for i in range(len(x))]
-    )
+        if window:
+            return kernels.window_permutation(x[None].contiguous(), width, leaf, count)[0].long()
+        some = None if hidden is None else hidden[None]
+        return kernels.head_permutation(x[None].contiguous(), leaf, count, some)[0].long()
+    if not window:
+        return head_permutation(x, leaf, hidden)
+    windows = -(-count // width)
+    padded = pad(x, (0, 0, 0, -count % width)).view(windows, width, -1)
+    first = torch.arange(windows, device=x.device) * width
+    real = (count - first).clamp(max=width) if count % width else None
+    at = (window_permutation(padded, leaf, real) + first.unsqueeze(1)).flatten()
+    return torch.where(at < count, at, -1)
 
 
-def _has_kernel(x: Tensor, width: int, leaf: int) -> bool:
-    """Whether a kernel sorts such tokens: they have to be on a GPU."""
-    return (
-        x.is_cuda and x.dtype != torch.float64 and 16 <= width <= 4096 and leaf >= 2
-        and find_spec("triton") is not None
-    )  # fmt: skip
-
-
-def taken(x: Tensor, index: Tensor) -> Tensor:
-    """Tokens [heads, ..., dim] of x [heads, tokens, dim]; zeros for an index of -1."""
-    heads, tokens = x.shape[:2]
-    first = torch.arange(heads, device=x.device).mul_(tokens).view(-1, *[1] * (index.dim() - 1))
-    part = x.flatten(0, 1)[(index.clamp(min=0) + first).flatten()].view(*index.shape, -1)
+def taken(x: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Tokens [..., dim] of x [tokens, dim] as constants; zeros for an index of -1."""
+    part = x.detach()[index.clamp(min=0)].to(dtype)
     return part.masked_fill_((index < 0).unsqueeze(-1), 0.0)
 
 
-def _leaf_weights(weight: Tensor | None, slots: Tensor, leaves: int, group: int) -> Tensor | None:
-    if weight is None:
-        weight = torch.zeros((), device=slots.device).expand(*slots.shape)
-        padded = slots < 0
-        if slots.device.type == "cpu" and not bool(padded.any()):
-            return None
-    else:
-        slots = slots.repeat_interleave(group, 0)
-        padded = slots < 0
-        weight = weight.gather(1, slots.clamp(min=0))
-    return weight.masked_fill(padded, -math.inf).unflatten(1, (leaves, -1))
-
-
-def cell_means(query: Tensor, members: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Mean query of each cell, [heads, cells, d], and the variance of its queries, the mean over
-    coordinates, [heads, cells]; zeros where it is empty."""
-    part = taken(query, members).to(dtype)
-    mean = part.sum(2) / (members >= 0).sum(2, keepdim=True).clamp(min=1)
-    return mean, _variances(part, members) / max(1, query.shape[-1])
+def rows_of(head: Head, rows: Tensor) -> Tensor:
+    """Queries of rows [cells, rows] in the dtype of sums."""
+    return taken(head.query, rows, head.dtype)
 
 
 def tiles_by_centre(
@@ -225,11 +180,9 @@ def tiles_by_centre(
     first = count.cumsum(2) - count
     at = cell.argsort(dim=2, stable=True)
     cell = cell.gather(2, at)
-    rank = torch.arange(width, device=query.device) - pad(held.cumsum(2) - held, (0, 1)).gather(
-        2, cell
-    )
     each_window = width // size + each  # tiles
-    slot = pad(first, (0, 1)).gather(2, cell) * size + rank
+    skipped = pad(first * size - (held.cumsum(2) - held), (0, 1))  # slots before each cell
+    slot = torch.arange(width, device=query.device) + skipped.gather(2, cell)
     slot = torch.where(cell < each, slot, each_window * size)
     rows = torch.where(position < n, position, -1).expand(heads, -1, -1).gather(2, at)
     tiles = rows.new_full((heads, windows, each_window * size + 1), -1).scatter_(2, slot, rows)
@@ -240,41 +193,27 @@ def tiles_by_centre(
 
 def tilt(made: Tables, cells: slice | Tensor, leaves: int, scale: float) -> Tilts:
     """Tilted keys of the first ``leaves`` leaves for some cells."""
-    group = len(made.mean) // len(made.key)
-    heads, dtype = len(made.mean), made.mean.dtype
-    key, value = (x[:, :leaves].to(dtype) for x in (made.key, made.value))
-    mean = made.mean[:, cells].unflatten(0, (-1, group)).flatten(1, 2)  # [key heads, cells, d]
-    score = (key.flatten(1, 2) @ (scale * mean).mT).unflatten(1, (leaves, -1))
-    if made.weight is not None:  # [key heads, leaves, L, group * cells]
-        weight = made.weight[:, :leaves].to(dtype).unflatten(0, (-1, group)).movedim(1, 3)
-        score = score + weight.repeat_interleave(score.shape[3] // group, 3)
-    top = score.amax(2, keepdim=True)
+    key, value, mean = made.key[:leaves], made.value[:leaves], made.mean[cells]
+    score = (key.flatten(0, 1) @ (scale * mean).T).unflatten(0, (leaves, -1))  # [leaves, L, cells]
+    if made.weight is not None:
+        score = score + made.weight[:leaves].unsqueeze(2)
+    top = score.amax(1, keepdim=True)
     top = torch.where(top > -math.inf, top, 0.0)
     share = weights_of(score - top)
-    total = share.sum(2).unsqueeze(3)  # [key heads, leaves, group * cells, 1]
-    inverse = 1 / torch.where(total > 0, total, 1.0)
-    tilted, tilted_value = (share.mT @ key) * inverse, (share.mT @ value) * inverse
-    log_weight = (total.log().squeeze(3) + top.squeeze(2)) - scale * (
-        mean.unsqueeze(1) * tilted
-    ).sum(3)
+    total = share.sum(1)  # [leaves, cells]
+    inverse = (1 / torch.where(total > 0, total, 1.0)).unsqueeze(2)
+    tilted, tilted_value = ((share.mT @ x) * inverse for x in (key, value))
+    log_weight = total.log() + top.squeeze(1) - scale * (mean * tilted).sum(2)
+    log_weight = log_weight.T + (score_variances(made, cells, scale)[:, :leaves] / 2).log1p()
     hidden = torch.arange(leaves, device=score.device) >= made.visible[cells].unsqueeze(1)
-
-    def by_head(x: Tensor) -> Tensor:
-        """[key heads, leaves, group * cells, ...] -> [heads, cells, leaves, ...], a view."""
-        x = x.unflatten(2, (group, -1)).movedim(1, 3)
-        return x.reshape(heads, *x.shape[2:]) if len(x) > 1 or group > 1 else x[0]
-
-    curvature = (score_variances(made, cells, scale)[..., :leaves] / 2).log1p()
-    log_weight = (by_head(log_weight) + curvature).masked_fill(hidden, -math.inf)
-    return Tilts(by_head(tilted), by_head(tilted_value), log_weight)
+    log_weight = log_weight.masked_fill(hidden, -math.inf)
+    return Tilts(tilted.transpose(0, 1), tilted_value.transpose(0, 1), log_weight)
 
 
 def score_variances(made: Tables, cells: slice | Tensor, scale: float) -> Tensor:
     """Estimated variance of scale <q - mean, k - mean> over queries q of a cell and keys k of a
-    leaf, as if neither had a direction: [heads, cells, leaves]."""
-    variance = made.variance[:, cells]
-    spread = made.spread.to(variance).repeat_interleave(len(variance) // len(made.spread), 0)
-    return scale**2 * variance.unsqueeze(2) * spread.unsqueeze(1)
+    leaf, as if neither had a direction: [cells, leaves]."""
+    return scale**2 * made.variance[cells].unsqueeze(1) * made.spread
 
 
 def weights_of(score: Tensor) -> Tensor:

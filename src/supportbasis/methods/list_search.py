@@ -19,8 +19,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..accuracy.sampling import RowSample
-from ..lists.list_sum import Coarse, entries, head_tables, own_windows, row_risks, rows_of
-from ..lists.tables import ListSettings, Tables, Tilts, importance, score_variances, tilt
+from ..lists.list_sum import Coarse, entries, own_windows, row_risks
+from ..lists.tables import (
+    ListSettings,
+    Tables,
+    importance,
+    rows_of,
+    score_variances,
+    tables,
+    tilt,
+)
 from ..plans import ListHead
 from ..plans.cost import list_work
 from ..problem.problem import Head
@@ -120,7 +128,7 @@ class ListSearch:
         if tolerance < WIDE_PRECISION:
             head = replace(head, precision=torch.float64)
         given = strict if settings.window else False
-        return ListSearch(head, settings, given, head_tables(head, settings), seed)
+        return ListSearch(head, settings, given, tables(head, settings), seed)
 
     def affordable(self, budget: float) -> ListHead | None:
         """The plan of the lowest price whose cost is within the budget: first on a grid of prices,
@@ -193,7 +201,7 @@ class ListSearch:
     @cached_property
     def _cells(self) -> Tensor:
         """The cell of each row [n], -1 for none."""
-        tiles, first = self.made.tiles[0], self.made.first_tile[0].contiguous()
+        tiles, first = self.made.tiles, self.made.first_tile.contiguous()
         owner = torch.arange(len(tiles), device=tiles.device)
         owner = torch.searchsorted(first, owner, right=True).unsqueeze(1) - 1
         cell = torch.full((self.head.n + 1,), -1, device=tiles.device)
@@ -227,24 +235,23 @@ class ListSearch:
         head, made, own = self.head, self.made, self._own
         cells, owner = cell.unique(return_inverse=True)
         leaves = int(made.visible[cells].max())
-        key, value = made.key[0, :leaves], made.value[0, :leaves]
-        tilts = Tilts(*(x[0] for x in tilt(made, cells, leaves, head.scale)))
-        members = made.members[0, cells]
+        key, value = made.key[:leaves], made.value[:leaves]
+        tilts = tilt(made, cells, leaves, head.scale)
+        members = made.members[cells]
         weight = Coarse.of(rows_of(head, members), tilts, head.scale).weight
-        inner = score_variances(made, cells, head.scale)[0, :, :leaves]
+        inner = score_variances(made, cells, head.scale)[:, :leaves]
         matters = importance(weight, members, inner)[owner].T
-        query = rows_of(head, rows)  # [rows, d]
-        tilts = Tilts(*(x[owner] for x in tilts))
+        query, tilts = rows_of(head, rows), tilts.of(owner)  # [rows, d]
         coarse = (tilts.key @ query.unsqueeze(2)).squeeze(2) * head.scale + tilts.log_weight
-        score = (head.scale * (query @ key.flatten(0, 1).to(query).T)).unflatten(1, key.shape[:2])
+        score = (head.scale * (query @ key.flatten(0, 1).T)).unflatten(1, key.shape[:2])
         if made.weight is not None:
-            score = score + made.weight[0, :leaves].to(query)
+            score = score + made.weight[:leaves]
         score = score.masked_fill((coarse == -math.inf).unsqueeze(2), -math.inf)
         top = torch.maximum(score.amax((1, 2)), coarse.amax(1))
         top = top if own is None else torch.maximum(top, own[1][rows])
         top = torch.where(top > -math.inf, top, 0.0)
         exact = (score - top.view(-1, 1, 1)).exp_().transpose(0, 1)  # [leaves, rows, L]
-        sums = torch.cat([exact @ value.to(query), exact.sum(2, True)], 2)
+        sums = torch.cat([exact @ value, exact.sum(2, True)], 2)
         tilted = pad(tilts.value, (0, 1), value=1.0) * (coarse - top.unsqueeze(1)).exp_()[..., None]
         start = tilted.double().sum(1)
         if own is not None:

@@ -11,10 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from supportbasis.components.sketch_sum import Sketched
+from supportbasis.components.sketch_sum import SketchSum
 from supportbasis.engine.jensen import least_lse
-from supportbasis.lists.list_sum import head_tables
-from supportbasis.lists.tables import SCORED_MEMBERS, ListSettings, Tables
+from supportbasis.lists.tables import SCORED_MEMBERS, ListSettings, Tables, tables
 from supportbasis.paper.split import check_pair, split_entries
 from supportbasis.plans import (
     BucketHead,
@@ -45,7 +44,7 @@ def execute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
 def run_head(head: Head, plan: HeadPlan) -> tuple[Tensor, Tensor]:
     """One head, quadratic time and memory. Failed rows are exact, as in `execute`."""
     if isinstance(plan, ListHead) and head.n and head.m:
-        return list_attention(head, plan.lists, head_tables(head, plan.lists))
+        return list_attention(head, plan.lists, tables(head, plan.lists))
     weight, top = weights(head, plan)
     den = weight.sum(1)
     if plan.may_fail:
@@ -106,9 +105,9 @@ def _log_kernel(head: Head, kernel: PowerKernel, score: Tensor) -> Tensor:
     if kernel.sketch_size is None:
         return kernel.log(score)
     wide = replace(head, precision=torch.float64)
-    sketched = Sketched(wide, kernel)
-    query, log_query = sketched.query(head.query)
-    key, log_key = sketched.key(head.key)
+    sketched = SketchSum(kernel).task(wide, None)
+    query, log_query = sketched.unit("query", head.query)
+    key, log_key = sketched.unit("key", head.key)
     return (query @ key.T).square().log() + log_query.unsqueeze(1) + log_key
 
 
@@ -166,10 +165,10 @@ def list_attention(head: Head, settings: ListSettings, made: Tables) -> tuple[Te
         lse = lse.index_copy(0, some, masked.logsumexp(1))
         output = output.index_copy(0, some, masked.softmax(1) @ value)
     own_lse = lse
-    leaves = [leaf[leaf >= 0] for leaf in made.slots[0].view(-1, settings.leaf)]
-    for cell, members in enumerate(made.members[0]):
-        first, count = int(made.first_tile[0, cell]), int(made.tile_count[0, cell])
-        rows, members = made.tiles[0, first : first + count].flatten(), members[members >= 0]
+    leaves = [leaf[leaf >= 0] for leaf in made.slots.view(-1, settings.leaf)]
+    for cell, members in enumerate(made.members):
+        first, count = int(made.first_tile[cell]), int(made.tile_count[cell])
+        rows, members = made.tiles[first : first + count].flatten(), members[members >= 0]
         rows, visible = rows[rows >= 0], leaves[: int(made.visible[cell])]
         visible = [leaf for leaf in visible if bool(live[leaf].any())]
         if not len(rows) or not len(members) or not visible:

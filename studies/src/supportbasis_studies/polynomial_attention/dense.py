@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from supportbasis.components.sketch_sum import Sketched
+from supportbasis.components.sketch_sum import SketchSum
 from supportbasis.engine.jensen import least_lse
 from supportbasis.plans import BucketHead, HeadPlan, PolynomialHead, PowerHead
 from supportbasis.polynomials.certified import CertifiedPolynomial
@@ -139,10 +139,10 @@ class Dense:
         if kernel is None or kernel.sketch_size is None:
             polynomial = plan.polynomial if isinstance(plan, PolynomialHead) else None
             return Block(place, kernel, polynomial)
-        sketched = Sketched(self.head, kernel)
+        sketched = SketchSum(kernel).task(self.head, None)
         query = self.head.query if rows is None else self.head.query[rows]
         key = self.head.key if keys is None else self.head.key[keys]
-        return Block(place, kernel, None, sketched.query(query), sketched.key(key))
+        return Block(place, kernel, None, sketched.unit("query", query), sketched.unit("key", key))
 
     def __iter__(self) -> Iterator[Rows]:
         key = self.head.key[self.order].double()

@@ -31,6 +31,7 @@ from supportbasis.lists.tables import ListSettings, tables
 from supportbasis.methods.list_search import SIZES
 from supportbasis.plans import ExactHead, HeadPlan, ListHead
 from supportbasis.plans.cost import LIST_PAIR, TILT_PAIR
+from supportbasis.problem.problem import Head
 
 CLUSTERS, TILES, SLIDING = "drop, clusters", "drop, tiles", "sliding tiles"
 SAME_TIME, IDEAL = "drop, equal time", "drop, ideal kernel"  # in place of equal cost
@@ -60,8 +61,10 @@ def tiles(grid: Grid, heads: int, device: torch.device) -> Groups:
 def clusters(query: Tensor, key: Tensor) -> Groups:
     """The library's blocks and leaves of tokens [heads, tokens, dim]."""
     block, leaf = SIZES[max(least for least in SIZES if least <= key.shape[1])]
-    found = tables(query, key, key, None, ListSettings(0.0, block, leaf), torch.float32)
-    return Groups(found.members, found.slots.unflatten(1, (-1, leaf)))
+    heads = (Head(q, k, k, None, None, 1.0, False, True) for q, k in zip(query, key, strict=True))
+    found = [tables(head, ListSettings(0.0, block, leaf)) for head in heads]
+    slots = [each.slots.view(-1, leaf) for each in found]
+    return Groups(torch.stack([each.members for each in found]), torch.stack(slots))
 
 
 def masses(query: Tensor, key: Tensor, groups: Groups, scale: float) -> Tensor:
