@@ -29,16 +29,23 @@ def principal(C: Tensor, iterations: int) -> Tensor:
     return v
 
 
+def leading_axes(C: Tensor) -> Tensor:
+    """Orthonormal columns of 8 power iterations at once, from the largest columns of C [d, d]."""
+    axes = torch.eye(len(C)).double()[:, C.diagonal().topk(min(8, len(C))).indices]
+    for _ in range(3):
+        made = torch.zeros(len(C), 0).double()
+        for v in (C @ axes).T:
+            v = v - made @ (made.T @ v)
+            made = torch.cat([made, (v / v.norm().clamp(min=1e-300)).unsqueeze(1)], 1)
+        axes = made
+    return axes
+
+
 def sorted_window(x: Tensor, leaf: int) -> tuple[list[int], float]:
     """Tokens of one window [W, d], none of them padding, in the sequence of their leaves, and the
     smallest gap at a median, relative to the spread of the node's projections."""
     y = x.double() - x.double().mean(0)
-    C, axes = y.T @ y, []
-    for _ in range(min(8, x.shape[1])):
-        v = principal(C, 6)
-        C = C - (v @ C @ v) * torch.outer(v, v)
-        axes.append(v)
-    p, gap = y @ torch.stack(axes, 1), math.inf
+    p, gap = y @ leading_axes(y.T @ y), math.inf
 
     def leaves(tokens: Tensor) -> list[int]:
         nonlocal gap

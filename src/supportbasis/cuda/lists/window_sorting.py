@@ -63,7 +63,7 @@ def window_permutation(
         tile = (128 if width <= 64 else 64) // (2 if x.dtype == torch.float32 else 1)
         kernels.axes[(windows, heads)](
             x, given, points, slots, count, *x.stride()[:2], d, window, width, min(window, tile),
-            min(AXES, d), AXIS_STEPS // 2, listed, *_operands(x.dtype),
+            min(AXES, d), AXIS_STEPS, listed, *_operands(x.dtype),
             num_warps=4 if width <= 64 else 8, num_stages=2,
         )  # fmt: skip
     permutation = torch.empty(heads, windows * window, dtype=torch.int32, device=x.device)

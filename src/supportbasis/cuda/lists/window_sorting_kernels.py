@@ -23,41 +23,41 @@ def rows_at(x, token, x_t, d, D: tl.constexpr):
 
 
 @jit
-def unit(v):
-    """A vector divided by its length; very short ones, whose squares vanish, get shorter."""
-    return v / tl.maximum(tl.sqrt(tl.sum(v * v, 0)), 1.0842022e-19)
+def orthonormal(V, R: tl.constexpr):
+    """The first R columns of V [D, 16] made orthonormal, one after the other; zero where the ones
+    before leave nothing of one."""
+    columns = tl.arange(0, 16)
+    sizes = tl.sum(V * V, 0)
+    for k in range(R):
+        chosen = columns == k
+        v = tl.sum(tl.where(chosen[None, :], V, 0.0), 1)
+        size, whole = tl.sum(v * v, 0), tl.sum(tl.where(chosen, sizes, 0.0), 0)
+        v = tl.where(size > 9.094947e-13 * whole, v / tl.sqrt(size), 0.0)  # 2^-20, squared
+        along = tl.where(columns > k, tl.sum(V * v[:, None], 0), 0.0)
+        V = tl.where(chosen[None, :], v[:, None], V - v[:, None] * along[None, :])
+    return V
 
 
 @jit
-def deflated_axes(C, d, D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr):
-    """R principal axes [D, 16] of a covariance [D, D], by 2 * PAIRS power iterations each.
-
-    C is symmetric: its products with v alternate between sums over rows and over columns, so that
-    v always lies where the next product wants it. Every other product is divided by the largest
-    entry of C instead of its length, which would take a sum.
-    """
+def principal_axes(C, D: tl.constexpr, R: tl.constexpr, STEPS: tl.constexpr):
+    """R leading axes [D, 16] of a covariance [D, D], by power iterations of all at once; the first
+    of STEPS products makes the columns of the R largest variances."""
     dims, columns = tl.arange(0, D), tl.arange(0, 16)
-    on_diagonal = dims[:, None] == dims[None, :]
+    variance = tl.sum(tl.where(dims[:, None] == dims[None, :], C, 0.0), 0)
     V = tl.zeros((D, 16), dtype=tl.float32)
     for k in range(R):
-        diagonal = tl.sum(tl.where(on_diagonal, C, 0.0), 0)
-        size, largest = tl.max(diagonal, 0, return_indices=True)
-        size = tl.maximum(size, 1.0842022e-19)
-        v = unit(tl.sum(tl.where(dims[None, :] == largest, C, 0.0), 1))
-        for _ in range(PAIRS):
-            u = tl.sum(C * v[:, None], 0) / size
-            v = unit(tl.sum(C * u[None, :], 1))
-        along = tl.sum(C * v[:, None], 0)
-        across = tl.sum(tl.where(on_diagonal, v[:, None], 0.0), 0)
-        C -= tl.sum(along * across, 0) * v[:, None] * across[None, :]
-        V = tl.where(columns[None, :] == k, v[:, None], V)
+        _, largest = tl.max(variance, 0, return_indices=True)
+        V = tl.where((dims == largest)[:, None] & (columns == k)[None, :], 1.0, V)
+        variance = tl.where(dims == largest, -1.0, variance)
+    for _ in range(STEPS):
+        V = orthonormal(tl.dot(C, V, input_precision="tf32x3"), R)
     return V
 
 
 @jit
 def axes(
     x, sequence, points, slots, count, x_h, x_t, d,
-    W: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr,
+    W: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, R: tl.constexpr, STEPS: tl.constexpr,
     LISTED: tl.constexpr, SUMMED: tl.constexpr, PROJECTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Principal coordinates ``points`` [W, 8] of each window, in units of its widest entry.
@@ -89,7 +89,7 @@ def axes(
     across = tl.sum(tl.where(on_diagonal, total[None, :], 0.0), 1)
     C = C / real - (across / real)[:, None] * (total / real)[None, :]
     widest = tl.maximum(tl.max(tl.sum(tl.where(on_diagonal, C, 0.0), 0), 0), 1.1754944e-38)
-    V = deflated_axes(C / widest, d, D, R, PAIRS).to(PROJECTED)
+    V = principal_axes(C / widest, D, R, STEPS).to(PROJECTED)
 
     kept = V.to(tl.float32)
     middle = tl.sum(tl.sum(tl.where(on_diagonal, shift[None, :], 0.0), 1)[:, None] * kept, 0)
