@@ -39,6 +39,18 @@ def allocate(heads: Sequence[Sequence[Option]], limit: float) -> list[int]:
     return _spend(heads, chosen, limit)
 
 
+def pays(times: Sequence[float], exact: float, fixed: float) -> bool:
+    """Whether the heads of a layer that take less time than exact ones save the ``fixed`` time of a
+    call of their own. The time of each holds the part of it that it has if no head is exact.
+
+    >>> pays([1.0, 1.0, 1.0, 0.4], exact=1.0, fixed=1.0), pays([0.4] * 4, exact=1.0, fixed=1.0)
+    (False, True)
+    """
+    others = [time for time in times if time < exact]
+    missing = fixed * (1 - len(others) / max(1, len(times)))
+    return sum(exact - time for time in others) > missing
+
+
 def _cheapest(heads: Sequence[Sequence[Option]], multiplier: float) -> list[int]:
     def price(option: Option) -> float:
         return option.time + multiplier * option.effect

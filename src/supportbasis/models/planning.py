@@ -25,11 +25,11 @@ from ..errors import InputError
 from ..integrations.calls import Call
 from ..integrations.replacing import replaced
 from ..plans import ExactHead, HeadPlan, LayerPlan, ModelPlan
-from ..plans.cost import exact_seconds
+from ..plans.cost import CALL_SECONDS, exact_seconds
 from ..problem.problem import Problem
 from ..problem.validation import attention_problem
 from . import effects, ladder
-from .allocation import Option, allocate
+from .allocation import Option, allocate, pays
 from .predictions import Batch, check_batches, divergences, logits_of, output_of, run, visible
 from .progress import Progress
 from .use import use
@@ -123,7 +123,13 @@ class Layer:
             for plans, totals in zip(self.settings, self.totals, strict=True)
         ]
 
-    def site(self, chosen: Sequence[int], options: Sequence[Sequence[Option]]) -> LayerPlan:
+    def site(
+        self, chosen: Sequence[int], options: Sequence[Sequence[Option]], minimise: str
+    ) -> LayerPlan:
+        if minimise == "time" and self.problem.query.is_cuda:
+            times = [head[i].time for head, i in zip(options, chosen, strict=True)]
+            if not pays(times, options[0][0].time, CALL_SECONDS / self.problem.batch):
+                chosen = [0] * len(chosen)
         heads = [plans[i] for plans, i in zip(self.settings, chosen, strict=True)]
         plan = ladder.layer_plan(self.problem, heads)
         moved = tuple(head[i].effect for head, i in zip(options, chosen, strict=True))
@@ -263,7 +269,7 @@ def _verified(
     exact = [_predictions(model, batch, unit) for batch in batches]
     allowed = aim = MARGIN * limit
     for _ in range(ROUNDS):
-        made = _allocated(layers, options, unit, limit, allowed)
+        made = _allocated(layers, options, unit, limit, allowed, minimise)
         with use(model, made):
             observed = torch.cat([
                 _observations(model, batch, unit, before)
@@ -274,7 +280,7 @@ def _verified(
         if upper <= aim or not made.predicted:
             return made
         allowed *= min(0.9, 0.97 * aim / upper)
-    made = _allocated(layers, options, unit, limit, 0.0)
+    made = _allocated(layers, options, unit, limit, 0.0, minimise)
     return replace(made, measured=0.0, upper=0.0)
 
 
@@ -284,10 +290,11 @@ def _allocated(
     unit: str,
     limit: float,
     allowed: float,
+    minimise: str,
 ) -> ModelPlan:
     chosen = iter(allocate([head for layer in options for head in layer], allowed))
     made = tuple(
-        layer.site([next(chosen) for _ in layer.settings], mine)
+        layer.site([next(chosen) for _ in layer.settings], mine, minimise)
         for layer, mine in zip(layers, options, strict=True)
     )
     return ModelPlan(made, unit, limit, 0, 0.0).with_layers(made)

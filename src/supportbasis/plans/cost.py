@@ -21,7 +21,9 @@ from ..sketch import PolySketch
 from .calibration import Rates, rates_of, threads
 
 # ---- of any head
-CALL_SECONDS = {"cpu": 3e-4, "cuda": 1e-4}  # fixed time of a head
+HEAD_SECONDS = 3e-4  # fixed time of a head on a CPU, where heads run one after the other
+CALL_SECONDS = 4e-4  # fixed time of a call on a GPU, where they run together
+EXACT_SECONDS = 2e-5  # the same of exact attention
 BLOCK_SECONDS = 5e-6  # of one elementwise operation on a block of features
 MOVE_SECONDS = 1e-10  # of moving an entry on a GPU, at most
 MOVE_PAIRS = 1 / 32  # of moving an entry on a CPU, in exact pairs of one thread at 64 dims
@@ -96,8 +98,8 @@ class Work:
         cpu_move = MOVE_PAIRS * rates.pairs[-1][1] * (MOVE_SERIAL * threads() + 1)
         move = cpu_move if on_cpu else min(rates.scan, MOVE_SECONDS)
         reading = self.scanned * rates.scan + self.moved * move
-        calls = CALL_SECONDS.get(head.query.device.type, CALL_SECONDS["cpu"]) + self.direct
-        return calls + pairs + features + sketches + reading
+        fixed = CALL_SECONDS / head.together if head.query.is_cuda else HEAD_SECONDS
+        return fixed + self.direct + pairs + features + sketches + reading
 
     def _feature_seconds(self, head: Head, rates: Rates) -> float:
         """Features in blocks, by PyTorch operations."""
@@ -132,7 +134,8 @@ def exact_seconds(head: Head) -> float:
         causal = 2 - 1 / threads()
     elif head.is_causal:
         causal = min(2.0, 1 + CAUSAL_TOKENS / max(1, head.n))
-    return 2e-5 + head.pairs * pair * causal
+    together = head.together if head.query.is_cuda else 1
+    return EXACT_SECONDS / together + head.pairs * pair * causal
 
 
 def polynomial_work(head: Head, rows: int, keys: int, degree: int) -> Work:

@@ -66,6 +66,7 @@ class Head:
     mask: Tensor | None = None  # [n, m] bool or bias; only exact sums take it
     precision: torch.dtype | None = None  # of all sums; None: chosen from the input
     is_reused: bool = False  # whether its plan will serve many calls, and may take some time
+    together: int = 1  # heads of the call, which run at once on a GPU
 
     @property
     def dtype(self) -> torch.dtype:
@@ -226,7 +227,10 @@ class Problem:
             weight, row_weight, mask = (None if x is None else x[at] for x in factors)
             tokens = (self.query[at], self.key[key_at], self.value[key_at], weight, row_weight)
             settings = (self.scale, self.is_causal, self.normalise)
-            self._heads[at] = Head(*tokens, *settings, mask, is_reused=self.is_reused)
+            together = self.batch * self.heads
+            self._heads[at] = Head(
+                *tokens, *settings, mask, is_reused=self.is_reused, together=together
+            )
         return self._heads[at]
 
     def each_head(self) -> Iterator[tuple[int, int, Head]]:
