@@ -310,6 +310,18 @@ def test_autocast_takes_inputs_as_sdpa_does_and_sums_in_float32(method):
     assert_equal(given, [x.float() for x in grads(expected.float(), narrow)])
 
 
+@pytest.mark.parametrize("method", [sb.Exact(), sb.Polynomial(2), sb.FittedPolynomial(64)], ids=str)
+def test_plans_and_certificates_do_not_feel_autocast(method):
+    tokens = [x.bfloat16() for x in tensors(False, dtype=torch.float32, n=300, d=8)]
+    plan = sb.plan(*tokens, method=method)
+    expected = sb.attention(*tokens, plan=plan, return_result=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = sb.attention(*tokens, plan=plan, return_result=True)
+    assert_equal([result.output, result.lse], [expected.output, expected.lse])
+    names = ("bound", "measured", "limit")
+    assert_equal(*([getattr(x.certificate, name) for name in names] for x in (result, expected)))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("method", [None, *METHODS], ids=str)
 def test_activation_checkpoints(method, reentrant):
