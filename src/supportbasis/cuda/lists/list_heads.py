@@ -105,10 +105,11 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
         backward.gradients(tables, tilts, lists, rows, problem.scale, sorted_total)
     backward.add_spreads(tables, sorted_total)
     slots = tables.slots.repeat_interleave(group, 0)
+    empty, token = slots < 0, slots.clamp(min=0).long()
     for whole, part in ((total.key, sums[0]), (total.value, sums[1]), (total.weight, sums[3])):
-        at = slots.view(*slots.shape, *[1] * (part.dim() - 2)).expand_as(part)
-        part.masked_fill_(at < 0, 0.0)  # a slot without a key has no gradient
-        whole.flatten(0, 1).scatter_add_(1, at.clamp(min=0).long(), part)
+        shape = (*slots.shape, *[1] * (part.dim() - 2))  # an index of every entry would be as large
+        part.masked_fill_(empty.view(shape), 0.0)  # a slot without a key has no gradient
+        whole.flatten(0, 1).scatter_add_(1, token.view(shape).expand_as(part), part)
     found = exact.finished(total, problem, saved.for_weights)
     if settings.window:
         _add_own_windows(found, problem, settings.window, saved)
