@@ -11,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import supportbasis as sb
 from cases import in_turn, qkv
+from supportbasis.accuracy.sampling import exact_rows
 from supportbasis.components import streaming_backward
+from supportbasis.problem.validation import attention_problem
 
 METHODS = [
     sb.Exact(),
@@ -320,6 +322,15 @@ def test_plans_and_certificates_do_not_feel_autocast(method):
     assert_equal([result.output, result.lse], [expected.output, expected.lse])
     names = ("bound", "measured", "limit")
     assert_equal(*([getattr(x.certificate, name) for name in names] for x in (result, expected)))
+
+
+def test_exact_rows_do_not_feel_autocast():
+    tokens = tensors(False, dtype=torch.float32)
+    head = attention_problem(*tokens, None, 0.0, False, None, False).head(0, 0)
+    rows = torch.arange(12)
+    expected = exact_rows(head, rows, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(exact_rows(head, rows, dtype=torch.float32), expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

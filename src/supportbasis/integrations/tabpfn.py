@@ -123,14 +123,13 @@ class Backend:
         if plan.is_exact:
             self.counts["exact"] += 1
             return output.transpose(1, 2)
-        with torch.autocast(query.device.type, enabled=False):
-            for batch, number, head in problem.each_head():
-                sample = RowSample.draw(head, ROWS, 0)
-                exact = exact_rows(head, sample.rows, dtype=torch.float32)
-                wrong = output[batch, number, sample.rows].float() - exact
-                sizes = (x.double().square().sum(1) for x in (wrong, exact))
-                if sample.frobenius_limit(*sizes)[0] > self.method.tolerance:
-                    return None
+        for batch, number, head in problem.each_head():
+            sample = RowSample.draw(head, ROWS, 0)
+            exact = exact_rows(head, sample.rows, dtype=torch.float32)
+            wrong = output[batch, number, sample.rows].float() - exact
+            sizes = (x.double().square().sum(1) for x in (wrong, exact))
+            if sample.frobenius_limit(*sizes)[0] > self.method.tolerance:
+                return None
         return output.transpose(1, 2)
 
 
