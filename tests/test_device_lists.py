@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import centred_head, key_weights
 from device_cases import DEVICE, marks, needs_triton, slow_case  # before kernels are imported
@@ -150,6 +151,27 @@ def test_gradients_match_those_in_pytorch(shape, kind, mode):
         one, other = getattr(found, name), getattr(wanted, name)
         if other is not None:
             assert (one - other).abs().max() < 1e-4 * max(1.0, float(other.abs().max())), name
+
+
+class Indices(TorchDispatchMode):
+    """Entries in memory of the largest index that is made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype == torch.int64:
+            self.most = max(self.most, made.untyped_storage().nbytes() // 8)
+        return made
+
+
+def test_gradients_index_tokens_and_not_their_entries():
+    problem, plan = case_of((70, 70, 2, 2, 8), "none", "whole")
+    output, lse, _ = device_lists.forward(problem, plan)
+    saved = SavedForward(output, lse, torch.zeros_like(lse).bool(), output, None, False)
+    with Indices() as indices:
+        device_lists.gradients(problem, plan, saved)
+    assert 2 * 70 <= indices.most <= 2 * 128
 
 
 @pytest.mark.parametrize("heads", [1, 2])

@@ -38,3 +38,15 @@ def test_every_public_name_is_on_the_api_page() -> None:
     directive = r"(auto\w+:: |currentmodule:: supportbasis\.)"
     missing = [name for name in sb.__all__ if not re.search(rf"{directive}{name}\n", page)]
     assert not missing
+
+
+def test_names_on_the_architecture_page_are_in_their_files() -> None:
+    """`file.py` `name`, `Class.name`."""
+    page, package = (ROOT / "docs" / "architecture.md").read_text(), ROOT / "src" / "supportbasis"
+    found = re.findall(r"`([\w/]+\.py)`((?:,?\s`[\w.]+`)+)", page)
+    assert len(found) > 20
+    for path, names in found:
+        code = "".join(file.read_text() for file in package.rglob(path))
+        for name in re.findall(r"[\w.]+", names):
+            for part in name.split("."):
+                assert re.search(rf"\b(def|class) {part}\b", code), (path, name)

@@ -146,15 +146,15 @@ def test_the_fuzzer_sees_a_bound_that_is_too_small(monkeypatch):
     ],
 )
 def test_the_fuzzer_sees_a_wrong_result(monkeypatch, change, seen):
-    write = execute._write_attention
+    run_head = execute.run_head
 
-    def changed(head, finished, outcome, at):
-        write(head, finished, outcome, at)
+    def changed(head, plan, basis, outcome, at):
+        run_head(head, plan, basis, outcome, at)
         change(outcome)
 
     case = Case("sb.MultiThreshold(2.0, 2)", n=9, m=9, data="small")
     check(case)
-    monkeypatch.setattr(execute, "_write_attention", changed)
+    monkeypatch.setattr(execute, "run_head", changed)
     with pytest.raises(Violation, match=seen):
         check(case)
 

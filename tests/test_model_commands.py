@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +137,19 @@ def test_the_length_follows_the_text(folder: Path, tmp_path: Path) -> None:
         path = tmp_path / "short.txt"
         path.write_text(TEXT[:characters])
         assert model_commands.batch_tokens(loaded, path, None, 3).shape == shape
+
+
+def test_a_text_of_long_words_has_all_of_its_tokens(tmp_path: Path) -> None:
+    """Tokens of more characters than the tokenizer is given for each at first."""
+
+    def tokenizer(text: str, verbose: bool) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=[int(word) for word in text.split()])
+
+    path = tmp_path / "long.txt"
+    path.write_text(" ".join(f"{number:0200}" for number in range(30)))
+    loaded = model_commands.LoadedModel("words", torch.empty(0), tokenizer, None)
+    assert loaded.tokens(path, 20).tolist() == list(range(20))
+    assert loaded.tokens(path, 64).tolist() == list(range(30))
 
 
 def _parts(folder: Path) -> tuple[Any, Any]:

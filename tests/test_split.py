@@ -328,5 +328,11 @@ def test_shapes_and_types_are_checked() -> None:
         are_disjoint(torch.ones(2), torch.ones(3))
     with pytest.raises(InputError, match=r"whole, have shapes"):
         is_support_basis([torch.zeros(2), torch.ones(2)], torch.ones(3))
+    with pytest.raises(InputError, match=r"x must be a torch\.Tensor, got int"):
+        support_size(3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"matrices must be a torch\.Tensor, got list"):
+        are_disjoint(torch.ones(1), [0.0])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"matrices must be a torch\.Tensor, got NoneType"):
+        is_support_basis([torch.zeros(2), torch.ones(2)], None)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="atol"):
         is_support_basis([torch.zeros(2), torch.ones(2)], torch.ones(2), atol=math.nan)

@@ -11,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import supportbasis as sb
 from cases import in_turn, qkv
+from supportbasis.accuracy.sampling import exact_rows
 from supportbasis.components import streaming_backward
+from supportbasis.problem.validation import attention_problem
 
 METHODS = [
     sb.Exact(),
@@ -308,6 +310,27 @@ def test_autocast_takes_inputs_as_sdpa_does_and_sums_in_float32(method):
     given = torch.autograd.grad(output.float().square().sum(), (q, k, v))
     assert all(x.dtype == torch.float32 for x in given)
     assert_equal(given, [x.float() for x in grads(expected.float(), narrow)])
+
+
+@pytest.mark.parametrize("method", [sb.Exact(), sb.Polynomial(2), sb.FittedPolynomial(64)], ids=str)
+def test_plans_and_certificates_do_not_feel_autocast(method):
+    tokens = [x.bfloat16() for x in tensors(False, dtype=torch.float32, n=300, d=8)]
+    plan = sb.plan(*tokens, method=method)
+    expected = sb.attention(*tokens, plan=plan, return_result=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = sb.attention(*tokens, plan=plan, return_result=True)
+    assert_equal([result.output, result.lse], [expected.output, expected.lse])
+    names = ("bound", "measured", "limit")
+    assert_equal(*([getattr(x.certificate, name) for name in names] for x in (result, expected)))
+
+
+def test_exact_rows_do_not_feel_autocast():
+    tokens = tensors(False, dtype=torch.float32)
+    head = attention_problem(*tokens, None, 0.0, False, None, False).head(0, 0)
+    rows = torch.arange(12)
+    expected = exact_rows(head, rows, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(exact_rows(head, rows, dtype=torch.float32), expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

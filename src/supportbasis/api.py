@@ -327,7 +327,7 @@ def _result(problem: Problem, plan: Plan, outcome: Outcome, implementation: str 
         if ran != "eager":
             outcome = with_noise(problem, found, outcome)
             warn_about(problem, plan, outcome)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(problem.query.device.type, enabled=False):
         certificate = certify(problem, plan, outcome)
     output, lse, unit = map(problem.restore, (outcome.output, outcome.lse, outcome.log_scale))
     return Result(output, lse, unit, plan, certificate, ran)

@@ -39,8 +39,9 @@ class NormBins:
 
     def __init__(self, head: Head, plan: HeadPlan):
         rows, keys = plan.smooth(head)
-        row_weight = head.query_log_weight
-        row_weight = head.query_norms * 0.0 if row_weight is None else row_weight.double()
+        row_weight = torch.zeros_like(head.query_norms)
+        if head.query_log_weight is not None:
+            row_weight = head.query_log_weight.double()
         log_weight = take(head.log_weights(torch.float64), keys)
         self.top = float(log_weight.max()) if len(log_weight) else 0.0
         weight = take(head.value, keys).abs().amax(1).double() * (log_weight - self.top).exp()

@@ -230,14 +230,15 @@ def exact_rows(
     top = head.query.new_full((len(rows), 1), -math.inf, dtype=dtype)
     den, num = torch.zeros_like(top), top.new_zeros(len(rows), head.value_dim)
     step = max(1, TILE // max(1, len(rows)))
-    for start in range(0, shown, step):
-        keys = torch.arange(start, min(shown, start + step), device=rows.device)
-        log_weight = _log_weights(head, rows, keys, dtype, kernel)
-        peak = torch.maximum(top, log_weight.amax(1, keepdim=True))
-        unit = torch.where(peak > -math.inf, peak, 0.0)
-        weight, shrink = (log_weight - unit).exp(), (top - unit).exp()
-        num = num * shrink + weight @ head.value[keys].to(dtype)
-        den, top = den * shrink + weight.sum(1, keepdim=True), peak
+    with torch.autocast(rows.device.type, enabled=False):
+        for start in range(0, shown, step):
+            keys = torch.arange(start, min(shown, start + step), device=rows.device)
+            log_weight = _log_weights(head, rows, keys, dtype, kernel)
+            peak = torch.maximum(top, log_weight.amax(1, keepdim=True))
+            unit = torch.where(peak > -math.inf, peak, 0.0)
+            weight, shrink = (log_weight - unit).exp(), (top - unit).exp()
+            num = num * shrink + weight @ head.value[keys].to(dtype)
+            den, top = den * shrink + weight.sum(1, keepdim=True), peak
     if head.normalise:
         return torch.where(den > 0, num / den, 0.0)
     if head.query_log_weight is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import InputError
 
 CONTEXT = ("max_position_embeddings", "max_sequence_length")  # in a configuration
-CHARACTERS = 32  # for each token that is wanted: how much of a text the tokenizer is given
+CHARACTERS = 8  # for each token that is wanted: how much of a text the tokenizer is given first
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,14 @@ class LoadedModel:
             text = path.read_text(encoding="utf-8", errors="ignore")
         except OSError as error:
             raise InputError(f"--text: {path} cannot be read ({error.strerror})") from None
-        found = self.tokenizer(text[: CHARACTERS * count], verbose=False).input_ids
-        if not found:
+        ids: list[int] = []
+        for length in sorted({min(CHARACTERS * count, len(text)), len(text)}):
+            ids = self.tokenizer(text[:length], verbose=False).input_ids
+            if len(ids) > count:  # of as many the last may be half a word
+                break
+        if not ids:
             raise InputError(f"--text: {path} has no tokens of {self.name}")
-        return torch.tensor(found[:count], device=self.device)
+        return torch.tensor(ids[:count], device=self.device)
 
 
 def load_model(

@@ -51,8 +51,8 @@ class _SketchTask(Task):
     polynomial is t itself: it has one degree, and its units cancel.
     """
 
-    def __init__(self, made: SketchSum, head: Head, rows: Index):
-        self.power = kernel = made.kernel
+    def __init__(self, component: SketchSum, head: Head, rows: Index):
+        self.power_kernel = kernel = component.kernel
         if kernel.sketch_size is None:
             raise ValueError(f"{kernel} has no sketch")
         poly, coefficients = kernel.polynomial, [0.0, 1.0]
@@ -60,9 +60,12 @@ class _SketchTask(Task):
         if poly is not None:
             coefficients, self.log_unit = list(poly.coefficients), kernel.log_unit
             if poly.bound > 0:
-                both = math.log(poly.bound) + math.log(kernel.power) - math.log(head.scale)
+                log_product = math.log(poly.bound) + math.log(kernel.power) - math.log(head.scale)
                 balance = math.log(kernel.balance)
-                self.log_units = {"query": (both + balance) / 2, "key": (both - balance) / 2}
+                self.log_units = {
+                    "query": (log_product + balance) / 2,
+                    "key": (log_product - balance) / 2,
+                }
             else:
                 coefficients = coefficients[:1]
         self.monomials = FeatureMap(head.dim, len(coefficients) - 1)
@@ -75,7 +78,7 @@ class _SketchTask(Task):
         root = kept.abs().sqrt().to(head.dtype)
         self.roots = {"query": root, "key": root * kept.sign().to(head.dtype)}
         self.half = PolySketch(kernel.power, kernel.sketch_size, kernel.seed).half
-        super().__init__(head, rows, made.keys, FeatureMap(self.half.size, 2), SQUARE)
+        super().__init__(head, rows, component.keys, FeatureMap(self.half.size, 2), SQUARE)
 
     def magnitude(self) -> Tensor:
         return self.head.query.new_ones(self.row_count, dtype=self.head.dtype)
@@ -84,8 +87,11 @@ class _SketchTask(Task):
         tokens, _, weight, log_length = self._scaled(side, x)
         features, log_norm = _unit(self.monomials(tokens)[:, self.kept] * weight)
         sketched, log_sketched = _unit(self.half(features))
-        log_factor = self.power.power * (log_length + log_norm) + 2 * log_sketched
-        return sketched, log_factor + self.power.power * self.log_unit * (side == "query")
+        power = self.power_kernel.power
+        log_factor = power * (log_length + log_norm) + 2 * log_sketched
+        if side == "query":  # the unit of a pair's weight counts once
+            log_factor = log_factor + power * self.log_unit
+        return sketched, log_factor
 
     def _scaled(self, side: str, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Tokens with entries of at most 1, their divisors [tokens, 1], the weights of their
@@ -97,7 +103,7 @@ class _SketchTask(Task):
         log_unit = self.log_units[side]
         largest = tokens.detach().abs().amax(1, keepdim=True).double()
         log_divisor = largest.log()
-        if self.power.polynomial is None:  # one degree: every token has a unit of its own
+        if self.power_kernel.polynomial is None:  # one degree: every token has a unit of its own
             log_divisor = torch.where(largest > 0, log_divisor, 0.0)
         else:
             log_divisor = log_divisor.clamp(min=log_unit)

@@ -110,8 +110,8 @@ def _run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.autocast(problem.query.device.type, enabled=False):
         outcome = compute(problem, plan, implementation)
     counts = torch.stack([outcome.invalid_rows, outcome.fallback_rows, outcome.rounding])
-    made = (outcome.output, outcome.lse, outcome.fallback)
-    output, lse, fallback = (x.contiguous() for x in made)
+    results = (outcome.output, outcome.lse, outcome.fallback)
+    output, lse, fallback = (x.contiguous() for x in results)
     return output, lse, fallback, counts
 
 
@@ -159,7 +159,7 @@ def _run_backward(
         plan = _plan_of(problem, handle, implementation)
         total = dispatch.gradients(problem, dispatch.groups(problem, plan, implementation), saved)
     pairs = zip((total.query, total.key, total.value), inputs[:3], strict=True)
-    query, key, value = (made.to(x.dtype).contiguous() for made, x in pairs)
+    query, key, value = (grad.to(x.dtype).contiguous() for grad, x in pairs)
     weight = lse.new_empty(0) if total.key_log_weight is None else total.key_log_weight
     return query, key, value, weight.contiguous()
 

@@ -77,8 +77,8 @@ def check_scores(problem: Problem, plan: Plan | None = None) -> None:
     """Raise if a score can overflow, unless a plan has one polynomial for all of a head's scores,
     which has units of its own. A score of +inf shows in the output; but if all scores of a row
     become -inf, kernels take it for a row that may attend to nothing."""
-    one = plan is not None and all(type(head) is PolynomialHead for head in plan.heads)
-    if problem.query.is_cuda or one:
+    has_units = plan is not None and all(type(head) is PolynomialHead for head in plan.heads)
+    if problem.query.is_cuda or has_units:
         return
     if _largest_step(problem, *problem.largest) < torch.finfo(problem.dtype).max:
         return

@@ -91,9 +91,9 @@ def _add_own_windows(total: Gradients, cotangent: Cotangent, head: Head, width: 
     step, parts = max(1, entries(head) // width**2), []
     for first in range(0, len(query), step):
         some = slice(first, first + step)
-        both = mask if bias is None else mask + bias[some]
+        log_weight = mask if bias is None else mask + bias[some]
         sums, q, k, v = cotangent_of(cotangent, rows[some]), query[some], key[some], value[some]
-        parts.append(attention_gradients(q, sums, k, v, both, head.scale))
+        parts.append(attention_gradients(q, sums, k, v, log_weight, head.scale))
     of_query, *of_keys = (torch.cat(x).flatten(0, 1) for x in zip(*parts, strict=True))
     total.query += of_query[: head.n]
     keys = min(head.n, head.m)
@@ -142,8 +142,8 @@ def _add_tilts(
     sums = Cotangent(num, -level.T, -lam.T)
     key, value = made.key[:count], made.value[:count]
     bias = None if made.weight is None else made.weight[:count].unsqueeze(1)
-    both = torch.cat([key, value], 2)
-    part = attention_gradients(mean.expand(count, -1, -1), sums, key, both, bias, scale)
+    tokens = torch.cat([key, value], 2)
+    part = attention_gradients(mean.expand(count, -1, -1), sums, key, tokens, bias, scale)
     of_keys, of_values = part.value.split([head.dim, head.value_dim], 2)
     leaves.key[:count] += part.key + of_keys
     leaves.value[:count] += of_values

@@ -51,7 +51,8 @@ def plan_of(
     if is_tracing():  # the operator checks entries
         ranges.check_plan(problem, plan)
         return plan
-    return call_checks.checked(problem, plan, implementation)
+    with torch.autocast(problem.query.device.type, enabled=False):  # ranges are in full precision
+        return call_checks.checked(problem, plan, implementation)
 
 
 def make_plan(problem: Problem, method: Method) -> Plan:

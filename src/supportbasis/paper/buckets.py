@@ -103,7 +103,7 @@ def decompose(x: Tensor, ratio: float, smallest: float | None = None) -> list[Te
     >>> [part.tolist() for part in decompose(torch.tensor([[1.0], [2.0], [0.0]]), ratio=2.0)]
     [[[1.0], [0.0], [0.0]], [[0.0], [2.0], [0.0]]]
     """
-    check_matrix("x", x, one=True)
+    check_matrix("x", x, single=True)
     check_finite(x=x)
     maxima = row_maxima(x)
     b = smallest_maximum(maxima) if smallest is None else smallest

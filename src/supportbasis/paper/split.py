@@ -58,7 +58,7 @@ def large_rows(x: Tensor, threshold: float) -> Tensor:
     >>> large_rows(torch.tensor([[1.0, -3.0], [0.5, 0.25], [4.0, 0.0]]), threshold=2.0).tolist()
     [0, 2]
     """
-    check_matrix("x", x, one=True)
+    check_matrix("x", x, single=True)
     return _is_large("x", x, threshold).any(-1).nonzero().squeeze(-1)
 
 
@@ -81,6 +81,7 @@ def support_basis(query: Tensor, key: Tensor, threshold: float) -> tuple[Tensor,
 
 def support_size(x: Tensor) -> int:
     """|supp(x)|, the number of non-zero entries."""
+    _check_tensor("x", x)
     return int(torch.count_nonzero(x))
 
 
@@ -107,15 +108,19 @@ def is_support_basis(matrices: Sequence[Tensor], whole: Tensor, atol: float = 0.
     return bool(((torch.stack(list(matrices)).sum(0) - whole).abs() <= atol).all())
 
 
-def check_matrix(name: str, x: Tensor, one: bool = False) -> None:
-    """Raise `InputError` unless x is a floating-point tensor `[..., n, d]`, or ``one`` [n, d]."""
-    if not isinstance(x, Tensor):
-        raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+def check_matrix(name: str, x: Tensor, single: bool = False) -> None:
+    """Raise `InputError` unless x is a floating-point `[..., n, d]`, or `[n, d]` if ``single``."""
+    _check_tensor(name, x)
     if not x.is_floating_point():
         raise InputError(f"{name} has dtype {x.dtype}; expected floating point")
-    if x.dim() < 2 or (one and x.dim() > 2):
-        expected = "one matrix [n, d]: call once for each head" if one else "[..., n, d]"
+    if x.dim() < 2 or (single and x.dim() > 2):
+        expected = "one matrix [n, d]: call once for each head" if single else "[..., n, d]"
         raise InputError(f"{name} has shape {tuple(x.shape)}; expected {expected}")
+
+
+def _check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
 
 
 def check_threshold(threshold: float) -> None:
@@ -149,6 +154,8 @@ def check_pair(query: Tensor, key: Tensor) -> None:
 
 
 def _check_shapes(*matrices: Tensor) -> None:
+    for matrix in matrices:
+        _check_tensor("each of the matrices", matrix)
     shapes = [tuple(matrix.shape) for matrix in matrices]
     if len(set(shapes)) > 1:
         raise InputError(f"matrices, or whole, have shapes {shapes}; expected one shape")

@@ -49,8 +49,8 @@ def attention_problem(
     is_flipped = scale < 0
     if scale <= 0:  # kernels disagree about such scales: the sign moves to the query
         # zeros depend on the query: its gradient is zero even where it would overflow
-        no = query.new_zeros((), dtype=torch.bool)
-        query, scale = (-query, -scale) if scale < 0 else (torch.where(no, query, 0.0), 1.0)
+        never = query.new_zeros((), dtype=torch.bool)
+        query, scale = (-query, -scale) if scale < 0 else (torch.where(never, query, 0.0), 1.0)
     if scale < torch.finfo(compute_dtype(query.dtype)).smallest_normal:
         # a kernel would take it for zero, and zero times a masked score is no number
         unit = 2.0 ** (math.frexp(scale)[1] + 60)

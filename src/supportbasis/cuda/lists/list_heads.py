@@ -61,11 +61,11 @@ def forward(problem: Problem, plan: Plan) -> Forward:
     tokens = (problem.query, problem.key, problem.value)
     weight = () if problem.key_log_weight is None else (problem.key_log_weight.float(),)
     given = (*tokens, _prices(plan, problem), *weight)
-    made = partial(_forward, problem, settings, parts)
+    run = partial(_forward, problem, settings, parts)
     if sum(x.numel() for x in tokens) > SHORT:
-        return *made(*given), None
+        return *run(*given), None
     key = ("lists", family(plan.heads[0]), problem.scale, exact.precision())
-    output, lse = replayed(key, made, *given)
+    output, lse = replayed(key, run, *given)
     return output, lse, None
 
 
@@ -105,10 +105,11 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
         backward.gradients(tables, tilts, lists, rows, problem.scale, sorted_total)
     backward.add_spreads(tables, sorted_total)
     slots = tables.slots.repeat_interleave(group, 0)
+    empty, token = slots < 0, slots.clamp(min=0).long()
     for whole, part in ((total.key, sums[0]), (total.value, sums[1]), (total.weight, sums[3])):
-        at = slots.view(*slots.shape, *[1] * (part.dim() - 2)).expand_as(part)
-        part.masked_fill_(at < 0, 0.0)  # a slot without a key has no gradient
-        whole.flatten(0, 1).scatter_add_(1, at.clamp(min=0).long(), part)
+        shape = (*slots.shape, *[1] * (part.dim() - 2))  # an index of every entry would be as large
+        part.masked_fill_(empty.view(shape), 0.0)  # a slot without a key has no gradient
+        whole.flatten(0, 1).scatter_add_(1, token.view(shape).expand_as(part), part)
     found = exact.finished(total, problem, saved.for_weights)
     if settings.window:
         _add_own_windows(found, problem, settings.window, saved)
@@ -122,8 +123,7 @@ def _add_own_windows(total: Gradients, problem: Problem, width: int, saved: Save
         return _cut(x, problem, width, problem.n).contiguous()
 
     grad_lse = None if saved.grad_lse is None else cut(saved.grad_lse)
-    made = (cut(x) for x in (saved.output, saved.lse, saved.fallback, saved.grad))
-    output, lse, fallback, grad = made
+    output, lse, fallback, grad = map(cut, (saved.output, saved.lse, saved.fallback, saved.grad))
     own = SavedForward(output, lse, fallback, grad, grad_lse, saved.for_weights)
     part = exact.gradients(_windows(problem, width), _EXACT, own)
     for name, piece in vars(part).items():
@@ -236,10 +236,13 @@ def _sorted(
     elif weight is not None:  # by all heads that share a key
         hidden = (weight == -torch.inf).unflatten(0, (len(key), -1)).all(1)
     if n == key.shape[1] and hidden is None and (settings.window or n > sorting.SPAN):
-        both = sort(joined(query, key), leaf=block, count=n, others=(len(query), leaf))
-        return both[len(query) :], both[: len(query)]
-    only = {} if settings.window else {"hidden": hidden}
-    return sort(key, leaf=leaf, count=keys, **only), sort(query, leaf=block, count=n)
+        slots = sort(joined(query, key), leaf=block, count=n, others=(len(query), leaf))
+        return slots[len(query) :], slots[: len(query)]
+    if hidden is not None:
+        slots = sorting.head_permutation(key, leaf, keys, hidden)
+    else:
+        slots = sort(key, leaf=leaf, count=keys)
+    return slots, sort(query, leaf=block, count=n)
 
 
 def _leaf_weights(weight: Tensor | None, slots: Tensor, problem: Problem) -> Tensor:
