@@ -115,6 +115,62 @@ def test_cross_attention_and_short_calls_are_exact(diffusers: Any) -> None:
     assert (answers.approximated, answers.exact) == ({0: 1, 2: 1}, {1: 1, 3: 1})
 
 
+def test_a_mask_of_two_dimensions_is_of_keys_or_of_queries_and_keys(diffusers: Any) -> None:
+    """As diffusers' native backend reads it."""
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    sb.integrations.diffusers.register(method=sb.Exact(), min_tokens=0)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 50, 3, 8, generator=generator)
+    for shape in ((2, 50), (50, 50)):
+        mask = torch.rand(shape, generator=generator) > 0.3
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that one of them runs exactly
+            native, found = (
+                dispatch_attention_fn(q, k, v, attn_mask=mask, backend=name)
+                for name in ("native", "support_basis")
+            )
+        close(native, found)
+
+
+def test_a_model_whose_backend_is_ours_is_planned_and_used_like_any_other(diffusers: Any) -> None:
+    """Planning asks for exact predictions, whatever answers the calls otherwise."""
+    from supportbasis.models import ladder
+
+    model, given = wan(diffusers)
+    answers = sb.integrations.diffusers.register(method=sb.Polynomial(0), min_tokens=0)
+
+    def made() -> sb.ModelPlan:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ladder, "FASTER", 0.0)
+            patch.setattr(ladder, "LEAST", 64)
+            return sb.models.plan(model, [given] * 2, change=0.05, minimise="cost", progress=False)
+
+    plan = made()
+    assert plan.cost < 1
+    with torch.no_grad():
+        exact = model(**given).sample
+        model.set_attention_backend("support_basis")
+        with sb.models.use(model, sb.Exact()) as used:
+            close(exact, model(**given).sample)
+        assert used.calls == 4
+        assert str(made()) == str(plan)
+        assert answers.calls == 0
+        assert float((exact - model(**given).sample).norm() / exact.norm()) > 1e-3
+    assert answers.calls == 4
+
+
+def test_the_largest_timestep_of_tokens_counts(diffusers: Any) -> None:
+    """A model that continues a first frame is given 0 for its tokens."""
+    model, given = wan(diffusers)
+    given["timestep"] = torch.tensor([[0] * 64 + [900] * 128])
+    ranges = {(0, 500): sb.Polynomial(0), (500, 1000): sb.Exact()}
+    with torch.no_grad():
+        native = model(**given).sample
+        with sb.models.use(model, ranges, min_tokens=0):
+            close(native, model(**given).sample)
+
+
 @pytest.mark.filterwarnings("ignore:supportbasis. heads")  # of a tiny model, at other timesteps
 def test_a_denoiser_is_planned_and_its_first_steps_stay_dense(diffusers: Any) -> None:
     """From the inputs that a loop of steps gives it."""
@@ -160,7 +216,8 @@ def test_a_denoiser_is_planned_and_its_first_steps_stay_dense(diffusers: Any) ->
 
 @pytest.mark.filterwarnings("ignore:supportbasis. heads")  # of a tiny model, at other timesteps
 def test_a_pipeline_samples_by_plans_of_its_timesteps(diffusers: Any) -> None:
-    """Wan's pipeline, three steps with guidance: 2 forward passes of 4 calls each."""
+    """Wan's pipeline, four steps with guidance: 2 forward passes of 4 calls each. Two ranges of
+    timesteps have a plan of their own, the first step is dense."""
     from supportbasis.models import ladder
 
     model, _ = wan(diffusers)
@@ -173,25 +230,36 @@ def test_a_pipeline_samples_by_plans_of_its_timesteps(diffusers: Any) -> None:
     def sample() -> torch.Tensor:
         return pipe(
             prompt_embeds=words, negative_prompt_embeds=-words, height=128, width=128,
-            num_frames=9, num_inference_steps=3, guidance_scale=2.0, output_type="latent",
+            num_frames=9, num_inference_steps=4, guidance_scale=2.0, output_type="latent",
             generator=torch.Generator().manual_seed(0),
         ).frames  # fmt: skip
 
     with sb.integrations.diffusers.recorded(model) as batches:
         exact = sample()
-    assert len(batches) == 6
+    assert len(batches) == 8
     answers = sb.integrations.diffusers.register(method=sb.Exact(), min_tokens=0)
     model.set_attention_backend("support_basis")
     close(exact, sample())
-    assert answers.calls == 24
+    assert answers.calls == 32
     model.set_attention_backend("native")
+    plans = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ladder, "FASTER", 0.0)
         patch.setattr(ladder, "LEAST", 64)
-        plan = sb.models.plan(model, batches[2:], change=0.05, minimise="cost", progress=False)
-    with sb.models.use(model, {(0, 800): plan, (800, 1000): sb.Exact()}, min_tokens=0) as used:
+        for low, high in [(0, 700), (700, 900)]:
+            mine = [batch for batch in batches if low <= batch["timestep"].max() < high]
+            assert len(mine) == (4 if low == 0 else 2)
+            plans[low, high] = sb.models.plan(
+                model, mine, change=0.05, minimise="cost", progress=False
+            )
+    assert str(plans[0, 700]) != str(plans[700, 900])
+    with sb.models.use(model, {**plans, (900, 1000): sb.Exact()}, min_tokens=0) as used:
         other = sample()
-    assert used.calls == 24
+    assert used.calls == 32
+    rows = [not layer.plan.is_exact for layer in plans[0, 700].layers]
+    early = [not layer.plan.is_exact for layer in plans[700, 900].layers]
+    wanted = {site: 2 + 2 * early[site] + 4 * rows[site] for site in range(4)}
+    assert used.approximated == wanted
     assert 0 < float((other - exact).square().sum() / exact.square().sum()) < 0.05
 
 

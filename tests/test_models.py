@@ -372,6 +372,20 @@ def test_an_exact_plan_evaluates_to_nothing() -> None:
             evaluate(model, plan, wrong, progress=False)
 
 
+@pytest.mark.usefixtures("cheap")
+def test_exact_predictions_are_exact_whatever_attention_a_model_is_set_to() -> None:
+    model, batches = tiny_llama(), texts(2, 600)
+
+    def seen() -> str:
+        plan = sb.models.plan(model, batches, kl=0.05, progress=False)
+        return f"{plan}\n{evaluate(model, plan, batches, progress=False)}"
+
+    before = seen()
+    sb.integrations.transformers.register("sb_rough", sb.Polynomial(0))
+    model.set_attn_implementation("sb_rough")
+    assert seen() == before
+
+
 @pytest.mark.parametrize("tokens", [1600, 5000, 33000])
 def test_hidden_lines_come_again_at_their_distance(tokens: int) -> None:
     ids = torch.arange(tokens).unsqueeze(0)

@@ -260,7 +260,8 @@ def _verified(
 ) -> ModelPlan:
     """The plan whose measured effect, at its upper limit, is allowed."""
     options = [layer.options(minimise) for layer in layers]
-    exact = [_predictions(model, batch, unit) for batch in batches]
+    with replaced(model, Call.exact):  # whatever its attention is set to
+        exact = [_predictions(model, batch, unit) for batch in batches]
     allowed = aim = MARGIN * limit
     for _ in range(ROUNDS):
         made = _allocated(layers, options, unit, limit, allowed)
