@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -354,6 +355,24 @@ def table_model() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:tabpfn.*")
+def test_exact_attention_of_every_length_is_that_of_the_table_model(tabpfn: Any) -> None:
+    """Every call of the model, within columns, within rows and over rows, by `Exact`."""
+    from tabpfn.architectures.shared.attention_backends import recorded_attention_backends
+
+    model, x = table_model(), torch.randn(90, 1, 5, generator=torch.Generator().manual_seed(0))
+    y = torch.randint(0, 4, (70, 1), generator=torch.Generator().manual_seed(1)).float()
+    with torch.no_grad():
+        with recorded_attention_backends() as own:
+            native = model(x, y)
+        backend = sb.integrations.tabpfn.register(min_tokens=0, method=sb.Exact())
+        with recorded_attention_backends() as ran:
+            close(native, model(x, y))
+        assert own == [None] * len(own)
+        assert ran == [backend] * len(own)
+        assert backend.calls == backend.exact == len(own) >= 6
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:tabpfn.*")
 def test_a_table_model_predicts_the_same_with_exact_attention(tabpfn: Any) -> None:
     model, x = table_model(), torch.randn(600, 1, 5, generator=torch.Generator().manual_seed(0))
     y = torch.randint(0, 4, (512, 1), generator=torch.Generator().manual_seed(1)).float()
@@ -396,6 +415,36 @@ def test_plans_are_kept_in_the_order_of_layers_and_checked(tabpfn: Any) -> None:
     assert backend.planned == 3
 
 
+@pytest.mark.parametrize(
+    ("layers", "planned"),
+    [
+        ("abc", [3, 0, 0]),
+        ("aaa", [1, 0, 0]),
+        ("-ab", [3, 1, 0]),  # after the exact layer it is seen that the layers begin again
+        ("--ab", [4, 2, 0]),
+        ("a--b-", [5, 0, 0]),
+        ("-a-b-", [5, 1, 0]),
+        (24 * "-", [24, 24, 16, 0]),
+        ("-" + "abcdefgh" * 2 + "-" * 7, [24, 1, 0]),
+    ],
+)
+def test_plans_come_again_in_the_sequence_of_layers(layers: str, planned: list[int]) -> None:
+    """Exact layers are "-"; a plan serves the layer that it was made for, an exact one any."""
+    from supportbasis.integrations.tabpfn import Sequence
+
+    kept, found = Sequence(), []
+    for _ in planned:
+        found.append(0)
+        for layer in layers:
+            number = kept.next()
+            if number is not None and kept.plans[number].layer in ("-", layer):
+                kept.served(number)
+            else:
+                kept.put(SimpleNamespace(layer=layer, is_exact=layer == "-"))  # type: ignore[arg-type]
+                found[-1] += 1
+    assert found == planned
+
+
 def test_half_precision_and_one_shared_key_head_run(tabpfn: Any) -> None:
     """As TabPFN stores keys of in-context learning: fp16, all heads share one."""
     backend = sb.integrations.tabpfn.register(0.05, min_tokens=4096)
@@ -412,8 +461,18 @@ def test_half_precision_and_one_shared_key_head_run(tabpfn: Any) -> None:
 
 
 def test_calls_that_would_not_pay_are_declined(tabpfn: Any) -> None:
-    from tabpfn.architectures.shared.attention_backends import AttentionSpec
+    from tabpfn.architectures.shared.attention_backends import (
+        AttentionSpec,
+        register_attention_backend,
+        registered_attention_backends,
+        unregister_attention_backend,
+    )
+    from tabpfn.architectures.shared.scaled_dot_product_attention import (
+        scaled_dot_product_attention,
+    )
 
+    taken = SimpleNamespace(name="taken", is_preferred=lambda spec: False)
+    register_attention_backend(taken)  # type: ignore[arg-type]
     backend = sb.integrations.tabpfn.register(min_tokens=100)
     plain = {
         "seq_len_q": 100, "seq_len_kv": 100, "num_heads": 4, "num_kv_heads": 1, "head_dim": 16,
@@ -427,8 +486,33 @@ def test_calls_that_would_not_pay_are_declined(tabpfn: Any) -> None:
         assert not backend.is_preferred(AttentionSpec(**{**plain, **changed}))
     with pytest.raises(sb.InputError, match="quantised cache"):
         backend.run(torch.zeros(1, 2, 1, 4), None, None)
-    with pytest.raises(sb.InputError, match="min_tokens must be"):
-        sb.integrations.tabpfn.register(min_tokens=-1)
+    with sb.integrations.sdpa.override(sb.Exact()) as answers:
+        assert not backend.is_preferred(AttentionSpec(**plain))
+        scaled_dot_product_attention(*(3 * [torch.randn(1, 128, 4, 16)]))
+    assert (answers.calls, backend.calls) == (1, 0)
+    for message, given in (
+        ("min_tokens must be", {"min_tokens": -1}),
+        ("tolerance must be", {"tolerance": 0.0}),
+        ("method must be", {"method": "exact"}),
+        ("has a backend 'taken' already", {"name": "taken"}),
+    ):
+        with pytest.raises(sb.InputError, match=message):
+            sb.integrations.tabpfn.register(**given)
+    assert registered_attention_backends()[:2] == (backend, taken)
+    unregister_attention_backend("taken")
+
+
+def test_compiled_calls_are_left_to_the_table_model(tabpfn: Any) -> None:
+    from tabpfn.architectures.shared.scaled_dot_product_attention import (
+        scaled_dot_product_attention,
+    )
+
+    backend = sb.integrations.tabpfn.register(min_tokens=0, method=sb.Exact())
+    x = torch.randn(1, 128, 4, 16, generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(scaled_dot_product_attention, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        close(compiled(x, x, x), scaled_dot_product_attention(x, x, x))
+    assert backend.calls == 1
 
 
 # ---- many views ------------------------------------------------------------------------------
