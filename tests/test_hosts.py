@@ -172,7 +172,6 @@ def test_the_largest_timestep_of_tokens_counts(diffusers: Any) -> None:
             close(native, model(**given).sample)
 
 
-@pytest.mark.filterwarnings("ignore:supportbasis. heads")  # of a tiny model, at other timesteps
 def test_a_denoiser_is_planned_and_its_first_steps_stay_dense(diffusers: Any) -> None:
     """From the inputs that a loop of steps gives it."""
     from supportbasis.models import ladder
@@ -215,7 +214,6 @@ def test_a_denoiser_is_planned_and_its_first_steps_stay_dense(diffusers: Any) ->
             model(x, **{**given, "timestep": torch.tensor([600])})
 
 
-@pytest.mark.filterwarnings("ignore:supportbasis. heads")  # of a tiny model, at other timesteps
 def test_a_pipeline_samples_by_plans_of_its_timesteps(diffusers: Any) -> None:
     """Wan's pipeline, four steps with guidance: 2 forward passes of 4 calls each. Two ranges of
     timesteps have a plan of their own, the first step is dense."""

@@ -121,10 +121,11 @@ def _backend(answers: Answers, sites: int | None) -> Callable[..., Output]:
             attn_mask = attn_mask[:, None, None]
         given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse)
         if _parallel_config is None and not return_lse and is_overridden():
-            tokens = (x.transpose(1, 2) for x in given[:3])
+            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
             return F.scaled_dot_product_attention(
-                *tokens, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            ).transpose(1, 2)
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                enable_gqa=enable_gqa,
+            ).transpose(1, 2)  # fmt: skip
         if _parallel_config is None:
             return forward_op(None, *given)
         parallelism = _parallel_config.context_parallel_config
