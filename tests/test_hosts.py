@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,7 +116,62 @@ def test_cross_attention_and_short_calls_are_exact(diffusers: Any) -> None:
     assert (answers.approximated, answers.exact) == ({0: 1, 2: 1}, {1: 1, 3: 1})
 
 
-@pytest.mark.filterwarnings("ignore:supportbasis. heads")  # of a tiny model, at other timesteps
+def test_a_mask_of_two_dimensions_is_of_keys_or_of_queries_and_keys(diffusers: Any) -> None:
+    """As diffusers' native backend reads it."""
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    sb.integrations.diffusers.register(method=sb.Exact(), min_tokens=0)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 50, 3, 8, generator=generator)
+    for shape in ((2, 50), (50, 50)):
+        mask = torch.rand(shape, generator=generator) > 0.3
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that one of them runs exactly
+            native, found = (
+                dispatch_attention_fn(q, k, v, attn_mask=mask, backend=name)
+                for name in ("native", "support_basis")
+            )
+        close(native, found)
+
+
+def test_a_model_whose_backend_is_ours_is_planned_and_used_like_any_other(diffusers: Any) -> None:
+    """Planning asks for exact predictions, whatever answers the calls otherwise."""
+    from supportbasis.models import ladder
+
+    model, given = wan(diffusers)
+    answers = sb.integrations.diffusers.register(method=sb.Polynomial(0), min_tokens=0)
+
+    def made() -> sb.ModelPlan:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ladder, "FASTER", 0.0)
+            patch.setattr(ladder, "LEAST", 64)
+            return sb.models.plan(model, [given] * 2, change=0.05, minimise="cost", progress=False)
+
+    plan = made()
+    assert plan.cost < 1
+    with torch.no_grad():
+        exact = model(**given).sample
+        model.set_attention_backend("support_basis")
+        with sb.models.use(model, sb.Exact()) as used:
+            close(exact, model(**given).sample)
+        assert used.calls == 4
+        assert str(made()) == str(plan)
+        assert answers.calls == 0
+        assert float((exact - model(**given).sample).norm() / exact.norm()) > 1e-3
+    assert answers.calls == 4
+
+
+def test_the_largest_timestep_of_tokens_counts(diffusers: Any) -> None:
+    """A model that continues a first frame is given 0 for its tokens."""
+    model, given = wan(diffusers)
+    given["timestep"] = torch.tensor([[0] * 64 + [900] * 128])
+    ranges = {(0, 500): sb.Polynomial(0), (500, 1000): sb.Exact()}
+    with torch.no_grad():
+        native = model(**given).sample
+        with sb.models.use(model, ranges, min_tokens=0):
+            close(native, model(**given).sample)
+
+
 def test_a_denoiser_is_planned_and_its_first_steps_stay_dense(diffusers: Any) -> None:
     """From the inputs that a loop of steps gives it."""
     from supportbasis.models import ladder
@@ -158,9 +214,9 @@ def test_a_denoiser_is_planned_and_its_first_steps_stay_dense(diffusers: Any) ->
             model(x, **{**given, "timestep": torch.tensor([600])})
 
 
-@pytest.mark.filterwarnings("ignore:supportbasis. heads")  # of a tiny model, at other timesteps
 def test_a_pipeline_samples_by_plans_of_its_timesteps(diffusers: Any) -> None:
-    """Wan's pipeline, three steps with guidance: 2 forward passes of 4 calls each."""
+    """Wan's pipeline, four steps with guidance: 2 forward passes of 4 calls each. Two ranges of
+    timesteps have a plan of their own, the first step is dense."""
     from supportbasis.models import ladder
 
     model, _ = wan(diffusers)
@@ -173,25 +229,36 @@ def test_a_pipeline_samples_by_plans_of_its_timesteps(diffusers: Any) -> None:
     def sample() -> torch.Tensor:
         return pipe(
             prompt_embeds=words, negative_prompt_embeds=-words, height=128, width=128,
-            num_frames=9, num_inference_steps=3, guidance_scale=2.0, output_type="latent",
+            num_frames=9, num_inference_steps=4, guidance_scale=2.0, output_type="latent",
             generator=torch.Generator().manual_seed(0),
         ).frames  # fmt: skip
 
     with sb.integrations.diffusers.recorded(model) as batches:
         exact = sample()
-    assert len(batches) == 6
+    assert len(batches) == 8
     answers = sb.integrations.diffusers.register(method=sb.Exact(), min_tokens=0)
     model.set_attention_backend("support_basis")
     close(exact, sample())
-    assert answers.calls == 24
+    assert answers.calls == 32
     model.set_attention_backend("native")
+    plans = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ladder, "FASTER", 0.0)
         patch.setattr(ladder, "LEAST", 64)
-        plan = sb.models.plan(model, batches[2:], change=0.05, minimise="cost", progress=False)
-    with sb.models.use(model, {(0, 800): plan, (800, 1000): sb.Exact()}, min_tokens=0) as used:
+        for low, high in [(0, 700), (700, 900)]:
+            mine = [batch for batch in batches if low <= batch["timestep"].max() < high]
+            assert len(mine) == (4 if low == 0 else 2)
+            plans[low, high] = sb.models.plan(
+                model, mine, change=0.05, minimise="cost", progress=False
+            )
+    assert str(plans[0, 700]) != str(plans[700, 900])
+    with sb.models.use(model, {**plans, (900, 1000): sb.Exact()}, min_tokens=0) as used:
         other = sample()
-    assert used.calls == 24
+    assert used.calls == 32
+    rows = [not layer.plan.is_exact for layer in plans[0, 700].layers]
+    early = [not layer.plan.is_exact for layer in plans[700, 900].layers]
+    wanted = {site: 2 + 2 * early[site] + 4 * rows[site] for site in range(4)}
+    assert used.approximated == wanted
     assert 0 < float((other - exact).square().sum() / exact.square().sum()) < 0.05
 
 
@@ -286,6 +353,24 @@ def table_model() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:tabpfn.*")
+def test_exact_attention_of_every_length_is_that_of_the_table_model(tabpfn: Any) -> None:
+    """Every call of the model, within columns, within rows and over rows, by `Exact`."""
+    from tabpfn.architectures.shared.attention_backends import recorded_attention_backends
+
+    model, x = table_model(), torch.randn(90, 1, 5, generator=torch.Generator().manual_seed(0))
+    y = torch.randint(0, 4, (70, 1), generator=torch.Generator().manual_seed(1)).float()
+    with torch.no_grad():
+        with recorded_attention_backends() as own:
+            native = model(x, y)
+        backend = sb.integrations.tabpfn.register(min_tokens=0, method=sb.Exact())
+        with recorded_attention_backends() as ran:
+            close(native, model(x, y))
+        assert own == [None] * len(own)
+        assert ran == [backend] * len(own)
+        assert backend.calls == backend.exact == len(own) >= 6
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:tabpfn.*")
 def test_a_table_model_predicts_the_same_with_exact_attention(tabpfn: Any) -> None:
     model, x = table_model(), torch.randn(600, 1, 5, generator=torch.Generator().manual_seed(0))
     y = torch.randint(0, 4, (512, 1), generator=torch.Generator().manual_seed(1)).float()
@@ -328,6 +413,36 @@ def test_plans_are_kept_in_the_order_of_layers_and_checked(tabpfn: Any) -> None:
     assert backend.planned == 3
 
 
+@pytest.mark.parametrize(
+    ("layers", "planned"),
+    [
+        ("abc", [3, 0, 0]),
+        ("aaa", [1, 0, 0]),
+        ("-ab", [3, 1, 0]),  # after the exact layer it is seen that the layers begin again
+        ("--ab", [4, 2, 0]),
+        ("a--b-", [5, 0, 0]),
+        ("-a-b-", [5, 1, 0]),
+        (24 * "-", [24, 24, 16, 0]),
+        ("-" + "abcdefgh" * 2 + "-" * 7, [24, 1, 0]),
+    ],
+)
+def test_plans_come_again_in_the_sequence_of_layers(layers: str, planned: list[int]) -> None:
+    """Exact layers are "-"; a plan serves the layer that it was made for, an exact one any."""
+    from supportbasis.integrations.tabpfn import Sequence
+
+    kept, found = Sequence(), []
+    for _ in planned:
+        found.append(0)
+        for layer in layers:
+            number = kept.next()
+            if number is not None and kept.plans[number].layer in ("-", layer):
+                kept.served(number)
+            else:
+                kept.put(SimpleNamespace(layer=layer, is_exact=layer == "-"))  # type: ignore[arg-type]
+                found[-1] += 1
+    assert found == planned
+
+
 def test_half_precision_and_one_shared_key_head_run(tabpfn: Any) -> None:
     """As TabPFN stores keys of in-context learning: fp16, all heads share one."""
     backend = sb.integrations.tabpfn.register(0.05, min_tokens=4096)
@@ -344,8 +459,18 @@ def test_half_precision_and_one_shared_key_head_run(tabpfn: Any) -> None:
 
 
 def test_calls_that_would_not_pay_are_declined(tabpfn: Any) -> None:
-    from tabpfn.architectures.shared.attention_backends import AttentionSpec
+    from tabpfn.architectures.shared.attention_backends import (
+        AttentionSpec,
+        register_attention_backend,
+        registered_attention_backends,
+        unregister_attention_backend,
+    )
+    from tabpfn.architectures.shared.scaled_dot_product_attention import (
+        scaled_dot_product_attention,
+    )
 
+    taken = SimpleNamespace(name="taken", is_preferred=lambda spec: False)
+    register_attention_backend(taken)  # type: ignore[arg-type]
     backend = sb.integrations.tabpfn.register(min_tokens=100)
     plain = {
         "seq_len_q": 100, "seq_len_kv": 100, "num_heads": 4, "num_kv_heads": 1, "head_dim": 16,
@@ -359,8 +484,33 @@ def test_calls_that_would_not_pay_are_declined(tabpfn: Any) -> None:
         assert not backend.is_preferred(AttentionSpec(**{**plain, **changed}))
     with pytest.raises(sb.InputError, match="quantised cache"):
         backend.run(torch.zeros(1, 2, 1, 4), None, None)
-    with pytest.raises(sb.InputError, match="min_tokens must be"):
-        sb.integrations.tabpfn.register(min_tokens=-1)
+    with sb.integrations.sdpa.override(sb.Exact()) as answers:
+        assert not backend.is_preferred(AttentionSpec(**plain))
+        scaled_dot_product_attention(*(3 * [torch.randn(1, 128, 4, 16)]))
+    assert (answers.calls, backend.calls) == (1, 0)
+    for message, given in (
+        ("min_tokens must be", {"min_tokens": -1}),
+        ("tolerance must be", {"tolerance": 0.0}),
+        ("method must be", {"method": "exact"}),
+        ("has a backend 'taken' already", {"name": "taken"}),
+    ):
+        with pytest.raises(sb.InputError, match=message):
+            sb.integrations.tabpfn.register(**given)
+    assert registered_attention_backends()[:2] == (backend, taken)
+    unregister_attention_backend("taken")
+
+
+def test_compiled_calls_are_left_to_the_table_model(tabpfn: Any) -> None:
+    from tabpfn.architectures.shared.scaled_dot_product_attention import (
+        scaled_dot_product_attention,
+    )
+
+    backend = sb.integrations.tabpfn.register(min_tokens=0, method=sb.Exact())
+    x = torch.randn(1, 128, 4, 16, generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(scaled_dot_product_attention, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        close(compiled(x, x, x), scaled_dot_product_attention(x, x, x))
+    assert backend.calls == 1
 
 
 # ---- many views ------------------------------------------------------------------------------

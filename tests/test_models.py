@@ -18,7 +18,7 @@ from supportbasis.models.allocation import Option, allocate
 from supportbasis.models.evaluation import CUE, LINE, evaluate, hidden_lines
 from supportbasis.models.planning import upper_limit
 from supportbasis.models.predictions import divergences, sample_labels, visible
-from supportbasis.plans import ExactHead
+from supportbasis.plans import ExactHead, FittedHead, ListHead
 from supportbasis.problem.validation import attention_problem
 
 transformers = pytest.importorskip("transformers")
@@ -279,6 +279,31 @@ def test_models_without_logits_are_planned_by_the_change_of_their_output() -> No
 
 
 @pytest.mark.usefixtures("cheap")
+def test_a_plan_holds_the_range_of_all_its_batches() -> None:
+    """As of a denoiser, whose scores grow from step to step: no head leaves the range of its plan,
+    which would be a warning, on batches that it was made from."""
+
+    class Plain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(self.weight * x, x, x)
+
+    model, generator = Plain(), torch.Generator().manual_seed(0)
+    place = torch.rand(2, 2, 1024, 2, generator=generator)
+    x = torch.cos(3 * place @ torch.randn(2, 16, generator=generator))
+    batches = [size * x for size in (0.7, 1.2, 1.0)]
+    plan = sb.models.plan(model, batches, change=0.01, progress=False)
+    assert {type(head) for head in plan.layers[0].heads} == {ListHead, FittedHead}
+    with torch.no_grad(), sb.models.use(model, plan, min_tokens=0) as answers:
+        for batch in batches:
+            model(batch)
+    assert answers.approximated.total() == 3
+
+
+@pytest.mark.usefixtures("cheap")
 def test_padding_of_batches_is_respected() -> None:
     model, (ids,) = tiny_llama(), texts(1, 700)
     ids = ids.expand(2, -1).clone()
@@ -370,6 +395,20 @@ def test_an_exact_plan_evaluates_to_nothing() -> None:
     for wrong in ([], [torch.zeros(1, 4)], ["text"]):
         with pytest.raises(sb.InputError, match="batches"):
             evaluate(model, plan, wrong, progress=False)
+
+
+@pytest.mark.usefixtures("cheap")
+def test_exact_predictions_are_exact_whatever_attention_a_model_is_set_to() -> None:
+    model, batches = tiny_llama(), texts(2, 600)
+
+    def seen() -> str:
+        plan = sb.models.plan(model, batches, kl=0.05, progress=False)
+        return f"{plan}\n{evaluate(model, plan, batches, progress=False)}"
+
+    before = seen()
+    sb.integrations.transformers.register("sb_rough", sb.Polynomial(0))
+    model.set_attn_implementation("sb_rough")
+    assert seen() == before
 
 
 @pytest.mark.parametrize("tokens", [1600, 5000, 33000])

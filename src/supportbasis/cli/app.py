@@ -79,7 +79,7 @@ def plan_model(
         typer.Option(help="Models without logits: allowed relative squared change of the output."),
     ] = None,
     tokens: Tokens = None,
-    batches: Annotated[int, typer.Option(min=1, help="The last third is held back.")] = 3,
+    batches: Annotated[int, typer.Option(min=1, help="Every third is held back.")] = 3,
     minimise: Annotated[str, typer.Option(help="cost, or time on this device.")] = "cost",
     device: Device = None,
     dtype: Dtype = None,

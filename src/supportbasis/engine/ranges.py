@@ -83,6 +83,20 @@ def with_range(plan: HeadPlan, heads: Sequence[Head]) -> HeadPlan:
     return replace(plan, scores=ScoreRange(*most))
 
 
+def widened(plan: HeadPlan, heads: Sequence[Head]) -> HeadPlan | None:
+    """The plan of a head whose effect is measured on other data, too: the range of lists and fitted
+    polynomials, which are not certified, holds the scores of both. None where those leave the
+    range of a certified polynomial."""
+    found = with_range(plan, heads).scores
+    if plan.scores is None or found is None:
+        return plan
+    if not isinstance(plan, (ListHead, FittedHead)):
+        return plan if leaves(plan, found) is None else None
+    pairs = zip(plan.scores, found, strict=True)
+    most = (None if one is None or two is None else max(one, two) for one, two in pairs)
+    return replace(plan, scores=ScoreRange(*most))
+
+
 def check_plan(problem: Problem, plan: Plan) -> None:
     """Raise if a plan does not fit the shapes of a call, its causality or its scale. A problem
     moves the sign of the scale to the queries; operators do not know it."""

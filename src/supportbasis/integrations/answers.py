@@ -33,7 +33,10 @@ class Answers:
         if method is not None and not isinstance(method, Method):
             raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
         if plan is not None and not isinstance(plan, ModelPlan | Plan):
-            raise InputError(f"plan must be an sb.ModelPlan or sb.Plan, got {plan!r}")
+            raise InputError(
+                f"plan must be an sb.ModelPlan or sb.Plan, got a {type(plan).__name__} (ranges of "
+                "timesteps are for sb.models.use)"
+            )
         if method is not None and plan is not None:
             raise InputError("method and plan are both given; expected one of them")
         if min_tokens is not None and (type(min_tokens) is not int or min_tokens < 0):

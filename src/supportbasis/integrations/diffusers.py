@@ -14,6 +14,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import InputError
@@ -21,7 +22,7 @@ from ..methods import Method
 from ..plans import ModelPlan, Plan
 from .answers import Answers
 from .calls import Call
-from .sdpa import ARGUMENTS, call_of
+from .sdpa import ARGUMENTS, call_of, is_overridden
 from .sliced import answer
 
 NAME = "support_basis"
@@ -90,8 +91,6 @@ def _backend(answers: Answers, sites: int | None) -> Callable[..., Output]:
 
     def called(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *more: Any) -> Call:
         tokens = (x.transpose(1, 2) for x in (query, key, value))
-        if mask is not None and mask.ndim == 2:  # [batch, keys]
-            mask = mask[:, None, None]
         number = next(numbers)
         given = dict(zip(ARGUMENTS, (*tokens, mask, *more), strict=True))
         return call_of(number % sites if sites else number, given)
@@ -118,7 +117,15 @@ def _backend(answers: Answers, sites: int | None) -> Callable[..., Output]:
         dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
         enable_gqa: bool = False, return_lse: bool = False, _parallel_config: Any = None,
     ) -> Output:  # fmt: skip
+        if attn_mask is not None and attn_mask.shape == (len(key), key.shape[1]):  # of keys
+            attn_mask = attn_mask[:, None, None]
         given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse)
+        if _parallel_config is None and not return_lse and is_overridden():
+            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                enable_gqa=enable_gqa,
+            ).transpose(1, 2)  # fmt: skip
         if _parallel_config is None:
             return forward_op(None, *given)
         parallelism = _parallel_config.context_parallel_config

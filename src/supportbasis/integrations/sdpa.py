@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ..errors import InputError
 from ..methods import Method
@@ -71,6 +71,12 @@ class Mode(TorchFunctionMode):
         site = self.count % self.sites if self.sites else self.count
         self.count += 1
         return self.handler(call_of(site, given)).view(_shape(given))  # itself outside this mode
+
+
+def is_overridden() -> bool:
+    """Whether calls of PyTorch's attention in this thread are answered by a handler: then a backend
+    of a host must not take them."""
+    return any(isinstance(mode, Mode) for mode in _get_current_function_mode_stack())
 
 
 def call_of(site: int, given: dict[str, Any]) -> Call:

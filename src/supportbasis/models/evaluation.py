@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..integrations.calls import Call
+from ..integrations.replacing import replaced
 from ..plans import ModelPlan
 from .effects import frozen
 from .planning import BLOCK, upper_limit
@@ -124,7 +126,8 @@ def _ids(batch: Any) -> Tensor:
 
 def _both(model: Any, plan: ModelPlan, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Logits exactly, and with the plan."""
-    exact = _logits(model, ids)
+    with replaced(model, Call.exact):  # whatever its attention is set to
+        exact = _logits(model, ids)
     with use(model, plan):
         return exact, _logits(model, ids)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention
+from ..engine.ranges import widened
 from ..errors import InputError
 from ..integrations.calls import Call
 from ..integrations.replacing import replaced
@@ -58,9 +59,9 @@ def plan(
     the model predicts exactly and with the plan, in nats per token; of models without logits
     ``change`` is the allowed squared change of the output relative to its square. ``batches`` are
     inputs of the model (tensors, or dictionaries of its arguments), of the length that it will run
-    at; the last third of them, at least one if there are two, is held back to measure the whole
-    plan. The plan is tightened until the upper limit of what is measured (95 % confidence) is below
-    half of what is allowed: inputs unlike the batches move the prediction further.
+    at; every third of them, or the second of two, is held back to measure the whole plan. The plan
+    is tightened until the upper limit of what is measured (95 % confidence) is below half of what
+    is allowed: inputs unlike the batches move the prediction further.
 
     ``minimise`` is "cost", multiply-adds, or "time", predicted for this device and the batches'
     length. ``samples`` is the number of backward passes of a batch. The same seed gives the same
@@ -168,8 +169,9 @@ class Search:
         if type(samples) is not int or samples < 1:
             raise InputError(f"samples must be an integer > 0, got {samples!r}")
         given = check_batches(batches)
-        held = max(1, len(given) // 3) if len(given) > 1 else 0
-        used, unseen = (given[:-held], given[-held:]) if held else (given, given)
+        used, unseen = [x for at, x in enumerate(given) if at % 3 < 2], given[2::3]
+        if not unseen:
+            used, unseen = given[:1], given[-1:]
         calls = _calls(model, used[0])
         with Progress(progress, len(used) * len(calls)) as bar:
             layers = _layers(model, used, calls, unit, minimise, samples, seed, bar)
@@ -237,6 +239,7 @@ def _layer(call: Call, minimise: str, seed: int) -> Layer:
 def _add(layer: Layer, sensitivity: effects.Sensitivity) -> None:
     """Add the effects of all settings on one batch, each on the heads that have it."""
     call, problem = sensitivity.call, problem_of(sensitivity.call)
+    _widen(layer, problem)
     most = max(len(plans) for plans in layer.settings)
     for i in range(1, most):
         heads = [h for h, plans in enumerate(layer.settings) if i < len(plans)]
@@ -256,6 +259,16 @@ def _add(layer: Layer, sensitivity: effects.Sensitivity) -> None:
     layer.batches += 1
 
 
+def _widen(layer: Layer, problem: Problem) -> None:
+    """Settings whose ranges hold the scores of one more batch: another timestep of a denoiser may
+    have larger ones. Polynomials that are not certified for them are no option."""
+    for number, (plans, totals) in enumerate(zip(layer.settings, layer.totals, strict=True)):
+        heads = [problem.head(b, number) for b in range(problem.batch)]
+        for i, plan in enumerate(plans):
+            wide = widened(plan, heads)
+            plans[i], totals[i] = wide or plan, totals[i] if wide else math.inf
+
+
 def _verified(
     model: Any,
     layers: Sequence[Layer],
@@ -266,7 +279,8 @@ def _verified(
 ) -> ModelPlan:
     """The plan whose measured effect, at its upper limit, is allowed."""
     options = [layer.options(minimise) for layer in layers]
-    exact = [_predictions(model, batch, unit) for batch in batches]
+    with replaced(model, Call.exact):  # whatever its attention is set to
+        exact = [_predictions(model, batch, unit) for batch in batches]
     allowed = aim = MARGIN * limit
     for _ in range(ROUNDS):
         made = _allocated(layers, options, unit, limit, allowed, minimise)

@@ -35,7 +35,8 @@ def use(
 
     Of a denoiser, ``plan`` may map ranges of timesteps to plans and methods: with
     ``{(0, 800): plan, (800, 1000): sb.Exact()}`` the first steps, which start at 1000, are dense.
-    A range holds its ends; the first one that holds the ``timestep`` of a forward pass counts.
+    A range holds its ends; the first one that holds the ``timestep`` of a forward pass counts, the
+    largest one where tokens differ. Timesteps are what the model is given: Flux is given 0 to 1.
 
     With a ``group`` (a process group or a DeviceMesh of one dim) every rank runs the model on its
     slice of the tokens, and attention is that of the whole sequence (`sb.distributed.attention`,
@@ -155,7 +156,7 @@ def _timestep(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> floa
     value = _argument(model, "timestep", args, kwargs)
     if value is None:
         raise InputError("plan: a forward pass came without its timestep")
-    return float(value.flatten()[0] if isinstance(value, Tensor) else value)
+    return float(value.max() if isinstance(value, Tensor) else value)
 
 
 def _choice(chosen: Mapping[Range, Choice], timestep: float) -> Choice:

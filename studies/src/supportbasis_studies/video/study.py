@@ -22,7 +22,9 @@ from .denoiser import load
 from .measure import BUDGET, Extent, Lab, Sampled, rows_of
 
 FULL = Extent()
-QUICK = Extent(frames=8, size=32, steps=6, dense=1, parts=1, clips=2, batch=2)
+QUICK = Extent(
+    frames=8, size=32, steps=4, dense=1, parts=1, clips=2, batch=2, changes=(5e-3,)
+)  # fmt: skip
 TITLE = "supportbasis reproduce video"
 LEAD = (
     "A small diffusion transformer samples clips of moving textured shapes; every token attends to "
