@@ -14,12 +14,12 @@ from .folded import entry, head_coefficients, own_chunk, visible_pairs
 
 @jit
 def gradient_rows(
-    grad, output, lse, unit, excluded, grad_lse, g, h,
+    grad, output, lse, unit, grad_lse, g, h,
     heads, n, dv, grad_b, grad_h, grad_n,
-    E: tl.constexpr, BM: tl.constexpr, LSE: tl.constexpr, EXCLUDED: tl.constexpr,
+    E: tl.constexpr, BM: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """From the output's gradient to that of numerator, g, and denominator, h, in units of the
-    head; zero for rows that have no weight or are ``excluded``."""
+    head; zero for rows whose lse is infinite."""
     bh, start = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * BM
     near, cols = tl.arange(0, BM), tl.arange(0, E)
     live = start + near < n
@@ -29,9 +29,6 @@ def gradient_rows(
     slope = tile_of(grad, near, live, cols, grad_n, dv).to(tl.float32)
     value = tl.load(output + at, mask=inside, other=0.0).to(tl.float32)
     size = tl.load(lse + bh * n + start + near, mask=live, other=float("-inf"))
-    if EXCLUDED:
-        out = tl.load(excluded + bh * n + start + near, mask=live, other=1)
-        size = tl.where(out != 0, float("-inf"), size)
     inverse = tl.where(size > float("-inf"), tl.exp(tl.load(unit + bh) - size), 0.0)
     change = -tl.sum(slope * value, 1)
     if LSE:

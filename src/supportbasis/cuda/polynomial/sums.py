@@ -306,14 +306,13 @@ def polynomial_gradients(
     output: Tensor,
     lse: Tensor,
     *,
-    excluded: Tensor | None = None,
     for_weights: bool = False,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and, if asked for, of the logarithm of the weights.
 
-    ``lse`` belongs to the whole row, so other components may have been added to the sums; rows
-    that are ``excluded`` [batch, heads, n] had none of them.
+    ``lse`` belongs to the whole row, so other components may have been added to the sums; it is
+    +inf for rows that had none of these sums.
     """
     dim, columns, causal = query.shape[-1], value.shape[-1], polynomials.causal
     dtype = dtype or query.dtype
@@ -326,10 +325,9 @@ def polynomial_gradients(
     g = torch.empty(batch, heads, n, setting.value_dim, dtype=setting.dtype, device=grad.device)
     h = torch.empty_like(lse)
     contract.gradient_rows[(cdiv(n, 64), batch * heads)](
-        grad, output, lse, polynomials.unit, h if excluded is None else excluded,
-        h if grad_lse is None else grad_lse.contiguous(), g, h,
+        grad, output, lse, polynomials.unit, h if grad_lse is None else grad_lse.contiguous(), g, h,
         heads, n, setting.value_dim, *grad.stride()[:3],
-        setting.value_width, 64, grad_lse is not None, excluded is not None,
+        setting.value_width, 64, grad_lse is not None,
     )  # fmt: skip
     group, weight, states = heads // key.shape[1], polynomials.weight, setting.states(key)
     keys, state = key_sums(query, key, value, weight, setting, read=True)

@@ -27,7 +27,7 @@ from ...polynomials.certified import CertifiedPolynomial
 from ...problem.caching import WeakCache
 from ...problem.problem import Problem
 from ..exact.exact_heads import empty_results, finished, precision, whole
-from ..exact.rectangle import Rectangle, Start, Tokens, Totals, add_gradients, exact_rows, slopes
+from ..exact.rectangle import Start, Tokens, Totals, add_gradients, exact_rows, slopes
 from ..runtime.capacity import Capacity, Sizes, all_unless, enough
 from ..runtime.lengths import large, listed, rounded_down
 from .setting import Polynomials
@@ -59,7 +59,7 @@ class Split:
     unit: Tensor  # [batch * heads]
     rows: Tokens
     keys: Tokens
-    large_row: Tensor | None  # [batch, heads, n] uint8
+    large_row: Tensor | None  # [batch, heads, n] bool: exact over all keys
     small_key: Tensor | None  # [batch, heads, m] float32: 0 where a key is large
     shared: bool  # whether heads that share keys have the same large ones
     fits: Tensor | None = None  # whether the capacity was enough
@@ -89,7 +89,7 @@ def _attended(problem: Problem, plan: Plan, split: Split) -> tuple[Tensor, Tenso
         output, lse = empty_results(problem)
         num, den = polynomial_sums(*sums)
         start = Start(num.contiguous(), den, sums.polynomials.unit)
-        exact_rows(_small_rows(problem, split), output, lse, start)
+        exact_rows(replace(whole(problem), keys=split.keys), output, lse, start)
     output, lse = output.contiguous(), lse.contiguous()
     if split.rows.most:
         exact_rows(replace(whole(problem), rows=split.rows), output, lse)
@@ -115,7 +115,9 @@ def _pulled_back(
     the capacity was exceeded."""
     mixed = bool(split.keys.most or split.rows.most or guarded)
     sums = _Sums.of(problem, plan, split, shared=split.shared and not saved.for_weights)
-    made = sums.gradients(problem, saved, split, wide=mixed)
+    lse, large_row = saved.lse, split.large_row
+    of_small = lse if large_row is None else lse.masked_fill(large_row, math.inf)
+    made = sums.gradients(problem, replace(saved, lse=of_small), wide=mixed)
     if not mixed:
         return made
     # rectangles add to sums of their own for each head of the queries, where heads share keys
@@ -129,20 +131,15 @@ def _pulled_back(
         new(*shape, problem.m) if weight is None else weight.contiguous(),
     )
     slope = slopes(saved.grad, saved.grad_lse, saved.output)
-    rectangles = [_small_rows(problem, split), replace(whole(problem), rows=split.rows)]
+    every = whole(problem)
+    add_gradients(total, saved.grad, slope, of_small, replace(every, keys=split.keys))
+    add_gradients(total, saved.grad, slope, lse, replace(every, rows=split.rows))
     if guarded and split.fits is not None:
-        rectangles.append(all_unless(split.fits, whole(problem)))
-    for rectangle in rectangles:
-        add_gradients(total, saved.grad, slope, saved.lse, rectangle)
+        add_gradients(total, saved.grad, slope, lse, all_unless(split.fits, every))
     found = finished(total, problem, saved.for_weights)
     if shares_keys:
         found.key, found.value = found.key + key, found.value + value
     return found
-
-
-def _small_rows(problem: Problem, split: Split) -> Rectangle:
-    """All rows but the large ones, and the large keys."""
-    return replace(whole(problem), keys=split.keys, excluded=split.large_row)
 
 
 class _Sums(NamedTuple):
@@ -179,18 +176,15 @@ class _Sums(NamedTuple):
         )  # fmt: skip
         return _Sums(query, key, value, polynomials)
 
-    def gradients(
-        self, problem: Problem, saved: SavedForward, split: Split, wide: bool
-    ) -> Gradients:
+    def gradients(self, problem: Problem, saved: SavedForward, wide: bool) -> Gradients:
         """Of the call's tokens; ``wide``: in float32."""
-        given = (saved.grad, saved.grad_lse, saved.output, saved.lse, split.large_row)
-        grad, grad_lse, output, lse, excluded = (
+        given = (saved.grad, saved.grad_lse, saved.output, saved.lse)
+        grad, grad_lse, output, lse = (
             None if x is None else x.reshape(*self.query.shape[:2], *x.shape[2:]) for x in given
         )
         query, key, value, weight = polynomial_gradients(
             cast(Tensor, grad), grad_lse, *self, cast(Tensor, output), cast(Tensor, lse),
-            excluded=excluded, for_weights=saved.for_weights,
-            dtype=torch.float32 if wide else None,
+            for_weights=saved.for_weights, dtype=torch.float32 if wide else None,
         )  # fmt: skip
         if self.key.shape[:2] != problem.key.shape[:2]:
             key, value = (
@@ -226,7 +220,7 @@ def _new_split(problem: Problem, plan: Plan, sizes: Sizes) -> tuple[Split, Tenso
     groups = (thresholds[first : first + group] for first in range(0, len(thresholds), group))
     bias = problem.key_log_weight
     shared = all(len(set(each)) == 1 for each in groups) and (bias is None or bias.stride(1) == 0)
-    large_row = (rows | ~fits).view(query.shape[:3]).view(torch.uint8)
+    large_row = (rows | ~fits).view(query.shape[:3])
     small_key = 1.0 - keys.view(*query.shape[:2], -1).float() if sizes[1] else None
     return Split(table, unit, listed_rows, listed_keys, large_row, small_key, shared, fits), needed
 
