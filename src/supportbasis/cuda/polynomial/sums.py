@@ -57,7 +57,8 @@ class Side:
 
     tokens: Tensor
     values: Tensor
-    weight: Tensor | None = None
+    weight: Tensor | None = None  # of keys
+    slope: Tensor | None = None  # of queries whose values are gradients: those of the denominators
     transposed: Tensor | None = None  # tokens, [batch, heads, d, padded]: what sums need
     words: Tensor | None = None  # the same in words of 32 bits: what rows need
     weighted: Tensor | None = None  # values times weights
@@ -79,15 +80,14 @@ def prepared(
     *,
     summed: bool = False,
     read: bool = False,
-    apply: bool = False,
+    slope: Tensor | None = None,
 ) -> Side:
     """One side with the copies that the kernels read: transposed tokens, words, weighted values.
 
-    ``summed``: it is to be summed over; ``read``: its rows read sums of the other side; ``apply``
-    its weights to the values.
+    ``summed``: it is to be summed over; ``read``: its rows read sums of the other side.
     """
-    side = Side(rows_of(tokens), rows_of(values), weight)
-    if setting.degree == 1 and not apply:
+    side, weighs = Side(rows_of(tokens), rows_of(values), weight, slope), weight is not None
+    if setting.degree == 1 and not weighs:
         return side
     x, v, padded = side.tokens, side.values, side.padded
     batch, heads, n, d = x.shape
@@ -97,7 +97,7 @@ def prepared(
         transposed = new((batch, heads, d, padded))
     if read and setting.packed:
         words = new((batch, heads, d, padded), dtype=torch.int32)
-    if apply:
+    if weighs:
         weighted = new((batch, heads, n, dv))
     at_once = 64 if max(setting.width, setting.value_width) <= 128 else 32
     moments.prepare[(padded // at_once, batch * heads)](
@@ -106,27 +106,23 @@ def prepared(
         x if weighted is None else weighted,
         heads, n, padded, d, dv, *x.stride()[:3], *v.stride()[:3],
         setting.width, setting.value_width, at_once,
-        transposed is not None, words is not None, apply,
+        transposed is not None, words is not None, weighs,
     )  # fmt: skip
     words = transposed if words is None else words
     return replace(side, transposed=transposed, words=words, weighted=weighted)
 
 
-def sums_over(
-    side: Side, setting: Setting, *, states: int = 1, group: int = 1, queries: bool = False
-) -> State:
-    """Sums over the tokens of ``side``, over ``group`` heads together.
-
-    Values count as they are, or weighted where the side has them so; its weights belong to the
-    normaliser.
-    """
-    x, padded = side.tokens, side.padded
+def sums_over(side: Side, setting: Setting, *, states: int = 1, group: int = 1) -> State:
+    """Sums over the tokens of ``side``, over ``group`` heads together: of their values, which
+    weights multiply but slopes do not, and of weights or slopes."""
+    x, padded, queries = side.tokens, side.padded, side.slope is not None
     value = side.values if side.weighted is None else side.weighted
     batch, heads, n, d = x.shape
     all_heads, own = batch * heads, batch * heads // group
     dv, width, value_width = setting.value_dim, setting.width, setting.value_width
     blocks, shape, small = setting.blocks, setting.tiles.state, setting.tiles.small
-    square, weighted = setting.degree == 2, side.weight is not None
+    factor = side.slope if queries else side.weight
+    square, weighted = setting.degree == 2, factor is not None
     row_tiles, col_tiles = cdiv(width, shape.rows), cdiv(value_width, shape.columns)
     groups, scan = cdiv(setting.pairs, shape.pairs), setting.scan(not queries)
     if scan:
@@ -141,7 +137,7 @@ def sums_over(
     new = partial(torch.empty, dtype=torch.float32, device=x.device)
     part = new(splits, all_heads, blocks, d, dv)
     flat = new(splits, all_heads, flat_size)
-    weights = flat if side.weight is None else side.weight  # flat: a tensor that is not touched
+    weights = flat if factor is None else factor  # flat: a tensor that is not touched
     tokens, token_strides = x, (*x.stride()[:3], 1)
     if side.transposed is not None:
         tokens, token_strides = side.transposed, (heads * d * padded, d * padded, 1, padded)
@@ -188,19 +184,19 @@ def read(
     other: Side,
     setting: Setting,
     *,
-    queries: bool = True,
-    slope: Tensor | None = None,
+    normaliser: bool = True,
     unit: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Sums of every row of ``rows`` (their weight multiplies them), and their denominators; with
-    a ``unit`` their quotients, and the logarithms of the denominators. Keys that read ``queries``
-    have no denominators but the sums of a ``slope`` of each query."""
+    """Sums of every row of ``rows`` (their weight multiplies them), and those of weights or slopes,
+    unless no ``normaliser`` is asked for; with a ``unit`` their quotients, and the logarithms of
+    the denominators."""
     (x, y, u), (batch, heads, n, d) = (rows.tokens, other.tokens, other.values), rows.tokens.shape
+    queries = other.slope is None
     shape, sizes = setting.tiles.read, pair_sizes(rows, other, setting)
     out = torch.empty(batch, heads, n, setting.value_dim, dtype=dtype, device=x.device)
     den = torch.empty(batch, heads, n, dtype=torch.float32, device=x.device)
-    weight = next(w for w in (other.weight, slope, den) if w is not None)
+    weight = next(w for w in (other.weight, other.slope, den) if w is not None)
     folded.read_out[(cdiv(n, shape.rows), cdiv(setting.value_width, shape.columns), batch * heads)](
         x, x if rows.words is None else rows.words, *state, fold_masks(d, x.device), y, u, weight,
         den if rows.weight is None else rows.weight, setting.coefficients,
@@ -208,7 +204,7 @@ def read(
         *sizes, *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
         setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
         min(setting.width, 64), 1,
-        setting.degree, setting.scan(queries), queries, queries or slope is not None,
+        setting.degree, setting.scan(queries), queries, normaliser,
         unit is not None, other.weight is not None, rows.weight is not None, setting.packed,
         **setting.switches, **shape.launch,
     )  # fmt: skip
@@ -265,21 +261,17 @@ def key_sums(
     *, read: bool = False,
 ) -> tuple[Side, State]:  # fmt: skip
     """The side of the keys, and its sums."""
-    keys = prepared(key, value, weight, setting, summed=True, read=read, apply=weight is not None)
+    keys = prepared(key, value, weight, setting, summed=True, read=read)
     return keys, sums_over(keys, setting, states=setting.states(query))
 
 
 def token_gradient(
-    rows: Side,
-    slope: Tensor,
-    state: State,
-    other: Side,
-    setting: Setting,
-    queries: bool,
-    dtype: torch.dtype,
+    rows: Side, state: State, other: Side, setting: Setting, dtype: torch.dtype
 ) -> Tensor:
     """Gradient of the tokens of ``rows``, whose values are the directions (see `contract`)."""
     x, u, y, v = rows.tokens, rows.values, other.tokens, other.values
+    queries = rows.slope is not None
+    slope = rows.slope if queries else other.slope
     shape, (batch, heads, n, d) = setting.tiles.contract, x.shape
     out = torch.empty(batch, heads, n, d, dtype=dtype, device=x.device)
     contract.contract[(cdiv(n, shape.rows), cdiv(setting.width, shape.columns), batch * heads)](
@@ -331,13 +323,12 @@ def polynomial_gradients(
     )  # fmt: skip
     group, weight, states = heads // key.shape[1], polynomials.weight, setting.states(key)
     keys, state = key_sums(query, key, value, weight, setting, read=True)
-    queries = prepared(query, g, h, setting, summed=True, read=True)
-    of_queries = sums_over(queries, setting, states=states, group=group, queries=True)
-    queries = replace(queries, weight=None)
-    grad_query = token_gradient(queries, h, state, keys, setting, True, dtype)
-    grad_key = token_gradient(keys, h, of_queries, queries, setting, False, dtype)
+    queries = prepared(query, g, None, setting, summed=True, read=True, slope=h)
+    of_queries = sums_over(queries, setting, states=states, group=group)
+    grad_query = token_gradient(queries, state, keys, setting, dtype)
+    grad_key = token_gradient(keys, of_queries, queries, setting, dtype)
     grad_value, slope = read(
-        keys, of_queries, queries, setting, queries=False, slope=h if for_weights else None,
+        keys, of_queries, queries, setting, normaliser=for_weights,
         dtype=torch.float32 if for_weights else dtype,
     )  # fmt: skip
     made = (grad_query[..., :dim], grad_key[..., :dim], grad_value[..., :columns].to(dtype))
