@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from device_cases import DEVICE, UNIT, inputs, needs_triton, on_device, relative, slow_case
+from supportbasis.components.cotangent import SavedForward
 from supportbasis.cuda.polynomial import sums as polynomial
 from supportbasis.cuda.runtime.language import require
 from supportbasis.errors import InputError, SupportBasisError
@@ -126,12 +127,17 @@ def gradients(q, k, v, coefficients, scale, *, chunk=256, precision="tf32x3", **
     generator = torch.Generator().manual_seed(2)
     grad = torch.randn(output.shape, generator=generator).to(DEVICE, q.dtype)
     grad_lse = torch.randn(lse.shape, generator=generator).to(DEVICE)
-    made = polynomial.polynomial_gradients(
-        grad, grad_lse, q, k, v, given, output, lse, for_weights=True
-    )
+    made = of_sums(q, k, v, given, output, lse, grad, grad_lse)
     loss = (expected * grad).sum() + (den.log() * grad_lse).sum()
     wanted = torch.autograd.grad(loss, inputs)
     return (output, *made), (expected.detach(), *(x.nan_to_num(0.0) for x in wanted))
+
+
+def of_sums(q, k, v, given, output, lse, grad, grad_lse) -> list[Tensor]:
+    """Gradients of query, key, value and log-weights."""
+    saved = SavedForward(output, lse, torch.zeros_like(lse).bool(), grad, grad_lse, True)
+    made = polynomial.polynomial_gradients(q, k, v, given, saved, q.dtype)
+    return [made.query, made.key, made.value, made.key_log_weight]
 
 
 @needs_triton
@@ -148,9 +154,7 @@ def test_keys_without_weight_may_hold_anything():
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     given = polynomials(q, k, TAYLOR, 0.3, log_weight=log_weight)
     output, lse = polynomial.polynomial_attention(q, k, v, given)
-    made = polynomial.polynomial_gradients(
-        torch.ones_like(output), None, q, k, v, given, output, lse, for_weights=True
-    )
+    made = of_sums(q, k, v, given, output, lse, torch.ones_like(output), None)
     assert all(grad.isfinite().all() for grad in made)
     assert all((grad[:, :, 60:] == 0).all() for grad in made[1:])
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...components.cotangent import Gradients, SavedForward
 from ..runtime.language import cdiv, power_of_two
 from . import contract, folded, moments
 from .setting import Polynomials, Setting, operands
@@ -289,29 +290,18 @@ def token_gradient(
 
 
 def polynomial_gradients(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    polynomials: Polynomials,
-    output: Tensor,
-    lse: Tensor,
-    *,
-    for_weights: bool = False,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials, saved: SavedForward,
+    dtype: torch.dtype,
+) -> Gradients:  # fmt: skip
     """Gradients of query, key, value and, if asked for, of the logarithm of the weights.
 
-    ``lse`` belongs to the whole row, so other components may have been added to the sums; it is
-    +inf for rows that had none of these sums.
+    The saved lse belongs to the whole row, so other components may have been added to the sums; it
+    is +inf for rows that had none of these sums.
     """
     dim, columns, causal = query.shape[-1], value.shape[-1], polynomials.causal
-    dtype = dtype or query.dtype
-    query, key, value, grad, output = (
-        operands(x, causal) for x in (query, key, value, grad.to(query.dtype), output)
-    )
-    setting = Setting(query, value, polynomials)
+    tokens = (query, key, value, saved.grad.to(query.dtype), saved.output)
+    query, key, value, grad, output = (operands(x, causal) for x in tokens)
+    setting, lse, grad_lse = Setting(query, value, polynomials), saved.lse, saved.grad_lse
     batch, heads, n = lse.shape
     grad, output = rows_of(grad), output.contiguous()
     g = torch.empty(batch, heads, n, setting.value_dim, dtype=setting.dtype, device=grad.device)
@@ -328,11 +318,11 @@ def polynomial_gradients(
     grad_query = token_gradient(queries, state, keys, setting, dtype)
     grad_key = token_gradient(keys, of_queries, queries, setting, dtype)
     grad_value, slope = read(
-        keys, of_queries, queries, setting, normaliser=for_weights,
-        dtype=torch.float32 if for_weights else dtype,
+        keys, of_queries, queries, setting, normaliser=saved.for_weights,
+        dtype=torch.float32 if saved.for_weights else dtype,
     )  # fmt: skip
     made = (grad_query[..., :dim], grad_key[..., :dim], grad_value[..., :columns].to(dtype))
-    if not for_weights:
-        return (*made, None)
+    if not saved.for_weights:
+        return Gradients(*made, None)
     slope = (grad_value * value).sum(-1) + (slope if weight is None else weight * slope)
-    return (*made, slope if weight is None else torch.where(weight > 0, slope, 0.0))
+    return Gradients(*made, slope if weight is None else torch.where(weight > 0, slope, 0.0))

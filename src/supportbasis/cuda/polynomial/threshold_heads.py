@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -178,22 +178,22 @@ class _Sums(NamedTuple):
 
     def gradients(self, problem: Problem, saved: SavedForward, wide: bool) -> Gradients:
         """Of the call's tokens; ``wide``: in float32."""
-        given = (saved.grad, saved.grad_lse, saved.output, saved.lse)
-        grad, grad_lse, output, lse = (
-            None if x is None else x.reshape(*self.query.shape[:2], *x.shape[2:]) for x in given
-        )
-        query, key, value, weight = polynomial_gradients(
-            cast(Tensor, grad), grad_lse, *self, cast(Tensor, output), cast(Tensor, lse),
-            for_weights=saved.for_weights, dtype=torch.float32 if wide else None,
-        )  # fmt: skip
+        shape, dtype = self.query.shape[:2], torch.float32 if wide else self.query.dtype
+        parts: dict[str, Any] = {
+            name: x.reshape(*shape, *x.shape[2:])
+            for name, x in vars(saved).items()
+            if isinstance(x, Tensor)
+        }
+        made = polynomial_gradients(*self, replace(saved, **parts), dtype)
         if self.key.shape[:2] != problem.key.shape[:2]:
-            key, value = (
-                x.float().sum(1).view(problem.batch, -1, *x.shape[2:]) for x in (key, value)
+            made.key, made.value = (
+                x.float().sum(1).view(problem.batch, -1, *x.shape[2:])
+                for x in (made.key, made.value)
             )
-        query = query.reshape(problem.query.shape)
-        if weight is not None:
-            weight = weight.reshape(problem.batch, -1, problem.m)
-        return Gradients(query, key, value, weight)
+        made.query = made.query.reshape(problem.query.shape)
+        if made.key_log_weight is not None:
+            made.key_log_weight = made.key_log_weight.reshape(problem.batch, -1, problem.m)
+        return made
 
 
 # ---- the plan on the device --------------------------------------------------------------------
