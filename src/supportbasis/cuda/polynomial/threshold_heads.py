@@ -30,7 +30,7 @@ from ...problem.problem import Problem
 from ..exact.exact_heads import empty_results, finished, precision, whole
 from ..exact.rectangle import Start, Tokens, Totals, add_gradients, exact_rows, slopes
 from ..runtime.capacity import Capacity, Sizes, all_unless, enough
-from ..runtime.lengths import large, listed, rounded_down
+from ..runtime.lengths import large, listed, rounded_down, thresholds
 from .setting import Polynomials
 from .sums import key_weights, polynomial_attention, polynomial_gradients, polynomial_sums
 
@@ -139,7 +139,7 @@ class _Sums(NamedTuple):
     ) -> _Sums:
         """``for_weights``: their gradients are asked for, which heads do not share."""
         query, key, value = problem.query, problem.key, problem.value
-        group, bias, limits = problem.group, problem.key_log_weight, _limits(plan)
+        group, bias, limits = problem.group, problem.key_log_weight, thresholds(plan)
         shared = (
             not for_weights
             and all(limit == limits[head - head % group] for head, limit in enumerate(limits))
@@ -239,14 +239,10 @@ def _table(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
             [_coefficients(head, scale) for head in plan.heads] * batch, dtype=torch.float64
         )
         unit = torch.tensor([_polynomial(head).bound for head in plan.heads] * batch)
-        limit = rounded_down(_limits(plan) * batch)
+        limit = rounded_down(thresholds(plan) * batch)
         return coefficients.float().to(device), unit.to(device), limit.to(device)
 
     return _tables.get(plan, (device, batch, scale), make)
-
-
-def _limits(plan: Plan) -> list[float]:
-    return [head.threshold if isinstance(head, ThresholdHead) else math.inf for head in plan.heads]
 
 
 def _coefficients(head: HeadPlan, scale: float) -> tuple[float, ...]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ...plans import Plan, ThresholdHead
 from . import lengths_kernels as kernels
 from .language import cdiv, power_of_two
 
@@ -48,6 +50,11 @@ def listed(flags: Tensor, most: int) -> tuple[Tensor, Tensor]:
     count = torch.empty(heads, dtype=torch.int32, device=flags.device)
     kernels.listed[(heads,)](flags.view(torch.uint8), index, count, n, most, LISTED)
     return index, count
+
+
+def thresholds(plan: Plan) -> list[float]:
+    """Of all heads; infinite where there is none."""
+    return [head.threshold if isinstance(head, ThresholdHead) else math.inf for head in plan.heads]
 
 
 def rounded_down(limits: Sequence[float]) -> Tensor:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ...engine import ranges
-from ...plans import Plan, ScoreRange, ThresholdHead
+from ...plans import Plan, ScoreRange
 from ...problem.caching import WeakCache
 from ...problem.problem import Problem
-from .lengths import lengths, rounded_down
+from .lengths import lengths, rounded_down, thresholds
 from .reporting import Report, capturing
 
 SECONDS = 0.1  # between two calls that are checked
@@ -29,9 +29,7 @@ class RangeCheck:
     """The range check of the calls of one plan on one device."""
 
     def __init__(self, plan: Plan, device: torch.device, batch: int) -> None:
-        self.limits = batch * [
-            head.threshold if isinstance(head, ThresholdHead) else math.inf for head in plan.heads
-        ]
+        self.limits = thresholds(plan) * batch
         self.device, self.batch = device, batch
         self.report, self.scale, self.last = Report(), 1.0, -math.inf
         self.instead: Plan | None = None  # with the heads exact that have left their range
