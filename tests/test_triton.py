@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from device_cases import DEVICE, UNIT, inputs, needs_triton, on_device, relative
 from supportbasis.components.cotangent import SavedForward
 from supportbasis.cuda.polynomial import sums as polynomial
 from supportbasis.cuda.runtime.language import require
-from supportbasis.errors import InputError, SupportBasisError
+from supportbasis.errors import SupportBasisError
 
 pytestmark = [  # NumPy's, of the interpreter
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -167,16 +166,6 @@ def test_transposed_memory():
     expected = sums(q, k, v, TAYLOR, 0.3)[0]
     assert torch.equal(sums(*apart, TAYLOR, 0.3)[0], expected)
     assert torch.equal(sums(*columns, TAYLOR, 0.3)[0], expected)
-
-
-@needs_triton
-def test_bad_arguments_are_named():
-    (q, k, v), _ = inputs(1, n=20, d=16)
-    taylor = polynomials(q, k, TAYLOR, 0.3)
-    with pytest.raises(InputError, match="degree: got 3"):
-        polynomial.polynomial_sums(q, k, v, replace(taylor, degree=3))
-    with pytest.raises(InputError, match="chunk: got 100"):
-        polynomial.polynomial_sums(q, k, v, replace(taylor, causal=True, chunk=100))
 
 
 def test_missing_triton_is_said_in_words(monkeypatch):

@@ -204,8 +204,7 @@ def read(
         den if unit is None else unit, out, den,
         *sizes, *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
         setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
-        min(setting.width, 64), 1,
-        setting.degree, setting.scan(queries), queries, normaliser,
+        min(setting.width, 64), setting.degree, setting.scan(queries), queries, normaliser,
         unit is not None, other.weight is not None, rows.weight is not None, setting.packed,
         **setting.switches, **shape.launch,
     )  # fmt: skip
