@@ -121,7 +121,7 @@ def gradients(q, k, v, coefficients, scale, *, chunk=256, precision="tf32x3", **
         q, k, coefficients, scale,
         log_weight=log_weight, chunk=chunk, precision=precision, **call,
     )  # fmt: skip
-    output, lse = polynomial.polynomial_attention(q, k, v, given)
+    output, lse = polynomial.polynomial_sums(q, k, v, given, divide=True)
     assert (lse.double() - den.log()).abs().max() < (1e-5 if q.dtype == torch.float32 else 0.02)
     generator = torch.Generator().manual_seed(2)
     grad = torch.randn(output.shape, generator=generator).to(DEVICE, q.dtype)
@@ -152,7 +152,7 @@ def test_keys_without_weight_may_hold_anything():
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     given = polynomials(q, k, TAYLOR, 0.3, log_weight=log_weight)
-    output, lse = polynomial.polynomial_attention(q, k, v, given)
+    output, lse = polynomial.polynomial_sums(q, k, v, given, divide=True)
     made = of_sums(q, k, v, given, output, lse, torch.ones_like(output), None)
     assert all(grad.isfinite().all() for grad in made)
     assert all((grad[:, :, 60:] == 0).all() for grad in made[1:])
@@ -213,7 +213,7 @@ class TestOnDevice:
         plain, _ = self.plain(q, k, v, scale, torch.bfloat16)
         assert relative(mine, num) <= 1.5 * relative(plain, num)
         assert relative(mine_den, den) < (1e-5 if dtype == torch.bfloat16 else 1e-4)  # rounded
-        output, _ = polynomial.polynomial_attention(q, k, v, given)
+        output, _ = polynomial.polynomial_sums(q, k, v, given, divide=True)
         limit = 1.5 * relative(plain / den.unsqueeze(-1), num / den.unsqueeze(-1)) + UNIT[dtype]
         assert relative(output, num / den.unsqueeze(-1)) <= limit
 
@@ -274,7 +274,9 @@ class TestOnDevice:
             return x.normal_(generator=generator).mul_(0.3).transpose(1, 2)
 
         q, k, v = normal(), normal(), normal()
-        output, _ = polynomial.polynomial_attention(q, k, v, polynomials(q, k, TAYLOR, d**-0.5))
+        output, _ = polynomial.polynomial_sums(
+            q, k, v, polynomials(q, k, TAYLOR, d**-0.5), divide=True
+        )
         rows = torch.tensor([0, 1234, n - 1], device="cuda")
         for head in (0, heads - 1):
             part = [x[:, head : head + 1] for x in (q[:, :, rows], k, v)]
@@ -289,7 +291,7 @@ class TestOnDevice:
         given = polynomials(q, k, TAYLOR, 0.3, causal=causal, **call)
 
         def run() -> Tensor:
-            return polynomial.polynomial_attention(q, k, v, given)[0]
+            return polynomial.polynomial_sums(q, k, v, given, divide=True)[0]
 
         run()
         graph = torch.cuda.CUDAGraph()

@@ -230,39 +230,23 @@ def key_weights(log_weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def polynomial_sums(
-    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials, unit: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials, *, divide: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Numerators and denominators in float32, in units of exp(polynomials.unit); with a ``unit``
-    the output and lse of `polynomial_attention`.
+    """Numerators and denominators in float32, in units of exp(polynomials.unit); or, to ``divide``,
+    output in the dtype of the query and lse, zeros and -inf where the denominator is not positive.
 
     query [batch, heads, n, d], key and value [batch, key heads, m, ...] with heads a multiple of
     key heads.
     """
     columns, causal = value.shape[-1], polynomials.causal
-    dtype = torch.float32 if unit is None else query.dtype
+    unit, dtype = (polynomials.unit, query.dtype) if divide else (None, torch.float32)
     query, key, value = (operands(x, causal) for x in (query, key, value))
     setting = Setting(query, value, polynomials)
-    keys, state = key_sums(query, key, value, polynomials.weight, setting)
+    keys = prepared(key, value, polynomials.weight, setting, summed=True)
+    state = sums_over(keys, setting, states=setting.states(query))
     queries = prepared(query, value, None, setting, read=True)
     out, den = read(queries, state, keys, setting, unit=unit, dtype=dtype)
     return out[..., :columns], den
-
-
-def polynomial_attention(
-    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials
-) -> tuple[Tensor, Tensor]:
-    """Output in the dtype of the query and lse; rows whose denominator is not positive get zeros
-    and -inf."""
-    return polynomial_sums(query, key, value, polynomials, polynomials.unit)
-
-
-def key_sums(
-    query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, setting: Setting,
-    *, read: bool = False,
-) -> tuple[Side, State]:  # fmt: skip
-    """The side of the keys, and its sums."""
-    keys = prepared(key, value, weight, setting, summed=True, read=read)
-    return keys, sums_over(keys, setting, states=setting.states(query))
 
 
 def token_gradient(
@@ -310,10 +294,11 @@ def polynomial_gradients(
         heads, n, setting.value_dim, *grad.stride()[:3],
         setting.value_width, 64, grad_lse is not None,
     )  # fmt: skip
-    group, weight, states = heads // key.shape[1], polynomials.weight, setting.states(key)
-    keys, state = key_sums(query, key, value, weight, setting, read=True)
+    group, weight = heads // key.shape[1], polynomials.weight
+    keys = prepared(key, value, weight, setting, summed=True, read=True)
     queries = prepared(query, g, None, setting, summed=True, read=True, slope=h)
-    of_queries = sums_over(queries, setting, states=states, group=group)
+    state = sums_over(keys, setting, states=setting.states(query))
+    of_queries = sums_over(queries, setting, states=setting.states(key), group=group)
     grad_query = token_gradient(queries, state, keys, setting, dtype)
     grad_key = token_gradient(keys, of_queries, queries, setting, dtype)
     grad_value, slope = read(

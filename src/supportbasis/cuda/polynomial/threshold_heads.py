@@ -32,7 +32,7 @@ from ..exact.rectangle import Start, Tokens, Totals, add_gradients, exact_rows, 
 from ..runtime.capacity import Capacity, Sizes, all_unless, enough
 from ..runtime.lengths import large, listed, rounded_down, thresholds
 from .setting import Polynomials
-from .sums import key_weights, polynomial_attention, polynomial_gradients, polynomial_sums
+from .sums import key_weights, polynomial_gradients, polynomial_sums
 
 Result = TypeVar("Result")
 
@@ -73,7 +73,7 @@ def _attended(problem: Problem, plan: Plan, split: Split | None) -> tuple[Tensor
     """Output and lse of all rows."""
     sums, every = _Sums.of(problem, plan, split), whole(problem)
     if split is None or not split.keys.most:
-        made = polynomial_attention(*sums)
+        made = polynomial_sums(*sums, divide=True)
         output, lse = (x.reshape(problem.query.shape[:3] + x.shape[3:]) for x in made)
         output, lse = output.contiguous(), lse.contiguous()
     else:
