@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..polynomial.sums import rows_of
 from ..runtime.language import cdiv, interpreted, power_of_two
 from . import rectangle_kernels as kernels
 
@@ -84,6 +83,11 @@ def backward_tile(width: int, full_precision: bool) -> Tile:
     if width <= 64:
         return Tile(64, 64, 4, 2)
     return Tile(64, 64, 8, 1) if width <= 128 else Tile(32, 32, 4, 1)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """A [batch, heads, n, width] tensor whose rows lie together in memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def splits_of(blocks: int, length: int, tile: int) -> tuple[int, int]:
@@ -178,9 +182,11 @@ def slopes(grad: Tensor, grad_lse: Tensor | None, output: Tensor) -> Tensor:
     that does not depend on the key."""
     batch, heads, n, dv = output.shape
     grad, slope = rows_of(grad), output.new_empty((batch, heads, n), dtype=torch.float32)
+    grad_lse, has_lse = (slope, False) if grad_lse is None else (grad_lse.contiguous(), True)
+    unused = (slope, slope, slope)
     kernels.row_slopes[(cdiv(n, 64), batch * heads)](
-        grad, output.contiguous(), slope if grad_lse is None else grad_lse.contiguous(), slope,
-        heads, n, dv, *grad.stride()[:3], power_of_two(dv), 64, grad_lse is not None,
+        grad, output.contiguous(), grad_lse, slope, *unused,
+        heads, n, dv, *grad.stride()[:3], power_of_two(dv), 64, has_lse, False,
     )  # fmt: skip
     return slope
 

@@ -141,11 +141,12 @@ def join_splits(
 
 @jit
 def row_slopes(
-    grad, out, grad_lse, slope,
+    grad, out, grad_lse, slope, lse, unit, scaled,
     heads, n, dv, g_b, g_h, g_n,
-    E: tl.constexpr, BM: tl.constexpr, LSE: tl.constexpr,
+    E: tl.constexpr, BM: tl.constexpr, LSE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """What every score of a row adds: the gradient of lse less <grad, out>."""
+    """What every score of a row adds: the gradient of lse less <grad, out>. SCALED: over the row's
+    denominator in units of exp(unit), and the gradient likewise; zero where lse is infinite."""
     bh, start = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * BM
     near, cols = tl.arange(0, BM), tl.arange(0, E)
     live = start + near < n
@@ -155,6 +156,13 @@ def row_slopes(
     term = -tl.sum(direction * value, 1)
     if LSE:
         term += tl.load(grad_lse + bh * n + start + near, mask=live, other=0.0)
+    if SCALED:
+        size = tl.load(lse + bh * n + start + near, mask=live, other=float("-inf"))
+        inverse = tl.where(size > float("-inf"), tl.exp(tl.load(unit + bh) - size), 0.0)
+        term *= inverse
+        direction = (direction * inverse[:, None]).to(scaled.dtype.element_ty)
+        target = scaled + (bh * n + start) * dv + near[:, None] * dv + cols[None, :]
+        tl.store(target, direction, mask=live[:, None] & (cols < dv)[None, :])
     tl.store(slope + bh * n + start + near, term, mask=live)
 
 

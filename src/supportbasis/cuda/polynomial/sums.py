@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from ...components.cotangent import Gradients, SavedForward
+from ..exact.rectangle import rows_of
+from ..exact.rectangle_kernels import row_slopes
 from ..runtime.language import cdiv, power_of_two
 from . import contract, folded, moments
 from .setting import Polynomials, Setting, operands
@@ -45,11 +47,6 @@ def fold_masks(dim: int, device: torch.device) -> Tensor:
     """Row p: -1 in the columns j >= p of x[p] x[j], 0 in those of the reversed tile."""
     p = torch.arange((dim + 1) // 2, device=device).unsqueeze(1)
     return -(torch.arange(power_of_two(dim), device=device) >= p).to(torch.int32)
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """A [batch, heads, n, width] tensor whose rows lie together in memory."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,10 +286,10 @@ def polynomial_gradients(
     grad, output = rows_of(grad), output.contiguous()
     g = torch.empty(batch, heads, n, setting.value_dim, dtype=setting.dtype, device=grad.device)
     h = torch.empty_like(lse)
-    contract.gradient_rows[(cdiv(n, 64), batch * heads)](
-        grad, output, lse, polynomials.unit, h if grad_lse is None else grad_lse.contiguous(), g, h,
+    row_slopes[(cdiv(n, 64), batch * heads)](
+        grad, output, h if grad_lse is None else grad_lse.contiguous(), h, lse, polynomials.unit, g,
         heads, n, setting.value_dim, *grad.stride()[:3],
-        setting.value_width, 64, grad_lse is not None,
+        setting.value_width, 64, grad_lse is not None, True,
     )  # fmt: skip
     group, weight = heads // key.shape[1], polynomials.weight
     keys = prepared(key, value, weight, setting, summed=True, read=True)
