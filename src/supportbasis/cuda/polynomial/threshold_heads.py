@@ -202,7 +202,7 @@ def _with_split(
         split, needed = _split(problem, plan, sizes, guarded)
         return work(split), needed
 
-    capacity = Capacity.of(plan, problem, (0, 0))
+    capacity = Capacity.of(plan, problem)
     return capacity.run_backward(run) if backward else capacity.run(run)
 
 
