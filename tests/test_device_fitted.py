@@ -167,7 +167,7 @@ def test_what_did_not_fit_goes_back_exactly(small):
     """A plan without capacity: forward and backward everything is exact."""
     wide, tokens, call, plan = case()
     problem = attention_problem(*tokens, 0.0, False, None, True)
-    capacity = fitted.capacity_of(problem, plan)
+    capacity = Capacity.of(plan, problem)
     capacity.sizes, capacity.known = (0, 1), True
     made, back = outcome_of(tokens, call, plan, FITTED)
     leaves = [x.requires_grad_() for x in wide]

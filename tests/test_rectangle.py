@@ -63,7 +63,7 @@ def check(shape, dtype, rough, *, causal, listed_rows, listed_keys, started, wei
         pairs = pairs & key_mask.view(batch, heads, 1, m)
     if row_mask is not None:
         written = row_mask.view(batch, heads, n)
-    excluded = start = None
+    start, apart = None, torch.zeros_like(written)  # rows with no part in the gradients
     extra_num = extra_den = torch.zeros((), dtype=torch.float64, device=DEVICE)
     if started:
         unit = torch.randn(total, generator=generator).to(DEVICE)
@@ -72,11 +72,9 @@ def check(shape, dtype, rough, *, causal, listed_rows, listed_keys, started, wei
         start = exact.Start(num, den, unit)
         factor = unit.double().exp().view(batch, heads, 1)
         extra_num, extra_den = num.double() * factor.unsqueeze(-1), den.double() * factor
-        excluded = (torch.rand(batch, heads, n, generator=generator) < 0.2).to(DEVICE)
-        written = written & ~excluded
-        excluded = excluded.to(torch.uint8)
+        apart = (torch.rand(batch, heads, n, generator=generator) < 0.2).to(DEVICE)
     given = exact.Rectangle(
-        q, k, v, rows, keys, scale, causal, log_weight if weighted else None, excluded, "ieee"
+        q, k, v, rows, keys, scale, causal, log_weight if weighted else None, "ieee"
     )
     output = torch.full((batch, heads, n, dv), 7.0, dtype=dtype, device=DEVICE)
     lse = torch.full((batch, heads, n), 7.0, device=DEVICE)
@@ -104,8 +102,9 @@ def check(shape, dtype, rough, *, causal, listed_rows, listed_keys, started, wei
         *(torch.zeros(x.shape[0], heads, *x.shape[2:], device=DEVICE) for x in tokens)
     )
     slope = exact.slopes(grad, grad_lse, output)
-    exact.add_gradients(made, grad, slope, lse, given)
-    loss = (expected * grad).sum() + torch.where(seen, expected_lse * grad_lse, 0.0).sum()
+    exact.add_gradients(made, grad, slope, lse.masked_fill(apart, math.inf), given)
+    loss = expected * grad.masked_fill(apart.unsqueeze(-1), 0)
+    loss = loss.sum() + torch.where(seen & ~apart, expected_lse * grad_lse, 0.0).sum()
     wanted = torch.autograd.grad(loss, tokens)
     for mine, theirs in zip(made, wanted, strict=True):
         mine = mine.unflatten(1, (theirs.shape[1], -1)).sum(2)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from device_cases import DEVICE, UNIT, inputs, needs_triton, on_device, relative, slow_case
+from supportbasis.components.cotangent import SavedForward
 from supportbasis.cuda.polynomial import sums as polynomial
 from supportbasis.cuda.runtime.language import require
-from supportbasis.errors import InputError, SupportBasisError
+from supportbasis.errors import SupportBasisError
 
 pytestmark = [  # NumPy's, of the interpreter
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -121,17 +121,22 @@ def gradients(q, k, v, coefficients, scale, *, chunk=256, precision="tf32x3", **
         q, k, coefficients, scale,
         log_weight=log_weight, chunk=chunk, precision=precision, **call,
     )  # fmt: skip
-    output, lse = polynomial.polynomial_attention(q, k, v, given)
+    output, lse = polynomial.polynomial_sums(q, k, v, given, divide=True)
     assert (lse.double() - den.log()).abs().max() < (1e-5 if q.dtype == torch.float32 else 0.02)
     generator = torch.Generator().manual_seed(2)
     grad = torch.randn(output.shape, generator=generator).to(DEVICE, q.dtype)
     grad_lse = torch.randn(lse.shape, generator=generator).to(DEVICE)
-    made = polynomial.polynomial_gradients(
-        grad, grad_lse, q, k, v, given, output, lse, for_weights=True
-    )
+    made = of_sums(q, k, v, given, output, lse, grad, grad_lse)
     loss = (expected * grad).sum() + (den.log() * grad_lse).sum()
     wanted = torch.autograd.grad(loss, inputs)
     return (output, *made), (expected.detach(), *(x.nan_to_num(0.0) for x in wanted))
+
+
+def of_sums(q, k, v, given, output, lse, grad, grad_lse) -> list[Tensor]:
+    """Gradients of query, key, value and log-weights."""
+    saved = SavedForward(output, lse, torch.zeros_like(lse).bool(), grad, grad_lse, True)
+    made = polynomial.polynomial_gradients(q, k, v, given, saved, q.dtype)
+    return [made.query, made.key, made.value, made.key_log_weight]
 
 
 @needs_triton
@@ -147,10 +152,8 @@ def test_keys_without_weight_may_hold_anything():
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     given = polynomials(q, k, TAYLOR, 0.3, log_weight=log_weight)
-    output, lse = polynomial.polynomial_attention(q, k, v, given)
-    made = polynomial.polynomial_gradients(
-        torch.ones_like(output), None, q, k, v, given, output, lse, for_weights=True
-    )
+    output, lse = polynomial.polynomial_sums(q, k, v, given, divide=True)
+    made = of_sums(q, k, v, given, output, lse, torch.ones_like(output), None)
     assert all(grad.isfinite().all() for grad in made)
     assert all((grad[:, :, 60:] == 0).all() for grad in made[1:])
 
@@ -163,16 +166,6 @@ def test_transposed_memory():
     expected = sums(q, k, v, TAYLOR, 0.3)[0]
     assert torch.equal(sums(*apart, TAYLOR, 0.3)[0], expected)
     assert torch.equal(sums(*columns, TAYLOR, 0.3)[0], expected)
-
-
-@needs_triton
-def test_bad_arguments_are_named():
-    (q, k, v), _ = inputs(1, n=20, d=16)
-    taylor = polynomials(q, k, TAYLOR, 0.3)
-    with pytest.raises(InputError, match="degree: got 3"):
-        polynomial.polynomial_sums(q, k, v, replace(taylor, degree=3))
-    with pytest.raises(InputError, match="chunk: got 100"):
-        polynomial.polynomial_sums(q, k, v, replace(taylor, causal=True, chunk=100))
 
 
 def test_missing_triton_is_said_in_words(monkeypatch):
@@ -220,7 +213,7 @@ class TestOnDevice:
         plain, _ = self.plain(q, k, v, scale, torch.bfloat16)
         assert relative(mine, num) <= 1.5 * relative(plain, num)
         assert relative(mine_den, den) < (1e-5 if dtype == torch.bfloat16 else 1e-4)  # rounded
-        output, _ = polynomial.polynomial_attention(q, k, v, given)
+        output, _ = polynomial.polynomial_sums(q, k, v, given, divide=True)
         limit = 1.5 * relative(plain / den.unsqueeze(-1), num / den.unsqueeze(-1)) + UNIT[dtype]
         assert relative(output, num / den.unsqueeze(-1)) <= limit
 
@@ -281,7 +274,9 @@ class TestOnDevice:
             return x.normal_(generator=generator).mul_(0.3).transpose(1, 2)
 
         q, k, v = normal(), normal(), normal()
-        output, _ = polynomial.polynomial_attention(q, k, v, polynomials(q, k, TAYLOR, d**-0.5))
+        output, _ = polynomial.polynomial_sums(
+            q, k, v, polynomials(q, k, TAYLOR, d**-0.5), divide=True
+        )
         rows = torch.tensor([0, 1234, n - 1], device="cuda")
         for head in (0, heads - 1):
             part = [x[:, head : head + 1] for x in (q[:, :, rows], k, v)]
@@ -296,7 +291,7 @@ class TestOnDevice:
         given = polynomials(q, k, TAYLOR, 0.3, causal=causal, **call)
 
         def run() -> Tensor:
-            return polynomial.polynomial_attention(q, k, v, given)[0]
+            return polynomial.polynomial_sums(q, k, v, given, divide=True)[0]
 
         run()
         graph = torch.cuda.CUDAGraph()

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..polynomial.sums import rows_of
 from ..runtime.language import cdiv, interpreted, power_of_two
 from . import rectangle_kernels as kernels
 
@@ -86,6 +85,11 @@ def backward_tile(width: int, full_precision: bool) -> Tile:
     return Tile(64, 64, 8, 1) if width <= 128 else Tile(32, 32, 4, 1)
 
 
+def rows_of(x: Tensor) -> Tensor:
+    """A [batch, heads, n, width] tensor whose rows lie together in memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def splits_of(blocks: int, length: int, tile: int) -> tuple[int, int]:
     """Number of splits, and tokens of each, that occupy the device."""
     wanted = min(cdiv(PROGRAMS, max(1, blocks)), cdiv(length, LEAST_SPLIT))
@@ -106,7 +110,6 @@ class Rectangle:
     scale: float
     causal: bool = False
     log_weight: Tensor | None = None  # [batch, heads of the queries, m] float32
-    excluded: Tensor | None = None  # [batch, heads, n] uint8: rows that are not to be written
     precision: str = "tf32x3"  # of float32 products
 
     @property
@@ -127,7 +130,7 @@ class Rectangle:
 
     def launch(
         self, kernel: Any, tile: Tile, programs: tuple[int, int], given: tuple[Tensor, ...],
-        span: int, scale: float, switches: tuple[bool, ...], strides: tuple[int, ...] = (),
+        span: int, scale: float, switches: tuple[bool, ...] = (), strides: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         """Launch a kernel with the arguments that all of them share, and those that are given."""
         query, key, value = tokens = [rows_of(x) for x in (self.query, self.key, self.value)]
@@ -149,24 +152,23 @@ def exact_rows(
     rectangle: Rectangle, output: Tensor, lse: Tensor, start: Start | None = None
 ) -> None:
     """Write output and lse of the rows of a rectangle."""
-    rows, keys, excluded = rectangle.rows, rectangle.keys, rectangle.excluded
-    heads, dv, new = rectangle.heads, output.shape[-1], rectangle.new
+    rows, keys, heads = rectangle.rows, rectangle.keys, rectangle.heads
+    dv, new = output.shape[-1], rectangle.new
     if not rows.most:
         return
     tile = forward_tile(rectangle.width, rectangle.full)
     blocks = cdiv(rows.most, tile.rows)
     splits, span = 1, max(1, keys.most)
-    if start is None and excluded is None:
+    if start is None:
         splits, span = splits_of(blocks * heads, keys.most, tile.keys)
     parts, tops, masses = output, lse, lse
     if splits > 1:
         parts = new(splits, heads, rows.most, dv)
         tops, masses = new(2, splits, heads, rows.most).unbind(0)
-    given = (*(start or (lse, lse, lse)), lse if excluded is None else excluded)
-    switches = (start is not None, excluded is not None, splits > 1)
     rectangle.launch(
-        kernels.attend, tile, (blocks, splits), (*given, parts, tops, masses),
-        span, rectangle.scale * LOG2E, switches,
+        kernels.attend, tile, (blocks, splits),
+        (*(start or (lse, lse, lse)), parts, tops, masses),
+        span, rectangle.scale * LOG2E, (start is not None, splits > 1),
     )  # fmt: skip
     if splits > 1:
         kernels.join_splits[(cdiv(rows.most, 16), heads)](
@@ -180,9 +182,11 @@ def slopes(grad: Tensor, grad_lse: Tensor | None, output: Tensor) -> Tensor:
     that does not depend on the key."""
     batch, heads, n, dv = output.shape
     grad, slope = rows_of(grad), output.new_empty((batch, heads, n), dtype=torch.float32)
+    grad_lse, has_lse = (slope, False) if grad_lse is None else (grad_lse.contiguous(), True)
+    unused = (slope, slope, slope)
     kernels.row_slopes[(cdiv(n, 64), batch * heads)](
-        grad, output.contiguous(), slope if grad_lse is None else grad_lse.contiguous(), slope,
-        heads, n, dv, *grad.stride()[:3], power_of_two(dv), 64, grad_lse is not None,
+        grad, output.contiguous(), grad_lse, slope, *unused,
+        heads, n, dv, *grad.stride()[:3], power_of_two(dv), 64, has_lse, False,
     )  # fmt: skip
     return slope
 
@@ -190,18 +194,19 @@ def slopes(grad: Tensor, grad_lse: Tensor | None, output: Tensor) -> Tensor:
 def add_gradients(
     total: Totals, grad: Tensor, slope: Tensor, lse: Tensor, rectangle: Rectangle
 ) -> None:
-    """Add the gradients of a rectangle; ``lse`` is that of the whole row."""
+    """Add the gradients of a rectangle; ``lse`` is that of the whole row, or +inf for a row that
+    had no part in it."""
     rows, keys, heads = rectangle.rows, rectangle.keys, rectangle.heads
     if not rows.most or not keys.most:
         return
     tile = backward_tile(rectangle.width, rectangle.full)
-    grad, excluded = rows_of(grad.to(rectangle.query.dtype)), rectangle.excluded
+    grad = rows_of(grad.to(rectangle.query.dtype))
 
     def launch(kernel: Any, blocks: int, splits: int, span: int, *parts: Tensor) -> None:
-        given = (grad, lse, slope, lse if excluded is None else excluded, *parts)
+        given = (grad, lse, slope, *parts)
         rectangle.launch(
             kernel, tile, (blocks, splits), given, span, rectangle.scale,
-            (excluded is not None,), grad.stride()[:3],
+            strides=grad.stride()[:3],
         )  # fmt: skip
 
     blocks = cdiv(rows.most, tile.rows)

@@ -33,19 +33,18 @@ def bias_of(log_weight, token, here, WEIGHTED: tl.constexpr):
 @jit
 def attend(
     q, k, v, log_weight, rows, row_count, keys, key_count,
-    num, den, unit, excluded, out, lse, mass_out,
+    num, den, unit, out, lse, mass_out,
     heads, key_heads, n, m, d, dv, most_rows, most_keys, span, scale,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, w_b, w_h,
     D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     LISTED_ROWS: tl.constexpr, LISTED_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
-    WEIGHTED: tl.constexpr, STARTED: tl.constexpr, EXCLUDED: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WEIGHTED: tl.constexpr, STARTED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block of rows over a split of the keys.
 
     STARTED: the sums begin with ``num`` and ``den``, in units of exp(unit). SPLIT: numerators, tops
     and masses of this split are written, one slot a row; else output and lse, at the rows' own
-    positions unless they are ``excluded``.
+    positions.
     """
     split, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, h = bh // heads, bh % heads
@@ -99,8 +98,6 @@ def attend(
         tl.store(lse + target, top, mask=live)
         tl.store(mass_out + target, mass, mask=live)
     else:
-        if EXCLUDED:
-            live = live & (tl.load(excluded + bh * n + row, mask=live, other=1) == 0)
         store_quotients(out, lse, total, top, mass, bh * n + row, live, cols, dv)
 
 
@@ -144,11 +141,12 @@ def join_splits(
 
 @jit
 def row_slopes(
-    grad, out, grad_lse, slope,
+    grad, out, grad_lse, slope, lse, unit, scaled,
     heads, n, dv, g_b, g_h, g_n,
-    E: tl.constexpr, BM: tl.constexpr, LSE: tl.constexpr,
+    E: tl.constexpr, BM: tl.constexpr, LSE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """What every score of a row adds: the gradient of lse less <grad, out>."""
+    """What every score of a row adds: the gradient of lse less <grad, out>. SCALED: over the row's
+    denominator in units of exp(unit), and the gradient likewise; zero where lse is infinite."""
     bh, start = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * BM
     near, cols = tl.arange(0, BM), tl.arange(0, E)
     live = start + near < n
@@ -158,14 +156,19 @@ def row_slopes(
     term = -tl.sum(direction * value, 1)
     if LSE:
         term += tl.load(grad_lse + bh * n + start + near, mask=live, other=0.0)
+    if SCALED:
+        size = tl.load(lse + bh * n + start + near, mask=live, other=float("-inf"))
+        inverse = tl.where(size > float("-inf"), tl.exp(tl.load(unit + bh) - size), 0.0)
+        term *= inverse
+        direction = (direction * inverse[:, None]).to(scaled.dtype.element_ty)
+        target = scaled + (bh * n + start) * dv + near[:, None] * dv + cols[None, :]
+        tl.store(target, direction, mask=live[:, None] & (cols < dv)[None, :])
     tl.store(slope + bh * n + start + near, term, mask=live)
 
 
 @jit
-def _row_side(lse, slope, excluded, bh, n, row, live, EXCLUDED: tl.constexpr):
+def _row_side(lse, slope, bh, n, row, live):
     """Log-sum-exp to base 2 (inf: no weight) and slope of some rows."""
-    if EXCLUDED:
-        live = live & (tl.load(excluded + bh * n + row, mask=live, other=1) == 0)
     size = tl.load(lse + bh * n + row, mask=live, other=float("-inf"))
     size = tl.where(size == float("-inf"), float("inf"), size * 1.4426950408889634)
     return size, tl.load(slope + bh * n + row, mask=live, other=0.0)
@@ -174,12 +177,12 @@ def _row_side(lse, slope, excluded, bh, n, row, live, EXCLUDED: tl.constexpr):
 @jit
 def query_gradient(
     q, k, v, log_weight, rows, row_count, keys, key_count,
-    grad, lse, slope, excluded, out,
+    grad, lse, slope, out,
     heads, key_heads, n, m, d, dv, most_rows, most_keys, span, scale,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, w_b, w_h, g_b, g_h, g_n,
     D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     LISTED_ROWS: tl.constexpr, LISTED_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
-    WEIGHTED: tl.constexpr, EXCLUDED: tl.constexpr, PRECISION: tl.constexpr,
+    WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same walk as `attend`; a split of the keys writes its part to the slots of the rows."""
     split, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -190,7 +193,7 @@ def query_gradient(
     row, live = tokens_at(rows, row_count, bh, slot, most_rows, n, LISTED_ROWS)
     query = tile_of(q + b * q_b + h * q_h, row, live, dims, q_n, d)
     direction = tile_of(grad + b * g_b + h * g_h, row, live, cols, g_n, dv)
-    size, change = _row_side(lse, slope, excluded, bh, n, row, live, EXCLUDED)
+    size, change = _row_side(lse, slope, bh, n, row, live)
     k += b * k_b + kh * k_h
     v += b * v_b + kh * v_h
     log_weight += b * w_b + h * w_h
@@ -225,12 +228,12 @@ def query_gradient(
 @jit
 def key_gradient(
     q, k, v, log_weight, rows, row_count, keys, key_count,
-    grad, lse, slope, excluded, key_out, value_out, weight_out,
+    grad, lse, slope, key_out, value_out, weight_out,
     heads, key_heads, n, m, d, dv, most_rows, most_keys, span, scale,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, w_b, w_h, g_b, g_h, g_n,
     D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     LISTED_ROWS: tl.constexpr, LISTED_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
-    WEIGHTED: tl.constexpr, EXCLUDED: tl.constexpr, PRECISION: tl.constexpr,
+    WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block of keys over a split of the rows: gradients of keys, values and log-weights."""
     split, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -262,7 +265,7 @@ def key_gradient(
         )
         query = tile_of(q, row, live, dims, q_n, d)
         direction = tile_of(grad, row, live, cols, g_n, dv)
-        size, change = _row_side(lse, slope, excluded, bh, n, row, live, EXCLUDED)
+        size, change = _row_side(lse, slope, bh, n, row, live)
         score = tl.dot(key_tile, tl.trans(query), input_precision=PRECISION)
         score = score * (scale * 1.4426950408889634) + bias[:, None] - size[None, :]
         if CAUSAL:

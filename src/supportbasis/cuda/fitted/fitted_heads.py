@@ -55,7 +55,7 @@ def _fitted(head: HeadPlan) -> FittedHead:
 def forward(problem: Problem, plan: Plan) -> Forward:
     """Output, lse, and which rows failed and were computed exactly."""
     output, lse, failed = _replayed(problem, plan, _outcome)
-    counts = capacity_of(problem, plan).reported
+    counts = Capacity.of(plan, problem).reported
     if counts and counts[0] > FAILED_SHARE * problem.n and plan not in _warned:
         _warned.add(plan)
         warnings.warn(
@@ -79,18 +79,12 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
     return finished(total, problem, saved.for_weights)
 
 
-def capacity_of(problem: Problem, plan: Plan) -> Capacity:
-    """For far keys and for exact rows of a head."""
-    return Capacity.of(plan, problem, (0, 0))
-
-
 class _Constants(NamedTuple):
     """What the work of a call depends on beside tensors."""
 
     kernels: tuple[FittedKernel, ...]
     first: int  # rows at the start of a head that are exact
     scale: float
-    group: int
     precision: str
 
 
@@ -99,10 +93,10 @@ def _replayed(
 ) -> tuple[Tensor, ...]:
     """The results of ``work(constants, sizes, guarded, *saved, *tokens, *transforms, log-weights)``
     (`Capacity.run`), by a CUDA graph; in the backward pass with what the forward pass ``saved``."""
-    capacity = capacity_of(problem, plan)  # may raise: before anything is copied
+    capacity = Capacity.of(plan, problem)  # may raise: before anything is copied
     kernels = tuple(_fitted(head).fitted for head in plan.heads) * problem.batch
     first = min(_fitted(plan.heads[0]).exact_rows, problem.n)
-    constants = _Constants(kernels, first, problem.scale, problem.group, precision())
+    constants = _Constants(kernels, first, problem.scale, precision())
     weight = () if problem.key_log_weight is None else (problem.key_log_weight.float(),)
     tokens = (problem.query, problem.key, problem.value)
     given = (*saved, *tokens, *Transforms.of(problem, plan), *weight)
@@ -138,8 +132,7 @@ def _outcome(
     needed = built.needed(failed)
     output = num.to(value.dtype).view(*query.shape[:3], -1)
     lse = lse.view(query.shape[:3]).contiguous()
-    if sizes[1]:
-        exact_rows(built.row_rectangle(failed, sizes[1]), output, lse)
+    exact_rows(built.row_rectangle(failed, sizes[1]), output, lse)
     if guarded:
         exact_rows(all_unless(enough(needed, sizes), built.whole), output, lse)
     counts = torch.cat([needed, failed.sum(1).amax().view(1)])
@@ -179,10 +172,8 @@ def _gradients(call: _Constants, sizes: Sizes, guarded: bool, *given: Tensor) ->
     key += weight.unsqueeze(2) * maps.weight_map.mT
     made = (query, key, value, weight)
     total = Totals(*(x.unflatten(0, lse.shape[:2]).contiguous() for x in made))
-    if sizes[0]:
-        add_gradients(total, grad, slope, near, built.key_rectangle(sizes[0]))
-    if sizes[1]:
-        add_gradients(total, grad, slope, known, built.row_rectangle(failed, sizes[1]))
+    add_gradients(total, grad, slope, near, built.key_rectangle(sizes[0]))
+    add_gradients(total, grad, slope, known, built.row_rectangle(failed, sizes[1]))
     if guarded:
         add_gradients(total, grad, slope, lse, all_unless(fits, built.whole))
     return *total, needed

@@ -13,34 +13,6 @@ from .folded import entry, head_coefficients, own_chunk, visible_pairs
 
 
 @jit
-def gradient_rows(
-    grad, output, lse, unit, excluded, grad_lse, g, h,
-    heads, n, dv, grad_b, grad_h, grad_n,
-    E: tl.constexpr, BM: tl.constexpr, LSE: tl.constexpr, EXCLUDED: tl.constexpr,
-):  # fmt: skip
-    """From the output's gradient to that of numerator, g, and denominator, h, in units of the
-    head; zero for rows that have no weight or are ``excluded``."""
-    bh, start = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * BM
-    near, cols = tl.arange(0, BM), tl.arange(0, E)
-    live = start + near < n
-    inside = live[:, None] & (cols < dv)[None, :]
-    grad += (bh // heads) * grad_b + (bh % heads) * grad_h + start * grad_n
-    at = bh * n * dv + start * dv + near[:, None] * dv + cols[None, :]
-    slope = tile_of(grad, near, live, cols, grad_n, dv).to(tl.float32)
-    value = tl.load(output + at, mask=inside, other=0.0).to(tl.float32)
-    size = tl.load(lse + bh * n + start + near, mask=live, other=float("-inf"))
-    if EXCLUDED:
-        out = tl.load(excluded + bh * n + start + near, mask=live, other=1)
-        size = tl.where(out != 0, float("-inf"), size)
-    inverse = tl.where(size > float("-inf"), tl.exp(tl.load(unit + bh) - size), 0.0)
-    change = -tl.sum(slope * value, 1)
-    if LSE:
-        change += tl.load(grad_lse + bh * n + start + near, mask=live, other=0.0)
-    tl.store(g + at, (slope * inverse[:, None]).to(g.dtype.element_ty), mask=inside)
-    tl.store(h + bh * n + start + near, change * inverse, mask=live)
-
-
-@jit
 def times(u, a, PACKED: tl.constexpr):
     """Rows of u times one number each; two bfloat16 at a time if PACKED."""
     if PACKED:

@@ -214,7 +214,7 @@ def read_out(
     other_heads, m, members,
     x_b, x_h, x_n, y_b, y_h, y_n, u_b, u_h, u_n,
     D: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CB: tl.constexpr, U: tl.constexpr, DEGREE: tl.constexpr, SCAN: tl.constexpr,
+    CB: tl.constexpr, DEGREE: tl.constexpr, SCAN: tl.constexpr,
     QUERIES: tl.constexpr, NORMALISER: tl.constexpr, DIVIDE: tl.constexpr,
     WEIGHTED: tl.constexpr, ROW_WEIGHTED: tl.constexpr,
     PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
@@ -252,15 +252,13 @@ def read_out(
         known = live[:, None] & (dims < d)[None, :]
         reverse = x + near[:, None] * x_n + (d - 1 - dims)[None, :]
         reverse = tl.load(reverse, mask=known, other=0.0).to(OPERAND)
-        for first in range(0, pairs, U):
-            for step in tl.static_range(U):
-                p = first + step
-                mask = tl.load(masks + p * D + dims).to(tl.int16)
-                a = entry(words, p, padded, near, PACKED)
-                b = entry(words, d - 1 - p, padded, near, PACKED)
-                f = fold(tokens, reverse, a, b, mask[None, :], PACKED)
-                block_state = tl.load(state + p * (D * E) + tile)
-                total = tl.dot(f, block_state, total, input_precision=PRECISION)
+        for p in range(pairs):
+            mask = tl.load(masks + p * D + dims).to(tl.int16)
+            a = entry(words, p, padded, near, PACKED)
+            b = entry(words, d - 1 - p, padded, near, PACKED)
+            f = fold(tokens, reverse, a, b, mask[None, :], PACKED)
+            block_state = tl.load(state + p * (D * E) + tile)
+            total = tl.dot(f, block_state, total, input_precision=PRECISION)
         squares = tl.load(state + pairs * (D * E) + tile)
         total = tl.dot(tokens * tokens, squares, total, input_precision=PRECISION)
         if QUERIES:

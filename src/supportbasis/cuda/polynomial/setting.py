@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import InputError
 from ..runtime.language import interpreted, power_of_two, tl
 
 CHUNK = 1024  # tokens of a causal chunk
@@ -72,22 +71,19 @@ class Polynomials:
 
     coefficients: Tensor  # [batch * heads, 3] in <q, k>, divided by exp(unit)
     unit: Tensor  # [batch * heads]
-    degree: int
+    degree: int  # 1 or 2
     weight: Tensor | None = None  # [batch, key heads, m]; 0: a masked key
     causal: bool = False
-    chunk: int = CHUNK
+    chunk: int = CHUNK  # a multiple of the rows of all tiles
     precision: str = "tf32x3"  # of float32 products
     tiles: Tiles | None = None
 
 
 class Setting:
-    """Coefficients, shapes, dtypes and tiles that the kernels of one call share; raises for a
-    degree or a chunk that the kernels do not have."""
+    """Coefficients, shapes, dtypes and tiles that the kernels of one call share."""
 
     def __init__(self, query: Tensor, value: Tensor, polynomials: Polynomials) -> None:
         self.degree, self.causal = polynomials.degree, polynomials.causal
-        if self.degree not in (1, 2):
-            raise InputError(f"degree: got {self.degree}, expected 1 or 2")
         self.coefficients, self.chunk = polynomials.coefficients, polynomials.chunk
         full = query.dtype == torch.float32 or interpreted()
         self.dim, self.value_dim = query.shape[-1], value.shape[-1]
@@ -100,9 +96,6 @@ class Setting:
         operand = tl.float32 if full else tl.bfloat16
         self.switches = {"OPERAND": operand, "PRECISION": self.precision}
         self.tiles = polynomials.tiles or choose_tiles(self.dim, self.value_dim, full, self.causal)
-        rows = (self.tiles.read.rows, self.tiles.contract.rows, self.tiles.state.tokens, 64)
-        if self.chunk % max(rows):
-            raise InputError(f"chunk: got {self.chunk}, expected a multiple of the kernels' rows")
 
     def scan(self, before: bool) -> int:
         """1: rows attend to tokens not after them, -1: not before them; 0: to all."""
@@ -115,12 +108,8 @@ class Setting:
 
 def operands(x: Tensor, causal: bool) -> Tensor:
     """Rows of 16-bit tokens as the kernels take them: in bfloat16, since that is what products
-    have, and for causal sums filled up with zeros to a power of two.
-
-    Compiled by Triton 3.6 for Hopper, the loop over a chunk was wrong where neither keys nor values
-    have a multiple of 16 entries, and where float16 tokens of 24 were to be rounded inside it
-    (docs/gpu-notes.md, "Traps").
-    """
+    have, and for causal sums filled up with zeros to a power of two (docs/gpu-notes.md, "Traps",
+    says what Triton 3.6 makes of other rows)."""
     width = power_of_two(x.shape[-1])
     if x.dtype == torch.float16 and not interpreted():
         x = x.bfloat16()

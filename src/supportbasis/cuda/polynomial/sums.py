@@ -23,6 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...components.cotangent import Gradients, SavedForward
+from ..exact.rectangle import rows_of
+from ..exact.rectangle_kernels import row_slopes
 from ..runtime.language import cdiv, power_of_two
 from . import contract, folded, moments
 from .setting import Polynomials, Setting, operands
@@ -46,18 +49,14 @@ def fold_masks(dim: int, device: torch.device) -> Tensor:
     return -(torch.arange(power_of_two(dim), device=device) >= p).to(torch.int32)
 
 
-def rows_of(x: Tensor) -> Tensor:
-    """A [batch, heads, n, width] tensor whose rows lie together in memory."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 @dataclass(frozen=True, eq=False)
 class Side:
     """Tokens, values and weights of one side, [batch, heads, n, ...]."""
 
     tokens: Tensor
     values: Tensor
-    weight: Tensor | None = None
+    weight: Tensor | None = None  # of keys
+    slope: Tensor | None = None  # of queries whose values are gradients: those of the denominators
     transposed: Tensor | None = None  # tokens, [batch, heads, d, padded]: what sums need
     words: Tensor | None = None  # the same in words of 32 bits: what rows need
     weighted: Tensor | None = None  # values times weights
@@ -79,15 +78,14 @@ def prepared(
     *,
     summed: bool = False,
     read: bool = False,
-    apply: bool = False,
+    slope: Tensor | None = None,
 ) -> Side:
     """One side with the copies that the kernels read: transposed tokens, words, weighted values.
 
-    ``summed``: it is to be summed over; ``read``: its rows read sums of the other side; ``apply``
-    its weights to the values.
+    ``summed``: it is to be summed over; ``read``: its rows read sums of the other side.
     """
-    side = Side(rows_of(tokens), rows_of(values), weight)
-    if setting.degree == 1 and not apply:
+    side, weighs = Side(rows_of(tokens), rows_of(values), weight, slope), weight is not None
+    if setting.degree == 1 and not weighs:
         return side
     x, v, padded = side.tokens, side.values, side.padded
     batch, heads, n, d = x.shape
@@ -97,7 +95,7 @@ def prepared(
         transposed = new((batch, heads, d, padded))
     if read and setting.packed:
         words = new((batch, heads, d, padded), dtype=torch.int32)
-    if apply:
+    if weighs:
         weighted = new((batch, heads, n, dv))
     at_once = 64 if max(setting.width, setting.value_width) <= 128 else 32
     moments.prepare[(padded // at_once, batch * heads)](
@@ -106,27 +104,23 @@ def prepared(
         x if weighted is None else weighted,
         heads, n, padded, d, dv, *x.stride()[:3], *v.stride()[:3],
         setting.width, setting.value_width, at_once,
-        transposed is not None, words is not None, apply,
+        transposed is not None, words is not None, weighs,
     )  # fmt: skip
     words = transposed if words is None else words
     return replace(side, transposed=transposed, words=words, weighted=weighted)
 
 
-def sums_over(
-    side: Side, setting: Setting, *, states: int = 1, group: int = 1, queries: bool = False
-) -> State:
-    """Sums over the tokens of ``side``, over ``group`` heads together.
-
-    Values count as they are, or weighted where the side has them so; its weights belong to the
-    normaliser.
-    """
-    x, padded = side.tokens, side.padded
+def sums_over(side: Side, setting: Setting, *, states: int = 1, group: int = 1) -> State:
+    """Sums over the tokens of ``side``, over ``group`` heads together: of their values, which
+    weights multiply but slopes do not, and of weights or slopes."""
+    x, padded, queries = side.tokens, side.padded, side.slope is not None
     value = side.values if side.weighted is None else side.weighted
     batch, heads, n, d = x.shape
     all_heads, own = batch * heads, batch * heads // group
     dv, width, value_width = setting.value_dim, setting.width, setting.value_width
     blocks, shape, small = setting.blocks, setting.tiles.state, setting.tiles.small
-    square, weighted = setting.degree == 2, side.weight is not None
+    factor = side.slope if queries else side.weight
+    square, weighted = setting.degree == 2, factor is not None
     row_tiles, col_tiles = cdiv(width, shape.rows), cdiv(value_width, shape.columns)
     groups, scan = cdiv(setting.pairs, shape.pairs), setting.scan(not queries)
     if scan:
@@ -141,7 +135,7 @@ def sums_over(
     new = partial(torch.empty, dtype=torch.float32, device=x.device)
     part = new(splits, all_heads, blocks, d, dv)
     flat = new(splits, all_heads, flat_size)
-    weights = flat if side.weight is None else side.weight  # flat: a tensor that is not touched
+    weights = flat if factor is None else factor  # flat: a tensor that is not touched
     tokens, token_strides = x, (*x.stride()[:3], 1)
     if side.transposed is not None:
         tokens, token_strides = side.transposed, (heads * d * padded, d * padded, 1, padded)
@@ -188,27 +182,26 @@ def read(
     other: Side,
     setting: Setting,
     *,
-    queries: bool = True,
-    slope: Tensor | None = None,
+    normaliser: bool = True,
     unit: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Sums of every row of ``rows`` (their weight multiplies them), and their denominators; with
-    a ``unit`` their quotients, and the logarithms of the denominators. Keys that read ``queries``
-    have no denominators but the sums of a ``slope`` of each query."""
+    """Sums of every row of ``rows`` (their weight multiplies them), and those of weights or slopes,
+    unless no ``normaliser`` is asked for; with a ``unit`` their quotients, and the logarithms of
+    the denominators."""
     (x, y, u), (batch, heads, n, d) = (rows.tokens, other.tokens, other.values), rows.tokens.shape
+    queries = other.slope is None
     shape, sizes = setting.tiles.read, pair_sizes(rows, other, setting)
     out = torch.empty(batch, heads, n, setting.value_dim, dtype=dtype, device=x.device)
     den = torch.empty(batch, heads, n, dtype=torch.float32, device=x.device)
-    weight = next(w for w in (other.weight, slope, den) if w is not None)
+    weight = next(w for w in (other.weight, other.slope, den) if w is not None)
     folded.read_out[(cdiv(n, shape.rows), cdiv(setting.value_width, shape.columns), batch * heads)](
         x, x if rows.words is None else rows.words, *state, fold_masks(d, x.device), y, u, weight,
         den if rows.weight is None else rows.weight, setting.coefficients,
         den if unit is None else unit, out, den,
         *sizes, *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
         setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
-        min(setting.width, 64), 1,
-        setting.degree, setting.scan(queries), queries, queries or slope is not None,
+        min(setting.width, 64), setting.degree, setting.scan(queries), queries, normaliser,
         unit is not None, other.weight is not None, rows.weight is not None, setting.packed,
         **setting.switches, **shape.launch,
     )  # fmt: skip
@@ -234,52 +227,32 @@ def key_weights(log_weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def polynomial_sums(
-    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials, unit: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials, *, divide: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Numerators and denominators in float32, in units of exp(polynomials.unit); with a ``unit``
-    the output and lse of `polynomial_attention`.
+    """Numerators and denominators in float32, in units of exp(polynomials.unit); or, to ``divide``,
+    output in the dtype of the query and lse, zeros and -inf where the denominator is not positive.
 
     query [batch, heads, n, d], key and value [batch, key heads, m, ...] with heads a multiple of
     key heads.
     """
     columns, causal = value.shape[-1], polynomials.causal
-    dtype = torch.float32 if unit is None else query.dtype
+    unit, dtype = (polynomials.unit, query.dtype) if divide else (None, torch.float32)
     query, key, value = (operands(x, causal) for x in (query, key, value))
     setting = Setting(query, value, polynomials)
-    keys, state = key_sums(query, key, value, polynomials.weight, setting)
+    keys = prepared(key, value, polynomials.weight, setting, summed=True)
+    state = sums_over(keys, setting, states=setting.states(query))
     queries = prepared(query, value, None, setting, read=True)
     out, den = read(queries, state, keys, setting, unit=unit, dtype=dtype)
     return out[..., :columns], den
 
 
-def polynomial_attention(
-    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials
-) -> tuple[Tensor, Tensor]:
-    """Output in the dtype of the query and lse; rows whose denominator is not positive get zeros
-    and -inf."""
-    return polynomial_sums(query, key, value, polynomials, polynomials.unit)
-
-
-def key_sums(
-    query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, setting: Setting,
-    *, read: bool = False,
-) -> tuple[Side, State]:  # fmt: skip
-    """The side of the keys, and its sums."""
-    keys = prepared(key, value, weight, setting, summed=True, read=read, apply=weight is not None)
-    return keys, sums_over(keys, setting, states=setting.states(query))
-
-
 def token_gradient(
-    rows: Side,
-    slope: Tensor,
-    state: State,
-    other: Side,
-    setting: Setting,
-    queries: bool,
-    dtype: torch.dtype,
+    rows: Side, state: State, other: Side, setting: Setting, dtype: torch.dtype
 ) -> Tensor:
     """Gradient of the tokens of ``rows``, whose values are the directions (see `contract`)."""
     x, u, y, v = rows.tokens, rows.values, other.tokens, other.values
+    queries = rows.slope is not None
+    slope = rows.slope if queries else other.slope
     shape, (batch, heads, n, d) = setting.tiles.contract, x.shape
     out = torch.empty(batch, heads, n, d, dtype=dtype, device=x.device)
     contract.contract[(cdiv(n, shape.rows), cdiv(setting.width, shape.columns), batch * heads)](
@@ -297,53 +270,40 @@ def token_gradient(
 
 
 def polynomial_gradients(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    polynomials: Polynomials,
-    output: Tensor,
-    lse: Tensor,
-    *,
-    excluded: Tensor | None = None,
-    for_weights: bool = False,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    query: Tensor, key: Tensor, value: Tensor, polynomials: Polynomials, saved: SavedForward,
+    dtype: torch.dtype,
+) -> Gradients:  # fmt: skip
     """Gradients of query, key, value and, if asked for, of the logarithm of the weights.
 
-    ``lse`` belongs to the whole row, so other components may have been added to the sums; rows
-    that are ``excluded`` [batch, heads, n] had none of them.
+    The saved lse belongs to the whole row, so other components may have been added to the sums; it
+    is +inf for rows that had none of these sums.
     """
     dim, columns, causal = query.shape[-1], value.shape[-1], polynomials.causal
-    dtype = dtype or query.dtype
-    query, key, value, grad, output = (
-        operands(x, causal) for x in (query, key, value, grad.to(query.dtype), output)
-    )
-    setting = Setting(query, value, polynomials)
+    tokens = (query, key, value, saved.grad.to(query.dtype), saved.output)
+    query, key, value, grad, output = (operands(x, causal) for x in tokens)
+    setting, lse, grad_lse = Setting(query, value, polynomials), saved.lse, saved.grad_lse
     batch, heads, n = lse.shape
     grad, output = rows_of(grad), output.contiguous()
     g = torch.empty(batch, heads, n, setting.value_dim, dtype=setting.dtype, device=grad.device)
     h = torch.empty_like(lse)
-    contract.gradient_rows[(cdiv(n, 64), batch * heads)](
-        grad, output, lse, polynomials.unit, h if excluded is None else excluded,
-        h if grad_lse is None else grad_lse.contiguous(), g, h,
+    row_slopes[(cdiv(n, 64), batch * heads)](
+        grad, output, h if grad_lse is None else grad_lse.contiguous(), h, lse, polynomials.unit, g,
         heads, n, setting.value_dim, *grad.stride()[:3],
-        setting.value_width, 64, grad_lse is not None, excluded is not None,
+        setting.value_width, 64, grad_lse is not None, True,
     )  # fmt: skip
-    group, weight, states = heads // key.shape[1], polynomials.weight, setting.states(key)
-    keys, state = key_sums(query, key, value, weight, setting, read=True)
-    queries = prepared(query, g, h, setting, summed=True, read=True)
-    of_queries = sums_over(queries, setting, states=states, group=group, queries=True)
-    queries = replace(queries, weight=None)
-    grad_query = token_gradient(queries, h, state, keys, setting, True, dtype)
-    grad_key = token_gradient(keys, h, of_queries, queries, setting, False, dtype)
+    group, weight = heads // key.shape[1], polynomials.weight
+    keys = prepared(key, value, weight, setting, summed=True, read=True)
+    queries = prepared(query, g, None, setting, summed=True, read=True, slope=h)
+    state = sums_over(keys, setting, states=setting.states(query))
+    of_queries = sums_over(queries, setting, states=setting.states(key), group=group)
+    grad_query = token_gradient(queries, state, keys, setting, dtype)
+    grad_key = token_gradient(keys, of_queries, queries, setting, dtype)
     grad_value, slope = read(
-        keys, of_queries, queries, setting, queries=False, slope=h if for_weights else None,
-        dtype=torch.float32 if for_weights else dtype,
+        keys, of_queries, queries, setting, normaliser=saved.for_weights,
+        dtype=torch.float32 if saved.for_weights else dtype,
     )  # fmt: skip
     made = (grad_query[..., :dim], grad_key[..., :dim], grad_value[..., :columns].to(dtype))
-    if not for_weights:
-        return (*made, None)
+    if not saved.for_weights:
+        return Gradients(*made, None)
     slope = (grad_value * value).sum(-1) + (slope if weight is None else weight * slope)
-    return (*made, slope if weight is None else torch.where(weight > 0, slope, 0.0))
+    return Gradients(*made, slope if weight is None else torch.where(weight > 0, slope, 0.0))

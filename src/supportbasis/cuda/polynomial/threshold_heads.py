@@ -13,9 +13,10 @@ denominator is not positive gets zeros and lse -inf; it does not fall back to ex
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,11 +28,13 @@ from ...polynomials.certified import CertifiedPolynomial
 from ...problem.caching import WeakCache
 from ...problem.problem import Problem
 from ..exact.exact_heads import empty_results, finished, precision, whole
-from ..exact.rectangle import Rectangle, Start, Tokens, Totals, add_gradients, exact_rows, slopes
+from ..exact.rectangle import Start, Tokens, Totals, add_gradients, exact_rows, slopes
 from ..runtime.capacity import Capacity, Sizes, all_unless, enough
-from ..runtime.lengths import large, listed, rounded_down
+from ..runtime.lengths import large, listed, rounded_down, thresholds
 from .setting import Polynomials
-from .sums import key_weights, polynomial_attention, polynomial_gradients, polynomial_sums
+from .sums import key_weights, polynomial_gradients, polynomial_sums
+
+Result = TypeVar("Result")
 
 
 def _polynomial(head: HeadPlan) -> CertifiedPolynomial:
@@ -53,71 +56,53 @@ def family(head: HeadPlan) -> object:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Polynomials and large tokens of a call, on the device."""
+    """Large tokens of a call, on the device."""
 
-    coefficients: Tensor  # [batch * heads, 3] in <q, k>
-    unit: Tensor  # [batch * heads]
     rows: Tokens
     keys: Tokens
-    large_row: Tensor | None  # [batch, heads, n] uint8
-    small_key: Tensor | None  # [batch, heads, m] float32: 0 where a key is large
-    shared: bool  # whether heads that share keys have the same large ones
-    fits: Tensor | None = None  # whether the capacity was enough
+    large_row: Tensor  # [batch, heads, n] bool: exact over all keys
+    small_key: Tensor | None  # [batch, heads, m] float32: 0 where a key is large; None: nowhere
+    fits: Tensor | None  # whether the capacity was enough; None: the host checks it
 
 
 def forward(problem: Problem, plan: Plan) -> Forward:
-    if not _splits(plan):
-        return (*_attended(problem, plan, _whole(problem, plan)), None)
-
-    def work(sizes: Sizes, guarded: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        split, needed = _new_split(problem, plan, sizes)
-        output, lse = _attended(problem, plan, split)
-        if guarded and split.fits is not None:
-            exact_rows(all_unless(split.fits, whole(problem)), output, lse)
-        return (output, lse), needed
-
-    return (*Capacity.of(plan, problem, (0, 0)).run(work), None)
+    return (*_with_split(problem, plan, partial(_attended, problem, plan)), None)
 
 
-def _attended(problem: Problem, plan: Plan, split: Split) -> tuple[Tensor, Tensor]:
+def _attended(problem: Problem, plan: Plan, split: Split | None) -> tuple[Tensor, Tensor]:
     """Output and lse of all rows."""
-    sums = _Sums.of(problem, plan, split, shared=split.shared)
-    if not split.keys.most:
-        made = polynomial_attention(*sums)
+    sums, every = _Sums.of(problem, plan, split), whole(problem)
+    if split is None or not split.keys.most:
+        made = polynomial_sums(*sums, divide=True)
         output, lse = (x.reshape(problem.query.shape[:3] + x.shape[3:]) for x in made)
+        output, lse = output.contiguous(), lse.contiguous()
     else:
         output, lse = empty_results(problem)
         num, den = polynomial_sums(*sums)
         start = Start(num.contiguous(), den, sums.polynomials.unit)
-        exact_rows(_small_rows(problem, split), output, lse, start)
-    output, lse = output.contiguous(), lse.contiguous()
-    if split.rows.most:
-        exact_rows(replace(whole(problem), rows=split.rows), output, lse)
+        exact_rows(replace(every, keys=split.keys), output, lse, start)
+    if split is not None:
+        exact_rows(replace(every, rows=split.rows), output, lse)
+        if split.fits is not None:
+            exact_rows(all_unless(split.fits, every), output, lse)
     return output, lse
 
 
 def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
-    pulled = partial(_pulled_back, problem, plan, saved)
-    if not _splits(plan):
-        return pulled(_whole(problem, plan), guarded=False)
-
-    def work(sizes: Sizes, guarded: bool) -> tuple[Gradients, Tensor]:
-        split, needed = _new_split(problem, plan, sizes)
-        return pulled(split, guarded), needed
-
-    return Capacity.of(plan, problem, (0, 0)).run_backward(work)
+    work = partial(_pulled_back, problem, plan, saved)
+    return _with_split(problem, plan, work, backward=True)
 
 
 def _pulled_back(
-    problem: Problem, plan: Plan, saved: SavedForward, split: Split, guarded: bool
+    problem: Problem, plan: Plan, saved: SavedForward, split: Split | None
 ) -> Gradients:
-    """Gradients through sums and rectangles; if ``guarded``, through all rows exactly instead where
-    the capacity was exceeded."""
-    mixed = bool(split.keys.most or split.rows.most or guarded)
-    sums = _Sums.of(problem, plan, split, shared=split.shared and not saved.for_weights)
-    made = sums.gradients(problem, saved, split, wide=mixed)
-    if not mixed:
-        return made
+    """Gradients through sums and rectangles, or through all rows exactly where the capacity was
+    exceeded."""
+    sums = _Sums.of(problem, plan, split, for_weights=saved.for_weights)
+    if split is None or not (split.keys.most or split.rows.most or split.fits is not None):
+        return sums.gradients(problem, saved)
+    lse, of_small = saved.lse, saved.lse.masked_fill(split.large_row, math.inf)
+    made = sums.gradients(problem, replace(saved, lse=of_small), torch.float32)
     # rectangles add to sums of their own for each head of the queries, where heads share keys
     query, key, value, weight = made.query, made.key, made.value, made.key_log_weight
     shape, new = (problem.batch, problem.heads), saved.lse.new_zeros
@@ -128,21 +113,15 @@ def _pulled_back(
         new(*shape, *value.shape[2:]) if shares_keys else value.contiguous(),
         new(*shape, problem.m) if weight is None else weight.contiguous(),
     )
-    slope = slopes(saved.grad, saved.grad_lse, saved.output)
-    rectangles = [_small_rows(problem, split), replace(whole(problem), rows=split.rows)]
-    if guarded and split.fits is not None:
-        rectangles.append(all_unless(split.fits, whole(problem)))
-    for rectangle in rectangles:
-        add_gradients(total, saved.grad, slope, saved.lse, rectangle)
+    slope, every = slopes(saved.grad, saved.grad_lse, saved.output), whole(problem)
+    add_gradients(total, saved.grad, slope, of_small, replace(every, keys=split.keys))
+    add_gradients(total, saved.grad, slope, lse, replace(every, rows=split.rows))
+    if split.fits is not None:
+        add_gradients(total, saved.grad, slope, lse, all_unless(split.fits, every))
     found = finished(total, problem, saved.for_weights)
     if shares_keys:
         found.key, found.value = found.key + key, found.value + value
     return found
-
-
-def _small_rows(problem: Problem, split: Split) -> Rectangle:
-    """All rows but the large ones, and the large keys."""
-    return replace(whole(problem), keys=split.keys, excluded=split.large_row)
 
 
 class _Sums(NamedTuple):
@@ -155,11 +134,19 @@ class _Sums(NamedTuple):
     polynomials: Polynomials
 
     @staticmethod
-    def of(problem: Problem, plan: Plan, split: Split, *, shared: bool) -> _Sums:
+    def of(
+        problem: Problem, plan: Plan, split: Split | None, *, for_weights: bool = False
+    ) -> _Sums:
+        """``for_weights``: their gradients are asked for, which heads do not share."""
         query, key, value = problem.query, problem.key, problem.value
-        group, bias, small = problem.group, problem.key_log_weight, split.small_key
-        shared = shared and (bias is None or bias.stride(1) == 0 or problem.heads == 1)
-        unit, step = split.unit, group if shared else 1
+        group, bias, limits = problem.group, problem.key_log_weight, thresholds(plan)
+        shared = (
+            not for_weights
+            and all(limit == limits[head - head % group] for head, limit in enumerate(limits))
+            and (bias is None or bias.stride(1) == 0 or problem.heads == 1)
+        )
+        (coefficients, unit, _), step = _table(problem, plan), group if shared else 1
+        small = None if split is None else split.small_key
         weight = None if small is None else small[:, ::step]
         if bias is not None:
             factor, shift = key_weights(bias[:, ::step])
@@ -174,61 +161,69 @@ class _Sums(NamedTuple):
         if weight is not None:
             weight = weight.contiguous()
         polynomials = Polynomials(
-            split.coefficients, unit, max(1, _polynomial(plan.heads[0]).degree), weight,
+            coefficients, unit, max(1, _polynomial(plan.heads[0]).degree), weight,
             problem.is_causal, precision=precision(),
         )  # fmt: skip
         return _Sums(query, key, value, polynomials)
 
     def gradients(
-        self, problem: Problem, saved: SavedForward, split: Split, wide: bool
+        self, problem: Problem, saved: SavedForward, dtype: torch.dtype | None = None
     ) -> Gradients:
-        """Of the call's tokens; ``wide``: in float32."""
-        given = (saved.grad, saved.grad_lse, saved.output, saved.lse, split.large_row)
-        grad, grad_lse, output, lse, excluded = (
-            None if x is None else x.reshape(*self.query.shape[:2], *x.shape[2:]) for x in given
-        )
-        query, key, value, weight = polynomial_gradients(
-            cast(Tensor, grad), grad_lse, *self, cast(Tensor, output), cast(Tensor, lse),
-            excluded=excluded, for_weights=saved.for_weights,
-            dtype=torch.float32 if wide else None,
-        )  # fmt: skip
+        """Of the call's tokens."""
+        shape, dtype = self.query.shape[:2], dtype or self.query.dtype
+        parts: dict[str, Any] = {
+            name: x.reshape(*shape, *x.shape[2:])
+            for name, x in vars(saved).items()
+            if isinstance(x, Tensor)
+        }
+        made = polynomial_gradients(*self, replace(saved, **parts), dtype)
         if self.key.shape[:2] != problem.key.shape[:2]:
-            key, value = (
-                x.float().sum(1).view(problem.batch, -1, *x.shape[2:]) for x in (key, value)
+            made.key, made.value = (
+                x.float().sum(1).view(problem.batch, -1, *x.shape[2:])
+                for x in (made.key, made.value)
             )
-        query = query.reshape(problem.query.shape)
-        if weight is not None:
-            weight = weight.reshape(problem.batch, -1, problem.m)
-        return Gradients(query, key, value, weight)
+        made.query = made.query.reshape(problem.query.shape)
+        if made.key_log_weight is not None:
+            made.key_log_weight = made.key_log_weight.reshape(problem.batch, -1, problem.m)
+        return made
 
 
 # ---- the plan on the device --------------------------------------------------------------------
 
 
-def _splits(plan: Plan) -> bool:
-    return any(isinstance(head, ThresholdHead) for head in plan.heads)
+def _with_split(
+    problem: Problem, plan: Plan, work: Callable[[Split | None], Result], backward: bool = False
+) -> Result:
+    """``work(split)`` at the thresholds of a plan, or ``work(None)`` if it has none."""
+    if not any(isinstance(head, ThresholdHead) for head in plan.heads):
+        return work(None)
+
+    def run(sizes: Sizes, guarded: bool) -> tuple[Result, Tensor]:
+        split, needed = _split(problem, plan, sizes, guarded)
+        return work(split), needed
+
+    capacity = Capacity.of(plan, problem)
+    return capacity.run_backward(run) if backward else capacity.run(run)
 
 
-def _new_split(problem: Problem, plan: Plan, sizes: Sizes) -> tuple[Split, Tensor]:
+def _split(problem: Problem, plan: Plan, sizes: Sizes, guarded: bool) -> tuple[Split, Tensor]:
     """The split at the thresholds of a plan, with a capacity ``sizes`` for large rows and keys of a
-    head; and how many there are, [2]. Where these exceed ``sizes``, all rows are excluded."""
-    table, unit, limit = _table(problem, plan)
-    query, key, group = problem.query.detach(), problem.key.detach(), problem.group
+    head; and how many there are, [2]. Where these exceed ``sizes``, all rows are large."""
+    (_, _, limit), query = _table(problem, plan), problem.query.detach()
     weight = None if problem.key_log_weight is None else problem.key_log_weight.detach().float()
     rows = large(query, problem.heads, limit, None)
-    keys = large(key, problem.heads, limit, weight)
+    keys = large(problem.key.detach(), problem.heads, limit, weight)
     (row_index, row_count), (key_index, key_count) = map(listed, (rows, keys), sizes)
     needed = torch.stack([row_count, key_count]).amax(1)
     fits = enough(needed, sizes)
-    listed_rows = Tokens(sizes[0], row_index, row_count.clamp(max=sizes[0]) * fits)
-    listed_keys = Tokens(sizes[1], key_index, key_count.clamp(max=sizes[1]))
-    thresholds = [_limit(head) for head in plan.heads]
-    groups = (thresholds[first : first + group] for first in range(0, len(thresholds), group))
-    bias = problem.key_log_weight
-    shared = all(len(set(each)) == 1 for each in groups) and (bias is None or bias.stride(1) == 0)
-    large_row = (rows | ~fits).view(query.shape[:3]).view(torch.uint8)
-    small_key = 1.0 - keys.view(*query.shape[:2], -1).float() if sizes[1] else None
-    return Split(table, unit, listed_rows, listed_keys, large_row, small_key, shared, fits), needed
+    split = Split(
+        Tokens(sizes[0], row_index, row_count.clamp(max=sizes[0]) * fits),
+        Tokens(sizes[1], key_index, key_count.clamp(max=sizes[1])),
+        (rows | ~fits).view(query.shape[:3]),
+        1.0 - keys.view(*query.shape[:2], -1).float() if sizes[1] else None,
+        fits if guarded else None,
+    )
+    return split, needed
 
 
 _tables: WeakCache[Plan, tuple[torch.device, int, float], tuple[Tensor, Tensor, Tensor]]
@@ -244,20 +239,10 @@ def _table(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
             [_coefficients(head, scale) for head in plan.heads] * batch, dtype=torch.float64
         )
         unit = torch.tensor([_polynomial(head).bound for head in plan.heads] * batch)
-        limit = rounded_down([_limit(head) for head in plan.heads] * batch)
+        limit = rounded_down(thresholds(plan) * batch)
         return coefficients.float().to(device), unit.to(device), limit.to(device)
 
     return _tables.get(plan, (device, batch, scale), make)
-
-
-def _limit(head: HeadPlan) -> float:
-    return head.threshold if isinstance(head, ThresholdHead) else math.inf
-
-
-def _whole(problem: Problem, plan: Plan) -> Split:
-    """The split of a plan without thresholds: no token is large."""
-    table, unit, _ = _table(problem, plan)
-    return Split(table, unit, Tokens(0), Tokens(0), None, None, True)
 
 
 def _coefficients(head: HeadPlan, scale: float) -> tuple[float, ...]:

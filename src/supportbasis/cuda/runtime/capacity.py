@@ -37,11 +37,11 @@ class Capacity:
         self._report = Report()
 
     @staticmethod
-    def of(plan: Plan, problem: Problem, initial: Sizes) -> Capacity:
+    def of(plan: Plan, problem: Problem) -> Capacity:
         """The capacity that calls of a plan with tensors of this shape share."""
         query = problem.query
         key = (query.device, query.shape, problem.m, problem.key_log_weight is None)
-        capacity = _capacities.get(plan, key, lambda: Capacity(initial))
+        capacity = _capacities.get(plan, key, lambda: Capacity((0, 0)))
         if not capacity.known and capturing():
             raise InputError(
                 "plan: it has not run on such tensors yet, and the capacity it needs is not known; "
@@ -53,14 +53,12 @@ class Capacity:
         """The result of ``work(sizes, guarded)``, which returns it with the counts it needed: one
         for each size, then any others. ``guarded`` work computes every row exactly on the device
         where a count exceeds its size; otherwise the host checks the counts before it returns."""
-        if capturing():
-            return work(self.sizes, True)[0]
-        if self.known:
+        if self.known:  # as it is while a CUDA graph is captured
             needed_before = self._report.read()
             if needed_before is not None:
                 self._grow(needed_before.tolist())
             result, needed = work(self.sizes, True)
-            if not self._report.pending:
+            if not (self._report.pending or capturing()):
                 self._report.send(needed)
             return result
         while True:
@@ -102,6 +100,8 @@ def enough(needed: Tensor, sizes: Sizes) -> Tensor:
 
 def marked(flags: Tensor, most: int) -> Tokens:
     """The first ``most`` flagged tokens of each head; flags are [heads, tokens]."""
+    if not most:
+        return Tokens(0)
     index, count = listed(flags, most)
     return Tokens(most, index, count.clamp(max=most))
 

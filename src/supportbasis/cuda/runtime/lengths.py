@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ...plans import Plan, ThresholdHead
 from . import lengths_kernels as kernels
 from .language import cdiv, power_of_two
 
-ROWS, PARTS = 64, 64
+ROWS = 64
 LISTED = 2048  # tokens of a head at a time
 
 
-def lengths(query: Tensor, key: Tensor, limit: Tensor, log_weight: Tensor | None) -> Tensor:
-    """Norms of queries [batch, heads, n, d] and keys [batch, key heads, m, d], in parts of the
-    tokens of each head: the largest squared norm, the sum of norms and their number, [2, batch *
-    heads, parts, 3]. A token counts if its entries are within ``limit`` [batch * heads], and a key
-    if its log-weight [batch, heads, m] is finite."""
-    (batch, heads, n, d), m = query.shape, key.shape[2]
-    longest = max(n, m)
-    span = cdiv(cdiv(longest, PARTS), ROWS) * ROWS
-    parts = cdiv(longest, span)
-    out = torch.empty(2, batch * heads, parts, 3, dtype=torch.float32, device=query.device)
-    weight = out if log_weight is None else log_weight.contiguous()
-    kernels.lengths[(parts, batch * heads, 2)](
-        query, key, weight, limit, out, heads, heads // key.shape[1], n, m, span, d,
-        *query.stride()[:3], *key.stride()[:3], ROWS, power_of_two(d), log_weight is not None,
-    )  # fmt: skip
-    return out
+def lengths(tokens: Tensor, heads: int, limit: Tensor, log_weight: Tensor | None) -> Tensor:
+    """The largest norm, the sum of norms and their number, [batch * heads, 3], of the tokens
+    [batch, heads or fewer, n, d] of each head that have no entry beyond its ``limit`` and, if it is
+    given, a finite log-weight [batch, heads, n]."""
+    norm = torch.linalg.vector_norm(tokens, dim=3, dtype=torch.float32)
+    norm = norm.repeat_interleave(heads // tokens.shape[1], 1).flatten(0, 1)
+    counted = ~large(tokens, heads, limit, None)
+    if log_weight is not None:
+        counted &= log_weight.flatten(0, 1) > -torch.inf
+    norm = torch.where(counted, norm, 0.0)
+    return torch.stack([norm.amax(1), norm.sum(1), counted.sum(1)], 1)
 
 
 def large(tokens: Tensor, heads: int, limit: Tensor, log_weight: Tensor | None) -> Tensor:
@@ -53,6 +50,11 @@ def listed(flags: Tensor, most: int) -> tuple[Tensor, Tensor]:
     count = torch.empty(heads, dtype=torch.int32, device=flags.device)
     kernels.listed[(heads,)](flags.view(torch.uint8), index, count, n, most, LISTED)
     return index, count
+
+
+def thresholds(plan: Plan) -> list[float]:
+    """Of all heads; infinite where there is none."""
+    return [head.threshold if isinstance(head, ThresholdHead) else math.inf for head in plan.heads]
 
 
 def rounded_down(limits: Sequence[float]) -> Tensor:

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from ...accuracy.bounds import recertified
+from ...components.flash import dead_rows
 from ...engine import sdpa
 from ...engine.dispatch import Group
 from ...plans import HeadPlan, PolynomialHead
@@ -32,7 +32,10 @@ SUMMED = 1024  # terms added up at a time
 def with_noise(problem: Problem, found: Sequence[Group], outcome: Outcome) -> Outcome:
     """The outcome with its failed rows counted and its rounding bounded."""
     with torch.no_grad():
-        failed = (outcome.lse == -math.inf) & ~_dead(problem)
+        failed = outcome.lse == -math.inf
+        if problem.key_log_weight is not None:  # a row without keys has not failed
+            log_weight = problem.key_log_weight.unsqueeze(2)
+            failed &= ~dead_rows(log_weight, problem.n, problem.is_causal)
         exact = sdpa.sdpa_noise(problem)
         rounding = outcome.rounding.clone()
         invalid = failed.sum(-1).to(outcome.invalid_rows.dtype) + outcome.fallback_rows
@@ -45,18 +48,6 @@ def with_noise(problem: Problem, found: Sequence[Group], outcome: Outcome) -> Ou
                     noise = _feature_noise(problem.head(b, number), plan)
                     rounding[b, number] = torch.clamp(exact[b, number] + noise, max=1.0)
     return replace(outcome, invalid_rows=invalid, rounding=rounding)
-
-
-def _dead(problem: Problem) -> Tensor:
-    """Rows without a key of positive weight."""
-    if problem.key_log_weight is None:
-        return torch.zeros((), dtype=torch.bool, device=problem.query.device)
-    dead = problem.key_log_weight == -math.inf
-    if not problem.is_causal:
-        return dead.all(-1, keepdim=True)
-    first = (~dead).cumsum(-1)  # live keys up to and including each
-    rows = torch.arange(problem.n, device=dead.device).clamp(max=problem.m - 1)
-    return first[..., rows] == 0
 
 
 def _feature_noise(head: Head, plan: HeadPlan) -> float:

@@ -2,8 +2,8 @@
 
 A call with a plan reduces the norms of its tokens on the device and copies them to the host, which
 compares them at the next call with that plan: heads that left the range of their plan are reported
-then, in a warning, and are exact from that call on. Of calls within 0.1 s only one is checked:
-the check of a call of a millisecond takes a tenth of it.
+then, in a warning, and are exact from that call on. Of calls within 0.1 s only one is checked,
+because a check reads every token.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ...engine import ranges
-from ...plans import Plan, ScoreRange, ThresholdHead
+from ...plans import Plan, ScoreRange
 from ...problem.caching import WeakCache
 from ...problem.problem import Problem
-from .lengths import lengths, rounded_down
+from .lengths import lengths, rounded_down, thresholds
 from .reporting import Report, capturing
 
 SECONDS = 0.1  # between two calls that are checked
@@ -29,9 +29,7 @@ class RangeCheck:
     """The range check of the calls of one plan on one device."""
 
     def __init__(self, plan: Plan, device: torch.device, batch: int) -> None:
-        self.limits = batch * [
-            head.threshold if isinstance(head, ThresholdHead) else math.inf for head in plan.heads
-        ]
+        self.limits = thresholds(plan) * batch
         self.device, self.batch = device, batch
         self.report, self.scale, self.last = Report(), 1.0, -math.inf
         self.instead: Plan | None = None  # with the heads exact that have left their range
@@ -57,8 +55,9 @@ class RangeCheck:
             return
         weight = problem.key_log_weight
         weight = None if weight is None else weight.detach().float()
-        query, key = problem.query.detach(), problem.key.detach()
-        self.report.send(lengths(query, key, self.limit, weight))
+        sides = ((problem.query.detach(), None), (problem.key.detach(), weight))
+        found = [lengths(tokens, problem.heads, self.limit, each) for tokens, each in sides]
+        self.report.send(torch.stack(found))
         self.scale, self.last = abs(problem.scale), now
 
     def reported(self, plan: Plan) -> Plan:
@@ -75,15 +74,14 @@ class RangeCheck:
 _kept: WeakCache[Plan, tuple[torch.device, int], RangeCheck] = WeakCache()
 
 
-def _left(plan: Plan, parts: Tensor, scale: float) -> dict[int, str]:
-    """The numbers of heads that left their range, and the reasons."""
-    (query, key), left = zip(parts.amax(2).tolist(), parts.sum(2).tolist(), strict=True), {}
-    for number in range(len(query[0])):
+def _left(plan: Plan, found: Tensor, scale: float) -> dict[int, str]:
+    """The numbers of heads that left their range, and the reasons, by `lengths` of both sides."""
+    left = {}
+    for number, sides in enumerate(found.transpose(0, 1).tolist()):
+        largest = math.prod(side[0] for side in sides)
+        mean = math.prod(total / max(1.0, count) for _, total, count in sides)
         head = plan.heads[number % plan.num_heads]
-        squares = query[0][number][0] * key[0][number][0]
-        means = [side[1][number][1] / max(1.0, side[1][number][2]) for side in (query, key)]
-        found = ScoreRange(scale * math.sqrt(squares), scale * math.prod(means))
-        reason = ranges.leaves(head, found)
+        reason = ranges.leaves(head, ScoreRange(scale * largest, scale * mean))
         if reason is not None:
             left[number % plan.num_heads] = f"in an earlier call {reason}"
     return left
