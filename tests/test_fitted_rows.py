@@ -18,7 +18,7 @@ from supportbasis.engine.jensen import grouped_lse, least_lse, lower_lse
 from supportbasis.methods.fitted import FittedSearch
 from supportbasis.plans import ExactHead, FittedHead, Plan
 from supportbasis.polynomials import fitting as fitted
-from supportbasis.polynomials.balancing import balancing_transform, own_transform, transformed
+from supportbasis.polynomials.balancing import balancing_transform, transformed
 from supportbasis.polynomials.fitting import FittedKernel, PairSample, choose_spans
 from supportbasis.problem.validation import attention_problem
 from supportbasis_studies import reference
@@ -83,7 +83,7 @@ def skewed(n=8192, wrong=16, reach=1.5, causal=False, far=0):
     tokens = [x[None, None] for x in (query, key, value)]
     problem = attention_problem(*tokens, None, 0.0, causal, 1.0, False)
     head = problem.head(0, 0)
-    transform = own_transform(head)
+    transform = balancing_transform(head)
     radius = float(transformed(head, transform).key[far:].norm(dim=1).max()) if far else math.inf
     kernel = FittedKernel((1.0, 1.0, 1 / 2, 1 / 6), (4, 4, 4), key_radius=radius)
     plan = FittedHead(n=n, m=n, cost=0.1, speedup=1.0, fitted=kernel, transform=transform)
@@ -218,7 +218,7 @@ def test_a_fit_to_a_sample_is_that_to_all_pairs(monkeypatch):
 
 def test_causal_heads_are_fitted_to_keys_that_are_seen():
     head = fitted_problem(100, m=5000, causal=True).head(0, 0)
-    sample = PairSample.draw(transformed(head, own_transform(head)), 0)
+    sample = PairSample.draw(transformed(head, balancing_transform(head)), 0)
     assert float(sample.key_count.sum()) <= 100
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import supportbasis as sb
 from cases import in_turn, qkv
 from supportbasis.accuracy.sampling import exact_rows
-from supportbasis.components import streaming_backward
+from supportbasis.components import streaming
 from supportbasis.problem.validation import attention_problem
 
 METHODS = [
@@ -92,14 +92,14 @@ def test_what_is_kept_serves_every_way_back(method):
 
 
 def test_sums_over_keys_are_formed_once(monkeypatch):
-    again = []
-    original = streaming_backward.sum_keys
-    monkeypatch.setattr(streaming_backward, "sum_keys", lambda *x: again.append(x) or original(*x))
-    for n, expected in ((40, 0), (8, 1)):  # 15 features: of 8 keys they would hold more than these
-        again.clear()
+    formed = []
+    original = streaming.sum_keys
+    monkeypatch.setattr(streaming, "sum_keys", lambda *x: formed.append(x) or original(*x))
+    for n, expected in ((40, 1), (8, 2)):  # 15 features: of 8 keys they would hold more than these
+        formed.clear()
         inputs = [x[:, :1] for x in tensors(n=n)]
         grads(sb.attention(*inputs, method=sb.Polynomial(2)), inputs)
-        assert len(again) == expected
+        assert len(formed) == expected
 
 
 def test_a_graph_holds_key_biases_and_grouped_heads():

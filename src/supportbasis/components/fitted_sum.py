@@ -1,7 +1,6 @@
 """The fitted component: a polynomial of transformed scores, of high degree in few directions.
 
-The tokens of `streaming` are the coordinates of the balancing transform, the leading ones last: the
-monomials of degree k in the leading r_k coordinates are then the last of those of degree k in all.
+The tokens of `streaming` are the leading coordinates of the balancing transform.
 """
 
 from __future__ import annotations
@@ -74,19 +73,18 @@ class _FittedTask(Task):
         return self.shift[start:stop]
 
     def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x[:, : self.features.dim].flip(1) / self.norm[side], x.new_zeros(len(x))
+        return x[:, : self.features.dim] / self.norm[side], x.new_zeros(len(x))
 
     def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
-        return pad(grad.flip(1) / self.norm[side], (0, x.shape[1] - self.features.dim))
+        return pad(grad / self.norm[side], (0, x.shape[1] - self.features.dim))
 
     def kernel(self, query: Tensor, tokens: Tensor) -> Tensor:
-        return self.scaled(query.flip(1), tokens.flip(1))
+        return self.scaled(query, tokens)
 
     def kernel_gradients(
         self, query: Tensor, tokens: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor]:
-        of_query, of_tokens = self.scaled.gradients(query.flip(1), tokens.flip(1), grad)
-        return of_query.flip(1), of_tokens.flip(1)
+        return self.scaled.gradients(query, tokens, grad)
 
     def magnitude(self) -> Tensor:
         """sum_k |a_k| |x_i|_k^k max_j |y_j|_k^k, norms in the leading r_k coordinates, [rows]."""

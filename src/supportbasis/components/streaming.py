@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from copy import deepcopy
 from functools import cached_property
 from itertools import pairwise
@@ -33,7 +34,6 @@ from .partial import Partial
 
 CAUSAL_CHUNK = 504  # see `block_rows` for why it is not 512
 MAX_LANES = 16
-NARROW = 8  # columns below which products are faster the other way round
 
 
 class Block(NamedTuple):
@@ -140,12 +140,6 @@ class Task(ABC):
         """Memory for the features of a block."""
         return self.features.buffer(self.lanes, math.ceil(self.block / self.lanes), self.weights)
 
-    def row_spans(self) -> list[tuple[Span | None, Span | None]]:
-        """Rows of each block, and in causal attention the keys at the same positions."""
-        if self.head.is_causal:
-            return self.chunks()
-        return [(span, None) for span in spans(self.row_count, self.block)]
-
     def chunks(self) -> list[tuple[Span | None, Span | None]]:
         """Rows and keys at the positions of each block."""
         borders = torch.arange(0, self.head.n + self.block, self.block)
@@ -180,35 +174,43 @@ class Task(ABC):
         return rounding + depth * torch.finfo(dtype).smallest_normal
 
     def run(self, total: Partial) -> None:
-        """Add the sums to ``total``, which holds the rows of this task. In causal attention earlier
-        chunks are read from the running state, and the chunk itself is summed densely."""
+        """Add the sums to ``total``, which holds the rows of this task."""
         if not self.row_count or not (self.key_count or self.given is not None):
             return
-        buffer, noise, causal = self.buffer(), self.noise(), self.head.is_causal
-        if self.given is not None:
-            state = deepcopy(self.given) if causal else self.given
-        else:
-            state = State(self) if causal else sum_keys(self, buffer)
-        reader: Reader | None = None
-        for rows, keys in self.row_spans():
+        buffer, noise = self.buffer(), self.noise()
+        for rows, reader, block in self.walk(buffer):
+            where, (query, log_scale) = slice(*rows), self.queries(*rows)
+            if reader is not None:
+                num, den = reader.read(query, buffer)
+                part = Partial(num, den, log_scale + reader.top, noise[where] * reader.mass)
+                total[where].add_(part)
+            if block is not None:
+                part = self._diagonal(query, rows, block, noise[where])
+                part.log_scale += log_scale
+                total[where].add_(part)
+
+    def walk(self, buffer: Buffer) -> Iterator[tuple[Span, Reader | None, Block | None]]:
+        """Rows in blocks with the sums over all keys, or in causal attention over those of earlier
+        chunks (None: over none), and then also the keys of their own chunk, to be summed densely.
+        Where the sums hold less than the tokens do, they are kept for the backward pass."""
+        if not self.head.is_causal:
+            reader = self.reader or self._whole(buffer)
+            self.reader = reader if self.features.count <= self.key_count else None
+            yield from ((rows, reader, None) for rows in spans(self.row_count, self.block))
+            return
+        state = State(self) if self.given is None else deepcopy(self.given)
+        reader = None
+        for rows, keys in self.chunks():
             block = None if keys is None else self.key_block(*keys)
             if rows is not None:
-                where, (query, log_scale) = slice(*rows), self.queries(*rows)
-                if state.top > -math.inf:
-                    reader = reader or Reader(state, self)
-                    num, den = reader.read(query, buffer)
-                    part = Partial(num, den, log_scale + state.top, noise[where] * state.mass)
-                    total[where].add_(part)
-                if block is not None:
-                    part = self._diagonal(query, rows, block, noise[where])
-                    part.log_scale += log_scale
-                    total[where].add_(part)
+                reader = reader or Reader.of(state, self)
+                yield rows, reader, block
             if block is not None:
                 state.add(self, block, self.write(block.tokens, buffer))
                 reader = None
-        # a reader of many features would hold more than the tokens do
-        if not causal and (self.given is not None or self.features.count <= self.key_count):
-            self.reader = reader
+
+    def _whole(self, buffer: Buffer) -> Reader | None:
+        return Reader.of(sum_keys(self, buffer) if self.given is None else self.given, self)
 
     def ahead(self, rows: Span, keys: Span) -> Tensor:
         """Which keys lie ahead of which rows, [rows, keys]."""
@@ -268,10 +270,10 @@ class State:
         value, weight = block.value * weight.unsqueeze(1), weight * block.column
         self.mass += float(weight.sum())
         self.count += len(weight)
-        _add_products(self.ones, features, task.in_lanes(weight).unsqueeze(2))
+        self.ones.baddbmm_(features, task.in_lanes(weight).unsqueeze(2))
         if not task.head.is_density:
             self.constant += value.sum(0)
-            _add_products(self.values, features, task.in_lanes(value))
+            self.values.baddbmm_(features, task.in_lanes(value))
 
 
 class Reader:
@@ -283,8 +285,12 @@ class Reader:
         self.task, self.top = task, state.top
         self.values = state.values.sum(0).mul_(weights)
         self.ones = state.ones.sum(0).mul_(weights)
-        self.constant = state.constant * task.weights[0]
-        self.mass = state.mass * float(task.weights[0])
+        self.constant, self.mass = state.constant * task.weights[0], state.mass
+
+    @staticmethod
+    def of(state: State, task: Task) -> Reader | None:
+        """None where nothing has been summed."""
+        return Reader(state, task) if state.top > -math.inf else None
 
     def read(self, query: Tensor, buffer: Buffer) -> tuple[Tensor, Tensor]:
         """Numerator [rows, dv] and denominator [rows] of a block of queries."""
@@ -293,10 +299,11 @@ class Reader:
         return den.unsqueeze(1) if self.task.head.is_density else self.num(features, rows), den
 
     def num(self, features: Tensor, rows: int) -> Tensor:
-        return _products(features, self.values)[:rows].add_(self.constant)
+        return (features.mT @ self.values).flatten(0, 1)[:rows].add_(self.constant)
 
     def den(self, features: Tensor, rows: int) -> Tensor:
-        return _products(features, self.ones)[:rows].add_(self.mass).squeeze(1)
+        den = (features.mT @ self.ones).flatten(0, 1)[:rows].squeeze(1)
+        return den.add_(self.mass * float(self.task.weights[0]))
 
     @cached_property
     def sums(self) -> Tensor:
@@ -324,18 +331,3 @@ def sum_keys(task: Task, buffer: Buffer) -> State:
 
 def spans(count: int, block: int) -> list[Span]:
     return [(start, min(count, start + block)) for start in range(0, count, block)]
-
-
-def _add_products(total: Tensor, features: Tensor, value: Tensor) -> None:
-    """Add features [lanes, count, rows] times value [lanes, rows, columns] to the sums."""
-    if value.shape[2] >= NARROW:
-        total.baddbmm_(features, value)
-    else:
-        total.transpose(1, 2).add_(value.transpose(1, 2) @ features.transpose(1, 2))
-
-
-def _products(features: Tensor, sums: Tensor) -> Tensor:
-    """Features [lanes, count, rows], transposed, times sums [count, columns]: [rows, columns]."""
-    if sums.shape[1] >= NARROW:
-        return (features.transpose(1, 2) @ sums).flatten(0, 1)
-    return (sums.T @ features).transpose(1, 2).flatten(0, 1)

@@ -14,7 +14,6 @@ and pairs within one chunk are summed densely.
 from __future__ import annotations
 
 import math
-from copy import deepcopy
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from ..problem.problem import Head
 from .cotangent import Cotangent, Gradients, add_tokens
 from .exact_sum import Index, Span
 from .partial import Partial
-from .streaming import Block, Reader, State, Task, spans, sum_keys
+from .streaming import Block, Reader, State, Task, spans
 
 
 class StreamedSum:
@@ -67,28 +66,19 @@ class Backward:
     def add_rows(self, summed: bool) -> State:
         """Gradients of the rows, and, if ``summed``, the state T of all of them (else empty). In
         causal attention chunks come in order: rows read what is before them."""
-        task, rows, reader = self.task, State(self.task), self.task.reader
-        keys = State(task) if task.given is None else deepcopy(task.given)
-        if reader is None and not task.head.is_causal:
-            reader = Reader(sum_keys(task, self.buffer), task)
-        for row_span, key_span in task.row_spans():
-            key_block = None if key_span is None else task.key_block(*key_span)
-            if row_span is not None:
-                block = self._row_block(row_span)
-                features = task.write(block.tokens, self.buffer)
-                grad = torch.zeros_like(block.tokens)
-                if task.head.is_causal and keys.top > -math.inf:
-                    reader = Reader(keys, task)
-                if reader is not None:
-                    grad += self._read(reader, block)
-                    self._add_row_weights(reader, block, features)
-                if key_block is not None:
-                    grad += self._diagonal(block, key_block)
-                task.add_gradient(self.total, "query", row_span[0], grad)
-                if summed:
-                    rows.add(task, block, features)
-            if key_block is not None:
-                keys.add(task, key_block, task.write(key_block.tokens, self.buffer))
+        task, rows = self.task, State(self.task)
+        for span, reader, keys in task.walk(self.buffer):
+            block = self._row_block(span)
+            features = task.write(block.tokens, self.buffer)
+            grad = torch.zeros_like(block.tokens)
+            if reader is not None:
+                grad += self._read(reader, block)
+                self._add_row_weights(reader, block, features)
+            if keys is not None:
+                grad += self._diagonal(block, keys)
+            task.add_gradient(self.total, "query", span[0], grad)
+            if summed:
+                rows.add(task, block, features)
         return rows
 
     def add_keys(self, rows: State) -> None:

@@ -130,7 +130,7 @@ class StateExchange:
         zero = new(shape, dtype=p.dtype)
         outcome = Outcome(
             new(*shape, p.n, p.value.shape[-1]), new(*shape, p.n, dtype=p.dtype),
-            zero, zero.clone(), zero.clone(), zero, new(*shape, p.n, dtype=torch.bool),
+            zero, zero.clone(), zero, new(*shape, p.n, dtype=torch.bool),
         )  # fmt: skip
         least = self._exchange_states()
         self._gather_large_keys()
@@ -233,10 +233,10 @@ class StateExchange:
             if not falls_back(unit.plan):
                 total.log_scale.masked_fill_(failed, -math.inf)  # no result
                 failed = torch.zeros_like(failed)
-            outcome.fallback_rows[unit.at] += failed.sum()
             where = failed.nonzero().squeeze(1)
             unit.failed = failed
             where = where if rows is None else rows[where]
+            unit.row_span.of(outcome.fallback[unit.at], 0)[where] = True
             unit.exact = torch.cat([unit.large_rows, where]).sort().values
 
     def _exact_rows(self) -> list[Partial | None]:

@@ -73,9 +73,9 @@ def as_operator(
     output, lse, fallback, counts = operator(
         *tensors, plan.handle, implementation, p.scale, p.is_causal, *last
     )
-    invalid_rows, fallback_rows, rounding = counts.unbind(0)
+    invalid_rows, rounding = counts.unbind(0)
     zero = torch.zeros_like(rounding)
-    return Outcome(output, lse, zero, invalid_rows, fallback_rows, rounding, fallback)
+    return Outcome(output, lse, zero, invalid_rows, rounding, fallback)
 
 
 def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
@@ -104,12 +104,13 @@ SETTINGS = "str plan, str implementation, float scale, bool is_causal"
 
 
 def _run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output and lse, which rows fell back to exact sums, and counts [3, batch, heads]."""
+    """Output and lse, which rows fell back to exact sums, and failed rows and rounding
+    [2, batch, heads]."""
     problem, handle, implementation = _call_of(*inputs)
     plan = _plan_of(problem, handle, implementation)
     with torch.autocast(problem.query.device.type, enabled=False):
         outcome = compute(problem, plan, implementation)
-    counts = torch.stack([outcome.invalid_rows, outcome.fallback_rows, outcome.rounding])
+    counts = torch.stack([outcome.invalid_rows, outcome.rounding])
     results = (outcome.output, outcome.lse, outcome.fallback)
     output, lse, fallback = (x.contiguous() for x in results)
     return output, lse, fallback, counts
@@ -143,7 +144,7 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         query.new_empty(*rows, problem.value.shape[-1]),
         query.new_empty(rows, dtype=problem.dtype),
         query.new_empty(rows, dtype=torch.bool),
-        query.new_empty(3, *rows[:2], dtype=problem.dtype),
+        query.new_empty(2, *rows[:2], dtype=problem.dtype),
     )
 
 

@@ -181,9 +181,8 @@ def _outcome(problem: Problem, group: Group) -> Outcome:
     zero = lse.new_zeros(lse.shape[:2])
     if failed is None:
         none = zero.bool().unsqueeze(-1).expand(lse.shape)
-        return Outcome(output, lse, zero, zero, zero, zero, none)
-    count = failed.sum(-1).to(zero.dtype)
-    return Outcome(output, lse, zero, count, count.clone(), zero, failed)
+        return Outcome(output, lse, zero, zero, zero, none)
+    return Outcome(output, lse, zero, failed.sum(-1).to(zero.dtype), zero, failed)
 
 
 def of_heads(problem: Problem, index: Tensor) -> Problem:

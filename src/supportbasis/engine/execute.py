@@ -60,9 +60,7 @@ def run_head(
                 rows = some if group.rows is None else group.rows[some]
                 total.put_(some, evaluate([plan.exact(head)], head, rows))
                 valid = total.has_keys & (total.usable if head.normalise else total.finite)
-                fallback = failed & valid
-                outcome.fallback_rows[at] += fallback.sum()
-                outcome.fallback[at][where] = fallback
+                outcome.fallback[at][where] = failed & valid
         if type(plan) is not PolynomialHead and bool((total.has_keys & ~total.finite).any()):
             check_values(head)
         if bool(valid.any()):

@@ -63,7 +63,7 @@ def attend(problem: Problem, plan: Plan, need_lse: bool) -> Outcome:
         dead = flash.dead_rows(mask, problem.n, causal)
         output = output.masked_fill(dead.unsqueeze(-1), 0.0)
     output = output.to(problem.query.dtype)
-    return Outcome(output, lse, zero, zero, zero, noise, empty.bool())
+    return Outcome(output, lse, zero, zero, noise, empty.bool())
 
 
 def with_lse(problem: Problem) -> Outcome | None:
@@ -77,7 +77,7 @@ def with_lse(problem: Problem) -> Outcome | None:
     output, lse = output.to(problem.query.dtype), lse.to(problem.dtype)
     noise = sdpa_noise(problem)
     zero, none = torch.zeros_like(noise), torch.zeros_like(lse, dtype=torch.bool)
-    return Outcome(output, lse, zero, zero, zero, noise, none)
+    return Outcome(output, lse, zero, zero, noise, none)
 
 
 def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:

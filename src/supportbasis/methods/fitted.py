@@ -9,7 +9,7 @@ from ..accuracy.fitted_rows import RowCheck
 from ..errors import InputError
 from ..plans import FittedHead, HeadPlan
 from ..plans.cost import Work, fitted_work
-from ..polynomials.balancing import Transform, own_transform, prefix_of, transformed
+from ..polynomials.balancing import Transform, balancing_transform, prefix_of, transformed
 from ..polynomials.fitting import FittedKernel, PairSample, choose_spans, count_features
 from ..problem.checks import check_integer, check_number, check_seed
 from ..problem.problem import Head
@@ -103,7 +103,7 @@ class FittedSearch:
             return "causal fitted polynomials are slower than exact attention on a GPU"
         if head.n < FEWEST or head.m < FEWEST or head.dim == 0:
             return "there is too little to fit a polynomial to"
-        transform = own_transform(head)
+        transform = balancing_transform(head)
         if not transform.fits(head.dtype):
             return UNFIT
         sample = PairSample.draw(transformed(head, transform), seed)

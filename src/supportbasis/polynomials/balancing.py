@@ -74,7 +74,6 @@ class Transform:
 
 
 _transformed: WeakCache[Head, Transform, Head] = WeakCache()
-_own: WeakCache[Head, None, Transform] = WeakCache()
 
 
 def transformed(head: Head, transform: Transform) -> Head:
@@ -93,18 +92,14 @@ def prefix_of(head: Head) -> int | None:
     return min(head.n, max(64, head.n // 32)) if head.is_causal else None
 
 
-def own_transform(head: Head) -> Transform:
-    """The balancing transform of a head, made once; of a causal head from its prefix."""
-    return _own.get(head, None, lambda: balancing_transform(head, prefix_of(head)))
-
-
-def balancing_transform(head: Head, tokens: int | None = None) -> Transform:
-    """The transform of a head, from at most TRANSFORM_TOKENS evenly spaced ones of its first
-    ``tokens`` tokens (None: all).
+def balancing_transform(head: Head) -> Transform:
+    """The transform of a head, from at most TRANSFORM_TOKENS evenly spaced tokens, of a causal head
+    from those of its prefix.
 
     With covariances Lq Lq^T and Lk Lk^T and the singular values U S V^T of Lq^T Lk, the maps
     A = Lq^-T U S^1/2 and B = Lk^-T V S^1/2 give both sides the covariance S, and A B^T = I.
     """
+    tokens = prefix_of(head)
     query, key = head.query[:tokens], head.key[:tokens]
     if head.key_log_weight is not None:
         key = key[head.key_log_weight[:tokens] > -math.inf]

@@ -7,7 +7,7 @@ do. For epsilon >= 1 nothing is known: p = 0 has an error of 1.
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from itertools import count, takewhile
+from itertools import takewhile
 
 from .proofs import UNIT, margin_operations
 
@@ -44,25 +44,22 @@ def last_within(
     error: Callable[[float], float], epsilon: float, low: float, high: float, tolerance: float
 ) -> float:
     """The largest bound (to the tolerance, from below) with error(bound) <= epsilon, between low,
-    where it is, and high. The error is nearly a power of the bound, so interpolating logarithms
-    finds it in a few steps, moved a little to close in from both sides; every third one halves."""
-    logs = [_log_ratio(error(bound), epsilon) for bound in (low, high)]
+    where it is, and high. The error is nearly a power of the bound: the Illinois method finds it in
+    a few steps on logarithms."""
+    ends, last = [low, high], -1
+    logs = [_log_ratio(error(bound), epsilon) for bound in ends]
     if logs[1] <= 0.0:
         return high
-    for step in count(1):
-        if high - low <= tolerance * low:
-            break
-        share = 0.5 if step % 3 == 0 else logs[0] / (logs[0] - logs[1])
-        nudge = 0.4 * (tolerance if share < 0.5 else -tolerance)
-        bound = low * (high / low) ** share * (1 + nudge)
-        if not low < bound < high:
-            bound = 0.5 * (low + high)
+    while ends[1] - ends[0] > tolerance * ends[0]:
+        bound = ends[0] * (ends[1] / ends[0]) ** (logs[0] / (logs[0] - logs[1]))
+        if not ends[0] < bound < ends[1]:
+            bound = 0.5 * sum(ends)
         log = _log_ratio(error(bound), epsilon)
-        if log <= 0.0:
-            low, logs[0] = bound, log
-        else:
-            high, logs[1] = bound, log
-    return low
+        side = int(log > 0.0)
+        if side == last:  # twice on one side: give less weight to the other end
+            logs[1 - side] /= 2
+        ends[side], logs[side], last = bound, log, side
+    return ends[0]
 
 
 def _log_ratio(error: float, epsilon: float) -> float:

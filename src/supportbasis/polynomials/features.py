@@ -67,7 +67,7 @@ def odd_rows(rows: int) -> int:
 class FeatureMap:
     """Monomials of degree 0..``degree`` in ``dim`` variables, written feature-major.
 
-    ``spans`` r_1 >= r_2 >= ... (r_1 = dim) leave of degree k only the monomials in the last r_k
+    ``spans`` r_1 >= r_2 >= ... (r_1 = dim) leave of degree k only the monomials in the first r_k
     variables.
 
     >>> phi = FeatureMap(dim=2, degree=2)
@@ -83,7 +83,7 @@ class FeatureMap:
         if spans == full:
             check_rank(dim, degree)
         is_pairs = spans == (dim, dim)
-        self._layout = _pair_layout(dim) if is_pairs else _suffix_layout(dim, spans)
+        self._layout = _pair_layout(dim) if is_pairs else _prefix_layout(dim, spans)
         self.multiplicity, self.degrees = self._layout.multiplicity, self._layout.degrees
         self.count = len(self.multiplicity)
 
@@ -249,31 +249,32 @@ def _pair_layout(dim: int) -> _Layout:
 
 
 @lru_cache(maxsize=64)
-def _suffix_layout(dim: int, spans: tuple[int, ...]) -> _Layout:
-    """Monomials of degree 1..g, ordered within each degree by their first variable: block t holds
-    variable t times the suffix of the monomials of the degree below whose variables are t or later.
-    Of degree k only the monomials in the last ``spans[k - 1]`` variables are formed.
+def _prefix_layout(dim: int, spans: tuple[int, ...]) -> _Layout:
+    """Monomials of degree 1..g, ordered within each degree by their last variable: block t holds
+    variable t times the monomials of the degree below in the variables up to t, which come first.
+    Of degree k only the monomials in the first ``spans[k - 1]`` variables are formed.
 
-    The multiplicities follow from (u + s)^k - s^k = u * sum_c C(k, c+1) u^c s^(k-1-c), where u is
-    the part of an inner product that belongs to variable t and s that of later ones: a monomial of
-    degree k-1 with c factors of variable t gains the factor C(k, c+1) / C(k-1, c) = k / (c + 1)."""
+    The multiplicities follow from (s + u)^k - s^k = u * sum_c C(k, c+1) u^c s^(k-1-c), where u is
+    the part of an inner product that belongs to variable t and s that of earlier ones: a monomial
+    of degree k-1 with c factors of variable t gains the factor C(k, c+1) / C(k-1, c) = k / (c + 1).
+    """
     ones = torch.ones(1 + dim, dtype=torch.float64)
     levels, steps = [ones[:1], ones[1:]][: 1 + len(spans)], []
-    repeats = ones[1:]  # factors of each monomial's first variable
-    stop = end = dim  # of the degree below, of all products so far
+    repeats = ones[1:]  # factors of each monomial's last variable
+    below, end = 0, dim  # where the degree below begins, and all products so far end
     for k, span in enumerate(spans[1:], 2):
-        blocks, counts = [], []
-        for variable in range(dim - span, dim):
-            size = math.comb(dim - variable + k - 2, k - 1)
-            same = math.comb(dim - variable + k - 3, k - 2)  # begin with this variable again
+        blocks, counts, first = [], [], end
+        for variable in range(span):
+            size = math.comb(variable + k - 1, k - 1)
+            same = math.comb(variable + k - 2, k - 2)  # end with this variable already
             count = torch.ones(size, dtype=torch.float64)
-            count[:same] += repeats[len(repeats) - size :][:same]
-            blocks.append(levels[-1][len(repeats) - size :] * k / count)
+            count[size - same :] += repeats[size - same : size]
+            blocks.append(levels[-1][:size] * k / count)
             counts.append(count)
-            suffix, product = slice(stop - size, stop), slice(end, end + size)
-            steps.append(_Step(slice(variable, variable + 1), suffix, product))
+            left, right = slice(variable, variable + 1), slice(below, below + size)
+            steps.append(_Step(left, right, slice(end, end + size)))
             end += size
         levels.append(torch.cat(blocks))
-        repeats, stop = torch.cat(counts), end
+        repeats, below = torch.cat(counts), first
     degrees = [torch.full_like(level, k) for k, level in enumerate(levels)]
     return _Layout(dim, 0, steps, torch.cat(levels), torch.cat(degrees).long())

@@ -25,7 +25,6 @@ class Outcome:
     lse: Tensor  # [batch, heads, n]
     log_scale: Tensor  # [batch, heads]: units of the output of a kernel sum, 0 for attention
     invalid_rows: Tensor  # [batch, heads]: rows without a usable denominator
-    fallback_rows: Tensor  # [batch, heads]: of those, how many were computed exactly
     rounding: Tensor  # [batch, heads]: largest relative rounding error of a row's sums
     fallback: Tensor  # [batch, heads, n]: failed rows that were computed exactly
 
@@ -36,8 +35,13 @@ class Outcome:
         output = query.new_empty(*rows, problem.value.shape[-1])
         lse = query.new_empty(rows, dtype=problem.dtype)
         failed = query.new_zeros(rows, dtype=torch.bool)
-        units, invalid, fallback, rounding = lse.new_zeros(4, *rows[:2]).unbind(0)
-        return Outcome(output, lse, units, invalid, fallback, rounding, failed)
+        units, invalid, rounding = lse.new_zeros(3, *rows[:2]).unbind(0)
+        return Outcome(output, lse, units, invalid, rounding, failed)
+
+    @property
+    def fallback_rows(self) -> Tensor:
+        """How many failed rows were computed exactly, [batch, heads]."""
+        return self.fallback.sum(-1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -66,7 +66,7 @@ def gradients(
     total = torch.cat(read) * weight
     sides = (torch.zeros_like(near.query), torch.zeros_like(near.key))
     for side, parts, scale in zip(sides, (to_query, to_key), features.units, strict=True):
-        side[:, : features.map.dim] = torch.cat(parts).flip(1) / scale
+        side[:, : features.map.dim] = torch.cat(parts) / scale
     return *sides, total[:, :-1], (total * value).sum(1)
 
 
@@ -100,10 +100,9 @@ class _Features(NamedTuple):
         return _Features(made, weights.float().to(device).unsqueeze(1), (query_unit, key_unit))
 
     def tokens(self, near: Near) -> tuple[Tensor, ...]:
-        """Queries and keys in their units: the leading coordinates, which are the last of the map's
-        variables."""
+        """Queries and keys in their units: the leading coordinates."""
         pairs = zip((near.query, near.key), self.units, strict=True)
-        return tuple((x[:, : self.map.dim] / unit).flip(1) for x, unit in pairs)
+        return tuple(x[:, : self.map.dim] / unit for x, unit in pairs)
 
     def parts(self, tokens: int, *, with_gradients: bool = False) -> Iterator[slice]:
         """Slices of tokens whose features (and their gradients) fit in memory."""
