@@ -6,6 +6,8 @@ changed at any time, on a trained module too, and nothing has to be trained agai
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -208,35 +210,14 @@ class SupportBasisEncoder(nn.Module):
         num_heads: int,
         *,
         feedforward_dim: int | None = None,
-        num_key_heads: int | None = None,
-        method: Method | None = None,
-        tolerance: float | None = None,
-        is_causal: bool = False,
-        rope: bool = False,
-        bias: bool = True,
-        dropout: float = 0.0,
-        gradient: str = "function",
+        **options: Any,
     ):
         super().__init__()
         if num_layers < 0:
             raise InputError(f"num_layers must be at least 0, got {num_layers}")
         hidden = 4 * embed_dim if feedforward_dim is None else feedforward_dim
         self.layers = nn.ModuleList(
-            _Layer(
-                SupportBasisAttention(
-                    embed_dim,
-                    num_heads,
-                    num_key_heads=num_key_heads,
-                    method=method,
-                    tolerance=tolerance,
-                    is_causal=is_causal,
-                    rope=rope,
-                    bias=bias,
-                    dropout=dropout,
-                    gradient=gradient,
-                ),
-                hidden,
-            )
+            _Layer(SupportBasisAttention(embed_dim, num_heads, **options), hidden)
             for _ in range(num_layers)
         )
         self.norm = nn.LayerNorm(embed_dim)
