@@ -31,10 +31,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..components.polynomial_sum import largest_norm, rescaled
+from ..components.polynomial_sum import PolynomialSum
 from ..plans import ExactHead, HeadPlan, PolynomialHead, ThresholdHead
 from ..polynomials.certified import CertifiedPolynomial
-from ..polynomials.features import FeatureMap, block_rows
+from ..polynomials.features import block_rows
 from ..problem.problem import Head
 from .loss_inputs import Call
 
@@ -77,18 +77,18 @@ def polynomial_factors(
     head: Head, rows: Tensor, keys: Tensor, poly: CertifiedPolynomial, lse: Tensor
 ) -> Factors:
     """p(scores) e^-lse through packed features: u_i = e^(unit - lse_i) W φ(q_i), w_j = φ(k_j)."""
-    features = FeatureMap(head.dim, poly.degree)
-    query_norm, key_norm = largest_norm(head.query_norms[rows]), largest_norm(head.key_norms[keys])
-    coefficients, log_unit = rescaled(poly, abs(head.scale) * query_norm * key_norm)
-    by_degree = torch.tensor(coefficients, dtype=torch.float64)
-    weights = (features.multiplicity * by_degree[features.degrees]).to(lse.device, head.dtype)
-    share = (log_unit - lse).exp().unsqueeze(1)
+    task = PolynomialSum(poly, keys).task(head, rows)
+    share = (task.row_shift(0, len(rows)) - lse).exp().unsqueeze(1)
+
+    def features(side: str, some: Tensor) -> Tensor:
+        return task.features(task.unit(side, getattr(head, side)[some])[0])
+
     return Factors(
         rows,
         keys,
-        features.count,
-        lambda some: features(head.query[some] / query_norm).mul_(weights).mul_(share[some]),
-        lambda some: features(head.key[some] / key_norm),
+        task.features.count,
+        lambda some: features("query", some).mul_(task.weights).mul_(share[some]),
+        lambda some: features("key", some),
     )
 
 
