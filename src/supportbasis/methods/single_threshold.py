@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from ..accuracy.scores import ScoreSample, best_polynomial
 from ..errors import InputError
 from ..paper import sub_gaussian
 from ..plans import ExactHead, HeadPlan, ThresholdHead
 from ..plans.cost import Work, pair_share, polynomial_work
-from ..plans.supports import entry_reach, is_empty, score_reach, split_at, take
+from ..plans.supports import Side, entry_reach, is_empty, score_reach, split_at, take
 from ..polynomials.certified import largest_bound
 from ..polynomials.features import check_rank, largest_degree
 from ..problem.checks import check_number
@@ -155,7 +155,7 @@ def threshold_plan(
     rows, keys = split_at(head, threshold)
     if is_empty(rows.small) or is_empty(keys.small):
         return exact_plan(head, f"at T={threshold:.4g} every row or every key is large")
-    reach = min(entry_reach(head, threshold), score_reach(head, rows.small, keys.small))
+    reach = small_reach(head, threshold, rows, keys)
     if degree is None:
         degree = derived_degree(epsilon, reach, head.dim, kind)
     if degree is None:
@@ -177,21 +177,14 @@ def threshold_plan(
 
 
 def largest_threshold(head: Head, reach: float) -> float | None:
-    """Largest T such that no score of small rows and keys can leave [-reach, reach].
-
-    Rows and keys sorted by their largest entry, with the running maximum of their norms, give
-    the range B(T) = min(|scale| d T^2, |scale| max|q| max|k|) at every T that changes the split."""
-    rows, keys = head.query_maxima, take(head.key_maxima, head.live_keys)
-    candidates = torch.cat([rows, keys]).unique()
-    by_entry = abs(head.scale) * head.dim * candidates.square()
-    by_norm = abs(head.scale) * _longest(rows, head.query_norms, candidates)
-    by_norm *= _longest(keys, take(head.key_norms, head.live_keys), candidates)
-    count = int((torch.minimum(by_norm, by_entry) <= reach).sum())  # the range grows with T
-    return max(float(candidates[count - 1]), torch.finfo(torch.float64).tiny) if count else None
+    """Largest T such that no score of small rows and keys can leave [-reach, reach]: their range
+    grows with T, and the split changes only at entries of the data."""
+    keys = take(head.key_maxima, head.live_keys)
+    candidates = torch.cat([head.query_maxima, keys]).unique().tolist()
+    count = bisect_right(candidates, reach, key=lambda t: small_reach(head, t, *split_at(head, t)))
+    return max(candidates[count - 1], torch.finfo(torch.float64).tiny) if count else None
 
 
-def _longest(maxima: Tensor, norms: Tensor, thresholds: Tensor) -> Tensor:
-    """Largest norm among the tokens whose largest entry is at most each threshold."""
-    ordered, permutation = maxima.sort()
-    norms = torch.cat([norms.new_zeros(1), norms[permutation]]).cummax(0).values
-    return norms[torch.searchsorted(ordered, thresholds, right=True)]
+def small_reach(head: Head, threshold: float, rows: Side, keys: Side) -> float:
+    """Largest possible |score| of small rows and keys."""
+    return min(entry_reach(head, threshold), score_reach(head, rows.small, keys.small))
