@@ -128,8 +128,6 @@ class SingleThreshold(Method):
                 continue
             plan = self._at(head, threshold, degree)
             best = plan if best is None or plan.cost < best.cost else best
-            if isinstance(plan, ThresholdHead) and plan.large == (0, 0):
-                break  # a higher degree has nothing to gain
         if best is None:
             which = "polynomial" if given is None else f"degree-{given} polynomial"
             return exact_plan(head, f"no threshold has a {which} within {self._epsilon:.3g}")
