@@ -8,10 +8,10 @@ With weights Â (rows add up to 1), V = XY, residual R = ÂV - E and t = R Yᵀ,
 
     ∂L/∂W = 2 scale Xᵀ N,   ∂L/∂Y = 2 mᵀ R,   ∂L/∂X = 2 scale (N Wᵀ + M W) + 2 Z.
 
-Row i of N is the covariance of the tokens under the weights of row i, times t_i. Covariances do not
-depend on where zero is: tokens are measured from their mean c, so that none is a difference of
-large numbers: x = x' + c, m = m' + c and t_i · x_j - r_i = t_i · x'_j - t_i · m'_i. Weights that
-were cut to low rank do not add up to 1; for them c = 0.
+Row i of N is the covariance of the tokens under the weights of row i, times t_i. Tokens are
+measured from their mean c, so that no covariance is a difference of large numbers: x = x' + c,
+m = m' + c and t_i · x_j - r_i = t_i · x'_j - t_i · m'_i. Weights that were cut to low rank do not
+add up to 1; for them c = 0.
 
 A plan has low-rank weights, and exact ones beside them. For weights U₁U₂ᵀ with rows u_i and w_j,
 

@@ -29,15 +29,14 @@ class FittedPolynomial(Method):
         p(x, y) = a_0 + a_1 <x, y>_1 + ... + a_g <x, y>_g ^ g,
 
     where <x, y>_k is the inner product in the r_k directions in which scores vary most, and the
-    coefficients are fitted to sampled pairs (`fitted.py`). It suits diffuse heads, whose scores
-    vary little, and costs about (n + m) / (n m) of exact attention for each feature (monomial).
+    coefficients are fitted to sampled pairs. It suits diffuse heads, whose scores vary little, and
+    costs about (n + m) / (n m) of exact attention for each feature (monomial).
 
-    ``features`` is the most that it may have, 1024 unless given (and never more than 32768); there
-    are fewer where so many would cost as much as exact attention, or err more, and a warning names
-    a measured error above 5 %. With a ``tolerance`` for the relative Frobenius error of a head's
+    ``features`` is the most that it may have, 1024 unless given and 32768 at most; a measured error
+    above 5 % is warned about. With a ``tolerance`` for the relative Frobenius error of a head's
     output instead, there are the fewest features found whose measured error, at its upper limit
-    (95 % confidence), is within it. Where that is not cheaper than exact attention, the head is
-    exact and the plan says why. No bound is proved: the certificate measures.
+    (95 % confidence), is within it. A head for which that is not cheaper than exact attention is
+    exact. No bound is proved: the certificate measures.
 
     >>> import torch, supportbasis as sb
     >>> generator = torch.Generator().manual_seed(0)

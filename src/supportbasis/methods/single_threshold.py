@@ -37,21 +37,19 @@ RULES = ("sqrt-log", "sub-gaussian")
 class SingleThreshold(Method):
     """Rows with an entry beyond T exactly, the rest by a certified polynomial.
 
-    ``threshold`` compares raw entries of query and key, before the scale:
+    ``threshold`` is T, which raw entries of query and key are compared with, before the scale; or
 
-    - a number: that T for every head;
     - None: the cheapest T for which some polynomial of this degree is certified to 5 %; where
-      none is cheaper than exact attention, everything is exact and the plan says so;
-    - "sqrt-log": sqrt(c ln n), the paper's choice, with ``c`` 1 unless it is given (Theorem 1.3 has
-      c < 1); "sub-gaussian": from a sub-Gaussian fit of the entries, so that about sqrt(n) of them
-      are large. For other constants pass the number that `sb.analysis.sub_gaussian_threshold`
-      returns.
+      none is cheaper than exact attention, everything is exact;
+    - "sqrt-log": sqrt(c ln n), the paper's choice, with ``c`` 1 unless given (Theorem 1.3: c < 1);
+    - "sub-gaussian": `sb.analysis.sub_gaussian_threshold`, at which about sqrt(n) of the entries
+      are large.
 
-    ``degree`` is 2 unless it is given, or derived from ``epsilon``: the smallest one at which the
-    polynomial is certified to |p(z) - exp(z)| <= epsilon exp(z) on all scores of small rows, as in
-    Algorithm 1. With ``threshold=None`` T and degree are those of least cost. ``polynomial`` is the
-    kind: "taylor", "chebyshev" (the paper's), "minimax" (of least relative error), or "auto", the
-    one of least expected error on a sample of the scores.
+    ``degree`` is 2 unless it is given, or derived from ``epsilon``: the smallest one certified to
+    |p(z) - exp(z)| <= epsilon exp(z) on all scores of small rows, as in Algorithm 1. With
+    ``threshold=None`` T and degree are those of least cost. ``polynomial`` is the kind: "taylor",
+    "chebyshev" (the paper's), "minimax" (of least relative error), or "auto", the one of least
+    expected error on a sample of the scores.
 
     >>> import supportbasis as sb
     >>> sb.SingleThreshold("sqrt-log", epsilon=0.01, c=0.5)
