@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -120,7 +119,6 @@ def sum_columns(dim: int, inputs: bool) -> int:
     return dim + dim * (dim + 1) // 2 + (dim**2 + 2 * dim if inputs else 0)
 
 
-@lru_cache(maxsize=16)
 def triangle(dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Rows and columns of the upper triangle, and the index of each of the d² entries in it."""
     row, column = torch.triu_indices(dim, dim, device=device).unbind(0)
