@@ -174,10 +174,8 @@ def write_page(
     loader = PackageLoader("supportbasis.cli", ".")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["base64"] = lambda path: base64.b64encode(path.read_bytes()).decode("ascii")
-    labels, known = (
-        {"cores": "threads", "version": "supportbasis"},
-        vars(machine) if machine else {},
-    )
+    known = vars(machine) if machine else {}
+    labels = {"cores": "threads", "version": "supportbasis"}
     facts = [(labels.get(name, name), value) for name, value in known.items() if value != ""]
     page = environment.get_template("report.html")
     text = page.render(title=title, lead=lead, sections=sections, facts=facts)
