@@ -37,6 +37,16 @@ def test_is_not_exact_where_a_polynomial_will_do():
     assert plan.heads[0].measured <= 1e-3
 
 
+def test_a_threshold_is_found_where_plans_of_smaller_exact_parts_fail():
+    """Outliers that a sample of the scores misses: estimates of the first thresholds are wrong."""
+    q, k, v = (x.clone() for x in qkv(1, 1, n=16384, d=32, scale=0.4, dtype=torch.float32))
+    q[..., ::97, :] *= 3
+    k[..., ::89, :] *= 3
+    head = sb.plan(q, k, v, is_causal=True, method=sb.Auto(0.02)).heads[0]
+    assert head.kind == "single-threshold"
+    assert head.measured <= 0.02
+
+
 def test_a_looser_tolerance_never_costs_more():
     q, k, v = qkv(1, 1, n=16384, d=16, scale=0.4, dtype=torch.float32)
     speeds = [sb.plan(q, k, v, method=sb.Auto(t)).speedup for t in (1e-6, 1e-4, 1e-2, 0.5)]
@@ -60,12 +70,15 @@ def test_short_inputs_are_exact_without_a_search():
     assert "length" in head.reason
 
 
-def test_a_candidate_is_followed_by_its_threshold_one_degree_higher():
+def test_a_plan_that_fails_is_followed_by_its_threshold_one_degree_higher(monkeypatch):
     q, k, v = qkv(1, 1, n=16384, d=8, scale=0.3, dtype=torch.float32)
     q[:, :, :20] *= 20
     k[:, :, :20] *= 20
     head = attention_problem(q, k, v, None, 0.0, False, None, False).head(0, 0)
-    found = [(p.threshold, p.degree) for p in auto._Search(head, 1e-2, 0).candidates()]
+    plans: list[sb.plans.ThresholdHead] = []
+    monkeypatch.setattr(auto._Search, "verified", lambda search, plan: plans.append(plan))
+    assert auto._Search(head, 1e-2, 0).certified(1.0) is None
+    found = [(plan.threshold, plan.degree) for plan in plans]
     assert len({threshold for threshold, _ in found}) > 1
     assert found[1::2] == [(threshold, degree + 1) for threshold, degree in found[::2]]
 

@@ -37,7 +37,8 @@ def test_selftest_says_pass_or_fail(monkeypatch, capsys):
         raise RuntimeError("out of resources\nand more")
 
     monkeypatch.setattr(selftest, "_compared", broken)
-    assert selftest.check(case, "cpu").problem == "RuntimeError: out of resources"
+    line = f"FAIL  {case}: RuntimeError: out of resources"
+    assert selftest.check(case, "cpu") == (False, line)
 
 
 def test_selftest_refuses_unknown_devices():

@@ -60,24 +60,6 @@ def attention(
 ) -> Result: ...
 
 
-@overload
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    method: Method | None = None,
-    plan: Plan | None = None,
-    return_result: bool,
-    implementation: str = "auto",
-) -> Tensor | Result: ...
-
-
 def attention(
     query: Tensor,
     key: Tensor,
@@ -197,18 +179,6 @@ def kernel_sum(
 ) -> Result: ...
 
 
-@overload
-def kernel_sum(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float | None = None,
-    method: Method | None = None,
-    return_result: bool,
-) -> Tensor | Result: ...
-
-
 def kernel_sum(
     query: Tensor,
     key: Tensor,
@@ -253,18 +223,6 @@ def gaussian_kde(
     method: Method | None = None,
     return_result: Literal[True],
 ) -> Result: ...
-
-
-@overload
-def gaussian_kde(
-    points: Tensor,
-    data: Tensor,
-    bandwidth: float | Tensor,
-    *,
-    weights: Tensor | None = None,
-    method: Method | None = None,
-    return_result: bool,
-) -> Tensor | Result: ...
 
 
 def gaussian_kde(

@@ -6,6 +6,8 @@ changed at any time, on a trained module too, and nothing has to be trained agai
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -95,16 +97,15 @@ class SupportBasisAttention(nn.Module):
         """
         plan = self.kept_plan if plan is None else plan
         method = self.method if plan is None else None
-        shared = self.num_key_heads < self.num_heads
-        call = (*self._projected(x, context), _all_rows(key_mask))
+        call = self._inputs(x, context, key_mask)
         if self.gradient == "closed-form" and torch.is_grad_enabled():
             output = closed_form_attention(
-                *call, self.is_causal, None, shared, method=method, plan=plan
+                *call, self.is_causal, enable_gqa=True, method=method, plan=plan
             )
         else:
             dropout = self.dropout if self.training else 0.0
             output = attention(
-                *call, dropout, self.is_causal, None, shared, method=method, plan=plan
+                *call, dropout, self.is_causal, enable_gqa=True, method=method, plan=plan
             )
         return self.output_projection(output.transpose(-2, -3).flatten(-2))
 
@@ -116,24 +117,23 @@ class SupportBasisAttention(nn.Module):
         Where gradients are recorded, errors of causal lists are measured on strict ones, which a
         training step runs.
         """
+        call = self._inputs(x, context, key_mask)
         self.kept_plan = make_plan(
-            *self._projected(x, context),
-            _all_rows(key_mask),
-            is_causal=self.is_causal,
-            enable_gqa=self.num_key_heads < self.num_heads,
-            method=self.method,
+            *call, is_causal=self.is_causal, enable_gqa=True, method=self.method
         )
         return self.kept_plan
 
-    def _projected(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [..., heads, tokens, dim]."""
+    def _inputs(
+        self, x: Tensor, context: Tensor | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values [..., heads, tokens, dim], and a mask of all heads and rows."""
         context = x if context is None else context
         query, key = self.query_projection(x), self.key_projection(context)
         flat = (query, key, self.value_projection(context))
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)).transpose(-2, -3) for y in flat)
         if self.rope:
             query, key = rotated(query), rotated(key)
-        return query, key, value
+        return query, key, value, None if key_mask is None else key_mask[..., None, None, :]
 
     @property
     def method(self) -> Method:
@@ -208,35 +208,14 @@ class SupportBasisEncoder(nn.Module):
         num_heads: int,
         *,
         feedforward_dim: int | None = None,
-        num_key_heads: int | None = None,
-        method: Method | None = None,
-        tolerance: float | None = None,
-        is_causal: bool = False,
-        rope: bool = False,
-        bias: bool = True,
-        dropout: float = 0.0,
-        gradient: str = "function",
+        **options: Any,
     ):
         super().__init__()
         if num_layers < 0:
             raise InputError(f"num_layers must be at least 0, got {num_layers}")
         hidden = 4 * embed_dim if feedforward_dim is None else feedforward_dim
         self.layers = nn.ModuleList(
-            _Layer(
-                SupportBasisAttention(
-                    embed_dim,
-                    num_heads,
-                    num_key_heads=num_key_heads,
-                    method=method,
-                    tolerance=tolerance,
-                    is_causal=is_causal,
-                    rope=rope,
-                    bias=bias,
-                    dropout=dropout,
-                    gradient=gradient,
-                ),
-                hidden,
-            )
+            _Layer(SupportBasisAttention(embed_dim, num_heads, **options), hidden)
             for _ in range(num_layers)
         )
         self.norm = nn.LayerNorm(embed_dim)
@@ -302,11 +281,6 @@ def rotated(x: Tensor) -> Tensor:
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
-
-
-def _all_rows(mask: Tensor | None) -> Tensor | None:
-    """A key mask [..., m] as one of all heads and rows."""
-    return None if mask is None else mask[..., None, None, :]
 
 
 def _method(method: Method | None, tolerance: float | None) -> Method:

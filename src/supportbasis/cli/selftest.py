@@ -48,32 +48,6 @@ class Case:
         return f"{self.name}, {kind}, d={self.d}, values of {self.dv}{flags}"
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Relative errors of one case, or what went wrong."""
-
-    case: Case
-    output: float
-    gradient: float
-    problem: str = ""
-
-    @property
-    def limits(self) -> tuple[float, float]:
-        """Of the errors of output and gradients."""
-        unit = UNITS[self.case.dtype]
-        return OUTPUT * unit, GRADIENT * unit
-
-    @property
-    def passed(self) -> bool:
-        return self.output <= self.limits[0] and self.gradient <= self.limits[1]
-
-    def __str__(self) -> str:
-        named = zip(("output", "gradients"), (self.output, self.gradient), self.limits, strict=True)
-        errors = (f"{name} {error:.1e} (at most {limit:.1e})" for name, error, limit in named)
-        verdict = "pass" if self.passed else "FAIL"
-        return f"{verdict}  {self.case}: {self.problem or ', '.join(errors)}"
-
-
 SINGLE, DEGREE2, DEGREE1 = SingleThreshold(1.2, 2), Polynomial(2, 1.0), SingleThreshold(1.2, 1)
 LISTS = BlockSupport(0.9, block_size=32)  # strict where it is causal, since gradients are taken
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -104,9 +78,9 @@ def run_selftest(device: str | None, console: Console) -> bool:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _prepare(device)
     start, passed = time.perf_counter(), []
-    for verdict in _verdicts(ON_DEVICE if device == "cuda" else IN_INTERPRETER, device):
-        passed.append(verdict.passed)
-        console.print(str(verdict))
+    for is_right, line in _verdicts(ON_DEVICE if device == "cuda" else IN_INTERPRETER, device):
+        passed.append(is_right)
+        console.print(line)
     count, wrong, seconds = len(passed), passed.count(False), time.perf_counter() - start
     where = torch.cuda.get_device_name() if device == "cuda" else "the CPU, by interpretation"
     if wrong:
@@ -128,7 +102,7 @@ def _prepare(device: str) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
-def _verdicts(cases: Sequence[Case], device: str) -> Iterator[Verdict]:
+def _verdicts(cases: Sequence[Case], device: str) -> Iterator[tuple[bool, str]]:
     """On a GPU nearly all of the time is compilation, which processes share."""
     if device == "cpu":
         yield from (check(case, device) for case in cases)
@@ -138,14 +112,18 @@ def _verdicts(cases: Sequence[Case], device: str) -> Iterator[Verdict]:
         yield from pool.map(check, cases, [device] * len(cases))
 
 
-def check(case: Case, device: str) -> Verdict:
-    """Errors of output and gradients."""
+def check(case: Case, device: str) -> tuple[bool, str]:
+    """Whether a case is right, and a line with its errors or with what went wrong."""
     try:
         output, *gradients = _compared(case, device)
     except RuntimeError as error:  # a kernel that does not compile or does not run
         first = (str(error).strip() or "no message").splitlines()[0]
-        return Verdict(case, float("inf"), float("inf"), f"{type(error).__name__}: {first}")
-    return Verdict(case, output, max(gradients))
+        return False, f"FAIL  {case}: {type(error).__name__}: {first}"
+    unit = UNITS[case.dtype]
+    errors = (("output", output, OUTPUT * unit), ("gradients", max(gradients), GRADIENT * unit))
+    is_right = all(error <= limit for _, error, limit in errors)
+    said = ", ".join(f"{name} {error:.1e} (at most {limit:.1e})" for name, error, limit in errors)
+    return is_right, f"{'pass' if is_right else 'FAIL'}  {case}: {said}"
 
 
 def _compared(case: Case, device: str) -> list[float]:

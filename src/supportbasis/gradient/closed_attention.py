@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from torch import Tensor
 from ..api import autocast
 from ..components import Component, PolynomialSum
 from ..components.cotangent import Cotangent, Gradients
-from ..components.partial import Partial
 from ..engine import autograd
 from ..errors import InputError
 from ..methods import Method
@@ -85,26 +84,24 @@ class _ClosedForm(Kept):
 
 
 def _closed(part: Component) -> Component:
-    return _ClosedFormSum(part) if isinstance(part, PolynomialSum) else part
+    if not isinstance(part, PolynomialSum):
+        return part
+    closed = _ClosedFormSum(part.polynomial, part.keys)
+    closed.last.extend(part.last)  # what its forward pass saved
+    return closed
 
 
-@dataclass(frozen=True, eq=False)
-class _ClosedFormSum:
-    """The gradients of a polynomial component: of values and key log-weights by p, of queries and
-    keys by P."""
-
-    component: PolynomialSum
-
-    def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
-        self.component.add_to(total, head, rows)
+class _ClosedFormSum(PolynomialSum):
+    """Differentiated by the closed form: by values and key log-weights by p, by queries and keys by
+    P."""
 
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
     ) -> None:
         unused = [torch.zeros_like(x) for x in (total.query, total.key, total.value)]
         of_values = Gradients(unused[0], unused[1], total.value, total.key_log_weight)
-        self.component.add_gradients(of_values, cotangent, head, rows)
-        higher = PolynomialSum(antiderivative(self.component.polynomial), self.component.keys)
+        super().add_gradients(of_values, cotangent, head, rows)
+        higher = PolynomialSum(antiderivative(self.polynomial), self.keys)
         of_scores = Gradients(total.query, total.key, unused[2], None)
         higher.add_gradients(of_scores, cotangent, head, rows)
 

@@ -8,10 +8,10 @@ With weights Â (rows add up to 1), V = XY, residual R = ÂV - E and t = R Yᵀ,
 
     ∂L/∂W = 2 scale Xᵀ N,   ∂L/∂Y = 2 mᵀ R,   ∂L/∂X = 2 scale (N Wᵀ + M W) + 2 Z.
 
-Row i of N is the covariance of the tokens under the weights of row i, times t_i. Covariances do not
-depend on where zero is: tokens are measured from their mean c, so that none is a difference of
-large numbers: x = x' + c, m = m' + c and t_i · x_j - r_i = t_i · x'_j - t_i · m'_i. Weights that
-were cut to low rank do not add up to 1; for them c = 0.
+Row i of N is the covariance of the tokens under the weights of row i, times t_i. Tokens are
+measured from their mean c, so that no covariance is a difference of large numbers: x = x' + c,
+m = m' + c and t_i · x_j - r_i = t_i · x'_j - t_i · m'_i. Weights that were cut to low rank do not
+add up to 1; for them c = 0.
 
 A plan has low-rank weights, and exact ones beside them. For weights U₁U₂ᵀ with rows u_i and w_j,
 
@@ -26,15 +26,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ..components.polynomial_sum import largest_norm, rescaled
+from ..components.polynomial_sum import PolynomialSum
 from ..plans import ExactHead, HeadPlan, PolynomialHead, ThresholdHead
 from ..polynomials.certified import CertifiedPolynomial
-from ..polynomials.features import FeatureMap, block_rows
+from ..polynomials.features import block_rows
 from ..problem.problem import Head
 from .loss_inputs import Call
 
@@ -77,18 +76,18 @@ def polynomial_factors(
     head: Head, rows: Tensor, keys: Tensor, poly: CertifiedPolynomial, lse: Tensor
 ) -> Factors:
     """p(scores) e^-lse through packed features: u_i = e^(unit - lse_i) W φ(q_i), w_j = φ(k_j)."""
-    features = FeatureMap(head.dim, poly.degree)
-    query_norm, key_norm = largest_norm(head.query_norms[rows]), largest_norm(head.key_norms[keys])
-    coefficients, log_unit = rescaled(poly, abs(head.scale) * query_norm * key_norm)
-    by_degree = torch.tensor(coefficients, dtype=torch.float64)
-    weights = (features.multiplicity * by_degree[features.degrees]).to(lse.device, head.dtype)
-    share = (log_unit - lse).exp().unsqueeze(1)
+    task = PolynomialSum(poly, keys).task(head, rows)
+    share = (task.row_shift(0, len(rows)) - lse).exp().unsqueeze(1)
+
+    def features(side: str, some: Tensor) -> Tensor:
+        return task.features(task.unit(side, getattr(head, side)[some])[0])
+
     return Factors(
         rows,
         keys,
-        features.count,
-        lambda some: features(head.query[some] / query_norm).mul_(weights).mul_(share[some]),
-        lambda some: features(head.key[some] / key_norm),
+        task.features.count,
+        lambda some: features("query", some).mul_(task.weights).mul_(share[some]),
+        lambda some: features("key", some),
     )
 
 
@@ -120,7 +119,6 @@ def sum_columns(dim: int, inputs: bool) -> int:
     return dim + dim * (dim + 1) // 2 + (dim**2 + 2 * dim if inputs else 0)
 
 
-@lru_cache(maxsize=16)
 def triangle(dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Rows and columns of the upper triangle, and the index of each of the d² entries in it."""
     row, column = torch.triu_indices(dim, dim, device=device).unbind(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -60,15 +60,11 @@ class Auto(Method):
         if limit < least + cheapest:
             return exact_plan(head, "below the length where an approximation pays")
         search = _Search(head, self.tolerance, self.seed)
-        first = next(filter(None, map(search.verified, search.candidates())), None)
-        found: list[HeadPlan] = [first] if first else []
-        for find in (search.fitted, search.lists):
-            other = find(max([WORTHWHILE, *(plan.speedup for plan in found)]))
-            found += [other] if other else []
-        best = max(found, key=lambda plan: plan.speedup, default=None)
-        if best is None or best.speedup <= WORTHWHILE:
-            return exact_plan(head, f"no plan within {self.tolerance:g} is predicted to be faster")
-        return best
+        best: HeadPlan | None = None
+        for find in (search.certified, search.fitted, search.lists):
+            best = find(WORTHWHILE if best is None else best.speedup) or best
+        reason = f"no plan within {self.tolerance:g} is predicted to be faster"
+        return best or exact_plan(head, reason)
 
 
 class _Search:
@@ -84,6 +80,25 @@ class _Search:
         self.top_degree, highest = 0, largest_degree(head.dim)
         while self.top_degree < highest and self.feature_seconds(self.top_degree + 1) < self.limit:
             self.top_degree += 1  # to the last whose features alone are faster than exact attention
+
+    def certified(self, speedup: float) -> HeadPlan | None:
+        """The fastest polynomial within the tolerance, with a threshold or without, if it is faster
+        than that: at a few thresholds of the least degree whose estimated error is within the
+        margin, or of one more, in case the estimate was too low."""
+        last = self.plan(self.threshold(SHARES[-1]), self.top_degree)
+        if last is not None and not self.is_within(last):
+            return None  # nor is any plan of a lower degree or of a higher threshold
+        best, features = None, self.feature_seconds(0)
+        for share in SHARES:
+            if features + 2 * share * self.limit > self.limit / (1.5 * speedup):
+                break  # the exact part alone leaves too little to gain
+            least = self.smallest_degree(self.threshold(share))
+            higher = None if least is None else self.plan(least.threshold, least.degree + 1)
+            for plan in (least, higher):
+                if plan is not None and plan.speedup > speedup and (found := self.verified(plan)):
+                    best, speedup = found, found.speedup
+                    break
+        return best
 
     def fitted(self, speedup: float) -> HeadPlan | None:
         """A polynomial fitted to the scores within the tolerance, if it is faster than that."""
@@ -116,27 +131,6 @@ class _Search:
 
     def feature_seconds(self, degree: int) -> float:
         return polynomial_work(self.head, self.head.n, self.head.m, degree).seconds(self.head)
-
-    def candidates(self) -> Iterator[ThresholdHead]:
-        """Plans whose estimated error is within the margin, fastest first; each is followed by
-        the same threshold one degree higher, in case the estimate was too low."""
-        plans: list[ThresholdHead] = []
-        best = self.plan(self.threshold(SHARES[-1]), self.top_degree)
-        if best is not None and not self.is_within(best):
-            return  # nor is any plan of a lower degree or of a higher threshold
-        features, fastest = self.feature_seconds(0), self.limit
-        for share in SHARES:
-            if features + 2 * share * self.limit > fastest / 1.5:
-                continue  # the exact part alone leaves too little to gain
-            plan = self.smallest_degree(self.threshold(share))
-            if plan is not None and plan.speedup > 1:
-                plans.append(plan)
-                fastest = min(fastest, self.limit / plan.speedup)
-        for plan in sorted(plans, key=lambda p: -p.speedup):
-            yield plan
-            higher = self.plan(plan.threshold, plan.degree + 1)
-            if higher is not None and higher.speedup > 1:
-                yield higher
 
     def threshold(self, share: float) -> float:
         """T that makes about this share of the tokens large."""

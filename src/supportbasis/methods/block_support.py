@@ -29,10 +29,9 @@ class BlockSupport(Method):
     for which there are none is exact.
 
     In causal attention each query attends to its own window of positions exactly, to earlier
-    windows through lists. Keys and values of later tokens are never used. Blocks hold queries of
-    one window, so a list depends on later queries of the window unless ``strict``: then blocks come
-    from the window before, and no output depends on a later token. None: strict exactly when
-    gradients are recorded.
+    windows through lists. Later keys and values are never used, but lists depend on later queries
+    of the window unless ``strict``: then blocks come from the window before, and no output depends
+    on a later token. None: strict exactly when gradients are recorded.
     """
 
     budget: float | None = None

@@ -9,7 +9,7 @@ from ..accuracy.fitted_rows import RowCheck
 from ..errors import InputError
 from ..plans import FittedHead, HeadPlan
 from ..plans.cost import Work, fitted_work
-from ..polynomials.balancing import Transform, balancing_transform, prefix_of, transformed
+from ..polynomials.balancing import balancing_transform, prefix_of, transformed
 from ..polynomials.fitting import FittedKernel, PairSample, choose_spans, count_features
 from ..problem.checks import check_integer, check_number, check_seed
 from ..problem.problem import Head
@@ -29,15 +29,14 @@ class FittedPolynomial(Method):
         p(x, y) = a_0 + a_1 <x, y>_1 + ... + a_g <x, y>_g ^ g,
 
     where <x, y>_k is the inner product in the r_k directions in which scores vary most, and the
-    coefficients are fitted to sampled pairs (`fitted.py`). It suits diffuse heads, whose scores
-    vary little, and costs about (n + m) / (n m) of exact attention for each feature (monomial).
+    coefficients are fitted to sampled pairs. It suits diffuse heads, whose scores vary little, and
+    costs about (n + m) / (n m) of exact attention for each feature (monomial).
 
-    ``features`` is the most that it may have, 1024 unless given (and never more than 32768); there
-    are fewer where so many would cost as much as exact attention, or err more, and a warning names
-    a measured error above 5 %. With a ``tolerance`` for the relative Frobenius error of a head's
+    ``features`` is the most that it may have, 1024 unless given and 32768 at most; a measured error
+    above 5 % is warned about. With a ``tolerance`` for the relative Frobenius error of a head's
     output instead, there are the fewest features found whose measured error, at its upper limit
-    (95 % confidence), is within it. Where that is not cheaper than exact attention, the head is
-    exact and the plan says why. No bound is proved: the certificate measures.
+    (95 % confidence), is within it. A head for which that is not cheaper than exact attention is
+    exact. No bound is proved: the certificate measures.
 
     >>> import torch, supportbasis as sb
     >>> generator = torch.Generator().manual_seed(0)
@@ -88,11 +87,10 @@ class FittedSearch:
     """Plans of one head with any number of features."""
 
     head: Head
-    transform: Transform
+    start: FittedHead  # the transform, the radii and rows that are exact; a constant as polynomial
     sample: PairSample
     far_rows: int
     far_keys: int
-    seed: int
 
     @staticmethod
     def of(head: Head, seed: int) -> FittedSearch | str:
@@ -110,21 +108,25 @@ class FittedSearch:
         if not len(sample.query) or not len(sample.key):
             return "there is too little to fit a polynomial to"
         kernel = FittedKernel((1.0,), (), sample.query_radius, sample.key_radius)
-        rows, keys = _plan(head, transform, kernel).split(head)
-        far = rows.count(head.n)[0], keys.count(head.m)[0]
-        return FittedSearch(head, transform, sample, *far, seed)
+        start = FittedHead(
+            n=head.n, m=head.m, fitted=kernel, transform=transform, exact_rows=prefix_of(head) or 0
+        )
+        rows, keys = start.split(head)
+        return FittedSearch(head, start, sample, rows.count(head.n)[0], keys.count(head.m)[0])
 
     def plan(self, features: int) -> FittedHead | None:
         """The plan with at most that many features, with its cost."""
-        spans = choose_spans(self.transform.eigenvalues, features)
+        spans = self._spans(features)
         kernel = self.sample.fit(spans)
         if kernel is None:
             return None
-        plan, keys = (
-            _plan(self.head, self.transform, kernel),
-            float(kernel.features + self.far_keys),
+        keys = float(kernel.features + self.far_keys)
+        return replace(
+            self.start, fitted=kernel, keys=keys, **self._work(spans).settings(self.head)
         )
-        return replace(plan, keys=keys, **self._work(spans).settings(self.head))
+
+    def _spans(self, features: int) -> tuple[int, ...]:
+        return choose_spans(self.start.transform.eigenvalues, features)
 
     def _work(self, spans: tuple[int, ...]) -> Work:
         return fitted_work(self.head, count_features(spans), self.far_rows, self.far_keys)
@@ -134,7 +136,7 @@ class FittedSearch:
         and are predicted to be faster than ``speedup``; 0: there are none."""
 
         def pays(features: int) -> bool:
-            work = self._work(choose_spans(self.transform.eigenvalues, features))
+            work = self._work(self._spans(features))
             return work.cost(self.head) < 1 and work.speedup(self.head) > speedup
 
         low, high = 0, min(limit, MOST)
@@ -187,8 +189,3 @@ class FittedSearch:
 
     def _expected(self, plan: FittedHead) -> float:
         return self.sample.expected_error(plan.fitted)
-
-
-def _plan(head: Head, transform: Transform, kernel: FittedKernel) -> FittedHead:
-    exact_rows = prefix_of(head) or 0
-    return FittedHead(n=head.n, m=head.m, fitted=kernel, transform=transform, exact_rows=exact_rows)

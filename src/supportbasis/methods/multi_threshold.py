@@ -43,14 +43,12 @@ class MultiThreshold(Method):
     ``sketch_size=None`` computes the power itself, pair by pair: that is quadratic and shows what
     the sketch costs in accuracy. ``ratio=inf`` is one bucket, one power.
 
-    With a sketch, a pair that holds at most 1/16 of all pairs is exact where that takes less work,
-    one with p > 8 where it takes at most four times the work, and one with p > 64 always: the
-    variance of a sketch grows with p. Rows whose sketched denominator is provably too small are
-    computed exactly. Beyond the 64 largest pairs, one is exact where finding a polynomial would
-    take longer than its sums. The plan says so, and where it costs more than exact attention.
+    The variance of a sketch grows with p. So a pair with p > 8 is exact where that takes at most
+    four times the work, one with p > 64 always, and one of at most 1/16 of all pairs where that
+    takes less. Rows whose sketched denominator is provably too small are computed exactly. Beyond
+    the 64 largest pairs, one is exact where finding a polynomial would take longer than its sums.
 
-    ``polynomial`` is the kind of the polynomials: "taylor", "chebyshev" (the paper's), "minimax"
-    (of least relative error), or "auto", the one of least expected error on a sample of the scores.
+    ``polynomial`` is the kind of the polynomials, as in `SingleThreshold`.
     """
 
     ratio: float = 2.0

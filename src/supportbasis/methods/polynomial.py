@@ -21,12 +21,9 @@ class Polynomial(Method):
     """exp(z) is replaced by a polynomial on [-B, B]: its Chebyshev interpolant (AS23).
 
     ``bound`` is B; None takes |scale| max|q| max|k| for each head. ``degree`` is 2 unless it is
-    given, or derived from ``epsilon``: the smallest one at which the polynomial is certified to
-    |p(z) - exp(z)| <= epsilon exp(z) on [-B, B], as in Algorithm 2. ``polynomial`` is the kind:
-    "chebyshev", "taylor", "minimax" (of least relative error), or "auto", the one of least expected
-    error on a sample of the scores.
-
-    The method never switches to exact work: a row whose denominator is unusable (the polynomial
+    given, or derived from ``epsilon``: the smallest one certified to |p(z) - exp(z)| <=
+    epsilon exp(z) on [-B, B], as in Algorithm 2. ``polynomial`` is the kind, as in
+    `SingleThreshold`. Nothing is ever exact: a row whose denominator is unusable (the polynomial
     went negative or cancelled) returns zeros and lse -inf, is counted in
     ``certificate.invalid_rows`` and warned about once.
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from ..accuracy.scores import ScoreSample, best_polynomial
 from ..errors import InputError
 from ..paper import sub_gaussian
 from ..plans import ExactHead, HeadPlan, ThresholdHead
 from ..plans.cost import Work, pair_share, polynomial_work
-from ..plans.supports import entry_reach, is_empty, score_reach, split_at, take
+from ..plans.supports import Side, entry_reach, is_empty, score_reach, split_at, take
 from ..polynomials.certified import largest_bound
 from ..polynomials.features import check_rank, largest_degree
 from ..problem.checks import check_number
@@ -37,21 +37,19 @@ RULES = ("sqrt-log", "sub-gaussian")
 class SingleThreshold(Method):
     """Rows with an entry beyond T exactly, the rest by a certified polynomial.
 
-    ``threshold`` compares raw entries of query and key, before the scale:
+    ``threshold`` is T, which raw entries of query and key are compared with, before the scale; or
 
-    - a number: that T for every head;
     - None: the cheapest T for which some polynomial of this degree is certified to 5 %; where
-      none is cheaper than exact attention, everything is exact and the plan says so;
-    - "sqrt-log": sqrt(c ln n), the paper's choice, with ``c`` 1 unless it is given (Theorem 1.3 has
-      c < 1); "sub-gaussian": from a sub-Gaussian fit of the entries, so that about sqrt(n) of them
-      are large. For other constants pass the number that `sb.analysis.sub_gaussian_threshold`
-      returns.
+      none is cheaper than exact attention, everything is exact;
+    - "sqrt-log": sqrt(c ln n), the paper's choice, with ``c`` 1 unless given (Theorem 1.3: c < 1);
+    - "sub-gaussian": `sb.analysis.sub_gaussian_threshold`, at which about sqrt(n) of the entries
+      are large.
 
-    ``degree`` is 2 unless it is given, or derived from ``epsilon``: the smallest one at which the
-    polynomial is certified to |p(z) - exp(z)| <= epsilon exp(z) on all scores of small rows, as in
-    Algorithm 1. With ``threshold=None`` T and degree are those of least cost. ``polynomial`` is the
-    kind: "taylor", "chebyshev" (the paper's), "minimax" (of least relative error), or "auto", the
-    one of least expected error on a sample of the scores.
+    ``degree`` is 2 unless it is given, or derived from ``epsilon``: the smallest one certified to
+    |p(z) - exp(z)| <= epsilon exp(z) on all scores of small rows, as in Algorithm 1. With
+    ``threshold=None`` T and degree are those of least cost. ``polynomial`` is the kind: "taylor",
+    "chebyshev" (the paper's), "minimax" (of least relative error), or "auto", the one of least
+    expected error on a sample of the scores.
 
     >>> import supportbasis as sb
     >>> sb.SingleThreshold("sqrt-log", epsilon=0.01, c=0.5)
@@ -128,8 +126,6 @@ class SingleThreshold(Method):
                 continue
             plan = self._at(head, threshold, degree)
             best = plan if best is None or plan.cost < best.cost else best
-            if isinstance(plan, ThresholdHead) and plan.large == (0, 0):
-                break  # a higher degree has nothing to gain
         if best is None:
             which = "polynomial" if given is None else f"degree-{given} polynomial"
             return exact_plan(head, f"no threshold has a {which} within {self._epsilon:.3g}")
@@ -155,7 +151,7 @@ def threshold_plan(
     rows, keys = split_at(head, threshold)
     if is_empty(rows.small) or is_empty(keys.small):
         return exact_plan(head, f"at T={threshold:.4g} every row or every key is large")
-    reach = min(entry_reach(head, threshold), score_reach(head, rows.small, keys.small))
+    reach = small_reach(head, threshold, rows, keys)
     if degree is None:
         degree = derived_degree(epsilon, reach, head.dim, kind)
     if degree is None:
@@ -177,21 +173,14 @@ def threshold_plan(
 
 
 def largest_threshold(head: Head, reach: float) -> float | None:
-    """Largest T such that no score of small rows and keys can leave [-reach, reach].
-
-    Rows and keys sorted by their largest entry, with the running maximum of their norms, give
-    the range B(T) = min(|scale| d T^2, |scale| max|q| max|k|) at every T that changes the split."""
-    rows, keys = head.query_maxima, take(head.key_maxima, head.live_keys)
-    candidates = torch.cat([rows, keys]).unique()
-    by_entry = abs(head.scale) * head.dim * candidates.square()
-    by_norm = abs(head.scale) * _longest(rows, head.query_norms, candidates)
-    by_norm *= _longest(keys, take(head.key_norms, head.live_keys), candidates)
-    count = int((torch.minimum(by_norm, by_entry) <= reach).sum())  # the range grows with T
-    return max(float(candidates[count - 1]), torch.finfo(torch.float64).tiny) if count else None
+    """Largest T such that no score of small rows and keys can leave [-reach, reach]: their range
+    grows with T, and the split changes only at entries of the data."""
+    keys = take(head.key_maxima, head.live_keys)
+    candidates = torch.cat([head.query_maxima, keys]).unique().tolist()
+    count = bisect_right(candidates, reach, key=lambda t: small_reach(head, t, *split_at(head, t)))
+    return max(candidates[count - 1], torch.finfo(torch.float64).tiny) if count else None
 
 
-def _longest(maxima: Tensor, norms: Tensor, thresholds: Tensor) -> Tensor:
-    """Largest norm among the tokens whose largest entry is at most each threshold."""
-    ordered, permutation = maxima.sort()
-    norms = torch.cat([norms.new_zeros(1), norms[permutation]]).cummax(0).values
-    return norms[torch.searchsorted(ordered, thresholds, right=True)]
+def small_reach(head: Head, threshold: float, rows: Side, keys: Side) -> float:
+    """Largest possible |score| of small rows and keys."""
+    return min(entry_reach(head, threshold), score_reach(head, rows.small, keys.small))

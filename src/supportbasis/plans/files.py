@@ -1,9 +1,8 @@
 """Plans as JSON files, read and written by the annotations of their dataclasses.
 
 A file holds only what cannot be derived: what is proved about a polynomial is proved again from its
-coefficients. Nothing that is read is evaluated. What cannot be read is an `InputError` of one line
-that names the file, the field, what came and what was expected; there are no unknown, missing or
-repeated names, no NaN, no booleans or strings for numbers. `_check` compares fields.
+coefficients. What cannot be read is an `InputError` of one line that names the file, the field,
+what came and what was expected.
 """
 
 from __future__ import annotations

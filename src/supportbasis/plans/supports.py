@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..components import Component
+from ..components.exact_sum import take as take
 from ..components.polynomial_sum import LARGEST_REACH
 from ..paper.buckets import bucket_of
 from ..problem.problem import Head
@@ -33,11 +34,6 @@ class Side:
     def count(self, total: int) -> tuple[int, int]:
         large = 0 if self.large is None else len(self.large)
         return large, total - large if self.small is None else len(self.small)
-
-
-def take(x: Tensor, index: Tensor | None) -> Tensor:
-    """The entries of an index set (None: all)."""
-    return x if index is None else x[index]
 
 
 def is_empty(index: Tensor | None) -> bool:
