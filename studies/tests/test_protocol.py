@@ -308,7 +308,7 @@ def test_what_is_refused(llada: Path, data: Path, tmp_path: Path) -> None:
     code, text = invoke("--protocol", "theirs", "--out", tmp_path)
     assert code == 2 and "expected lm-eval or paper" in text
     code, text = invoke("--data", data, "--out", tmp_path)
-    assert code == 2 and "add --model" in text
+    assert code == 2 and "knows no English" in text and "add --model" in text
 
 
 def test_a_causal_model_is_refused(data: Path, tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def paper_table(models: Mapping[str, Mapping[str, Scored]]) -> Grid:
     for name, numbers in PAPER.items():
         paper = [f"{numbers[task]:.2f}" for task in BENCHMARKS]
         lines.append([f"{name}, LLaDA-8B (paper)", *paper, f"{paper_average(name):.2f}"])
-        for mine, (model, made) in product((name, REVISED.get(name)), models.items()):
+        for mine, (model, made) in product((name, REVISED.get(name, "")), models.items()):
             if mine in made:
                 lines.append([f"{mine}, {model} (here)", *_accuracies(made[mine])])
     title = f"The paper's table beside ours ({', '.join(BENCHMARKS)} in place of its benchmarks)"
