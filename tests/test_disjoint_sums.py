@@ -78,7 +78,7 @@ def paper_setting(n: int = 256, d: int = 64) -> tuple[Tensor, Tensor, Tensor, fl
 
 
 def test_the_entrywise_split_makes_algorithm_3_wrong() -> None:
-    """Paper-notes error 1, with exp itself as the polynomial: nothing but the split is at fault."""
+    """With exp itself as the polynomial nothing but the split is at fault."""
     query, key, value, threshold = paper_setting()
     exact = (query @ key.T / 64).exp() @ value
     rounding = 10 * 256 * torch.finfo(torch.float64).eps * value.abs().max()

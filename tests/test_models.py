@@ -251,6 +251,24 @@ def test_a_plan_keeps_to_its_limit_on_batches_that_it_has_not_seen(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("cheap")
+def test_a_plan_is_measured_also_where_its_layers_would_run_exactly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Batches too short for the plan to be faster say how far it moves the prediction all the
+    same."""
+    monkeypatch.setattr(ladder, "min_tokens", lambda problem, heads: 2 * TOKENS)
+    model, batches = tiny_llama(), texts(2, 700)
+    plan = sb.models.plan(model, batches, kl=0.1, progress=False)
+    with torch.no_grad():
+        exact = model(batches[1]).logits
+        with sb.models.use(model, plan, min_tokens=0):
+            other = model(batches[1]).logits
+    measured = float(divergences(exact, other).double().mean())
+    assert plan.measured == pytest.approx(measured, rel=0.3)  # blocks of tokens weigh alike
+    assert measured > 0
+
+
+@pytest.mark.usefixtures("cheap")
 def test_a_tiny_limit_leaves_every_head_exact_and_costs_nothing() -> None:
     model = tiny_llama()
     plan = sb.models.plan(model, texts(2), kl=1e-15, progress=False)

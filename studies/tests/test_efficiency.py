@@ -128,6 +128,15 @@ def test_the_authors_script_is_repeated() -> None:
     assert "fair ratios" in " ".join(authors.findings(found))
 
 
+def test_a_threshold_beyond_all_entries_gains_nothing_in_the_fair_comparison() -> None:
+    """Both lines have the interval of AS23: what is left is the threshold's."""
+    rows = authors.measured("unit", 128, [0.9], 0, lambda _: None)
+    errors = {row.method: row.error for row in rows}
+    assert all(row.exact_share == 0.0 for row in rows)
+    assert errors[authors.OURS] == errors[authors.AS23]
+    assert errors[authors.OURS_BEST] == errors[authors.ONE_BEST]
+
+
 def test_a_second_run_measures_nothing(
     done: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

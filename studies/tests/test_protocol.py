@@ -268,8 +268,8 @@ def test_rows_of_a_plan_are_named_by_the_tasks_it_is_made_on() -> None:
         chat = Counting(None)
         chat.name, chat.digest, chat.tasks = "counting", "", tasks
         extent = protocol_study.Extent((protocol.PLAN, "exact"), 1, 1)
-        units = protocol_study._units(chat, extent, SimpleNamespace())  # type: ignore[arg-type]
-        names[tasks] = [unit.name for unit in units][:2]
+        parts = protocol_study._parts(chat, extent, SimpleNamespace())  # type: ignore[arg-type]
+        names[tasks] = [part.unit.name for part in parts][:2]
     (plan, exact), (other, same) = names.values()
     assert plan != other and exact == same
 
@@ -308,7 +308,7 @@ def test_what_is_refused(llada: Path, data: Path, tmp_path: Path) -> None:
     code, text = invoke("--protocol", "theirs", "--out", tmp_path)
     assert code == 2 and "expected lm-eval or paper" in text
     code, text = invoke("--data", data, "--out", tmp_path)
-    assert code == 2 and "add --model" in text
+    assert code == 2 and "knows no English" in text and "add --model" in text
 
 
 def test_a_causal_model_is_refused(data: Path, tmp_path: Path) -> None:

@@ -241,7 +241,10 @@ def _chat(wish: BenchmarkWish | None, data: Path | None, device: str, tasks: str
             raise InputError("--data: --protocol paper reads benchmarks from files; add a folder")
         return UserChat(wish, data, chosen_device(device))
     if data is not None:
-        raise InputError("--data is for a model of your own: add --model")
+        raise InputError(
+            "--data: the model of the package knows no English and is asked generated tasks; add "
+            "--model, or omit --data"
+        )
     chat = OwnChat(own_subject("diffusion", device))
     return chat if tasks is None else only(chat, chosen_tasks(tasks))
 

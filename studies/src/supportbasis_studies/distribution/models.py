@@ -17,7 +17,7 @@ PRESETS = {
     "llada": "GSAI-ML/LLaDA-8B-Base",
     "llada-instruct": "GSAI-ML/LLaDA-8B-Instruct",
     "phi-2": "microsoft/phi-2",
-    "vit": "google/vit-base-patch16-224",
+    "vit": "google/vit-base-patch16-224-in21k",
 }
 BUILT_IN = "built-in"
 LAYERS = 4  # of the built-in model

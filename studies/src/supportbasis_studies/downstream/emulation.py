@@ -3,6 +3,11 @@
 All scores are formed. Those among the largest or the smallest 10 % of their head are
 exponentiated; the others go through the Chebyshev series of exp, cut at a degree, on the interval
 from the smallest to the largest of them in the sequence. AS23 puts all scores through the series.
+
+The authors published this twice. In the first file negative values of the series are kept, and
+weights of a row may cancel. In the revised one every row's largest score is subtracted from it
+before anything is chosen, and the series is at least 1e-8.
+
 No work is saved: degree 4 would need 814 385 features at head dim 64 to be anything but an
 emulation. Causal heads, which the paper does not have, count only the scores that are allowed.
 """
@@ -19,33 +24,41 @@ from torch import Tensor
 from ..models import Attend, allowed
 
 SHARE = 0.1  # of the scores, at either end
+LEAST = 1e-8  # value of the series in the revised file
 NODES = 256  # at which the series is computed; the published 4096 give the same numbers
 
 
-def emulated(degree: int, share: float = SHARE) -> Attend:
+def emulated(degree: int, share: float = SHARE, *, revised: bool = False) -> Attend:
     """Attention by this series; ``share`` 0 is AS23."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
         dtype = torch.promote_types(query.dtype, torch.float32)
         scores = (query.to(dtype) @ key.to(dtype).transpose(-1, -2)).mul_(scale)
         mask = allowed(query.shape[-2], key.shape[-2], query.device) if causal else None
-        weights = emulated_weights(scores, mask, degree, share)
+        weights = emulated_weights(scores, mask, degree, share, revised=revised)
         return ((weights @ value.to(dtype)) / weights.sum(-1, keepdim=True)).to(query.dtype)
 
     return attend
 
 
-def emulated_weights(scores: Tensor, mask: Tensor | None, degree: int, share: float) -> Tensor:
-    """What stands for exp(scores) up to a factor for each sequence: [batch, heads, n, m].
+def emulated_weights(
+    scores: Tensor, mask: Tensor | None, degree: int, share: float, *, revised: bool = False
+) -> Tensor:
+    """What stands for exp(scores) up to a factor for each sequence (``revised``: for each row):
+    [batch, heads, n, m].
 
-    The factor keeps exp from overflowing; the published code has none.
+    The factor of a sequence keeps exp from overflowing; the first published file has none.
     """
+    if revised:
+        scores = scores - _shown(scores, mask).amax(-1, keepdim=True)
     low, high = limits(scores, mask, share)
     start, end = low.amin(1, keepdim=True), high.amax(1, keepdim=True)  # one interval a sequence
-    top = _largest(scores, mask)
+    top = _shown(scores, mask).amax((1, 2, 3), keepdim=True)
     middle, half = (end + start) / 2, ((end - start) / 2).clamp(min=1e-6)
     position = ((scores - middle) / half).clamp_(-1, 1)
     weights = evaluate(position, series(half, degree, middle - top))
+    if revised:
+        weights.clamp_(min=LEAST)
     if share:
         outer = (scores <= low) | (scores >= high)
         weights = torch.where(outer, (scores - top).exp(), weights)
@@ -67,9 +80,9 @@ def limits(scores: Tensor, mask: Tensor | None, share: float) -> tuple[Tensor, T
     return low, high
 
 
-def _largest(scores: Tensor, mask: Tensor | None) -> Tensor:
-    shown = scores if mask is None else scores.masked_fill(~mask, -math.inf)
-    return shown.amax((1, 2, 3), keepdim=True)
+def _shown(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Scores of the pairs that are allowed, -inf elsewhere."""
+    return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 
 
 def series(half: Tensor, degree: int, shift: Tensor) -> list[Tensor]:

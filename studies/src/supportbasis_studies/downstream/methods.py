@@ -10,12 +10,14 @@ from torch import Tensor
 from supportbasis.methods import Auto, BlockSupport, Method, MultiThreshold, SingleThreshold
 
 from ..models import Attend, exact
-from .emulation import emulated
+from .emulation import SHARE, emulated
 from .reuse import Reuse, Used
 
 EXACT, MEAN = "exact", "mean(V)"
 OURS = {4: "ours (4), emulation", 6: "ours (6), emulation"}
 AS23 = {4: "AS23 (4), emulation", 6: "AS23 (6), emulation"}
+REVISED = {name: name.replace("emulation", "revised emulation")
+           for name in (*OURS.values(), *AS23.values())}  # fmt: skip
 
 
 def mean_of_values(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
@@ -52,9 +54,11 @@ def replacement(name: str, layers: int | None = None) -> Replacement:
         reuse = Reuse(LIBRARY[name], layers)
         return Replacement(name, reuse, reuse.used)
     plain: dict[str, Attend] = {EXACT: exact, MEAN: mean_of_values}
-    plain |= {name: emulated(degree) for degree, name in OURS.items()}
-    plain |= {name: emulated(degree, share=0.0) for degree, name in AS23.items()}
+    for names, share in ((OURS, SHARE), (AS23, 0.0)):
+        for degree, first in names.items():
+            plain[first] = emulated(degree, share)
+            plain[REVISED[first]] = emulated(degree, share, revised=True)
     return Replacement(name, plain[name])
 
 
-NAMES = (EXACT, *OURS.values(), *AS23.values(), MEAN, *LIBRARY)
+NAMES = (EXACT, *OURS.values(), *AS23.values(), *REVISED.values(), MEAN, *LIBRARY)

@@ -11,7 +11,8 @@ from .methods import EXACT, MEAN, NAMES
 from .rows import LayerRow, RecallRow, recalled
 
 OTHERS = [name for name in NAMES if name not in (EXACT, MEAN)]
-SHADES = dict(zip(OTHERS, (*COLOURS, "#9b2c2c"), strict=True)) | {EXACT: INK, MEAN: GREY}
+MORE = ("#9b2c2c", "#744210", "#22543d", "#44337a", "#2c5282")
+SHADES = dict(zip(OTHERS, (*COLOURS, *MORE), strict=True)) | {EXACT: INK, MEAN: GREY}
 
 
 def draw_accuracy(models: Mapping[str, Mapping[str, Scored]], path: Path) -> None:
@@ -60,7 +61,7 @@ def draw_recall(rows: Sequence[RecallRow], path: Path) -> None:
         for at, name in enumerate(NAMES):  # the later, the smaller: lines often coincide
             mine = [r for r in rows if (r.model, r.form, r.method) == (model, form, name)]
             points = recalled(mine)
-            lines += [_line(name, points, 14.0 - 1.2 * at)] if points else []
+            lines += [_line(name, points, 14.0 - 0.8 * at)] if points else []
         x, y = "distance in tokens, up to", "codes recalled, percent"
         panels.append(Panel(f"{model}, {form}", lines, x, y, log="x"))
     draw(path, [panels], (0.5 + 4.2 * len(panels), 4.8), order=NAMES, sharey=True)

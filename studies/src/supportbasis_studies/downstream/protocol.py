@@ -35,7 +35,7 @@ from .items import ANSWER, NUMBER, TASKS, Item
 from .language import MASK as OWN_MASK
 from .language import STOP
 from .measure import SEED, Subject
-from .methods import NAMES, Replacement, replacement
+from .methods import AS23, EXACT, MEAN, OURS, REVISED, Replacement, replacement
 from .reuse import Used
 from .sampler import Sampling, sample
 
@@ -47,9 +47,11 @@ PLANNED, BATCHES = 768, 3  # tokens and batches that the plan of a model is made
 QUESTIONS = 32  # of each task, at most, that those tokens are taken from
 BEYOND = 10**6  # the first generated question that is planned on: none of them is scored
 METHODS = {
-    "exact": NAMES[0], "ours4": NAMES[1], "ours6": NAMES[2], "as23-4": NAMES[3],
-    "as23-6": NAMES[4], "mean": NAMES[5], "single": NAMES[6], "multi": NAMES[7],
-    "block": NAMES[8], "auto": NAMES[9], "plan": PLAN,
+    "exact": EXACT, "ours4": OURS[4], "ours6": OURS[6], "as23-4": AS23[4], "as23-6": AS23[6],
+    "ours4-revised": REVISED[OURS[4]], "ours6-revised": REVISED[OURS[6]],
+    "as23-4-revised": REVISED[AS23[4]], "as23-6-revised": REVISED[AS23[6]],
+    "mean": MEAN, "single": "SingleThreshold", "multi": "MultiThreshold",
+    "block": "BlockSupport(0.5)", "auto": "Auto", "plan": PLAN,
 }  # fmt: skip
 
 
@@ -153,7 +155,7 @@ class Chat(ABC):
                 yield used
             return
         chosen: Replacement = replacement(method, self.model.config.num_hidden_layers)
-        with attending(self.model, chosen.attend) if method != NAMES[0] else nullcontext():
+        with attending(self.model, chosen.attend) if method != EXACT else nullcontext():
             yield chosen.used
 
 

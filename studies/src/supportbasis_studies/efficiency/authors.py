@@ -5,7 +5,8 @@ It draws Q, K ~ N(0, 0.1²) and V ~ N(0, 0.05²) with n=4096 and d=64, scale 1/d
 A = exp(scale QKᵀ), which is not normalised. AS23 has the norm bound. Its own polynomial is a
 Chebyshev interpolant on ±min(T², 0.01), whatever the scores reach, and pairs of large rows or keys
 are p(0) + exp(s) - 1. So threshold, polynomial and interval change together; here they are told
-apart. Dense, in float64.
+apart: our lines have AS23's rule for the interval, by the norms of the tokens that are not large.
+Dense, in float64.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def measured(name: str, n: int, chosen: Sequence[float], seed: int, tick: Tick) 
         is_large = large[0].unsqueeze(1) | large[1]
         share = float(is_large.double().mean())
         found = dict(fixed)
-        for label, approximated in _thresholded(score, exact, is_large, threshold).items():
+        longest = [_longest(x, split) for x, split in zip((query, key), large, strict=True)]
+        reach = min(threshold**2, longest[0] * longest[1] / D)
+        for label, approximated in _thresholded(score, exact, is_large, threshold, reach).items():
             found[label] = _error(approximated, exact, size)
         rows += [
             MatrixRow(name, n, threshold, label, error, 0.0 if label in fixed else share)
@@ -83,10 +86,9 @@ def measured(name: str, n: int, chosen: Sequence[float], seed: int, tick: Tick) 
 
 
 def _thresholded(
-    score: Tensor, exact: Tensor, is_large: Tensor, threshold: float
+    score: Tensor, exact: Tensor, is_large: Tensor, threshold: float, reach: float
 ) -> dict[str, Tensor]:
     """A with large pairs exact: as the script has it, and with disjoint parts."""
-    reach = min(threshold**2, float(score.abs().max()))
     script = chebyshev(DEGREE, min(threshold**2, INTERVAL))
     at_zero = float(_value(script, score.new_zeros(1)))
     return {
@@ -94,6 +96,11 @@ def _thresholded(
         OURS: torch.where(is_large, exact, _value(chebyshev(DEGREE, reach), score)),
         OURS_BEST: torch.where(is_large, exact, _value(best(score, reach), score)),
     }
+
+
+def _longest(tokens: Tensor, is_large: Tensor) -> float:
+    """Norm of the longest token that is not large."""
+    return max(tokens[~is_large].norm(dim=1).tolist(), default=0.0)
 
 
 def best(score: Tensor, reach: float) -> CertifiedPolynomial:
@@ -118,8 +125,9 @@ TEXT = (
     "N(0, 0.05²) (the error below does not depend on it), scale 1/d, degree 2, AS23 with the norm "
     "bound, and the relative Frobenius error of A = exp(scale·QKᵀ), not normalised. The script "
     "interpolates on ±min(T², 0.01), far inside the norm bound, so its error is mostly that of "
-    "another interval. “Chebyshev”: interpolant on ±min(T², largest score); “best”: the best of "
-    "Taylor, Chebyshev and minimax; one polynomial: no threshold at all."
+    "another interval. “Chebyshev”: interpolant on ±min(T², norm bound of the tokens that are not "
+    "large), AS23's own rule; “best”: the best of Taylor, Chebyshev and minimax on that interval; "
+    "one polynomial: no threshold at all."
 )
 
 
