@@ -287,9 +287,9 @@ def polynomial_gradients(
     g = torch.empty(batch, heads, n, setting.value_dim, dtype=setting.dtype, device=grad.device)
     h = torch.empty_like(lse)
     row_slopes[(cdiv(n, 64), batch * heads)](
-        grad, output, h if grad_lse is None else grad_lse.contiguous(), h, lse, polynomials.unit, g,
-        heads, n, setting.value_dim, *grad.stride()[:3],
-        setting.value_width, 64, grad_lse is not None, True,
+        grad, output, None if grad_lse is None else grad_lse.contiguous(), h,
+        lse, polynomials.unit, g,
+        heads, n, setting.value_dim, *grad.stride()[:3], setting.value_width, 64,
     )  # fmt: skip
     group, weight = heads // key.shape[1], polynomials.weight
     keys = prepared(key, value, weight, setting, summed=True, read=True)
