@@ -31,11 +31,6 @@ class Tokens:
     index: Tensor | None = None  # [batch * heads, most] int32
     count: Tensor | None = None  # [batch * heads] int32
 
-    def tensors(self, unused: Tensor) -> tuple[Tensor, Tensor]:
-        """Index and count, or any tensor where there are none."""
-        index, count = self.index, self.count
-        return unused if index is None else index, unused if count is None else count
-
 
 class Start(NamedTuple):
     """Sums of other components, in units of exp(unit)."""
@@ -129,22 +124,22 @@ class Rectangle:
         return torch.empty(shape, dtype=torch.float32, device=self.query.device)
 
     def launch(
-        self, kernel: Any, tile: Tile, programs: tuple[int, int], given: tuple[Tensor, ...],
-        span: int, scale: float, switches: tuple[bool, ...] = (), strides: tuple[int, ...] = (),
+        self, kernel: Any, tile: Tile, programs: tuple[int, int], given: tuple[Tensor | None, ...],
+        span: int, scale: float, strides: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         """Launch a kernel with the arguments that all of them share, and those that are given."""
         query, key, value = tokens = [rows_of(x) for x in (self.query, self.key, self.value)]
         (_, heads, n, d), (_, key_heads, m, dv) = query.shape, value.shape
-        weight = rows_of(query if self.log_weight is None else self.log_weight)
+        rows, keys = self.rows, self.keys
+        weight = None if self.log_weight is None else rows_of(self.log_weight)
         grid = (*programs, self.heads)
         kernel[grid](
-            *tokens, weight, *self.rows.tensors(query), *self.keys.tensors(query), *given,
-            heads, key_heads, n, m, d, dv, self.rows.most, self.keys.most, span, scale,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *weight.stride()[:2],
+            *tokens, weight, rows.index, rows.count, keys.index, keys.count, *given,
+            heads, key_heads, n, m, d, dv, rows.most, keys.most, span, scale,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            *((0, 0) if weight is None else weight.stride()[:2]),
             *strides, power_of_two(d), power_of_two(dv), tile.rows, tile.keys,
-            self.rows.index is not None, self.keys.index is not None, self.causal,
-            self.log_weight is not None, *switches, self.precision if self.full else None,
-            **tile.launch,
+            self.causal, self.precision if self.full else None, **tile.launch,
         )  # fmt: skip
 
 
@@ -161,19 +156,18 @@ def exact_rows(
     splits, span = 1, max(1, keys.most)
     if start is None:
         splits, span = splits_of(blocks * heads, keys.most, tile.keys)
-    parts, tops, masses = output, lse, lse
+    parts, tops, masses = output, lse, None
     if splits > 1:
         parts = new(splits, heads, rows.most, dv)
         tops, masses = new(2, splits, heads, rows.most).unbind(0)
     rectangle.launch(
         kernels.attend, tile, (blocks, splits),
-        (*(start or (lse, lse, lse)), parts, tops, masses),
-        span, rectangle.scale * LOG2E, (start is not None, splits > 1),
+        (*(start or (None, None, None)), parts, tops, masses), span, rectangle.scale * LOG2E,
     )  # fmt: skip
     if splits > 1:
         kernels.join_splits[(cdiv(rows.most, 16), heads)](
-            parts, tops, masses, *rows.tensors(parts), output, lse,
-            lse.shape[-1], dv, rows.most, splits, power_of_two(dv), 16, rows.index is not None,
+            parts, tops, masses, rows.index, rows.count, output, lse,
+            lse.shape[-1], dv, rows.most, splits, power_of_two(dv), 16,
         )  # fmt: skip
 
 
@@ -182,11 +176,9 @@ def slopes(grad: Tensor, grad_lse: Tensor | None, output: Tensor) -> Tensor:
     that does not depend on the key."""
     batch, heads, n, dv = output.shape
     grad, slope = rows_of(grad), output.new_empty((batch, heads, n), dtype=torch.float32)
-    grad_lse, has_lse = (slope, False) if grad_lse is None else (grad_lse.contiguous(), True)
-    unused = (slope, slope, slope)
     kernels.row_slopes[(cdiv(n, 64), batch * heads)](
-        grad, output.contiguous(), grad_lse, slope, *unused,
-        heads, n, dv, *grad.stride()[:3], power_of_two(dv), 64, has_lse, False,
+        grad, output.contiguous(), None if grad_lse is None else grad_lse.contiguous(), slope,
+        None, None, None, heads, n, dv, *grad.stride()[:3], power_of_two(dv), 64,
     )  # fmt: skip
     return slope
 
@@ -205,9 +197,8 @@ def add_gradients(
     def launch(kernel: Any, blocks: int, splits: int, span: int, *parts: Tensor) -> None:
         given = (grad, lse, slope, *parts)
         rectangle.launch(
-            kernel, tile, (blocks, splits), given, span, rectangle.scale,
-            strides=grad.stride()[:3],
-        )  # fmt: skip
+            kernel, tile, (blocks, splits), given, span, rectangle.scale, grad.stride()[:3]
+        )
 
     blocks = cdiv(rows.most, tile.rows)
     splits, span = splits_of(blocks * heads, keys.most, tile.keys)
@@ -227,6 +218,6 @@ def _add(parts: Tensor, tokens: Tokens, total: Tensor) -> None:
     splits, heads, most, width = parts.shape
     at_once = 64 if width <= 64 else 16
     kernels.add_parts[(cdiv(most, at_once), heads)](
-        parts, *tokens.tensors(parts), total, total.shape[2], width, most, splits,
-        power_of_two(width, 1), at_once, tokens.index is not None,
+        parts, tokens.index, tokens.count, total, total.shape[2], width, most, splits,
+        power_of_two(width, 1), at_once,
     )  # fmt: skip

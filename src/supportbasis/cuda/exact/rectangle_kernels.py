@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 """Kernels of `rectangle`: online softmax of some rows over some keys, and its two gradients.
 
-Logarithms are to base 2 inside, as the hardware has them.
+Logarithms are to base 2 inside, as the hardware has them. Tensors that may be missing are None: all
+rows or keys instead of listed ones, no log-weights, no sums to begin with, no splits.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from ..runtime.language import jit, tile_of, tl
 
 
 @jit
-def tokens_at(index, count, bh, at, most, total, LISTED: tl.constexpr):
+def tokens_at(index, count, bh, at, most, total):
     """Tokens in some slots of a set, and which of these slots are filled."""
-    if LISTED:
+    if index is not None:
         here = at < tl.load(count + bh)
         token = tl.load(index + bh * most + at, mask=here, other=0).to(tl.int64)
     else:
@@ -33,17 +34,16 @@ def bias_of(log_weight, token, here, WEIGHTED: tl.constexpr):
 @jit
 def attend(
     q, k, v, log_weight, rows, row_count, keys, key_count,
-    num, den, unit, out, lse, mass_out,
+    num, den, unit, out, lse, masses,
     heads, key_heads, n, m, d, dv, most_rows, most_keys, span, scale,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, w_b, w_h,
     D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    LISTED_ROWS: tl.constexpr, LISTED_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
-    WEIGHTED: tl.constexpr, STARTED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block of rows over a split of the keys.
 
-    STARTED: the sums begin with ``num`` and ``den``, in units of exp(unit). SPLIT: numerators, tops
-    and masses of this split are written, one slot a row; else output and lse, at the rows' own
+    The sums begin with ``num`` and ``den``, in units of exp(unit). With ``masses``, numerators,
+    tops and masses of this split are written, one slot a row; else output and lse, at the rows' own
     positions.
     """
     split, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -51,36 +51,35 @@ def attend(
     kh = h // (heads // key_heads)
     dims, cols = tl.arange(0, D), tl.arange(0, E)
     slot = tl.program_id(0) * BM + tl.arange(0, BM)
-    row, live = tokens_at(rows, row_count, bh, slot, most_rows, n, LISTED_ROWS)
+    row, live = tokens_at(rows, row_count, bh, slot, most_rows, n)
     query = tile_of(q + b * q_b + h * q_h, row, live, dims, q_n, d)
     k += b * k_b + kh * k_h
     v += b * v_b + kh * v_h
-    log_weight += b * w_b + h * w_h
+    if log_weight is not None:
+        log_weight += b * w_b + h * w_h
     top = tl.full((BM,), float("-inf"), dtype=tl.float32)
     mass = tl.zeros((BM,), dtype=tl.float32)
     total = tl.zeros((BM, E), dtype=tl.float32)
     at_out = bh * n * dv + row[:, None] * dv + cols[None, :]
     inside = live[:, None] & (cols < dv)[None, :]
-    if STARTED:
+    if num is not None:
         mass = tl.load(den + bh * n + row, mask=live, other=0.0)
         total = tl.load(num + at_out, mask=inside, other=0.0)
         top = tl.where(mass != 0.0, tl.load(unit + bh) * 1.4426950408889634, float("-inf"))
-    if LISTED_KEYS:
+    if keys is not None:
         end = tl.load(key_count + bh)
     else:
         end = m
         if CAUSAL:
             end = tl.minimum(m, tl.max(tl.where(live, row, -1), 0).to(tl.int32) + 1)
-    if LISTED_ROWS:  # a block without rows has nothing to do
+    if rows is not None:  # a block without rows has nothing to do
         end = tl.where(tl.program_id(0) * BM < tl.load(row_count + bh), end, 0)
     for start in range(split * span, tl.minimum((split + 1) * span, end), BN):
-        key, here = tokens_at(
-            keys, key_count, bh, start + tl.arange(0, BN), most_keys, m, LISTED_KEYS
-        )
+        key, here = tokens_at(keys, key_count, bh, start + tl.arange(0, BN), most_keys, m)
         score = tl.dot(
             query, tl.trans(tile_of(k, key, here, dims, k_n, d)), input_precision=PRECISION
         )
-        score = score * scale + bias_of(log_weight, key, here, WEIGHTED)[None, :]
+        score = score * scale + bias_of(log_weight, key, here, log_weight is not None)[None, :]
         if CAUSAL:
             score = tl.where(key[None, :] <= row[:, None], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
@@ -92,11 +91,11 @@ def attend(
         total = total * shrink[:, None]
         total = tl.dot(weight.to(value.dtype), value, total, input_precision=PRECISION)
         top = new_top
-    if SPLIT:
+    if masses is not None:
         target = (split.to(tl.int64) * tl.num_programs(2) + bh) * most_rows + slot
         tl.store(out + target[:, None] * dv + cols[None, :], total, mask=inside)
         tl.store(lse + target, top, mask=live)
-        tl.store(mass_out + target, mass, mask=live)
+        tl.store(masses + target, mass, mask=live)
     else:
         store_quotients(out, lse, total, top, mass, bh * n + row, live, cols, dv)
 
@@ -116,12 +115,12 @@ def store_quotients(out, lse, total, top, mass, at, live, cols, dv):
 def join_splits(
     parts, tops, masses, rows, row_count, out, lse,
     n, dv, most_rows, splits,
-    E: tl.constexpr, BM: tl.constexpr, LISTED_ROWS: tl.constexpr,
+    E: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Join the splits of every row, at the row's own position."""
     bh, cols = tl.program_id(1).to(tl.int64), tl.arange(0, E)
     slot = tl.program_id(0) * BM + tl.arange(0, BM)
-    row, live = tokens_at(rows, row_count, bh, slot, most_rows, n, LISTED_ROWS)
+    row, live = tokens_at(rows, row_count, bh, slot, most_rows, n)
     inside = live[:, None] & (cols < dv)[None, :]
     top = tl.full((BM,), float("-inf"), dtype=tl.float32)
     mass = tl.zeros((BM,), dtype=tl.float32)
@@ -143,10 +142,11 @@ def join_splits(
 def row_slopes(
     grad, out, grad_lse, slope, lse, unit, scaled,
     heads, n, dv, g_b, g_h, g_n,
-    E: tl.constexpr, BM: tl.constexpr, LSE: tl.constexpr, SCALED: tl.constexpr,
+    E: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """What every score of a row adds: the gradient of lse less <grad, out>. SCALED: over the row's
-    denominator in units of exp(unit), and the gradient likewise; zero where lse is infinite."""
+    """What every score of a row adds: the gradient of lse less <grad, out>. With ``scaled`` it is
+    over the row's denominator in units of exp(unit), as is the gradient, which is written there;
+    zero where lse is infinite."""
     bh, start = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * BM
     near, cols = tl.arange(0, BM), tl.arange(0, E)
     live = start + near < n
@@ -154,9 +154,9 @@ def row_slopes(
     direction = tile_of(grad, near, live, cols, g_n, dv).to(tl.float32)
     value = tile_of(out + (bh * n + start) * dv, near, live, cols, dv, dv).to(tl.float32)
     term = -tl.sum(direction * value, 1)
-    if LSE:
+    if grad_lse is not None:
         term += tl.load(grad_lse + bh * n + start + near, mask=live, other=0.0)
-    if SCALED:
+    if scaled is not None:
         size = tl.load(lse + bh * n + start + near, mask=live, other=float("-inf"))
         inverse = tl.where(size > float("-inf"), tl.exp(tl.load(unit + bh) - size), 0.0)
         term *= inverse
@@ -181,8 +181,7 @@ def query_gradient(
     heads, key_heads, n, m, d, dv, most_rows, most_keys, span, scale,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, w_b, w_h, g_b, g_h, g_n,
     D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    LISTED_ROWS: tl.constexpr, LISTED_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
-    WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same walk as `attend`; a split of the keys writes its part to the slots of the rows."""
     split, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -190,30 +189,29 @@ def query_gradient(
     kh = h // (heads // key_heads)
     dims, cols = tl.arange(0, D), tl.arange(0, E)
     slot = tl.program_id(0) * BM + tl.arange(0, BM)
-    row, live = tokens_at(rows, row_count, bh, slot, most_rows, n, LISTED_ROWS)
+    row, live = tokens_at(rows, row_count, bh, slot, most_rows, n)
     query = tile_of(q + b * q_b + h * q_h, row, live, dims, q_n, d)
     direction = tile_of(grad + b * g_b + h * g_h, row, live, cols, g_n, dv)
     size, change = _row_side(lse, slope, bh, n, row, live)
     k += b * k_b + kh * k_h
     v += b * v_b + kh * v_h
-    log_weight += b * w_b + h * w_h
+    if log_weight is not None:
+        log_weight += b * w_b + h * w_h
     total = tl.zeros((BM, D), dtype=tl.float32)
-    if LISTED_KEYS:
+    if keys is not None:
         end = tl.load(key_count + bh)
     else:
         end = m
         if CAUSAL:
             end = tl.minimum(m, tl.max(tl.where(live, row, -1), 0).to(tl.int32) + 1)
-    if LISTED_ROWS:
+    if rows is not None:
         end = tl.where(tl.program_id(0) * BM < tl.load(row_count + bh), end, 0)
     for start in range(split * span, tl.minimum((split + 1) * span, end), BN):
-        key, here = tokens_at(
-            keys, key_count, bh, start + tl.arange(0, BN), most_keys, m, LISTED_KEYS
-        )
+        key, here = tokens_at(keys, key_count, bh, start + tl.arange(0, BN), most_keys, m)
         key_tile = tile_of(k, key, here, dims, k_n, d)
         score = tl.dot(query, tl.trans(key_tile), input_precision=PRECISION)
         score = score * (scale * 1.4426950408889634)
-        score += bias_of(log_weight, key, here, WEIGHTED)[None, :] - size[:, None]
+        score += bias_of(log_weight, key, here, log_weight is not None)[None, :] - size[:, None]
         if CAUSAL:
             score = tl.where(key[None, :] <= row[:, None], score, float("-inf"))
         value = tile_of(v, key, here, cols, v_n, dv)
@@ -232,8 +230,7 @@ def key_gradient(
     heads, key_heads, n, m, d, dv, most_rows, most_keys, span, scale,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, w_b, w_h, g_b, g_h, g_n,
     D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    LISTED_ROWS: tl.constexpr, LISTED_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
-    WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block of keys over a split of the rows: gradients of keys, values and log-weights."""
     split, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -241,28 +238,28 @@ def key_gradient(
     kh = h // (heads // key_heads)
     dims, cols = tl.arange(0, D), tl.arange(0, E)
     slot = tl.program_id(0) * BN + tl.arange(0, BN)
-    key, here = tokens_at(keys, key_count, bh, slot, most_keys, m, LISTED_KEYS)
+    key, here = tokens_at(keys, key_count, bh, slot, most_keys, m)
     key_tile = tile_of(k + b * k_b + kh * k_h, key, here, dims, k_n, d)
     value = tile_of(v + b * v_b + kh * v_h, key, here, cols, v_n, dv)
-    bias = bias_of(log_weight + b * w_b + h * w_h, key, here, WEIGHTED)
+    if log_weight is not None:
+        log_weight += b * w_b + h * w_h
+    bias = bias_of(log_weight, key, here, log_weight is not None)
     q += b * q_b + h * q_h
     grad += b * g_b + h * g_h
     to_key = tl.zeros((BN, D), dtype=tl.float32)
     to_value = tl.zeros((BN, E), dtype=tl.float32)
     to_weight = tl.zeros((BN,), dtype=tl.float32)
     begin, end = split * span, n
-    if LISTED_ROWS:
+    if rows is not None:
         end = tl.load(row_count + bh)
     elif CAUSAL:
         first = tl.min(tl.where(here, key, n), 0).to(tl.int32)
         begin = tl.maximum(begin, first // BM * BM)
     end = tl.minimum((split + 1) * span, end)
-    if LISTED_KEYS:  # a block without keys has nothing to do
+    if keys is not None:  # a block without keys has nothing to do
         end = tl.where(tl.program_id(0) * BN < tl.load(key_count + bh), end, 0)
     for start in range(begin, end, BM):
-        row, live = tokens_at(
-            rows, row_count, bh, start + tl.arange(0, BM), most_rows, n, LISTED_ROWS
-        )
+        row, live = tokens_at(rows, row_count, bh, start + tl.arange(0, BM), most_rows, n)
         query = tile_of(q, row, live, dims, q_n, d)
         direction = tile_of(grad, row, live, cols, g_n, dv)
         size, change = _row_side(lse, slope, bh, n, row, live)
@@ -294,12 +291,12 @@ def key_gradient(
 def add_parts(
     parts, index, count, total,
     n, width, most, splits,
-    W: tl.constexpr, BM: tl.constexpr, LISTED: tl.constexpr,
+    W: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Add the splits of every listed token at the token's own position."""
     bh, cols = tl.program_id(1).to(tl.int64), tl.arange(0, W)
     slot = tl.program_id(0) * BM + tl.arange(0, BM)
-    token, here = tokens_at(index, count, bh, slot, most, n, LISTED)
+    token, here = tokens_at(index, count, bh, slot, most, n)
     inside = here[:, None] & (cols < width)[None, :]
     target = total + (bh * n + token)[:, None] * width + cols[None, :]
     value = tl.load(target, mask=inside, other=0.0)

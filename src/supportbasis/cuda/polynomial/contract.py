@@ -44,8 +44,7 @@ def contract(
     x_b, x_h, x_n, u_b, u_h, u_n, y_b, y_h, y_n, v_b, v_h, v_n,
     D: tl.constexpr, DB: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     DEGREE: tl.constexpr, SCAN: tl.constexpr, QUERIES: tl.constexpr,
-    WEIGHTED: tl.constexpr, ROW_WEIGHTED: tl.constexpr, PACKED: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of every token of ``x``, whose direction is ``u`` and the normaliser's ``h``.
 
@@ -57,11 +56,12 @@ def contract(
     start = block * BM
     near, dims, cols = tl.arange(0, BM), tl.arange(0, D), tl.arange(0, E)
     live = start + near < n
-    if ROW_WEIGHTED:
+    if row_weight is not None:
         scale = tl.load(row_weight + bh * n + start + near, mask=live, other=0.0)
         live = live & (scale != 0.0)
     x += (bh // heads) * x_b + (bh % heads) * x_h + start * x_n
-    words += bh * d * padded + start
+    if words is not None:
+        words += bh * d * padded + start
     u += (bh // heads) * u_b + (bh % heads) * u_h + start * u_n
     tokens = tile_of(x, near, live, dims, x_n, d).to(OPERAND)
     direction = tile_of(u, near, live, cols, u_n, dv).to(OPERAND)
@@ -106,7 +106,7 @@ def contract(
             vs = v + (other // other_heads) * v_b + (other % other_heads) * v_h
             index = low + (step % steps) * BN + tl.arange(0, BN)
             here = index < m
-            if WEIGHTED:
+            if w is not None:
                 weight = tl.load(w + other * m + index, mask=here, other=0.0)
                 here = here & (weight != 0.0)
             ty = tile_of(ys, index, here, dims, y_n, d).to(OPERAND)
@@ -119,13 +119,13 @@ def contract(
                 _, a1, a2 = head_coefficients(coefficients, other, True)
                 change += tl.load(h + other * m + index, mask=here, other=0.0)[None, :]
                 change = change * (a1 + 2.0 * a2 * z)
-            if WEIGHTED:
+            if w is not None:
                 change = change * weight[None, :]
             change = tl.where(visible_pairs(start + near, index, here, SCAN), change, 0.0)
             side = tile_of(ys, index, here, to, y_n, d).to(OPERAND)
             total = tl.dot(change.to(OPERAND), side, total, input_precision=PRECISION)
 
-    if ROW_WEIGHTED:
+    if row_weight is not None:
         total *= scale[:, None]
     target = out + bh * n * d + start * d + near[:, None] * d + to[None, :]
     inside = (start + near < n)[:, None] & (to < d)[None, :]

@@ -209,19 +209,18 @@ def normaliser(
 
 @jit
 def read_out(
-    x, words, state, vectors, matrix, masks, y, u, w, row_weight, coefficients, unit, out, den,
+    x, words, state, vectors, matrix, masks, y, u, w, slope, row_weight, coefficients, unit,
+    out, den,
     heads, n, padded, d, dv, pairs, blocks, chunk, ratio,
     other_heads, m, members,
     x_b, x_h, x_n, y_b, y_h, y_n, u_b, u_h, u_n,
     D: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CB: tl.constexpr, DEGREE: tl.constexpr, SCAN: tl.constexpr,
-    QUERIES: tl.constexpr, NORMALISER: tl.constexpr, DIVIDE: tl.constexpr,
-    WEIGHTED: tl.constexpr, ROW_WEIGHTED: tl.constexpr,
-    PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sums of every row of ``x``: features times state, and with SCAN != 0 the row's own chunk of
-    (y, u) by the polynomial itself. One epilogue divides (DIVIDE; ``den`` gets its logarithm plus
-    the head's ``unit``) or writes the sums.
+    (y, u) by the polynomial itself. One epilogue divides (with a ``unit``, which it adds to the
+    logarithms in ``den``) or writes the sums. Without ``den`` no denominators are summed.
 
     A head of ``x`` reads the state of head // ratio; the tokens of its chunk come from
     ``members`` heads of ``y``. ``words`` are as in `entry`. ``coefficients`` in <x, y> are those
@@ -232,11 +231,12 @@ def read_out(
     start = block * BM
     near, dims = tl.arange(0, BM), tl.arange(0, D)
     live = start + near < n
-    if ROW_WEIGHTED:
+    if row_weight is not None:
         scale = tl.load(row_weight + bh * n + start + near, mask=live, other=0.0)
         live = live & (scale != 0.0)
     x += (bh // heads) * x_b + (bh % heads) * x_h + start * x_n
-    words += bh * d * padded + start
+    if words is not None:
+        words += bh * d * padded + start
     tokens = tile_of(x, near, live, dims, x_n, d).to(OPERAND)
     own = start // chunk if SCAN != 0 else start * 0
     state_heads = tl.num_programs(2) // ratio
@@ -270,7 +270,7 @@ def read_out(
         total = tl.dot(tokens, linear, total, input_precision=PRECISION)
     total += c0 * tl.load(vectors + cols, mask=cols < dv, other=0.0)[None, :]
     weight_sum = tl.zeros((BM,), dtype=tl.float32)
-    if NORMALISER:
+    if den is not None:
         weight_sum = normaliser(
             x, near, tokens, vectors, matrix, n - start, d, dv, x_n, c0, c1, c2,
             D, CB, DEGREE, PRECISION,
@@ -284,7 +284,7 @@ def read_out(
             us = u + (other // other_heads) * u_b + (other % other_heads) * u_h
             index = low + (step % steps) * BN + tl.arange(0, BN)
             here = index < m
-            if WEIGHTED:
+            if w is not None:
                 weight = tl.load(w + other * m + index, mask=here, other=0.0)
                 here = here & (weight != 0.0)
             ty = tile_of(ys, index, here, dims, y_n, d).to(OPERAND)
@@ -294,24 +294,24 @@ def read_out(
             else:
                 a0, a1, a2 = head_coefficients(coefficients, other, True)
                 z = a0 + z * (a1 + a2 * z)
-            if WEIGHTED:
+            if w is not None:
                 z = z * weight[None, :]
             z = tl.where(visible_pairs(start + near, index, here, SCAN), z, 0.0)
             tu = tile_of(us, index, here, cols, u_n, dv).to(OPERAND)
             total = tl.dot(z.to(OPERAND), tu, total, input_precision=PRECISION)
-            if not QUERIES and NORMALISER:  # the queries' slopes weigh the denominator alone
-                z *= tl.load(w + other * m + index, mask=here, other=0.0)[None, :]
+            if slope is not None:  # of queries: they weigh the denominator alone
+                z *= tl.load(slope + other * m + index, mask=here, other=0.0)[None, :]
             weight_sum += tl.sum(z, 1)
 
-    if DIVIDE:
+    if unit is not None:
         total = tl.where((weight_sum > 0.0)[:, None], total / weight_sum[:, None], 0.0)
-    if ROW_WEIGHTED:
+    if row_weight is not None:
         total *= scale[:, None]
     inside = (start + near < n)[:, None] & (cols < dv)[None, :]
     target = out + bh * n * dv + start * dv + near[:, None] * dv + cols[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=inside)
-    if DIVIDE:
+    if unit is not None:
         weight_sum = tl.where(weight_sum > 0.0, tl.log(weight_sum), float("-inf"))
         weight_sum += tl.load(unit + bh)
-    if NORMALISER:
+    if den is not None:
         tl.store(den + bh * n + start + near, weight_sum, mask=live & (tl.program_id(1) == 0))

@@ -18,10 +18,9 @@ def prepare(
     heads, n, padded, d, dv,
     x_b, x_h, x_n, v_b, v_h, v_n,
     D: tl.constexpr, E: tl.constexpr, BN: tl.constexpr,
-    TRANSPOSE: tl.constexpr, WORDS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Transposed tokens and weighted values for other kernels; zero from n to ``padded`` and where
-    w = 0.
+    w = 0. What is None is not made; without w, no values are.
 
     ``xt`` are the tokens transposed; ``words`` the same as bfloat16 in words of 32 bits (a column
     of words is copied to shared memory ahead of time, a column of halves is not); ``vw`` the
@@ -31,24 +30,24 @@ def prepare(
     start = tl.program_id(0).to(tl.int64) * BN
     near = tl.arange(0, BN)
     live = start + near < n
-    if WEIGHTED:
+    if w is not None:
         weight = tl.load(w + bh * n + start + near, mask=live, other=0.0)
         live = live & (weight != 0.0)
     dims = tl.arange(0, D)
     source = x + (bh // heads) * x_b + (bh % heads) * x_h + start * x_n
     tile = tile_of(source, near, live, dims, x_n, d)
-    if TRANSPOSE:
+    if xt is not None:
         tl.store(
             xt + bh * d * padded + start + dims[:, None] * padded + near[None, :],
             tl.trans(tile).to(xt.dtype.element_ty), mask=dims[:, None] < d,
         )  # fmt: skip
-    if WORDS:
+    if words is not None:
         bits = tile.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
         tl.store(
             words + bh * d * padded + start + dims[:, None] * padded + near[None, :],
             tl.trans(bits), mask=dims[:, None] < d,
         )  # fmt: skip
-    if WEIGHTED:
+    if w is not None:
         cols = tl.arange(0, E)
         source = v + (bh // heads) * v_b + (bh % heads) * v_h + start * v_n
         value = tile_of(source, near, live, cols, v_n, dv)
@@ -65,8 +64,7 @@ def value_moments(
     heads, n, span, blocks, d, dv, flat_size, flat_at,
     x_b, x_h, x_n, x_d, v_b, v_h, v_n,
     DB: tl.constexpr, EB: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
-    SQUARES: tl.constexpr, WEIGHTED: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    SQUARES: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The last block of ``part`` gets sum x v', the one before sum x^2 v'; ``flat`` the vectors.
 
@@ -99,7 +97,7 @@ def value_moments(
         if SQUARES:
             square = tl.dot(tokens * tokens, value, square, input_precision=PRECISION)
         value_sum += tl.sum(value.to(tl.float32), 0)
-        if WEIGHTED:
+        if w is not None:
             weight = tl.load(w + bh * n + at + near, mask=live, other=0.0)
         else:
             weight = live.to(tl.float32)
@@ -123,8 +121,7 @@ def value_moments(
 def weight_moments(
     xt, w, flat,
     n, span, padded, d, flat_size,
-    DB: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
-    WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
+    DB: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The sum w x x' [d, d] into the front of ``flat``. Weighted tokens are two operands, rounded
     and rest, so that the normaliser does not feel the rounding."""
@@ -144,7 +141,7 @@ def weight_moments(
         right = tl.load(
             xt + cols[None, :] * padded + token[:, None], mask=cols[None, :] < d, other=0.0
         )
-        if WEIGHTED:
+        if w is not None:
             weight = tl.load(w + bh * n + token, mask=token < n, other=0.0)
             weighted = left.to(tl.float32) * weight[None, :]
             left = weighted.to(right.dtype)

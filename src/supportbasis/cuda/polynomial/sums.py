@@ -84,8 +84,8 @@ def prepared(
 
     ``summed``: it is to be summed over; ``read``: its rows read sums of the other side.
     """
-    side, weighs = Side(rows_of(tokens), rows_of(values), weight, slope), weight is not None
-    if setting.degree == 1 and not weighs:
+    side = Side(rows_of(tokens), rows_of(values), weight, slope)
+    if setting.degree == 1 and weight is None:
         return side
     x, v, padded = side.tokens, side.values, side.padded
     batch, heads, n, d = x.shape
@@ -95,16 +95,13 @@ def prepared(
         transposed = new((batch, heads, d, padded))
     if read and setting.packed:
         words = new((batch, heads, d, padded), dtype=torch.int32)
-    if weighs:
+    if weight is not None:
         weighted = new((batch, heads, n, dv))
     at_once = 64 if max(setting.width, setting.value_width) <= 128 else 32
     moments.prepare[(padded // at_once, batch * heads)](
-        x, v, x if weight is None else weight,
-        x if transposed is None else transposed, x if words is None else words,
-        x if weighted is None else weighted,
+        x, v, weight, transposed, words, weighted,
         heads, n, padded, d, dv, *x.stride()[:3], *v.stride()[:3],
         setting.width, setting.value_width, at_once,
-        transposed is not None, words is not None, weighs,
     )  # fmt: skip
     words = transposed if words is None else words
     return replace(side, transposed=transposed, words=words, weighted=weighted)
@@ -119,8 +116,7 @@ def sums_over(side: Side, setting: Setting, *, states: int = 1, group: int = 1) 
     all_heads, own = batch * heads, batch * heads // group
     dv, width, value_width = setting.value_dim, setting.width, setting.value_width
     blocks, shape, small = setting.blocks, setting.tiles.state, setting.tiles.small
-    factor = side.slope if queries else side.weight
-    square, weighted = setting.degree == 2, factor is not None
+    weight, square = side.slope if queries else side.weight, setting.degree == 2
     row_tiles, col_tiles = cdiv(width, shape.rows), cdiv(value_width, shape.columns)
     groups, scan = cdiv(setting.pairs, shape.pairs), setting.scan(not queries)
     if scan:
@@ -135,21 +131,20 @@ def sums_over(side: Side, setting: Setting, *, states: int = 1, group: int = 1) 
     new = partial(torch.empty, dtype=torch.float32, device=x.device)
     part = new(splits, all_heads, blocks, d, dv)
     flat = new(splits, all_heads, flat_size)
-    weights = flat if factor is None else factor  # flat: a tensor that is not touched
     tokens, token_strides = x, (*x.stride()[:3], 1)
     if side.transposed is not None:
         tokens, token_strides = side.transposed, (heads * d * padded, d * padded, 1, padded)
     small_rows, at_once = cdiv(width, small), min(shape.tokens, 64)
     moments.value_moments[(small_rows * cdiv(value_width, small), splits, all_heads)](
-        tokens, value, weights, part, flat,
+        tokens, value, weight, part, flat,
         heads, n, span, blocks, d, dv, flat_size, flat_at,
         *token_strides, *value.stride()[:3],
-        small, small, at_once, small_rows, square, weighted, **setting.switches,
+        small, small, at_once, small_rows, square, **setting.switches,
     )  # fmt: skip
     if square:
         moments.weight_moments[(small_rows**2, splits, all_heads)](
-            tokens, weights, flat, n, span, padded, d, flat_size,
-            small, at_once, small_rows, weighted, setting.precision,
+            tokens, weight, flat, n, span, padded, d, flat_size,
+            small, at_once, small_rows, setting.precision,
         )  # fmt: skip
         folded.square_state[(groups * row_tiles * col_tiles, splits, all_heads)](
             tokens, value, fold_masks(d, x.device), part,
@@ -194,15 +189,13 @@ def read(
     shape, sizes = setting.tiles.read, pair_sizes(rows, other, setting)
     out = torch.empty(batch, heads, n, setting.value_dim, dtype=dtype, device=x.device)
     den = torch.empty(batch, heads, n, dtype=torch.float32, device=x.device)
-    weight = next(w for w in (other.weight, other.slope, den) if w is not None)
     folded.read_out[(cdiv(n, shape.rows), cdiv(setting.value_width, shape.columns), batch * heads)](
-        x, x if rows.words is None else rows.words, *state, fold_masks(d, x.device), y, u, weight,
-        den if rows.weight is None else rows.weight, setting.coefficients,
-        den if unit is None else unit, out, den,
+        x, rows.words, *state, fold_masks(d, x.device), y, u,
+        other.weight, other.slope if normaliser else None, rows.weight,
+        setting.coefficients, unit, out, den if normaliser else None,
         *sizes, *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
         setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
-        min(setting.width, 64), setting.degree, setting.scan(queries), queries, normaliser,
-        unit is not None, other.weight is not None, rows.weight is not None, setting.packed,
+        min(setting.width, 64), setting.degree, setting.scan(queries), queries, setting.packed,
         **setting.switches, **shape.launch,
     )  # fmt: skip
     return out, den
@@ -256,14 +249,11 @@ def token_gradient(
     shape, (batch, heads, n, d) = setting.tiles.contract, x.shape
     out = torch.empty(batch, heads, n, d, dtype=dtype, device=x.device)
     contract.contract[(cdiv(n, shape.rows), cdiv(setting.width, shape.columns), batch * heads)](
-        x, x if rows.words is None else rows.words, u, slope, *state,
-        y, v, slope if other.weight is None else other.weight,
-        slope if rows.weight is None else rows.weight, setting.coefficients, out,
+        x, rows.words, u, slope, *state, y, v, other.weight, rows.weight, setting.coefficients, out,
         *pair_sizes(rows, other, setting),
         *x.stride()[:3], *u.stride()[:3], *y.stride()[:3], *v.stride()[:3],
         setting.width, shape.columns, setting.value_width, shape.rows, shape.tokens,
-        setting.degree, setting.scan(queries), queries,
-        other.weight is not None, rows.weight is not None, setting.packed,
+        setting.degree, setting.scan(queries), queries, setting.packed,
         **setting.switches, **shape.launch,
     )  # fmt: skip
     return out
@@ -287,9 +277,9 @@ def polynomial_gradients(
     g = torch.empty(batch, heads, n, setting.value_dim, dtype=setting.dtype, device=grad.device)
     h = torch.empty_like(lse)
     row_slopes[(cdiv(n, 64), batch * heads)](
-        grad, output, h if grad_lse is None else grad_lse.contiguous(), h, lse, polynomials.unit, g,
-        heads, n, setting.value_dim, *grad.stride()[:3],
-        setting.value_width, 64, grad_lse is not None, True,
+        grad, output, None if grad_lse is None else grad_lse.contiguous(), h,
+        lse, polynomials.unit, g,
+        heads, n, setting.value_dim, *grad.stride()[:3], setting.value_width, 64,
     )  # fmt: skip
     group, weight = heads // key.shape[1], polynomials.weight
     keys = prepared(key, value, weight, setting, summed=True, read=True)

@@ -2,7 +2,8 @@
 """Triton, where it is installed.
 
 Kernels are decorated with `jit` from here, so that their modules can be imported without Triton;
-`require` raises an error that names what is missing when one is to run.
+`require` raises an error that names what is missing when one is to run. A tensor that a kernel may
+do without is None: known when it is compiled, so that no switch has to say it again.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from .language import jit, tile_of, tl
 @jit
 def large(
     tokens, log_weight, limit, out, heads, group, count, d, batch_stride, head_stride, stride,
-    BT: tl.constexpr, BD: tl.constexpr, WEIGHTED: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """1 for tokens with an entry beyond the limit that have a weight, else 0."""
     head = tl.program_id(1).to(tl.int64)
@@ -17,7 +17,7 @@ def large(
     tokens += head // heads * batch_stride + head % heads // group * head_stride
     x = tile_of(tokens, row.to(tl.int64), row < count, entry, stride, d).to(tl.float32)
     beyond = tl.max(tl.abs(x), 1) > tl.load(limit + head)
-    if WEIGHTED:
+    if log_weight is not None:
         weight = tl.load(log_weight + head * count + row, mask=row < count, other=0.0)
         beyond &= weight > float("-inf")
     tl.store(out + head * count + row, beyond.to(tl.uint8), mask=row < count)
