@@ -544,8 +544,9 @@ def test_attention_over_all_views_is_replaced_and_that_within_one_is_not() -> No
         exact = model(x)
         with sb.integrations.sdpa.override(sb.Polynomial(1), min_tokens=100) as answers:
             other = model(x)
-        with sb.integrations.sdpa.override(sb.Exact()):
+        with sb.integrations.sdpa.override(sb.Exact()) as every:
             close(exact, model(x))
+    assert every.calls == 4
     assert (answers.approximated, answers.exact) == ({1: 1, 3: 1}, {0: 1, 2: 1})
     assert 0 < float((other - exact).norm() / exact.norm()) < 0.1
 
@@ -577,6 +578,16 @@ def test_flash_attention_of_pytorch_is_answered_while_it_is_active(registry: Any
         close(exact, model(x))
     assert answers.calls == 2
     assert float((found - exact).norm() / exact.norm()) > 1e-4
+
+
+def test_flash_attention_of_pytorch_by_exact_attention_is_its_own(registry: Any) -> None:
+    model, x = Views(), torch.randn(6, 50, 16, generator=torch.Generator().manual_seed(0))
+    answers = sb.integrations.torch_flash.register(method=sb.Exact(), min_tokens=0)
+    with torch.inference_mode():
+        exact = model(x)
+        registry.activate_flash_attention_impl("support_basis")
+        close(exact, model(x))
+    assert answers.calls == 4
 
 
 def test_flash_attention_with_gradients_masks_or_dropout_is_pytorchs_own(registry: Any) -> None:

@@ -135,6 +135,15 @@ def test_training_lowers_the_loss_and_writes_weights(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded.state_dict()[name], weight.bfloat16().float())
 
 
+def test_the_weights_beside_the_study_predict_velocities() -> None:
+    """Much better than the mean velocity would."""
+    model, (clip, prompt) = denoiser.load(), video.draw(2, 8, 32, generator())
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        loss = float(train.velocity_loss(model, clip, prompt, torch.tensor([0.5, 0.9])))
+    assert loss < 0.2 * float(1 + clip.var())
+
+
 # ---- distances -------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from .measure import BUDGET, Extent, Lab, Sampled, rows_of
 
 FULL = Extent()
 QUICK = Extent(
-    frames=8, size=32, steps=4, dense=1, parts=1, clips=2, batch=2, changes=(5e-3,)
+    frames=8, size=32, steps=6, dense=1, parts=1, clips=2, batch=2, changes=(5e-3,)
 )  # fmt: skip
 TITLE = "supportbasis reproduce video"
 LEAD = (
