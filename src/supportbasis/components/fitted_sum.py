@@ -46,14 +46,11 @@ class FittedSum(StreamedSum):
         return torch.stack([pad(norm, (0, 1)).max() for norm in norms]).view(2, -1)
 
     def inner_gradients(self, total: Gradients, head: Head) -> Gradients:
-        weight, of_shift = total.key.new_zeros(head.m), total.query.new_zeros(head.n)
         query, key = torch.zeros_like(total.query), torch.zeros_like(total.key)
-        return Gradients(query, key, total.value, weight, of_shift)
+        return Gradients(query, key, total.value, key.new_zeros(head.m), query.new_zeros(head.n))
 
     def pull_back(self, inner: Gradients, total: Gradients, head: Head) -> None:
-        weight, shift = inner.key_log_weight, inner.query_log_weight
-        assert weight is not None and shift is not None
-        self.transform.pull_back(inner, weight, shift, total, head.scale)
+        self.transform.pull_back(inner, total, head.scale)
 
 
 class _FittedTask(Task):

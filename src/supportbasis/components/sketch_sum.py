@@ -128,9 +128,7 @@ class _SketchTask(Task):
         whole[:, self.kept] = grad * (-log_norm).exp().unsqueeze(1) * weight
         buffer = self.monomials.buffer(1, len(x), x)
         self.monomials.write(x.unsqueeze(0), buffer)
-        of_tokens = self.monomials.pull_back(
-            buffer, lambda start, stop, out: out.copy_(whole[:, 1 + start : 1 + stop].T), len(x)
-        )
+        of_tokens = self.monomials.pull_back(buffer, lambda out: out.copy_(whole[:, 1:].T), len(x))
         return (of_tokens[0].T / divisor).to(self.head.dtype)
 
 

@@ -108,10 +108,9 @@ class Backward:
         weight = torch.cat([block.value, block.column.unsqueeze(1)], 1)
         weight = task.in_lanes(weight).transpose(1, 2)
 
-        def fill(start: int, stop: int, out: Tensor) -> None:
-            torch.matmul(reader.sums[start:stop], weight, out=out)
-
-        grad = task.features.pull_back(self.buffer, fill, weight.shape[2])
+        grad = task.features.pull_back(
+            self.buffer, lambda out: torch.matmul(reader.sums, weight, out=out), weight.shape[2]
+        )
         grad = grad.transpose(1, 2).flatten(0, 1)[: len(factor)]
         return torch.where(factor > 0, grad * factor, 0.0)
 

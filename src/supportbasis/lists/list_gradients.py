@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..components.cotangent import Cotangent, Gradients
 from ..problem.problem import Head
-from .list_sum import Group, causal_bias, entries, equal_lists, gathered, groups, window_tokens
+from .list_sum import Group, causal_bias, equal_lists, gathered, groups, window_tokens
 from .tables import ListSettings, Tables, Tilts, rows_of, tables
 
 
@@ -84,16 +84,10 @@ def attention_gradients(
 
 def _add_own_windows(total: Gradients, cotangent: Cotangent, head: Head, width: int) -> None:
     """Add the gradients of each window attending to itself."""
-    query, key, value, bias = window_tokens(head, width)
-    mask = causal_bias(key.new_empty(width, width))
-    at = torch.arange(len(query) * width, device=key.device).view(-1, width)
-    rows = torch.where(at < head.n, at, -1)
-    step, parts = max(1, entries(head) // width**2), []
-    for first in range(0, len(query), step):
-        some = slice(first, first + step)
-        log_weight = mask if bias is None else mask + bias[some]
-        sums, q, k, v = cotangent_of(cotangent, rows[some]), query[some], key[some], value[some]
-        parts.append(attention_gradients(q, sums, k, v, log_weight, head.scale))
+    parts, mask = [], causal_bias(cotangent.num.new_empty(width, width))
+    for rows, (query, key, value, bias) in window_tokens(head, width):
+        log_weight, sums = mask if bias is None else mask + bias, cotangent_of(cotangent, rows)
+        parts.append(attention_gradients(query, sums, key, value, log_weight, head.scale))
     of_query, *of_keys = (torch.cat(x).flatten(0, 1) for x in zip(*parts, strict=True))
     total.query += of_query[: head.n]
     keys = min(head.n, head.m)

@@ -36,6 +36,7 @@ from .tables import (
 
 ENTRIES = {"cpu": 2**22, "cuda": 2**26}  # of the largest array of a group of windows
 GATHERED = 2**22  # entries of keys that are copied at a time
+Tokens = tuple[Tensor, Tensor, Tensor, Tensor | None]  # query, key, value, log-weights of keys
 Attended = tuple[Tensor, Tensor]  # output [..., rows, dv] and lse [..., rows]
 
 
@@ -222,29 +223,30 @@ def gathered(made: Tables, leaves: Tensor) -> tuple[Tensor, Tensor, Tensor | Non
 
 def own_windows(head: Head, width: int) -> Attended:
     """Every row over the keys of its own window that are not ahead of it."""
-    query, key, value, bias = window_tokens(head, width)
-    step, parts = max(1, entries(head) // width**2), []
-    for first in range(0, len(query), step):
-        some = slice(first, first + step)
-        mask = None if bias is None else bias[some]
-        parts.append(attention(query[some], key[some], value[some], mask, head.scale, True))
+    parts = [attention(*tokens, head.scale, True) for _, tokens in window_tokens(head, width)]
     output, lse = (torch.cat(column).flatten(0, 1) for column in zip(*parts, strict=True))
     return output[: head.n], lse[: head.n]
 
 
-def window_tokens(head: Head, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Queries, keys and values [windows, W, ...] in sequence, and the log-weights of keys
-    [windows, 1, W] where some are hidden, missing or weigh anything else than 1."""
+def window_tokens(head: Head, width: int) -> Iterator[tuple[Tensor, Tokens]]:
+    """A few windows at a time, in sequence: rows [windows, W], -1 for none, their queries, keys and
+    values [windows, W, ...], and the log-weights of keys [windows, 1, W] where some are hidden,
+    missing or weigh anything else than 1."""
     windows, keys = -(-head.n // width), min(head.n, head.m)
     query, key, value = (
         pad(x.detach().to(head.dtype), (0, 0, 0, windows * width - len(x))).view(windows, width, -1)
         for x in (head.query, head.key[:keys], head.value[:keys])
     )
-    if head.key_log_weight is None and keys == head.n:
-        return query, key, value, None
-    bias = head.log_weights(head.dtype)[:keys].detach()
-    bias = pad(bias, (0, windows * width - keys), value=-math.inf)
-    return query, key, value, bias.view(windows, 1, width)
+    bias = None
+    if head.key_log_weight is not None or keys < head.n:
+        bias = head.log_weights(head.dtype)[:keys].detach()
+        bias = pad(bias, (0, windows * width - keys), value=-math.inf).view(windows, 1, width)
+    rows = torch.arange(windows * width, device=query.device).view(windows, width)
+    rows = rows.masked_fill(rows >= head.n, -1)
+    step = max(1, entries(head) // width**2)
+    for first in range(0, windows, step):
+        at = slice(first, first + step)
+        yield rows[at], (query[at], key[at], value[at], None if bias is None else bias[at])
 
 
 def attention(

@@ -54,11 +54,11 @@ class Transform:
         key = key @ self.key_map.to(like) * root
         return replace(head, query=query * root, key=key, key_log_weight=weight, scale=1.0)
 
-    def pull_back(
-        self, balanced: Gradients, weight: Tensor, shift: Tensor, total: Gradients, scale: float
-    ) -> None:
+    def pull_back(self, balanced: Gradients, total: Gradients, scale: float) -> None:
         """Add to ``total`` the gradients of query, key and key log-weights, from those ``balanced``
-        of the transformed tokens, ``weight`` [m] of log-weights, ``shift`` [n] of `row_shift`."""
+        of the transformed head, whose query log-weights are `row_shift`."""
+        weight, shift = balanced.key_log_weight, balanced.query_log_weight
+        assert weight is not None and shift is not None
         root, like = math.sqrt(scale), balanced.query
         if total.key_log_weight is not None:
             total.key_log_weight += weight

@@ -46,26 +46,23 @@ def last_within(
     """The largest bound (to the tolerance, from below) with error(bound) <= epsilon, between low,
     where it is, and high. The error is nearly a power of the bound: the Illinois method finds it in
     a few steps on logarithms."""
-    ends, last = [low, high], -1
-    logs = [_log_ratio(error(bound), epsilon) for bound in ends]
+
+    def log_ratio(bound: float) -> float:
+        return math.log(max(error(bound), 1e-300) / epsilon)
+
+    ends, logs, last = [low, high], [log_ratio(low), log_ratio(high)], -1
     if logs[1] <= 0.0:
         return high
     while ends[1] - ends[0] > tolerance * ends[0]:
         bound = ends[0] * (ends[1] / ends[0]) ** (logs[0] / (logs[0] - logs[1]))
         if not ends[0] < bound < ends[1]:
             bound = 0.5 * sum(ends)
-        log = _log_ratio(error(bound), epsilon)
+        log = log_ratio(bound)
         side = int(log > 0.0)
         if side == last:  # twice on one side: give less weight to the other end
             logs[1 - side] /= 2
         ends[side], logs[side], last = bound, log, side
     return ends[0]
-
-
-def _log_ratio(error: float, epsilon: float) -> float:
-    """ln(error / epsilon) for interpolation: finite, and not zero where the error is too large."""
-    log = math.log(max(error, 1e-300)) - math.log(epsilon)
-    return min(log, 0.0) if error <= epsilon else min(max(log, 1e-12), 50.0)
 
 
 def least_degree(epsilon: float, bound: float) -> int:

@@ -27,8 +27,7 @@ from .certified import LARGEST_DEGREE, true_rank
 RANK_LIMIT = 2**18  # 64 MiB of float32 state at 64 value columns
 BUFFER_BYTES = 9 * 2**19  # of one lane
 MAX_BLOCK = 8192
-CHUNK = 8  # products of pairs whose gradients are formed at a time
-Fill = Callable[[int, int, Tensor], object]  # writes the gradients of features from..to
+Fill = Callable[[Tensor], object]  # writes the gradients of features
 
 
 def check_rank(dim: int, degree: int) -> int:
@@ -102,7 +101,7 @@ class FeatureMap:
 
     def pull_back(self, buffer: Buffer, fill: Fill, rows: int) -> Tensor:
         """Gradient of the tokens, [lanes, dim, rows], whose features were the last to be written.
-        ``fill(start, stop, out)`` writes the gradients of features start..stop."""
+        ``fill(out)`` writes the gradients of the features [lanes, count - 1, rows]."""
         if self.degree == 0:
             return buffer.memory.new_zeros(len(buffer.memory), self.dim, rows)
         return buffer.pull_back(fill, rows)
@@ -141,22 +140,6 @@ class _Layout:
     def rows(self) -> int:
         return self.spare + len(self.multiplicity) - 1
 
-    @property
-    def chunk(self) -> int:
-        """Steps whose gradients are formed at a time, to be used while they are in cache; all of
-        them where products are factors of others."""
-        return CHUNK if self.spare else max(1, len(self.steps))
-
-    @property
-    def in_chunks(self) -> list[_Step]:
-        """The steps, with the products of every chunk in the same place, after the variables."""
-        firsts = [self.steps[i - i % self.chunk].product.start for i in range(len(self.steps))]
-        shifts = [first - self.spare - self.dim for first in firsts]
-        return [
-            step._replace(product=slice(step.product.start - shift, step.product.stop - shift))
-            for step, shift in zip(self.steps, shifts, strict=True)
-        ]
-
 
 class Buffer:
     """Features of one block of tokens, and their gradients. Views of the memory are made once for
@@ -169,18 +152,13 @@ class Buffer:
 
     @cached_property
     def _gradients(self) -> Tensor:
-        """Memory for the gradients of the variables and of one chunk of products."""
-        lanes, _, rows = self.memory.shape
-        chunk = self.layout.steps[: self.layout.chunk]
-        size = chunk[-1].product.stop if chunk else self.layout.rows
-        return self.memory.new_empty(lanes, size, rows)
+        return torch.empty_like(self.memory)
 
     def _factors(self, rows: int, of_gradients: bool = False) -> list[list[Tensor]]:
         """Factors and products of all steps, or their gradients."""
         if (of_gradients, rows) not in self._views:
             memory = self._gradients if of_gradients else self.memory
-            steps = self.layout.in_chunks if of_gradients else self.layout.steps
-            views = [[memory[:, part, :rows] for part in step] for step in steps]
+            views = [[memory[:, part, :rows] for part in step] for step in self.layout.steps]
             self._views[of_gradients, rows] = views
         return self._views[of_gradients, rows]
 
@@ -204,22 +182,17 @@ class Buffer:
     def pull_back(self, fill: Fill, rows: int) -> Tensor:
         """Gradient of the tokens, [lanes, dim, rows], from that of their features, which ``fill``
         writes: each product, the last one first, adds its own to both of its factors."""
-        dim, spare, steps = self.layout.dim, self.layout.spare, self.layout.steps
+        dim, spare = self.layout.dim, self.layout.spare
         grad = self._gradients[:, :, :rows]
         grad[:, :spare].zero_()
-        begin = start = spare  # variables and first chunk, then one chunk after the other
-        for first in range(0, max(1, len(steps)), self.layout.chunk):
-            some = slice(first, first + self.layout.chunk)
-            stop = steps[some][-1].product.stop if steps else self.layout.rows
-            fill(start - spare, stop - spare, grad[:, begin : begin + stop - start])
-            begin, start = spare + dim, stop
-            both = zip(self._factors(rows)[some], self._factors(rows, True)[some], strict=True)
-            for (left, right, _), (to_left, to_right, product) in reversed(list(both)):
-                to_right.addcmul_(product, left)
-                if left.shape == product.shape:
-                    to_left.addcmul_(product, right)
-                else:
-                    to_left.add_(product.mul_(right).sum(1, keepdim=True))
+        fill(grad[:, spare:])
+        both = zip(self._factors(rows), self._factors(rows, True), strict=True)
+        for (left, right, _), (to_left, to_right, product) in reversed(list(both)):
+            to_right.addcmul_(product, left)
+            if left.shape == product.shape:
+                to_left.addcmul_(product, right)
+            else:
+                to_left.add_(product.mul_(right).sum(1, keepdim=True))
         grad[:, dim : dim + spare] += grad[:, :spare]
         return grad[:, spare : spare + dim]
 

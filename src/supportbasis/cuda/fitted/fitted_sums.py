@@ -147,8 +147,8 @@ class _Written(NamedTuple):
     def pull_back(self, state: Tensor, columns: Tensor) -> Tensor:
         """Gradients of the tokens, given those of `read`, ``columns`` [tokens, width]."""
 
-        def fill(start: int, stop: int, out: Tensor) -> None:
-            torch.matmul(state[1 + start : 1 + stop], columns.T.unsqueeze(0), out=out)
+        def fill(out: Tensor) -> None:
+            torch.matmul(state[1:], columns.T.unsqueeze(0), out=out)
 
         grad = self.map.pull_back(self.buffer, fill, len(columns))[0].mT
         return grad.clone(memory_format=torch.contiguous_format)  # frees those of all features
