@@ -72,7 +72,8 @@ class FittedPolynomial(Method):
             check = RowCheck(head, self.tolerance, self.seed)
             reason = f"no fitted polynomial within {self.tolerance:g} is cheaper than exact"
             return search.within(self.tolerance, check, 0.0) or exact_plan(head, reason)
-        plan = search.affordable(self.features or USUAL)
+        most = search.most(limit=self.features or USUAL)
+        plan = search.plan(most) if most else None
         if plan is None:
             return exact_plan(head, UNFIT)
         error, _ = RowCheck(head, 1.0, self.seed).error(plan)
@@ -146,15 +147,6 @@ class FittedSearch:
             middle = (low + high) // 2
             low, high = (middle, high) if pays(middle) else (low, middle)
         return low if low >= FEWEST else 0
-
-    def affordable(self, features: int) -> FittedHead | None:
-        """The plan of least expected error among those with 1/2, 3/4 and all of the features that
-        are cheaper than exact attention: an incomplete degree may err more than a complete lower
-        one."""
-        most = self.most(limit=features)
-        tried = (self.plan(most * part // 8) for part in (4, 6, 8) if most * part // 8 >= FEWEST)
-        plans = [plan for plan in tried if plan is not None and plan.cost < 1]
-        return min(plans, key=self._expected, default=None)
 
     def within(self, tolerance: float, check: RowCheck, speedup: float) -> FittedHead | None:
         """The plan of fewest features found whose measured error, at its upper limit, is within
