@@ -86,11 +86,8 @@ def attention(
 
     ``implementation="auto"`` runs Triton kernels on CUDA tensors where a head has kernels, and
     PyTorch operations elsewhere; "eager" sums without kernels; "triton" raises where they cannot
-    run, and says why. A result says what ran. Where kernels run, a call with a plan does not
-    synchronise with the host and can be captured in a CUDA graph. Only its first call with tensors
-    of a shape may synchronise: where the amount of work depends on entries (fitted polynomials, the
-    large tokens of a threshold), and where the library captures a graph itself (short calls of
-    lists, fitted polynomials).
+    run, and says why. A result says what ran. Where kernels run, a call with a plan can be captured
+    in a CUDA graph: only the first one with tensors of a shape may synchronise with the host.
 
     Gradients flow through the output and the lse of a result to query, key, value and a key bias,
     in the time and memory order of the call itself. They are those of the function that ran, with

@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -99,20 +100,13 @@ def _cpu() -> str:
 def _commit() -> str:
     """Of the checkout this package is imported from; empty for an installed package. A copy
     without its history may say it in SUPPORTBASIS_COMMIT."""
-    package = Path(supportbasis.__file__).resolve().parent
-    top = _git(package, "rev-parse", "--show-toplevel")
-    if not top or package != Path(top).resolve() / "src" / "supportbasis":
-        return os.environ.get("SUPPORTBASIS_COMMIT", "")
-    return _git(package, "describe", "--always", "--dirty", "--exclude", "*")
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
+    top = Path(supportbasis.__file__).resolve().parents[2]
+    command = ["git", "-C", str(top), "describe", "--always", "--dirty", "--exclude", "*"]
+    if (top / ".git").exists():
+        with suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=10)
+            return done.stdout.strip()
+    return os.environ.get("SUPPORTBASIS_COMMIT", "")
 
 
 def write_csv(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from ..accuracy.fitted_rows import RowCheck
@@ -72,7 +73,8 @@ class FittedPolynomial(Method):
             check = RowCheck(head, self.tolerance, self.seed)
             reason = f"no fitted polynomial within {self.tolerance:g} is cheaper than exact"
             return search.within(self.tolerance, check, 0.0) or exact_plan(head, reason)
-        plan = search.affordable(self.features or USUAL)
+        most = search.most(limit=self.features or USUAL)
+        plan = search.plan(most) if most else None
         if plan is None:
             return exact_plan(head, UNFIT)
         error, _ = RowCheck(head, 1.0, self.seed).error(plan)
@@ -132,29 +134,15 @@ class FittedSearch:
         return fitted_work(self.head, count_features(spans), self.far_rows, self.far_keys)
 
     def most(self, speedup: float = 0.0, limit: int = MOST) -> int:
-        """The most features up to the limit, to a sixteenth, that cost less than exact attention
-        and are predicted to be faster than ``speedup``; 0: there are none."""
+        """The most features up to the limit that cost less than exact attention and are predicted
+        to be faster than ``speedup``; 0: there are none."""
 
-        def pays(features: int) -> bool:
+        def costs_too_much(features: int) -> bool:
             work = self._work(self._spans(features))
-            return work.cost(self.head) < 1 and work.speedup(self.head) > speedup
+            return work.cost(self.head) >= 1 or work.speedup(self.head) <= speedup
 
-        low, high = 0, min(limit, MOST)
-        if pays(high):
-            return high
-        while high - low > max(1, low // 16):
-            middle = (low + high) // 2
-            low, high = (middle, high) if pays(middle) else (low, middle)
-        return low if low >= FEWEST else 0
-
-    def affordable(self, features: int) -> FittedHead | None:
-        """The plan of least expected error among those with 1/2, 3/4 and all of the features that
-        are cheaper than exact attention: an incomplete degree may err more than a complete lower
-        one."""
-        most = self.most(limit=features)
-        tried = (self.plan(most * part // 8) for part in (4, 6, 8) if most * part // 8 >= FEWEST)
-        plans = [plan for plan in tried if plan is not None and plan.cost < 1]
-        return min(plans, key=self._expected, default=None)
+        most = bisect_left(range(min(limit, MOST) + 1), True, key=costs_too_much) - 1
+        return most if most >= FEWEST else 0
 
     def within(self, tolerance: float, check: RowCheck, speedup: float) -> FittedHead | None:
         """The plan of fewest features found whose measured error, at its upper limit, is within

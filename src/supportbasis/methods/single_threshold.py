@@ -80,14 +80,11 @@ class SingleThreshold(Method):
     def plan_head(self, head: Head) -> HeadPlan:
         if self.degree is not None:
             check_rank(head.dim, self.degree)
-        if not head.pairs:
+        if not head.pairs or not live_count(head):
             return exact_plan(head, "there are no pairs")
         if self.threshold is None:
             return self._cheapest(head)
-        threshold = self._threshold(head)
-        if threshold is None:
-            return exact_plan(head, "there are no keys")
-        return self._at(head, threshold, self.degree)
+        return self._at(head, self._threshold(head), self.degree)
 
     def plan_batch(self, heads: Sequence[Head]) -> list[HeadPlan]:
         """With the smallest threshold of all batch elements, beyond which more is exact."""
@@ -134,13 +131,12 @@ class SingleThreshold(Method):
             return exact_plan(head, reason)
         return best
 
-    def _threshold(self, head: Head) -> float | None:
+    def _threshold(self, head: Head) -> float:
         if isinstance(self.threshold, (int, float)):
             return float(self.threshold)
         if self.threshold == "sqrt-log":
             return sub_gaussian.log_threshold(max(2, head.n, head.m), self.c or 1.0)
-        key = take(head.key, head.live_keys)
-        return sub_gaussian.sub_gaussian_threshold(head.query, key) if len(key) else None
+        return sub_gaussian.sub_gaussian_threshold(head.query, take(head.key, head.live_keys))
 
 
 def threshold_plan(
