@@ -295,6 +295,20 @@ def test_arguments_that_would_be_ignored_are_refused(
     assert code == 2 and said in text
 
 
+@pytest.mark.parametrize(
+    ("given", "dtype"), [((), torch.float32), (("--dtype", "bfloat16"), torch.bfloat16)]
+)
+def test_the_protocol_is_in_float32_unless_another_dtype_is_asked_for(
+    given: tuple[str, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a GPU, where other commands take the dtype of the file."""
+    wishes = []
+    monkeypatch.setattr(commands, "_chat", lambda wish, *_: wishes.append(wish))
+    monkeypatch.setattr(commands, "run_protocol", lambda *_, **__: None)
+    code, text = invoke("--model", "x", "--data", tmp_path, "--out", tmp_path, *given)
+    assert code == 0 and wishes[0].dtype == dtype, text
+
+
 def test_what_is_refused(llada: Path, data: Path, tmp_path: Path) -> None:
     given = ("--model", llada, "--trust-remote-code", "--out", tmp_path)
     for more, said in (
