@@ -325,6 +325,18 @@ def test_what_is_refused(llada: Path, data: Path, tmp_path: Path) -> None:
     assert code == 2 and "knows no English" in text and "add --model" in text
 
 
+def test_a_model_that_cannot_be_planned_is_a_line(
+    llada: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(*_: object, **__: object) -> None:
+        raise RuntimeError("its own code failed\nhere")
+
+    monkeypatch.setattr(protocol.sb.models, "plan", plan)
+    chat = user_chat(llada, data)
+    with pytest.raises(InputError, match=r"failed as it ran \(RuntimeError: its own code failed\)"):
+        _ = chat.plan
+
+
 def test_a_causal_model_is_refused(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "causal"
     save_llada(folder)  # for its tokenizer
