@@ -73,6 +73,13 @@ def test_help_lists_the_studies_whether_they_are_there_or_not() -> None:
     assert all(command in text for command in COMMANDS)
 
 
+def test_help_shows_defaults_that_depend_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brackets are markup to the terminal's printer unless they are escaped."""
+    monkeypatch.setenv("COLUMNS", "200")
+    text = invoke("plan", "--help")[1]
+    assert "[default: cuda if there is one]" in text and "[default: 32768 on a GPU" in text
+
+
 def test_the_wheel_is_small_and_holds_no_study(tmp_path: Path) -> None:
     wheel = pytest.importorskip("hatchling.builders.wheel")
     root = Path(sb.__file__).resolve().parents[2]

@@ -218,6 +218,17 @@ def test_sites_are_grouped_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert effects.groups(calls, 2) == [[0], [1], [2], [3], [4]]
 
 
+def test_a_model_that_records_no_gradients_is_refused() -> None:
+    class Frozen(Toy):
+        @torch.no_grad()
+        def forward(self, x: torch.Tensor) -> object:
+            return super().forward(x)
+
+    x = torch.randn(1, 600, 16, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(sb.InputError, match="Frozen records no gradients as it runs"):
+        sb.models.plan(Frozen(), [x], kl=0.1, progress=False)
+
+
 # ---- plans of models -------------------------------------------------------------------------
 
 

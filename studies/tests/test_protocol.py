@@ -295,6 +295,20 @@ def test_arguments_that_would_be_ignored_are_refused(
     assert code == 2 and said in text
 
 
+@pytest.mark.parametrize(
+    ("given", "dtype"), [((), torch.float32), (("--dtype", "bfloat16"), torch.bfloat16)]
+)
+def test_the_protocol_is_in_float32_unless_another_dtype_is_asked_for(
+    given: tuple[str, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a GPU, where other commands take the dtype of the file."""
+    wishes = []
+    monkeypatch.setattr(commands, "_chat", lambda wish, *_: wishes.append(wish))
+    monkeypatch.setattr(commands, "run_protocol", lambda *_, **__: None)
+    code, text = invoke("--model", "x", "--data", tmp_path, "--out", tmp_path, *given)
+    assert code == 0 and wishes[0].dtype == dtype, text
+
+
 def test_what_is_refused(llada: Path, data: Path, tmp_path: Path) -> None:
     given = ("--model", llada, "--trust-remote-code", "--out", tmp_path)
     for more, said in (
@@ -309,6 +323,18 @@ def test_what_is_refused(llada: Path, data: Path, tmp_path: Path) -> None:
     assert code == 2 and "expected lm-eval or paper" in text
     code, text = invoke("--data", data, "--out", tmp_path)
     assert code == 2 and "knows no English" in text and "add --model" in text
+
+
+def test_a_model_that_cannot_be_planned_is_a_line(
+    llada: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(*_: object, **__: object) -> None:
+        raise RuntimeError("its own code failed\nhere")
+
+    monkeypatch.setattr(protocol.sb.models, "plan", plan)
+    chat = user_chat(llada, data)
+    with pytest.raises(InputError, match=r"failed as it ran \(RuntimeError: its own code failed\)"):
+        _ = chat.plan
 
 
 def test_a_causal_model_is_refused(data: Path, tmp_path: Path) -> None:

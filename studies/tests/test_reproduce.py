@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer import Typer
 from typer.testing import CliRunner
 
 import supportbasis as sb
@@ -21,7 +22,7 @@ from supportbasis_studies import reference
 
 pytest.importorskip("matplotlib")
 
-from supportbasis_studies import commands
+from supportbasis_studies import bench_commands, commands
 from supportbasis_studies.polynomial_attention import (
     Extent,
     buying,
@@ -297,6 +298,22 @@ def test_interval_is_students_on_the_logarithm() -> None:
         pytest.approx(3.0), pytest.approx(3.0), pytest.approx(3.0), 1
     )
     assert Interval.of([0.0, 0.0]).mean == pytest.approx(1e-16)
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (commands.reproduce, ("distribution", "[default: 2048, or its limit]")),
+        (commands.reproduce, ("downstream", "ours6-revised, as23-4-revised")),
+        (bench_commands.bench, ("frontier", "[default: $SUPPORTBASIS_MODELS]")),
+    ],
+)
+def test_help_shows_choices_and_defaults(
+    command: Typer, shown: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    text = " ".join(CliRunner().invoke(command, [shown[0], "--help"]).output.split())
+    assert shown[1] in text
 
 
 def error_row(method: str, seed: int, error: float) -> errors.ErrorRow:

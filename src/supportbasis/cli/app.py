@@ -33,7 +33,7 @@ def about(
 def selftest(
     device: Annotated[
         str | None,
-        typer.Option(help="cuda, or cpu (Triton's interpreter). [default: cuda if there is one]"),
+        typer.Option(help="cuda, or cpu (Triton's interpreter). \\[default: cuda if there is one]"),
     ] = None,
 ) -> None:
     """Compare the kernels of exact heads, polynomials and thresholds with float64, in words."""
@@ -49,11 +49,11 @@ ModelName = Annotated[
 Text = Annotated[Path, typer.Option(metavar="FILE", help="Text that the model reads.")]
 Tokens = Annotated[
     int | None,
-    typer.Option(min=2, help="Tokens of a batch. [default: 32768 on a GPU, 8192 on a CPU]"),
+    typer.Option(min=2, help="Tokens of a batch. \\[default: 32768 on a GPU, 8192 on a CPU]"),
 ]
-Device = Annotated[str | None, typer.Option(help="[default: cuda if there is one]")]
+Device = Annotated[str | None, typer.Option(help="\\[default: cuda if there is one]")]
 Dtype = Annotated[
-    str | None, typer.Option(help="[default: float32 on a CPU, elsewhere that of the file]")
+    str | None, typer.Option(help="\\[default: float32 on a CPU, elsewhere that of the file]")
 ]
 Download = Annotated[bool, typer.Option("--download", help="Fetch the model if need be.")]
 RemoteCode = Annotated[

@@ -113,8 +113,13 @@ def _sensitivities(
         outputs = [recorder.outputs[site] for site in sites]
         drawn: list[tuple[Tensor, ...]] = []
         for number in range(samples):
-            last = number == samples - 1
-            drawn.append(torch.autograd.grad(draw(), outputs, retain_graph=not last))
+            last, objective = number == samples - 1, draw()
+            if not objective.requires_grad:
+                raise InputError(
+                    f"model: {type(model).__name__} records no gradients as it runs, which effects "
+                    "of heads are found by; expected a forward pass without torch.no_grad"
+                )
+            drawn.append(torch.autograd.grad(objective, outputs, retain_graph=not last))
     return [
         Sensitivity(_detached(recorder.calls[site]), exact.detach(), gradients, weight)
         for site, exact, gradients in zip(sites, outputs, zip(*drawn, strict=True), strict=True)

@@ -30,7 +30,7 @@ bench = typer.Typer(
 
 @demo.command()
 def compare_methods(
-    n: Annotated[int | None, typer.Option(min=2, help=f"Tokens. [default: {DEFAULT_N}]")] = None,
+    n: Annotated[int | None, typer.Option(min=2, help=f"Tokens. \\[default: {DEFAULT_N}]")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path(
         "supportbasis-out/demo"
     ),
@@ -65,7 +65,9 @@ def time_methods(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the report. [default: supportbasis-out/bench, or bench-cuda]"),
+        typer.Option(
+            help="Folder of the report. \\[default: supportbasis-out/bench, or bench-cuda]"
+        ),
     ] = None,
 ) -> None:
     """Time the methods against PyTorch's exact attention, each with its error."""
@@ -115,14 +117,14 @@ def frontier(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of such models, a folder each. [default: $SUPPORTBASIS_MODELS]",
+            help="Folder of such models, a folder each. \\[default: $SUPPORTBASIS_MODELS]",
         ),
     ] = None,
     text: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="What language models read. [default: the standard library's modules]",
+            help="What language models read. \\[default: the standard library's modules]",
         ),
     ] = None,
     lengths: Annotated[
@@ -133,8 +135,8 @@ def frontier(
         str | None,
         typer.Option(
             metavar="COUNT|LAYER.HEAD,...",
-            help="How many heads of each model, or which. [default: 6 of a language model, 12 of a "
-            "model of the package, all of an encoder]",
+            help="How many heads of each model, or which. \\[default: 6 of a language model, 12 of "
+            "a model of the package, all of an encoder]",
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",

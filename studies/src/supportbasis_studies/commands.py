@@ -64,14 +64,8 @@ TrustRemoteCode = Annotated[
 Device = Annotated[
     str, typer.Option(help="Where the models run: cpu, cuda, or another of PyTorch's.")
 ]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Of the model, for example bfloat16. [default: float32 on a CPU, else that of its "
-        "file]",
-    ),
-]
+DTYPE = "Of the model, for example bfloat16. \\[default: float32 on a CPU, else that of its file"
+Dtype = Annotated[str | None, typer.Option(metavar="NAME", help=f"{DTYPE}]")]
 Redraw = Annotated[
     bool, typer.Option("--redraw", help="Only draw and report what --out holds already.")
 ]
@@ -100,16 +94,16 @@ def distribution(
         typer.Option(
             metavar="NAME_OR_DIR",
             help="A folder, a name on the hub, or one of the paper's: "
-            f"{', '.join(PRESETS)}. [default: {BUILT_IN}]",
+            f"{', '.join(PRESETS)}. \\[default: {BUILT_IN}]",
         ),
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Your own text. [default: a story, and h repeated]"),
+        typer.Option(metavar="FILE", help="Your own text. \\[default: a story, and h repeated]"),
     ] = None,
     window: Annotated[
         int | None,
-        typer.Option(min=16, help="Tokens the model sees at once. [default: 2048, or its limit]"),
+        typer.Option(min=16, help="Tokens the model sees at once. \\[default: 2048, or its limit]"),
     ] = None,
     device: Device = "cpu",
     dtype: Dtype = None,
@@ -134,7 +128,7 @@ def downstream(
         str | None,
         typer.Option(
             metavar="NAME_OR_DIR",
-            help="A model of your own, on the benchmarks of --tasks. [default: two small models "
+            help="A model of your own, on the benchmarks of --tasks. \\[default: two small models "
             "that come with the package, on generated tasks]",
         ),
     ] = None,
@@ -149,7 +143,7 @@ def downstream(
     ] = "lm-eval",
     tasks: Annotated[
         str | None,
-        typer.Option(help=f"For --model, names. [default: {','.join(BENCHMARKS)}]"),
+        typer.Option(help=f"For --model, names. \\[default: {', '.join(BENCHMARKS)}]"),
     ] = None,
     data: Annotated[
         Path | None,
@@ -161,7 +155,7 @@ def downstream(
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option(help=f"For --protocol paper: {','.join(METHODS)}. [default: all]"),
+        typer.Option(help=f"For --protocol paper: {', '.join(METHODS)}. \\[default: all]"),
     ] = None,
     limit: Annotated[
         int | None,
@@ -169,18 +163,21 @@ def downstream(
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, help="For --protocol paper: items answered at once. [default: 10]"),
+        typer.Option(min=1, help="For --protocol paper: items answered at once. \\[default: 10]"),
     ] = None,
     models: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Folder with stories260K/. [default: $SUPPORTBASIS_MODELS]"
+            metavar="DIR", help="Folder with stories260K/. \\[default: $SUPPORTBASIS_MODELS]"
         ),
     ] = None,
     download: Download = False,
     trust_remote_code: TrustRemoteCode = False,
     device: Device = "cpu",
-    dtype: Dtype = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=f"{DTYPE}; with --protocol paper float32]"),
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Few items: about two minutes; confirms nothing.")
     ] = False,
@@ -211,9 +208,8 @@ def downstream(
         if model is not None:
             access = Access(download, trust_remote_code)
             items = limit or (QUICK_ITEMS if quick else None)
-            wish = BenchmarkWish(
-                model, chosen_tasks(tasks), items, access, dtype=chosen_dtype(dtype)
-            )
+            kept = chosen_dtype(dtype or ("float32" if protocol == "paper" else None))
+            wish = BenchmarkWish(model, chosen_tasks(tasks), items, access, dtype=kept)
         if protocol == "paper":
             chat = _chat(wish, data, device, tasks)
             items = limit or (QUICK_ITEMS if quick else PROTOCOL_ITEMS)
@@ -299,7 +295,7 @@ def video(
         str | None,
         typer.Option(metavar="X,X,...", help="Of the prediction, squared, that plans allow."),
     ] = None,
-    clips: Annotated[int | None, typer.Option(min=1, help="How many. [default: 8]")] = None,
+    clips: Annotated[int | None, typer.Option(min=1, help="How many. \\[default: 8]")] = None,
     weights: Annotated[Path, typer.Option(help="Of the model.")] = WEIGHTS,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="Clips of 2048 tokens.")] = False,

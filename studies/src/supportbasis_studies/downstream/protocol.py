@@ -127,7 +127,8 @@ class Chat(ABC):
     @cached_property
     def plan(self) -> sb.ModelPlan:
         """A plan of the whole model, made on questions of all tasks."""
-        return sb.models.plan(self.model, self.planned_on(), kl=KL, progress=False)
+        with one_line(self.name):
+            return sb.models.plan(self.model, self.planned_on(), kl=KL, progress=False)
 
     def planned_on(self) -> list[Tensor]:
         """Batches with a part of every task in each, of the last questions of a task: those are
