@@ -206,7 +206,7 @@ def test_the_model_of_the_package_answers_in_this_protocol() -> None:
 class Counting(protocol.Chat):
     """Questions of 100 tokens, which name their task and number."""
 
-    tasks, mask = ("a", "b", "c"), 0
+    name, tasks, mask = "counting", ("a", "b", "c"), 0
     model = SimpleNamespace(device=torch.device("cpu"))
 
     def __init__(self, size: int | None):
