@@ -6,6 +6,8 @@ import csv
 import errno
 import json
 import math
+import os
+import shutil
 import sys
 from dataclasses import replace
 from functools import partial
@@ -885,6 +887,20 @@ def test_a_model_of_the_users_goes_through_lm_eval(
     assert invoke(*given)[0] == 0 and len(lm_eval) == 2  # kept
     code, text = invoke("--model", own_model / kind, "--tasks", "offline", "--out", tmp_path)
     assert code == 2 and "offline could not be run" in text and "network" in text
+
+
+def test_rows_of_another_dtype_or_other_weights_are_not_used(
+    own_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(own_model / "causal", folder)
+    whole = harness.Wish(str(folder))
+    found = [whole.unit("exact", "mmlu"), replace(whole, limit=3).unit("exact", "mmlu")]
+    found.append(replace(whole, dtype=torch.bfloat16).unit("exact", "mmlu"))
+    weights = folder / "model.safetensors"
+    os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))
+    found.append(whole.unit("exact", "mmlu"))
+    assert len(set(found)) == 4
 
 
 @pytest.mark.usefixtures("lm_eval")
