@@ -241,14 +241,16 @@ def test_every_batch_of_a_plan_has_all_tasks_and_questions_scored_last(
         assert all(((batch % 10**7) >= 32).all() for batch in given)
 
 
-def test_time_is_estimated_from_a_question_of_about_the_mean_length() -> None:
+def test_time_is_estimated_from_a_batch_of_about_the_mean_length() -> None:
     class Growing(Counting):
         def prompted(self, task: str, first: int, count: int) -> list[protocol.Prompted]:
             made = super().prompted(task, first, count)
             return [protocol.Prompted(q.tokens[: 10 * n], q.asked) for n, q in enumerate(made, 1)]
 
-    lengths = [len(protocol_study._typical(Growing(9), limit).tokens) for limit in (5, 100)]
-    assert lengths == [30, 50]
+    for limit, batch, expected in ((5, 10, [30] * 3), (100, 2, [50] * 2)):
+        extent = protocol_study.Extent(("exact",), limit, batch)
+        asked = protocol_study._typical(Growing(9), extent)
+        assert [len(question.tokens) for question in asked] == expected
 
 
 def test_rows_of_other_weights_and_data_are_not_used(

@@ -123,13 +123,13 @@ def _unit(
 
 
 def _say_time(chat: Chat, extent: Extent, parts: Sequence[Part], console: Console) -> None:
-    """Time a question of each method that is missing, and say what the rest will take."""
+    """Time a batch of each method that is missing, and say what the rest will take."""
     missing: Counter[str] = Counter()
     for part in parts:
         missing[part.method] += 0 if part.unit.is_done else part.items
     if not missing.total():
         return
-    asked, total = [_typical(chat, extent.limit)], 0.0
+    asked, total = _typical(chat, extent), 0.0
     for method in filter(missing.__getitem__, extent.methods):
         if method == PLAN:
             console.print(f"{PLAN}: made once, on {BATCHES} batches of up to {PLANNED} tokens.")
@@ -137,18 +137,20 @@ def _say_time(chat: Chat, extent: Extent, parts: Sequence[Part], console: Consol
             chat.answers(asked, extent.batch)  # plans, where there are any
             start = time.perf_counter()
             chat.answers(asked, extent.batch)
-        each = time.perf_counter() - start
+        each = (time.perf_counter() - start) / len(asked)
         total += missing[method] * each
         console.print(f"{method}: {each:.2g} s an item, {missing[method]} items.")
     console.print(f"In all about {duration(total)}; finished parts are kept.")
 
 
-def _typical(chat: Chat, limit: int) -> Prompted:
-    """Of the first questions of all tasks, the one whose length is nearest to their mean."""
-    count = min(limit, FIRST)
+def _typical(chat: Chat, extent: Extent) -> list[Prompted]:
+    """Of the first questions of all tasks, those of the length nearest to their mean: a batch."""
+    count = min(extent.limit, FIRST)
     asked = [question for task in chat.tasks for question in chat.prompted(task, 0, count)]
-    mean = sum(len(question.tokens) for question in asked) / len(asked)
-    return min(asked, key=lambda question: abs(len(question.tokens) - mean))
+    lengths = [len(question.tokens) for question in asked]
+    mean = sum(lengths) / len(lengths)
+    length = min(lengths, key=lambda length: abs(length - mean))
+    return [question for question in asked if len(question.tokens) == length][: extent.batch]
 
 
 def duration(seconds: float) -> str:
