@@ -349,6 +349,13 @@ def test_a_model_that_cannot_be_planned_is_a_line(
         _ = chat.plan
 
 
+def test_a_chat_template_that_fails_is_a_line(llada: Path, data: Path) -> None:
+    chat = user_chat(llada, data)
+    chat.loaded.tokenizer.chat_template = "{{ raise_exception('not this user') }}"
+    with pytest.raises(InputError, match=r"the tokenizer of .* failed as it ran .*not this user"):
+        chat.prompted("gsm8k", 0, 1)
+
+
 def test_a_causal_model_is_refused(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "causal"
     save_llada(folder)  # for its tokenizer

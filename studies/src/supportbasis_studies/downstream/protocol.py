@@ -256,8 +256,11 @@ class UserChat(Chat):
         tokenizer, made = self.loaded.tokenizer, []
         for asked in self._read(task)[first : first + count]:
             chat = [{"role": "user", "content": asked.text}]
-            text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-            made.append(Prompted(list(tokenizer(text)["input_ids"]), asked))
+            with one_line(f"the tokenizer of {self.name}"):
+                text = tokenizer.apply_chat_template(
+                    chat, add_generation_prompt=True, tokenize=False
+                )
+                made.append(Prompted(list(tokenizer(text)["input_ids"]), asked))
         return made
 
     def size(self, task: str) -> int | None:
