@@ -139,8 +139,8 @@ class Harness:
                     raise
                 first = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise InputError(
-                    f"--tasks: {task} could not be run ({first}); check its name and the network, "
-                    "or fetch its data beforehand"
+                    f"--tasks: {task} could not be run with {self.wish.label} ({first}); check its "
+                    "name, the network, or the model's own code, or fetch its data beforehand"
                 ) from None
         return [benchmark_row(unit, self.wish.label, method, task, found)]
 

@@ -29,7 +29,7 @@ from supportbasis.cli.loading import LoadedModel
 from ..models import attending, one_line
 from .answers import Answer, questions
 from .benchmarks import Asked, data_state, read_benchmark
-from .diffusion import MASK
+from .diffusion import mask_token
 from .harness import Wish, is_diffusion, load_for, model_state
 from .items import ANSWER, NUMBER, TASKS, Item
 from .language import MASK as OWN_MASK
@@ -250,7 +250,7 @@ class UserChat(Chat):
 
     @property
     def mask(self) -> int:  # type: ignore[override]
-        return int(getattr(self.model.config, "mask_token_id", None) or MASK)
+        return mask_token(self.model.config)
 
     def prompted(self, task: str, first: int, count: int) -> list[Prompted]:
         tokenizer, made = self.loaded.tokenizer, []
