@@ -200,6 +200,15 @@ def test_a_plan_that_is_used_again_is_checked():
 # ---- plans ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("strict", [None, True])
+def test_a_plan_where_no_sampled_row_is_beyond_the_first_window(strict):
+    q, k, v = qkv(1, 2, n=513, d=16)
+    plan = sb.plan(q, k, v, is_causal=True, method=sb.BlockSupport(0.5, strict=strict))
+    output = sb.attention(q, k, v, is_causal=True, plan=plan)
+    exact, _ = dense_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(output[..., :512, :], exact[..., :512, :])
+
+
 @pytest.mark.parametrize(("causal", "strict"), [(False, None), (True, None), (True, True)])
 def test_saved_plans_give_the_same_bits(causal, strict, tmp_path):
     q, k, v = clustered(1, 2, n=2048, size=1.0)

@@ -22,6 +22,7 @@ from llada_cases import save_llada
 from supportbasis import InputError
 from supportbasis.cli.loading import Access, load_model
 from supportbasis_studies import commands
+from supportbasis_studies.distribution import capture
 from supportbasis_studies.distribution.capture import Layer, captured
 from supportbasis_studies.downstream.methods import mean_of_values
 from supportbasis_studies.models import attending
@@ -213,6 +214,17 @@ def test_its_distributions_are_reported_before_and_after_rotation(
     assert before["query"]["largest"] != after["query"]["largest"]
     again = distribution(llada, tmp_path / "out", "--trust-remote-code")[1]
     assert "kept" in again
+
+
+@pytest.mark.slow
+def test_projections_of_unknown_names_are_said_to_be_missing(
+    llada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "FUSED", ())
+    monkeypatch.setattr(capture, "SEPARATE", {})
+    code, said = distribution(llada, tmp_path / "out", "--trust-remote-code")
+    assert code == 0 and "names that the study does not know" in " ".join(said.split())
+    assert "before rotary" not in (tmp_path / "out" / "layers.csv").read_text()
 
 
 def test_its_code_is_run_only_when_asked_and_its_errors_are_a_line(

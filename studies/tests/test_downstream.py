@@ -6,6 +6,8 @@ import csv
 import errno
 import json
 import math
+import os
+import shutil
 import sys
 from dataclasses import replace
 from functools import partial
@@ -884,7 +886,21 @@ def test_a_model_of_the_users_goes_through_lm_eval(
     assert [(call["tasks"], call["limit"]) for call in lm_eval] == [(["gsm8k"], 3)] * 2
     assert invoke(*given)[0] == 0 and len(lm_eval) == 2  # kept
     code, text = invoke("--model", own_model / kind, "--tasks", "offline", "--out", tmp_path)
-    assert code == 2 and "offline could not be run" in text and "network" in text
+    assert code == 2 and "offline could not be run with" in text and "network" in text
+
+
+def test_rows_of_another_dtype_or_other_weights_are_not_used(
+    own_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(own_model / "causal", folder)
+    whole = harness.Wish(str(folder))
+    found = [whole.unit("exact", "mmlu"), replace(whole, limit=3).unit("exact", "mmlu")]
+    found.append(replace(whole, dtype=torch.bfloat16).unit("exact", "mmlu"))
+    weights = folder / "model.safetensors"
+    os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))
+    found.append(whole.unit("exact", "mmlu"))
+    assert len(set(found)) == 4
 
 
 @pytest.mark.usefixtures("lm_eval")
@@ -979,7 +995,7 @@ def test_the_real_lm_eval_takes_both_kinds_of_models(
         assert total["metric"] == "exact_match,strict-match"
         assert float(total["accuracy"]) == 0.0 and float(total["unparsable"]) == 1.0
     code, text = invoke("--model", own_model / kind, "--tasks", "nobody", "--out", tmp_path / "out")
-    assert code == 2 and "nobody could not be run" in text
+    assert code == 2 and "nobody could not be run with" in text
 
 
 @pytest.mark.usefixtures("lm_eval")

@@ -241,6 +241,18 @@ def test_every_batch_of_a_plan_has_all_tasks_and_questions_scored_last(
         assert all(((batch % 10**7) >= 32).all() for batch in given)
 
 
+def test_time_is_estimated_from_a_batch_of_about_the_mean_length() -> None:
+    class Growing(Counting):
+        def prompted(self, task: str, first: int, count: int) -> list[protocol.Prompted]:
+            made = super().prompted(task, first, count)
+            return [protocol.Prompted(q.tokens[: 10 * n], q.asked) for n, q in enumerate(made, 1)]
+
+    for limit, batch, expected in ((5, 10, [30] * 3), (100, 2, [50] * 2)):
+        extent = protocol_study.Extent(("exact",), limit, batch)
+        asked = protocol_study._typical(Growing(9), extent)
+        assert [len(question.tokens) for question in asked] == expected
+
+
 def test_rows_of_other_weights_and_data_are_not_used(
     llada: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -335,6 +347,13 @@ def test_a_model_that_cannot_be_planned_is_a_line(
     chat = user_chat(llada, data)
     with pytest.raises(InputError, match=r"failed as it ran \(RuntimeError: its own code failed\)"):
         _ = chat.plan
+
+
+def test_a_chat_template_that_fails_is_a_line(llada: Path, data: Path) -> None:
+    chat = user_chat(llada, data)
+    chat.loaded.tokenizer.chat_template = "{{ raise_exception('not this user') }}"
+    with pytest.raises(InputError, match=r"the tokenizer of .* failed as it ran .*not this user"):
+        chat.prompted("gsm8k", 0, 1)
 
 
 def test_a_causal_model_is_refused(data: Path, tmp_path: Path) -> None:

@@ -225,7 +225,8 @@ class ListSearch:
             size[~listed] = own[0][sample.rows[~listed]].double().square().sum(1)
         permutation = cell.argsort(stable=True)
         at_once = max(8, min(256 if head.query.is_cuda else 64, entries(head) // max(1, head.m)))
-        for at in permutation[listed[permutation]].split(at_once):
+        shown = permutation[listed[permutation]]  # none where few rows are beyond the first window
+        for at in shown.split(at_once) if len(shown) else ():
             part = self._part(cell[at], sample.rows[at])
             squared[:, at], size[at], count_open = part.at_prices(prices)
             opened += count_open.double() @ sample.weight[at]

@@ -47,6 +47,11 @@ LEAD = (
     "row is: that is what would be computed exactly."
 )
 
+UNKNOWN = (
+    "The projections of this model have names that the study does not know, so entries are shown "
+    "only as attention sees them: after rotary embeddings, if it has any."
+)
+
 
 @dataclass(frozen=True)
 class Wish:
@@ -120,6 +125,8 @@ def _measured(
                     origin = Origin(unit, wish.name, loaded.is_random, shown.name, count)
                     if projected:
                         _add(before(origin), projected, sides, bins)
+                    elif projected is None:
+                        console.print(UNKNOWN, style="yellow")
                     _add(origin, seen, sides, bins)
             units += [unit] + [before_unit(unit)] * sides.has(before_unit(unit))
     return units
@@ -138,9 +145,9 @@ def _add(
 @torch.no_grad()
 def _run(
     loaded: Loaded, shown: Shown, device: torch.device, tick: Tick
-) -> tuple[list[LayerStream], list[LayerStream]]:
+) -> tuple[list[LayerStream], list[LayerStream] | None]:
     """Every window through the model: its layers as attention sees them, and as the projections
-    give them where that differs."""
+    give them where that differs; None where projections of some layer are not known."""
     seen: list[LayerStream] = []
     projected: list[LayerStream] = []
     is_rotated = False
@@ -161,7 +168,9 @@ def _run(
         with one_line(loaded.name), capture.captured(loaded.model, show):
             loaded.model(**given, **options)
         tick((done + 1) / len(shown.windows))
-    return seen, projected if is_rotated and len(projected) == len(seen) else []
+    if len(projected) < len(seen):
+        return seen, None
+    return seen, projected if is_rotated else []
 
 
 def _stream(streams: list[LayerStream], number: int, tokens: capture.Tokens) -> None:

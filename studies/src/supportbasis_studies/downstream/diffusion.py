@@ -18,12 +18,23 @@ MASK = 126336  # LLaDA's mask token, where its config does not say
 DRAWS = 32  # of masks, for a likelihood
 
 
+def mask_token(config: Any) -> int:
+    """The token that stands for what is to be written.
+
+    >>> from types import SimpleNamespace
+    >>> mask_token(SimpleNamespace(mask_token_id=0)), mask_token(SimpleNamespace())
+    (0, 126336)
+    """
+    found = getattr(config, "mask_token_id", None)
+    return MASK if found is None else int(found)
+
+
 class Diffusion:
     """The three calls of lm-eval's ``LM``; `as_lm` makes it one."""
 
     def __init__(self, model: Any, tokenizer: Any, how: Sampling, draws: int = DRAWS):
         self.model, self.tokenizer, self.how, self.draws = model, tokenizer, how, draws
-        self.mask = int(getattr(model.config, "mask_token_id", None) or MASK)
+        self.mask = mask_token(model.config)
         self.device = next(model.parameters()).device
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:

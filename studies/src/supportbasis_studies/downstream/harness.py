@@ -65,6 +65,15 @@ class Wish:
         folder = Path(self.model)
         return folder.resolve().name if folder.is_dir() else self.name
 
+    def unit(self, method: str, task: str) -> str:
+        """The model (of a folder, its files), its dtype if one is asked for, what it is asked."""
+        parts = [self.name, method, task, str(self.limit or "all")]
+        if Path(self.name).is_dir():
+            parts.append(sha256(model_state(self.name).encode()).hexdigest()[:8])
+        if self.dtype is not None:
+            parts.append(str(self.dtype).removeprefix("torch."))
+        return ", ".join(parts)
+
 
 def load_for(wish: Wish, device: torch.device) -> LoadedModel:
     """The model of a wish; it must take text and have logits."""
@@ -130,8 +139,8 @@ class Harness:
                     raise
                 first = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise InputError(
-                    f"--tasks: {task} could not be run ({first}); check its name and the network, "
-                    "or fetch its data beforehand"
+                    f"--tasks: {task} could not be run with {self.wish.label} ({first}); check its "
+                    "name, the network, or the model's own code, or fetch its data beforehand"
                 ) from None
         return [benchmark_row(unit, self.wish.label, method, task, found)]
 

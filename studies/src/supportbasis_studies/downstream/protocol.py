@@ -29,7 +29,7 @@ from supportbasis.cli.loading import LoadedModel
 from ..models import attending, one_line
 from .answers import Answer, questions
 from .benchmarks import Asked, data_state, read_benchmark
-from .diffusion import MASK
+from .diffusion import mask_token
 from .harness import Wish, is_diffusion, load_for, model_state
 from .items import ANSWER, NUMBER, TASKS, Item
 from .language import MASK as OWN_MASK
@@ -250,14 +250,17 @@ class UserChat(Chat):
 
     @property
     def mask(self) -> int:  # type: ignore[override]
-        return int(getattr(self.model.config, "mask_token_id", None) or MASK)
+        return mask_token(self.model.config)
 
     def prompted(self, task: str, first: int, count: int) -> list[Prompted]:
         tokenizer, made = self.loaded.tokenizer, []
         for asked in self._read(task)[first : first + count]:
             chat = [{"role": "user", "content": asked.text}]
-            text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-            made.append(Prompted(list(tokenizer(text)["input_ids"]), asked))
+            with one_line(f"the tokenizer of {self.name}"):
+                text = tokenizer.apply_chat_template(
+                    chat, add_generation_prompt=True, tokenize=False
+                )
+                made.append(Prompted(list(tokenizer(text)["input_ids"]), asked))
         return made
 
     def size(self, task: str) -> int | None:

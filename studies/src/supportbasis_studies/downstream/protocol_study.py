@@ -14,7 +14,7 @@ from rich.console import Console
 from ..study import Grid, Machine, Records, Section, Tick, Unit, measure, publish
 from .findings import Scored
 from .methods import EXACT
-from .protocol import BATCHES, METHODS, PLAN, PLANNED, WRITING, Chat, OwnChat
+from .protocol import BATCHES, METHODS, PLAN, PLANNED, WRITING, Chat, OwnChat, Prompted
 from .rows import TaskRow, joined, task_answers
 
 TITLE = "supportbasis reproduce downstream --protocol paper"
@@ -39,6 +39,7 @@ STAND_IN = (
     "letter."
 )
 PART = 50  # items after which rows are written
+FIRST = 20  # questions of each task that the time of one is estimated from
 LARGE = 8e9  # parameters, of the model in the paper's table
 LAYERS_AND_HEADS = 32 * 32  # of that model
 SPEEDS = {"one H100 in bfloat16": 3e14, "one H100 in float32": 4e13, "two CPU cores": 1e11}
@@ -122,25 +123,34 @@ def _unit(
 
 
 def _say_time(chat: Chat, extent: Extent, parts: Sequence[Part], console: Console) -> None:
-    """Time two questions of each method that is missing, and say what the rest will take."""
+    """Time a batch of each method that is missing, and say what the rest will take."""
     missing: Counter[str] = Counter()
     for part in parts:
         missing[part.method] += 0 if part.unit.is_done else part.items
     if not missing.total():
         return
-    asked = [question for task in chat.tasks for question in chat.prompted(task, 0, 1)][:2]
-    total = 0.0
+    asked, total = _typical(chat, extent), 0.0
     for method in filter(missing.__getitem__, extent.methods):
         if method == PLAN:
             console.print(f"{PLAN}: made once, on {BATCHES} batches of up to {PLANNED} tokens.")
         with chat.by(method):
-            chat.answers(asked[:1], extent.batch)  # plans, where there are any
+            chat.answers(asked, extent.batch)  # plans, where there are any
             start = time.perf_counter()
             chat.answers(asked, extent.batch)
         each = (time.perf_counter() - start) / len(asked)
         total += missing[method] * each
         console.print(f"{method}: {each:.2g} s an item, {missing[method]} items.")
     console.print(f"In all about {duration(total)}; finished parts are kept.")
+
+
+def _typical(chat: Chat, extent: Extent) -> list[Prompted]:
+    """Of the first questions of all tasks, those of the length nearest to their mean: a batch."""
+    count = min(extent.limit, FIRST)
+    asked = [question for task in chat.tasks for question in chat.prompted(task, 0, count)]
+    lengths = [len(question.tokens) for question in asked]
+    mean = sum(lengths) / len(lengths)
+    length = min(lengths, key=lambda length: abs(length - mean))
+    return [question for question in asked if len(question.tokens) == length][: extent.batch]
 
 
 def duration(seconds: float) -> str:

@@ -158,7 +158,7 @@ def run_benchmarks(
     rows, units = Records(out / "benchmarks.csv", BenchmarkRow, machine), Units()
     harness = None if redraw else Harness(wish, chosen)
     for task, name in product(wish.tasks, NAMES):
-        unit = f"{wish.name}, {name}, {task}, {wish.limit or 'all'}"
+        unit = wish.unit(name, task)
         units.add(rows, unit, name, _benchmark, harness, unit, name, task)
     measure(units.sorted(), console, redraw=redraw)
     grid = findings.benchmark_table(rows.of(units.names))
