@@ -26,55 +26,28 @@ from .problem.validation import attention_problem, check_tensors, density_proble
 
 @overload
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    method: Method | None = None,
-    plan: Plan | None = None,
-    return_result: Literal[False] = False,
-    implementation: str = "auto",
-) -> Tensor: ...
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, *, method: Method | None = None, plan: Plan | None = None,
+    return_result: Literal[False] = False, implementation: str = "auto",
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    method: Method | None = None,
-    plan: Plan | None = None,
-    return_result: Literal[True],
-    implementation: str = "auto",
-) -> Result: ...
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, *, method: Method | None = None, plan: Plan | None = None,
+    return_result: Literal[True], implementation: str = "auto",
+) -> Result: ...  # fmt: skip
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    method: Method | None = None,
-    plan: Plan | None = None,
-    return_result: bool = False,
-    implementation: str = "auto",
-) -> Tensor | Result:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, *, method: Method | None = None, plan: Plan | None = None,
+    return_result: bool = False, implementation: str = "auto",
+) -> Tensor | Result:  # fmt: skip
     """Softmax attention in the form of ``torch.nn.functional.scaled_dot_product_attention``.
 
     ``query`` is [..., heads, n, d], ``key`` [..., heads, m, d], ``value`` [..., heads, m, dv]; the
@@ -126,17 +99,10 @@ def attention(
 
 
 def plan(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    method: Method | None = None,
-) -> Plan:
+    query: Tensor, key: Tensor, value: Tensor | None = None, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, *, method: Method | None = None,
+) -> Plan:  # fmt: skip
     """What `attention` can do with inputs like these: a printable, reusable `Plan`.
 
     The plan is expected to serve many calls: `Auto` searches for one also where inputs are so short
@@ -154,37 +120,22 @@ def plan(
 
 @overload
 def kernel_sum(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float | None = None,
-    method: Method | None = None,
-    return_result: Literal[False] = False,
-) -> Tensor: ...
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None,
+    method: Method | None = None, return_result: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def kernel_sum(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float | None = None,
-    method: Method | None = None,
-    return_result: Literal[True],
-) -> Result: ...
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None,
+    method: Method | None = None, return_result: Literal[True],
+) -> Result: ...  # fmt: skip
 
 
 def kernel_sum(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float | None = None,
-    method: Method | None = None,
-    return_result: bool = False,
-) -> Tensor | Result:
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None,
+    method: Method | None = None, return_result: bool = False,
+) -> Tensor | Result:  # fmt: skip
     """The unnormalised sum A V with A = exp(scale Q K^T) (the paper's Algorithm 3).
 
     Sums that overflow the input dtype raise; ``return_result=True`` returns them as
@@ -200,37 +151,22 @@ def kernel_sum(
 
 @overload
 def gaussian_kde(
-    points: Tensor,
-    data: Tensor,
-    bandwidth: float | Tensor,
-    *,
-    weights: Tensor | None = None,
-    method: Method | None = None,
-    return_result: Literal[False] = False,
-) -> Tensor: ...
+    points: Tensor, data: Tensor, bandwidth: float | Tensor, *, weights: Tensor | None = None,
+    method: Method | None = None, return_result: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def gaussian_kde(
-    points: Tensor,
-    data: Tensor,
-    bandwidth: float | Tensor,
-    *,
-    weights: Tensor | None = None,
-    method: Method | None = None,
-    return_result: Literal[True],
-) -> Result: ...
+    points: Tensor, data: Tensor, bandwidth: float | Tensor, *, weights: Tensor | None = None,
+    method: Method | None = None, return_result: Literal[True],
+) -> Result: ...  # fmt: skip
 
 
 def gaussian_kde(
-    points: Tensor,
-    data: Tensor,
-    bandwidth: float | Tensor,
-    *,
-    weights: Tensor | None = None,
-    method: Method | None = None,
-    return_result: bool = False,
-) -> Tensor | Result:
+    points: Tensor, data: Tensor, bandwidth: float | Tensor, *, weights: Tensor | None = None,
+    method: Method | None = None, return_result: bool = False,
+) -> Tensor | Result:  # fmt: skip
     """Gaussian kernel density of ``data`` [..., n, d] at ``points`` [..., m, d].
 
     ``sum_j w_j exp(-|x - y_j|^2 / 2 h^2) / (sum_j w_j (2 pi h^2)^(d/2))``, where the bandwidth h is
@@ -244,8 +180,8 @@ def gaussian_kde(
     plan = plan_of(problem, method, None)
     outcome = run(problem, plan, return_result)
     log_scale = outcome.log_scale - log_norm.reshape(outcome.log_scale.shape)
-    density = _in_linear_units(problem, replace(outcome, log_scale=log_scale), points.dtype)
-    density = density.squeeze(-1)
+    scaled = replace(outcome, log_scale=log_scale)
+    density = _in_linear_units(problem, scaled, points.dtype).squeeze(-1)
     if not return_result:
         return density
     result = _result(problem, plan, outcome)
@@ -257,9 +193,8 @@ def _fits_graph(
     attn_mask: Tensor | None, dropout_p: float, plan: Plan | None, return_result: bool
 ) -> bool:
     """Whether a compiled graph can hold the call: planning and certificates read entries."""
-    if plan is None or return_result or dropout_p:
-        return False
-    return attn_mask is None or attn_mask.dim() < 2 or attn_mask.shape[-2] == 1
+    is_key_mask = attn_mask is None or attn_mask.dim() < 2 or attn_mask.shape[-2] == 1
+    return plan is not None and not return_result and not dropout_p and is_key_mask
 
 
 def autocast(*tensors: Tensor) -> Sequence[Tensor]:

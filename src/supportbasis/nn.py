@@ -6,7 +6,8 @@ changed at any time, on a trained module too, and nothing has to be trained agai
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,19 +52,10 @@ class SupportBasisAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        num_key_heads: int | None = None,
-        method: Method | None = None,
-        tolerance: float | None = None,
-        is_causal: bool = False,
-        rope: bool = False,
-        bias: bool = True,
-        dropout: float = 0.0,
-        gradient: str = "function",
-    ):
+        self, embed_dim: int, num_heads: int, *, num_key_heads: int | None = None,
+        method: Method | None = None, tolerance: float | None = None, is_causal: bool = False,
+        rope: bool = False, bias: bool = True, dropout: float = 0.0, gradient: str = "function",
+    ):  # fmt: skip
         super().__init__()
         if gradient not in GRADIENTS:
             raise InputError(f"gradient must be one of {GRADIENTS}, got {gradient!r}")
@@ -83,13 +75,9 @@ class SupportBasisAttention(nn.Module):
         self.output_projection = nn.Linear(embed_dim, embed_dim, bias=bias)
 
     def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        *,
-        key_mask: Tensor | None = None,
+        self, x: Tensor, context: Tensor | None = None, *, key_mask: Tensor | None = None,
         plan: Plan | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attention of ``x`` [..., n, embed_dim] over ``context`` [..., m, embed_dim] (None: x).
 
         ``key_mask`` [..., m] is True for tokens that may be attended to. A ``plan`` made with
@@ -148,12 +136,9 @@ class SupportBasisAttention(nn.Module):
 
     @staticmethod
     def from_multihead(
-        module: nn.MultiheadAttention,
-        *,
-        method: Method | None = None,
-        tolerance: float | None = None,
-        is_causal: bool = False,
-    ) -> SupportBasisAttention:
+        module: nn.MultiheadAttention, *, method: Method | None = None,
+        tolerance: float | None = None, is_causal: bool = False,
+    ) -> SupportBasisAttention:  # fmt: skip
         """A module with copies of the weights of ``nn.MultiheadAttention``.
 
         Tokens are always [..., tokens, dim] here, as with ``batch_first=True`` there.
@@ -164,14 +149,9 @@ class SupportBasisAttention(nn.Module):
             raise InputError("module has kdim or vdim other than embed_dim; expected them equal")
         bias = module.in_proj_bias is not None
         made = SupportBasisAttention(
-            module.embed_dim,
-            module.num_heads,
-            method=method,
-            tolerance=tolerance,
-            is_causal=is_causal,
-            bias=bias,
-            dropout=module.dropout,
-        ).to(module.in_proj_weight)
+            module.embed_dim, module.num_heads, method=method, tolerance=tolerance,
+            is_causal=is_causal, bias=bias, dropout=module.dropout,
+        ).to(module.in_proj_weight)  # fmt: skip
         given, state = module.state_dict(), {}
         for kind in ("weight", "bias") if bias else ("weight",):
             parts = (*given[f"in_proj_{kind}"].chunk(3), given[f"out_proj.{kind}"])
@@ -182,8 +162,7 @@ class SupportBasisAttention(nn.Module):
 
     def extra_repr(self) -> str:
         text = f"{self.embed_dim}, {self.num_heads}, method={self.method}"
-        if self.num_key_heads < self.num_heads:
-            text += f", num_key_heads={self.num_key_heads}"
+        text += f", num_key_heads={self.num_key_heads}" * (self.num_key_heads < self.num_heads)
         return text + f", is_causal={self.is_causal}, rope={self.rope}"
 
 
@@ -202,22 +181,18 @@ class SupportBasisEncoder(nn.Module):
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        feedforward_dim: int | None = None,
-        **options: Any,
-    ):
+        self, num_layers: int, embed_dim: int, num_heads: int, *,
+        feedforward_dim: int | None = None, **options: Any,
+    ):  # fmt: skip
         super().__init__()
         if num_layers < 0:
             raise InputError(f"num_layers must be at least 0, got {num_layers}")
         hidden = 4 * embed_dim if feedforward_dim is None else feedforward_dim
-        self.layers = nn.ModuleList(
+        layers = nn.ModuleList(
             _Layer(SupportBasisAttention(embed_dim, num_heads, **options), hidden)
             for _ in range(num_layers)
         )
+        self.layers = cast("Sequence[_Layer]", layers)
         self.norm = nn.LayerNorm(embed_dim)
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
@@ -229,23 +204,20 @@ class SupportBasisEncoder(nn.Module):
     @property
     def method(self) -> tuple[Method, ...]:
         """The method of each layer."""
-        return tuple(layer.attention.method for layer in self._each())
+        return tuple(layer.attention.method for layer in self.layers)
 
     @method.setter
     def method(self, method: Method) -> None:
-        for layer in self._each():
+        for layer in self.layers:
             layer.attention.method = method
 
     def plan(self, x: Tensor, *, key_mask: Tensor | None = None) -> tuple[Plan, ...]:
         """Make a plan for every layer from a batch that runs through all of them, and keep it."""
         plans = []
-        for layer in self._each():
+        for layer in self.layers:
             plans.append(layer.attention.plan(layer.attention_norm(x), key_mask=key_mask))
             x = layer(x, key_mask).detach()
         return tuple(plans)
-
-    def _each(self) -> list[_Layer]:
-        return [layer for layer in self.layers if isinstance(layer, _Layer)]
 
 
 class _Layer(nn.Module):
