@@ -81,15 +81,9 @@ class LargeEntries:
 
     @staticmethod
     def of_counts(
-        threshold: float,
-        entries: int,
-        rows: int,
-        *,
-        shape: tuple[int, int, int],
-        proxy: float,
-        rms: float,
-        alpha: float,
-    ) -> LargeEntries:
+        threshold: float, entries: int, rows: int, *, shape: tuple[int, int, int], proxy: float,
+        rms: float, alpha: float,
+    ) -> LargeEntries:  # fmt: skip
         """From counts over ``shape`` = (matrices, n, d) entries of this proxy and second moment."""
         matrices, n, d = shape
         bound = expected_large_entries(n, d, threshold, proxy)
@@ -154,13 +148,9 @@ class EntryProfile:
 
     @classmethod
     def of(
-        cls,
-        query: Tensor,
-        key: Tensor | None = None,
-        *,
-        alpha: float = 0.5,
+        cls, query: Tensor, key: Tensor | None = None, *, alpha: float = 0.5,
         threshold: float | None = None,
-    ) -> EntryProfile:
+    ) -> EntryProfile:  # fmt: skip
         """Profile tensors `[..., n, d]`, raw entries as the method sees them (before the scale).
 
         Thresholds considered: sqrt(ln n); the smallest T with at most n^alpha large entries

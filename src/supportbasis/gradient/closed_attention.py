@@ -36,17 +36,10 @@ from .loss_inputs import check_method
 
 
 def closed_form_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    method: Method | None = None,
-    plan: Plan | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
+    method: Method | None = None, plan: Plan | None = None,
+) -> Tensor:  # fmt: skip
     """`sb.attention` with the backward pass of the closed form.
 
     Its gradients approximate those of exact attention; they are not those of the approximate

@@ -29,18 +29,11 @@ STATE_LIMIT = 2**28  # numbers in the sums of a polynomial's features: 1 GiB of 
 
 
 def attention_loss_gradient(
-    x: Tensor,
-    weight_qk: Tensor | Sequence[Tensor],
-    weight_v: Tensor,
-    target: Tensor | None = None,
-    *,
-    scale: float | None,
-    method: Method,
-    upstream: Tensor | None = None,
-    is_causal: bool = False,
-    low_rank: int | None = None,
+    x: Tensor, weight_qk: Tensor | Sequence[Tensor], weight_v: Tensor,
+    target: Tensor | None = None, *, scale: float | None, method: Method,
+    upstream: Tensor | None = None, is_causal: bool = False, low_rank: int | None = None,
     input_gradient: bool = True,
-) -> AttentionLossGradient:
+) -> AttentionLossGradient:  # fmt: skip
     """The loss L = |D^-1 exp(scale X W Xᵀ) X Y - E|²_F and its gradients (Definitions E.1, E.2).
 
     ``x`` X is [n, d], ``weight_qk`` W [d, d] or a pair (W_Q, W_K) of [d, h] with W = W_Q W_Kᵀ,
@@ -105,30 +98,15 @@ def _head_gradient(
             stacklevel=3,
         )
     return AttentionLossGradient(
-        loss=sums.loss.to(call.x.dtype),
-        weight_qk=weight,
-        weight_q=weight_q,
-        weight_k=weight_k,
-        weight_v=sums.weight_v,
-        x=of_x if inputs else None,
-        output=sums.output,
-        plan=plan,
-        invalid_rows=failed,
-        fallback_rows=fallback,
-        low_rank=part,
-        _call=call,
-        _head=head,
+        loss=sums.loss.to(call.x.dtype), weight_qk=weight, weight_q=weight_q, weight_k=weight_k,
+        weight_v=sums.weight_v, x=of_x if inputs else None, output=sums.output, plan=plan,
+        invalid_rows=failed, fallback_rows=fallback, low_rank=part, _call=call, _head=head,
         _rows=sums.rows,
-    )
+    )  # fmt: skip
 
 
 def _layer_gradient(
-    call: Call,
-    scale: float | None,
-    method: Method,
-    is_causal: bool,
-    input_gradient: bool,
-    from_above: bool,
+    call: Call, scale: float | None, method: Method, is_causal: bool, inputs: bool, from_above: bool
 ) -> AttentionLossGradient:
     """The same through `closed_form_attention`: one or several heads, causal or not."""
     x, weight_v, *pair = (y.requires_grad_() for y in (call.x, call.weight_v, *call.pair))
@@ -139,18 +117,14 @@ def _layer_gradient(
         plan = make_plan(problem, method)
         output = closed_form_attention(*tokens, None, is_causal, scale, plan=plan)
         loss = (output * call.goal if from_above else (output - call.goal).square()).sum()
-        leaves = [weight_v, *pair, *([x] if input_gradient else [])]
+        leaves = [weight_v, *pair, *([x] if inputs else [])]
         of_value, *found = torch.autograd.grad(loss, leaves)
+    weight_q, weight_k = found[:2] if len(pair) == 2 else (None, None)
     return AttentionLossGradient(
-        loss=None if from_above else loss.detach(),
-        weight_qk=found[0] if len(pair) == 1 else None,
-        weight_q=found[0] if len(pair) == 2 else None,
-        weight_k=found[1] if len(pair) == 2 else None,
-        weight_v=of_value,
-        x=found[-1] if input_gradient else None,
-        output=output.detach(),
-        plan=plan,
-    )
+        loss=None if from_above else loss.detach(), weight_qk=found[0] if len(pair) == 1 else None,
+        weight_q=weight_q, weight_k=weight_k, weight_v=of_value, x=found[-1] if inputs else None,
+        output=output.detach(), plan=plan,
+    )  # fmt: skip
 
 
 def _sum_up(

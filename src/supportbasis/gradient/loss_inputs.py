@@ -36,12 +36,9 @@ class Call:
 
 
 def checked_call(
-    x: Tensor,
-    weight_qk: Tensor | Sequence[Tensor],
-    weight_v: Tensor,
-    target: Tensor | None,
+    x: Tensor, weight_qk: Tensor | Sequence[Tensor], weight_v: Tensor, target: Tensor | None,
     upstream: Tensor | None,
-) -> Call:
+) -> Call:  # fmt: skip
     """The call, or an error about a tensor."""
     weights: dict[str, Any] = {"weight_qk": weight_qk}
     if isinstance(weight_qk, Sequence) and len(weight_qk) == 2:
