@@ -35,17 +35,10 @@ from .problem.checks import check_number
 from .problem.rounding import compute_dtype
 
 __all__ = [
-    "EntryProfile",
-    "LargeEntries",
-    "SideProfile",
-    "chernoff_tail",
-    "expected_large_entries",
-    "log_threshold",
-    "sharpest_threshold",
-    "sub_gaussian_threshold",
-    "support_exponent",
+    "EntryProfile", "LargeEntries", "SideProfile", "chernoff_tail", "expected_large_entries",
+    "log_threshold", "sharpest_threshold", "sub_gaussian_threshold", "support_exponent",
     "variance_proxy",
-]
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,9 +12,6 @@ from .loss import attention_loss_gradient
 from .loss_result import AttentionLossGradient, GradientError, LowRankPart
 
 __all__ = [
-    "AttentionLossGradient",
-    "GradientError",
-    "LowRankPart",
-    "attention_loss_gradient",
+    "AttentionLossGradient", "GradientError", "LowRankPart", "attention_loss_gradient",
     "closed_form_attention",
-]
+]  # fmt: skip
