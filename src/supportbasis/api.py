@@ -86,7 +86,7 @@ def attention(
         output = sdpa.plainly(query, key, value, plan, is_causal, scale, enable_gqa)
         if output is not None:
             return output
-    implementation = check_implementation(implementation)
+    check_implementation(implementation)
     query, key, value = autocast(query, key, value)
     problem = attention_problem(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=plan is None

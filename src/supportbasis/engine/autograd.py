@@ -226,12 +226,11 @@ class _Operator(torch.autograd.Function):
         """A plan belongs to given heads, so the operator is called for each slice."""
         apply: Any = cls.apply
         pairs = list(zip(args, in_dims, strict=True))
-
-        def run_slice(i: int) -> Any:
-            return apply(*(x if dim is None else x.select(dim, i) for x, dim in pairs))
-
-        results = zip(*map(run_slice, range(info.batch_size)), strict=True)
-        stacked = tuple(map(torch.stack, results))
+        results = [
+            apply(*(x if dim is None else x.select(dim, i) for x, dim in pairs))
+            for i in range(info.batch_size)
+        ]
+        stacked = tuple(map(torch.stack, zip(*results, strict=True)))
         return stacked, (0,) * len(stacked)
 
 
@@ -248,8 +247,5 @@ class _AttentionBackward(_Operator):
     """The backward pass of `_Attention`, which has no backward pass of its own."""
 
     forward = staticmethod(_run_backward)
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
     backward = staticmethod(refuse_second)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing is saved."""

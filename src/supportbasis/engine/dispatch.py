@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Protocol, cast
+from types import ModuleType
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from ..components.cotangent import Gradients, SavedForward
 from ..errors import InputError
-from ..plans import HeadPlan, Plan
+from ..plans import Plan
 from ..problem.caching import WeakCache
 from ..problem.problem import Problem
 from ..problem.result import Outcome
@@ -39,23 +40,9 @@ EVALUATORS = {  # of a kind of head, a module of `supportbasis.cuda`
 # all heads at once, but by PyTorch operations; causal heads run through the component engine
 WITHOUT_KERNELS = (EVALUATORS["fitted"],)
 
-
 # output in the input dtype, lse in float32, and which rows failed and were computed exactly, where
 # an evaluator checks for them; contiguous
 Forward = tuple[Tensor, Tensor, Tensor | None]
-
-
-class Evaluator(Protocol):
-    """A module with kernels for some kinds of heads: why it refuses a head (None: it does not),
-    the key of heads that run together, output and lse of all rows, and gradients."""
-
-    def refusal(self, head: HeadPlan) -> str | None: ...
-
-    def family(self, head: HeadPlan) -> object: ...
-
-    def forward(self, problem: Problem, plan: Plan) -> Forward: ...
-
-    def gradients(self, problem: Problem, plan: Plan, saved: SavedForward) -> Gradients: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,13 +55,10 @@ class Group:
     index: Tensor | None = None  # the heads on the device; None: all of them, as they come
 
 
-def check_implementation(implementation: object) -> str:
+def check_implementation(implementation: object) -> None:
     if implementation not in IMPLEMENTATIONS:
-        raise InputError(
-            f"implementation must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got "
-            f"{implementation!r}"
-        )
-    return str(implementation)
+        names = ", ".join(map(repr, IMPLEMENTATIONS))
+        raise InputError(f"implementation must be one of {names}, got {implementation!r}")
 
 
 _groups: WeakCache[Plan, tuple[torch.device, str, bool, bool], tuple[Group, ...]] = WeakCache()
@@ -155,10 +139,11 @@ def _grouped(
     return tuple(groups)
 
 
-@lru_cache
-def evaluator(kind: str) -> Evaluator:
-    module: Evaluator = import_module(f"supportbasis.cuda.{kind}")
-    return module
+def evaluator(kind: str) -> ModuleType:
+    """The module with kernels for a kind of heads: ``refusal(head)``, why it refuses a head (None:
+    it does not), ``family(head)``, the key of heads that run together, ``forward(problem, plan)
+    -> Forward`` and ``gradients(problem, plan, saved) -> Gradients``."""
+    return import_module(f"supportbasis.cuda.{kind}")
 
 
 def run(problem: Problem, found: Sequence[Group]) -> Outcome:
