@@ -12,13 +12,14 @@ from torch import Tensor
 from .accuracy.certificate import certify
 from .cuda.runtime.noise import with_noise
 from .engine import sdpa
-from .engine.autograd import is_recorded, is_sdpa, run
+from .engine.autograd import is_sdpa, run
 from .engine.call_checks import warn_about
 from .engine.dispatch import check_implementation, groups, label
 from .errors import InputError
 from .methods import Method
 from .methods.planning import plan_of
 from .plans import Plan
+from .problem.checks import is_tracing
 from .problem.problem import Problem
 from .problem.result import Outcome, Result
 from .problem.validation import attention_problem, check_tensors, density_problem, kernel_problem
@@ -91,7 +92,9 @@ def attention(
     problem = attention_problem(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=plan is None
     )
-    plan = plan_of(problem, method, plan, implementation).resolved(is_recorded(problem))
+    # within a transform of `torch.func` gradients may be recorded
+    recorded = problem.requires_grad or (is_tracing() and not torch.compiler.is_compiling())
+    plan = plan_of(problem, method, plan, implementation).resolved(recorded)
     outcome = run(problem, plan, return_result, implementation)
     if return_result:
         return _result(problem, plan, outcome, implementation)

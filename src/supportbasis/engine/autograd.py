@@ -27,11 +27,6 @@ from .call_checks import check_output, checked, reports_later, warn_about
 _in_graphs: dict[str, Plan] = {}  # a compiled graph holds a handle, so its plan has to live on
 
 
-def is_recorded(problem: Problem) -> bool:
-    """Whether gradients are recorded; within a transform of `torch.func` they may be."""
-    return problem.requires_grad or (is_tracing() and not torch.compiler.is_compiling())
-
-
 def run(problem: Problem, plan: Plan, need_lse: bool, implementation: str = "auto") -> Outcome:
     """Run a plan: by SDPA if every head is exact, as an operator if the call is differentiated or
     traced, else directly."""
@@ -70,12 +65,10 @@ def as_operator(
     if kept is not None or not torch.compiler.is_compiling():
         operator, last = _Attention.apply, [Kept() if kept is None and not is_tracing() else kept]
     tensors = (p.query, p.key, p.value, p.key_log_weight, p.mask)
-    output, lse, fallback, counts = operator(
-        *tensors, plan.handle, implementation, p.scale, p.is_causal, *last
-    )
+    settings = (plan.handle, implementation, p.scale, p.is_causal)
+    output, lse, fallback, counts = operator(*tensors, *settings, *last)
     invalid_rows, rounding = counts.unbind(0)
-    zero = torch.zeros_like(rounding)
-    return Outcome(output, lse, zero, invalid_rows, rounding, fallback)
+    return Outcome(output, lse, torch.zeros_like(rounding), invalid_rows, rounding, fallback)
 
 
 def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
@@ -110,10 +103,13 @@ def _run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     plan = _plan_of(problem, handle, implementation)
     with torch.autocast(problem.query.device.type, enabled=False):
         outcome = compute(problem, plan, implementation)
+    return _as_tensors(outcome)
+
+
+def _as_tensors(outcome: Outcome) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     counts = torch.stack([outcome.invalid_rows, outcome.rounding])
-    results = (outcome.output, outcome.lse, outcome.fallback)
-    output, lse, fallback = (x.contiguous() for x in results)
-    return output, lse, fallback, counts
+    output, lse, fallback = outcome.output, outcome.lse, outcome.fallback
+    return output.contiguous(), lse.contiguous(), fallback.contiguous(), counts
 
 
 def _plan_of(problem: Problem, handle: str, implementation: str) -> Plan:
@@ -139,13 +135,7 @@ _attention = torch.library.custom_op(
 def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     problem, handle, _ = _call_of(*inputs)
     _in_graphs[handle] = Plan.known(handle)
-    query, rows = problem.query, problem.query.shape[:3]
-    return (
-        query.new_empty(*rows, problem.value.shape[-1]),
-        query.new_empty(rows, dtype=problem.dtype),
-        query.new_empty(rows, dtype=torch.bool),
-        query.new_empty(2, *rows[:2], dtype=problem.dtype),
-    )
+    return _as_tensors(Outcome.empty(problem))
 
 
 def _run_backward(
