@@ -16,7 +16,7 @@ from .api import attention
 from .api import plan as make_plan
 from .errors import InputError
 from .gradient import closed_form_attention
-from .gradient.loss_inputs import check_method
+from .gradient.closed_attention import check_method
 from .methods import Auto, Method
 from .plans import Plan
 

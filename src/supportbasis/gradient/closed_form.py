@@ -34,12 +34,29 @@ from ..components.polynomial_sum import PolynomialSum
 from ..plans import ExactHead, HeadPlan, PolynomialHead, ThresholdHead
 from ..polynomials.features import block_rows
 from ..problem.problem import Head
-from .loss_inputs import Call
 
 TILE = 2**21  # exact weights at a time
 LEAST_ROWS = 16
 
 Exact = tuple[Tensor, Tensor]  # rows and keys between which weights are exact
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Checked tensors, detached, in the dtype of all sums."""
+
+    x: Tensor  # [n, d]
+    pair: tuple[Tensor, ...]  # (W,) [d, d], or (W_Q, W_K) [d, h]; [heads, ...] of several heads
+    weight_v: Tensor  # [d, dv], or [heads, d, dv]
+    goal: Tensor  # [n, dv], or [heads, n, dv]: the target, or the gradient from above
+
+    @property
+    def query(self) -> Tensor:
+        return self.x @ self.pair[0]
+
+    @property
+    def key(self) -> Tensor:
+        return self.x @ self.pair[1] if len(self.pair) == 2 else self.x
 
 
 @dataclass(frozen=True, eq=False)

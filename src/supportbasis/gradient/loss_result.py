@@ -12,8 +12,7 @@ from ..accuracy.sampling import RowSample
 from ..errors import InputError
 from ..plans import Plan
 from ..problem.problem import Head
-from .closed_form import row_gradients
-from .loss_inputs import Call
+from .closed_form import Call, row_gradients
 
 
 @dataclass(frozen=True)
