@@ -60,8 +60,7 @@ class LargeEntries:
         bound: 2nd·exp(-T²/σ²), the expected number per matrix at most (Lemma D.2).
         tail: Chernoff bound on Pr[|supp| ≥ n^α] for the profile's α, mean `bound` (Lemma D.3).
         gaussian_tail: Chernoff bound on Pr[X ≥ entries] were the entries Gaussian with the same
-            second moment; near 0: the tail is heavier than a Gaussian's.
-    """
+            second moment; near 0: the tail is heavier than a Gaussian's."""
 
     threshold: float
     entries: int
@@ -148,8 +147,7 @@ class EntryProfile:
 
         Thresholds considered: sqrt(ln n); the smallest T with at most n^alpha large entries
         expected on either side; and `threshold` if given. n is that of the longer side. Key
-        heads may be fewer than query heads (grouped-query attention).
-        """
+        heads may be fewer than query heads (grouped-query attention)."""
         given = {"query": query} if key is None else {"query": query, "key": key}
         check_alpha(alpha)
         check_pair(query, query if key is None else key)

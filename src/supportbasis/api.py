@@ -111,8 +111,7 @@ def plan(
     The plan is expected to serve many calls: `Auto` searches for one also where inputs are so short
     that a search within a single call would not pay.
 
-    Without ``value``, a method that measures errors uses random values of dim d.
-    """
+    Without ``value``, a method that measures errors uses random values of dim d."""
     if value is None:
         check_tensors((query, key), ("query", "key"))
         value = torch.randn(key.shape, generator=torch.Generator().manual_seed(0)).to(key)
@@ -142,8 +141,7 @@ def kernel_sum(
     """The unnormalised sum A V with A = exp(scale Q K^T) (the paper's Algorithm 3).
 
     Sums that overflow the input dtype raise; ``return_result=True`` returns them as
-    ``output * exp(log_scale)`` with one log_scale for each head, and never overflows.
-    """
+    ``output * exp(log_scale)`` with one log_scale for each head, and never overflows."""
     problem = kernel_problem(query, key, value, scale)
     plan = plan_of(problem, method, None)
     outcome = run(problem, plan, return_result)

@@ -81,8 +81,7 @@ class SupportBasisAttention(nn.Module):
         """Attention of ``x`` [..., n, embed_dim] over ``context`` [..., m, embed_dim] (None: x).
 
         ``key_mask`` [..., m] is True for tokens that may be attended to. A ``plan`` made with
-        this module's method is used instead of the one that the module keeps.
-        """
+        this module's method is used instead of the one that the module keeps."""
         plan = self.kept_plan if plan is None else plan
         method = self.method if plan is None else None
         call = self._inputs(x, context, key_mask)
@@ -103,8 +102,7 @@ class SupportBasisAttention(nn.Module):
         """Make a plan from a batch, as `sb.plan`, and keep it for later calls.
 
         Where gradients are recorded, errors of causal lists are measured on strict ones, which a
-        training step runs.
-        """
+        training step runs."""
         call = self._inputs(x, context, key_mask)
         self.kept_plan = make_plan(
             *call, is_causal=self.is_causal, enable_gqa=True, method=self.method
@@ -141,8 +139,7 @@ class SupportBasisAttention(nn.Module):
     ) -> SupportBasisAttention:  # fmt: skip
         """A module with copies of the weights of ``nn.MultiheadAttention``.
 
-        Tokens are always [..., tokens, dim] here, as with ``batch_first=True`` there.
-        """
+        Tokens are always [..., tokens, dim] here, as with ``batch_first=True`` there."""
         if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
             raise InputError("module has add_bias_kv or add_zero_attn, which have no counterpart")
         if module.in_proj_weight is None:

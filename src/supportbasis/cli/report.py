@@ -41,8 +41,7 @@ def times(value: float | None) -> str:
 class Grid:
     """A table: the first column names a line; lines in ``lost`` are red.
 
-    Further lines of a name are small print; those that start with "!" are warnings.
-    """
+    Further lines of a name are small print; those that start with "!" are warnings."""
 
     title: str
     headings: Sequence[str]

@@ -52,8 +52,7 @@ class Head:
     """One (batch, head) pair: rows of ``query`` attend to rows of ``key``.
 
     A pair (i, j) has weight ``exp(scale * <q_i, k_j> + key_log_weight_j)``, and zero when
-    ``is_causal`` and ``j > i``. A padded key has log-weight ``-inf``.
-    """
+    ``is_causal`` and ``j > i``. A padded key has log-weight ``-inf``."""
 
     query: Tensor  # [n, d]
     key: Tensor  # [m, d]

@@ -147,8 +147,7 @@ def _split_mask(
 ) -> tuple[Tensor | None, Tensor | None]:
     """A mask as key log-weights [batch, heads, m] if it is a key mask, else as it came.
 
-    A mask is a key mask when its query dim has size 1, or is an expanded view of such a mask.
-    """
+    A mask is a key mask when its query dim has size 1, or is an expanded view of such a mask."""
     if mask is None:
         return None, None
     if not isinstance(mask, Tensor):
