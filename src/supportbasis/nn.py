@@ -61,8 +61,7 @@ class SupportBasisAttention(nn.Module):
             raise InputError(f"gradient must be one of {GRADIENTS}, got {gradient!r}")
         if gradient == "closed-form" and dropout:
             raise InputError(f"gradient='closed-form' has no dropout, got dropout={dropout}")
-        self.gradient = gradient
-        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.embed_dim, self.num_heads, self.gradient = embed_dim, num_heads, gradient
         self.num_key_heads = num_heads if num_key_heads is None else num_key_heads
         self.head_dim = _head_dim(embed_dim, num_heads, self.num_key_heads, rope)
         self.is_causal, self.rope, self.dropout = is_causal, rope, dropout

@@ -112,7 +112,7 @@ def write_csv(
     path: Path, machine: Machine | None, lines: Iterable[Mapping[str, object]], append: bool = False
 ) -> None:
     """Lines with the same columns, the machine's before them unless they are there already."""
-    table = [({} if machine is None else asdict(machine)) | dict(line) for line in lines]
+    table = [(asdict(machine) if machine else {}) | dict(line) for line in lines]
     if not table:
         return
     columns, append = list(table[0]), append and path.exists()
