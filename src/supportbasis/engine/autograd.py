@@ -97,8 +97,6 @@ SETTINGS = "str plan, str implementation, float scale, bool is_causal"
 
 
 def _run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output and lse, which rows fell back to exact sums, and failed rows and rounding
-    [2, batch, heads]."""
     problem, handle, implementation = _call_of(*inputs)
     plan = _plan_of(problem, handle, implementation)
     with torch.autocast(problem.query.device.type, enabled=False):
@@ -107,6 +105,7 @@ def _run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _as_tensors(outcome: Outcome) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, lse, rows that fell back to exact sums; failed rows, rounding [2, batch, heads]."""
     counts = torch.stack([outcome.invalid_rows, outcome.rounding])
     output, lse, fallback = outcome.output, outcome.lse, outcome.fallback
     return output.contiguous(), lse.contiguous(), fallback.contiguous(), counts
@@ -124,11 +123,9 @@ def _plan_of(problem: Problem, handle: str, implementation: str) -> Plan:
 
 
 _attention = torch.library.custom_op(
-    "supportbasis::attention",
-    _run_forward,
-    mutates_args=(),
+    "supportbasis::attention", _run_forward, mutates_args=(),
     schema=f"({TENSORS}, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
+)  # fmt: skip
 
 
 @_attention.register_fake
@@ -156,12 +153,10 @@ def _run_backward(
 
 
 _backward = torch.library.custom_op(
-    "supportbasis::attention_backward",
-    _run_backward,
-    mutates_args=(),
+    "supportbasis::attention_backward", _run_backward, mutates_args=(),
     schema="(Tensor grad, Tensor? grad_lse, Tensor output, Tensor lse, Tensor fallback, "
     f"bool for_weights, {TENSORS}, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
+)  # fmt: skip
 
 
 @_backward.register_fake

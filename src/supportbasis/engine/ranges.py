@@ -164,12 +164,9 @@ def exact_where(plan: Plan, reasons: dict[int, str]) -> Plan:
     """The plan with the heads of these numbers exact; warns with the reasons."""
     names = ", ".join(str(number) for number in sorted(reasons)[:4])
     more = f" and {len(reasons) - 4} more" if len(reasons) > 4 else ""
-    warnings.warn(
-        f"supportbasis: heads {names}{more} leave the range of their plan "
-        f"({reasons[min(reasons)]}) and run exactly; make a new plan",
-        UserWarning,
-        stacklevel=6,
-    )
+    left = f"heads {names}{more} leave the range of their plan ({reasons[min(reasons)]})"
+    text = f"supportbasis: {left} and run exactly; make a new plan"
+    warnings.warn(text, UserWarning, stacklevel=6)
     return plan.with_heads(
         ExactHead(reason=reasons[number], n=head.n, m=head.m) if number in reasons else head
         for number, head in enumerate(plan.heads)
