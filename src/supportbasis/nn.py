@@ -83,16 +83,13 @@ class SupportBasisAttention(nn.Module):
         this module's method is used instead of the one that the module keeps."""
         plan = self.kept_plan if plan is None else plan
         method = self.method if plan is None else None
+        settings: dict[str, Any] = {"enable_gqa": True, "method": method, "plan": plan}
         call = self._inputs(x, context, key_mask)
         if self.gradient == "closed-form" and torch.is_grad_enabled():
-            output = closed_form_attention(
-                *call, self.is_causal, enable_gqa=True, method=method, plan=plan
-            )
+            output = closed_form_attention(*call, self.is_causal, **settings)
         else:
             dropout = self.dropout if self.training else 0.0
-            output = attention(
-                *call, dropout, self.is_causal, enable_gqa=True, method=method, plan=plan
-            )
+            output = attention(*call, dropout, self.is_causal, **settings)
         return self.output_projection(output.transpose(-2, -3).flatten(-2))
 
     def plan(
