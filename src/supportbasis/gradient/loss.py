@@ -103,22 +103,18 @@ def _checked_call(
         )
     tensors = {"x": x, **weights, "weight_v": weight_v, **goals}
     for name, tensor in tensors.items():
-        _check_dims(name, tensor)
+        if not isinstance(tensor, Tensor) or tensor.is_nested:
+            continue  # `check_tensors` will say so
+        dims, expected = ((2,), "a matrix") if name == "x" else ((2, 3), "a matrix or [heads, ...]")
+        if tensor.dim() not in dims or not tensor.numel():
+            shape = tuple(tensor.shape)
+            raise InputError(f"{name} has shape {shape}; expected {expected}, not empty")
     check_tensors(list(tensors.values()), list(tensors))
     check_finite(**tensors)
     x, *pair, weight_v, goal = (y.detach().to(compute_dtype(y.dtype)) for y in tensors.values())
     call = Call(x, tuple(pair), weight_v, goal)
     _check_shapes(call, *goals)
     return call
-
-
-def _check_dims(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor) or tensor.is_nested:
-        return  # `check_tensors` will say so
-    dims, expected = ((2,), "a matrix") if name == "x" else ((2, 3), "a matrix or [heads, ...]")
-    if tensor.dim() not in dims or not tensor.numel():
-        shape = tuple(tensor.shape)
-        raise InputError(f"{name} has shape {shape}; expected {expected}, not empty")
 
 
 def _check_shapes(call: Call, name: str) -> None:
