@@ -155,7 +155,8 @@ class SupportBasisAttention(nn.Module):
 
     def extra_repr(self) -> str:
         text = f"{self.embed_dim}, {self.num_heads}, method={self.method}"
-        text += f", num_key_heads={self.num_key_heads}" * (self.num_key_heads < self.num_heads)
+        if self.num_key_heads < self.num_heads:
+            text += f", num_key_heads={self.num_key_heads}"
         return text + f", is_causal={self.is_causal}, rope={self.rope}"
 
 

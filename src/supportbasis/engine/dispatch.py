@@ -13,15 +13,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from ..components.cotangent import Gradients, SavedForward
 from ..errors import InputError
-from ..plans import Plan
+from ..plans import HeadPlan, Plan
 from ..problem.caching import WeakCache
 from ..problem.problem import Problem
 from ..problem.result import Outcome
@@ -43,6 +42,19 @@ WITHOUT_KERNELS = (EVALUATORS["fitted"],)
 # output in the input dtype, lse in float32, and which rows failed and were computed exactly, where
 # an evaluator checks for them; contiguous
 Forward = tuple[Tensor, Tensor, Tensor | None]
+
+
+class Evaluator(Protocol):
+    """A module with kernels for some kinds of heads: why it refuses a head (None: it does not),
+    the key of heads that run together, output and lse of all rows, and gradients."""
+
+    def refusal(self, head: HeadPlan) -> str | None: ...
+
+    def family(self, head: HeadPlan) -> object: ...
+
+    def forward(self, problem: Problem, plan: Plan) -> Forward: ...
+
+    def gradients(self, problem: Problem, plan: Plan, saved: SavedForward) -> Gradients: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,11 +151,10 @@ def _grouped(
     return tuple(groups)
 
 
-def evaluator(kind: str) -> ModuleType:
-    """The module with kernels for a kind of heads: ``refusal(head)``, why it refuses a head (None:
-    it does not), ``family(head)``, the key of heads that run together, ``forward(problem, plan)
-    -> Forward`` and ``gradients(problem, plan, saved) -> Gradients``."""
-    return import_module(f"supportbasis.cuda.{kind}")
+@lru_cache
+def evaluator(kind: str) -> Evaluator:
+    module: Evaluator = import_module(f"supportbasis.cuda.{kind}")
+    return module
 
 
 def run(problem: Problem, found: Sequence[Group]) -> Outcome:
