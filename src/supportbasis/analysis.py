@@ -35,17 +35,10 @@ from .problem.checks import check_number
 from .problem.rounding import compute_dtype
 
 __all__ = [
-    "EntryProfile",
-    "LargeEntries",
-    "SideProfile",
-    "chernoff_tail",
-    "expected_large_entries",
-    "log_threshold",
-    "sharpest_threshold",
-    "sub_gaussian_threshold",
-    "support_exponent",
+    "EntryProfile", "LargeEntries", "SideProfile", "chernoff_tail", "expected_large_entries",
+    "log_threshold", "sharpest_threshold", "sub_gaussian_threshold", "support_exponent",
     "variance_proxy",
-]
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,8 +60,7 @@ class LargeEntries:
         bound: 2nd·exp(-T²/σ²), the expected number per matrix at most (Lemma D.2).
         tail: Chernoff bound on Pr[|supp| ≥ n^α] for the profile's α, mean `bound` (Lemma D.3).
         gaussian_tail: Chernoff bound on Pr[X ≥ entries] were the entries Gaussian with the same
-            second moment; near 0: the tail is heavier than a Gaussian's.
-    """
+            second moment; near 0: the tail is heavier than a Gaussian's."""
 
     threshold: float
     entries: int
@@ -81,15 +73,9 @@ class LargeEntries:
 
     @staticmethod
     def of_counts(
-        threshold: float,
-        entries: int,
-        rows: int,
-        *,
-        shape: tuple[int, int, int],
-        proxy: float,
-        rms: float,
-        alpha: float,
-    ) -> LargeEntries:
+        threshold: float, entries: int, rows: int, *, shape: tuple[int, int, int], proxy: float,
+        rms: float, alpha: float,
+    ) -> LargeEntries:  # fmt: skip
         """From counts over ``shape`` = (matrices, n, d) entries of this proxy and second moment."""
         matrices, n, d = shape
         bound = expected_large_entries(n, d, threshold, proxy)
@@ -154,19 +140,14 @@ class EntryProfile:
 
     @classmethod
     def of(
-        cls,
-        query: Tensor,
-        key: Tensor | None = None,
-        *,
-        alpha: float = 0.5,
+        cls, query: Tensor, key: Tensor | None = None, *, alpha: float = 0.5,
         threshold: float | None = None,
-    ) -> EntryProfile:
+    ) -> EntryProfile:  # fmt: skip
         """Profile tensors `[..., n, d]`, raw entries as the method sees them (before the scale).
 
         Thresholds considered: sqrt(ln n); the smallest T with at most n^alpha large entries
         expected on either side; and `threshold` if given. n is that of the longer side. Key
-        heads may be fewer than query heads (grouped-query attention).
-        """
+        heads may be fewer than query heads (grouped-query attention)."""
         given = {"query": query} if key is None else {"query": query, "key": key}
         check_alpha(alpha)
         check_pair(query, query if key is None else key)

@@ -12,13 +12,14 @@ from torch import Tensor
 from .accuracy.certificate import certify
 from .cuda.runtime.noise import with_noise
 from .engine import sdpa
-from .engine.autograd import is_recorded, is_sdpa, run
+from .engine.autograd import is_sdpa, run
 from .engine.call_checks import warn_about
 from .engine.dispatch import check_implementation, groups, label
 from .errors import InputError
 from .methods import Method
 from .methods.planning import plan_of
 from .plans import Plan
+from .problem.checks import is_tracing
 from .problem.problem import Problem
 from .problem.result import Outcome, Result
 from .problem.validation import attention_problem, check_tensors, density_problem, kernel_problem
@@ -26,55 +27,28 @@ from .problem.validation import attention_problem, check_tensors, density_proble
 
 @overload
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    method: Method | None = None,
-    plan: Plan | None = None,
-    return_result: Literal[False] = False,
-    implementation: str = "auto",
-) -> Tensor: ...
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, *, method: Method | None = None, plan: Plan | None = None,
+    return_result: Literal[False] = False, implementation: str = "auto",
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    method: Method | None = None,
-    plan: Plan | None = None,
-    return_result: Literal[True],
-    implementation: str = "auto",
-) -> Result: ...
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, *, method: Method | None = None, plan: Plan | None = None,
+    return_result: Literal[True], implementation: str = "auto",
+) -> Result: ...  # fmt: skip
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    method: Method | None = None,
-    plan: Plan | None = None,
-    return_result: bool = False,
-    implementation: str = "auto",
-) -> Tensor | Result:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, *, method: Method | None = None, plan: Plan | None = None,
+    return_result: bool = False, implementation: str = "auto",
+) -> Tensor | Result:  # fmt: skip
     """Softmax attention in the form of ``torch.nn.functional.scaled_dot_product_attention``.
 
     ``query`` is [..., heads, n, d], ``key`` [..., heads, m, d], ``value`` [..., heads, m, dv]; the
@@ -113,12 +87,14 @@ def attention(
         output = sdpa.plainly(query, key, value, plan, is_causal, scale, enable_gqa)
         if output is not None:
             return output
-    implementation = check_implementation(implementation)
+    check_implementation(implementation)
     query, key, value = autocast(query, key, value)
     problem = attention_problem(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=plan is None
     )
-    plan = plan_of(problem, method, plan, implementation).resolved(is_recorded(problem))
+    # within a transform of `torch.func` gradients may be recorded
+    recorded = problem.requires_grad or (is_tracing() and not torch.compiler.is_compiling())
+    plan = plan_of(problem, method, plan, implementation).resolved(recorded)
     outcome = run(problem, plan, return_result, implementation)
     if return_result:
         return _result(problem, plan, outcome, implementation)
@@ -126,24 +102,16 @@ def attention(
 
 
 def plan(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    method: Method | None = None,
-) -> Plan:
+    query: Tensor, key: Tensor, value: Tensor | None = None, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, *, method: Method | None = None,
+) -> Plan:  # fmt: skip
     """What `attention` can do with inputs like these: a printable, reusable `Plan`.
 
     The plan is expected to serve many calls: `Auto` searches for one also where inputs are so short
     that a search within a single call would not pay.
 
-    Without ``value``, a method that measures errors uses random values of dim d.
-    """
+    Without ``value``, a method that measures errors uses random values of dim d."""
     if value is None:
         check_tensors((query, key), ("query", "key"))
         value = torch.randn(key.shape, generator=torch.Generator().manual_seed(0)).to(key)
@@ -154,42 +122,26 @@ def plan(
 
 @overload
 def kernel_sum(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float | None = None,
-    method: Method | None = None,
-    return_result: Literal[False] = False,
-) -> Tensor: ...
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None,
+    method: Method | None = None, return_result: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def kernel_sum(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float | None = None,
-    method: Method | None = None,
-    return_result: Literal[True],
-) -> Result: ...
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None,
+    method: Method | None = None, return_result: Literal[True],
+) -> Result: ...  # fmt: skip
 
 
 def kernel_sum(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float | None = None,
-    method: Method | None = None,
-    return_result: bool = False,
-) -> Tensor | Result:
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None,
+    method: Method | None = None, return_result: bool = False,
+) -> Tensor | Result:  # fmt: skip
     """The unnormalised sum A V with A = exp(scale Q K^T) (the paper's Algorithm 3).
 
     Sums that overflow the input dtype raise; ``return_result=True`` returns them as
-    ``output * exp(log_scale)`` with one log_scale for each head, and never overflows.
-    """
+    ``output * exp(log_scale)`` with one log_scale for each head, and never overflows."""
     problem = kernel_problem(query, key, value, scale)
     plan = plan_of(problem, method, None)
     outcome = run(problem, plan, return_result)
@@ -200,37 +152,22 @@ def kernel_sum(
 
 @overload
 def gaussian_kde(
-    points: Tensor,
-    data: Tensor,
-    bandwidth: float | Tensor,
-    *,
-    weights: Tensor | None = None,
-    method: Method | None = None,
-    return_result: Literal[False] = False,
-) -> Tensor: ...
+    points: Tensor, data: Tensor, bandwidth: float | Tensor, *, weights: Tensor | None = None,
+    method: Method | None = None, return_result: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def gaussian_kde(
-    points: Tensor,
-    data: Tensor,
-    bandwidth: float | Tensor,
-    *,
-    weights: Tensor | None = None,
-    method: Method | None = None,
-    return_result: Literal[True],
-) -> Result: ...
+    points: Tensor, data: Tensor, bandwidth: float | Tensor, *, weights: Tensor | None = None,
+    method: Method | None = None, return_result: Literal[True],
+) -> Result: ...  # fmt: skip
 
 
 def gaussian_kde(
-    points: Tensor,
-    data: Tensor,
-    bandwidth: float | Tensor,
-    *,
-    weights: Tensor | None = None,
-    method: Method | None = None,
-    return_result: bool = False,
-) -> Tensor | Result:
+    points: Tensor, data: Tensor, bandwidth: float | Tensor, *, weights: Tensor | None = None,
+    method: Method | None = None, return_result: bool = False,
+) -> Tensor | Result:  # fmt: skip
     """Gaussian kernel density of ``data`` [..., n, d] at ``points`` [..., m, d].
 
     ``sum_j w_j exp(-|x - y_j|^2 / 2 h^2) / (sum_j w_j (2 pi h^2)^(d/2))``, where the bandwidth h is
@@ -244,8 +181,8 @@ def gaussian_kde(
     plan = plan_of(problem, method, None)
     outcome = run(problem, plan, return_result)
     log_scale = outcome.log_scale - log_norm.reshape(outcome.log_scale.shape)
-    density = _in_linear_units(problem, replace(outcome, log_scale=log_scale), points.dtype)
-    density = density.squeeze(-1)
+    scaled = replace(outcome, log_scale=log_scale)
+    density = _in_linear_units(problem, scaled, points.dtype).squeeze(-1)
     if not return_result:
         return density
     result = _result(problem, plan, outcome)
@@ -257,9 +194,8 @@ def _fits_graph(
     attn_mask: Tensor | None, dropout_p: float, plan: Plan | None, return_result: bool
 ) -> bool:
     """Whether a compiled graph can hold the call: planning and certificates read entries."""
-    if plan is None or return_result or dropout_p:
-        return False
-    return attn_mask is None or attn_mask.dim() < 2 or attn_mask.shape[-2] == 1
+    is_key_mask = attn_mask is None or attn_mask.dim() < 2 or attn_mask.shape[-2] == 1
+    return plan is not None and not return_result and not dropout_p and is_key_mask
 
 
 def autocast(*tensors: Tensor) -> Sequence[Tensor]:

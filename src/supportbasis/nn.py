@@ -6,7 +6,8 @@ changed at any time, on a trained module too, and nothing has to be trained agai
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from .api import attention
 from .api import plan as make_plan
 from .errors import InputError
 from .gradient import closed_form_attention
-from .gradient.loss_inputs import check_method
+from .gradient.closed_attention import check_method
 from .methods import Auto, Method
 from .plans import Plan
 
@@ -51,26 +52,16 @@ class SupportBasisAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        num_key_heads: int | None = None,
-        method: Method | None = None,
-        tolerance: float | None = None,
-        is_causal: bool = False,
-        rope: bool = False,
-        bias: bool = True,
-        dropout: float = 0.0,
-        gradient: str = "function",
-    ):
+        self, embed_dim: int, num_heads: int, *, num_key_heads: int | None = None,
+        method: Method | None = None, tolerance: float | None = None, is_causal: bool = False,
+        rope: bool = False, bias: bool = True, dropout: float = 0.0, gradient: str = "function",
+    ):  # fmt: skip
         super().__init__()
         if gradient not in GRADIENTS:
             raise InputError(f"gradient must be one of {GRADIENTS}, got {gradient!r}")
         if gradient == "closed-form" and dropout:
             raise InputError(f"gradient='closed-form' has no dropout, got dropout={dropout}")
-        self.gradient = gradient
-        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.embed_dim, self.num_heads, self.gradient = embed_dim, num_heads, gradient
         self.num_key_heads = num_heads if num_key_heads is None else num_key_heads
         self.head_dim = _head_dim(embed_dim, num_heads, self.num_key_heads, rope)
         self.is_causal, self.rope, self.dropout = is_causal, rope, dropout
@@ -83,30 +74,22 @@ class SupportBasisAttention(nn.Module):
         self.output_projection = nn.Linear(embed_dim, embed_dim, bias=bias)
 
     def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        *,
-        key_mask: Tensor | None = None,
+        self, x: Tensor, context: Tensor | None = None, *, key_mask: Tensor | None = None,
         plan: Plan | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attention of ``x`` [..., n, embed_dim] over ``context`` [..., m, embed_dim] (None: x).
 
         ``key_mask`` [..., m] is True for tokens that may be attended to. A ``plan`` made with
-        this module's method is used instead of the one that the module keeps.
-        """
+        this module's method is used instead of the one that the module keeps."""
         plan = self.kept_plan if plan is None else plan
         method = self.method if plan is None else None
+        settings: dict[str, Any] = {"enable_gqa": True, "method": method, "plan": plan}
         call = self._inputs(x, context, key_mask)
         if self.gradient == "closed-form" and torch.is_grad_enabled():
-            output = closed_form_attention(
-                *call, self.is_causal, enable_gqa=True, method=method, plan=plan
-            )
+            output = closed_form_attention(*call, self.is_causal, **settings)
         else:
             dropout = self.dropout if self.training else 0.0
-            output = attention(
-                *call, dropout, self.is_causal, enable_gqa=True, method=method, plan=plan
-            )
+            output = attention(*call, dropout, self.is_causal, **settings)
         return self.output_projection(output.transpose(-2, -3).flatten(-2))
 
     def plan(
@@ -115,8 +98,7 @@ class SupportBasisAttention(nn.Module):
         """Make a plan from a batch, as `sb.plan`, and keep it for later calls.
 
         Where gradients are recorded, errors of causal lists are measured on strict ones, which a
-        training step runs.
-        """
+        training step runs."""
         call = self._inputs(x, context, key_mask)
         self.kept_plan = make_plan(
             *call, is_causal=self.is_causal, enable_gqa=True, method=self.method
@@ -148,30 +130,21 @@ class SupportBasisAttention(nn.Module):
 
     @staticmethod
     def from_multihead(
-        module: nn.MultiheadAttention,
-        *,
-        method: Method | None = None,
-        tolerance: float | None = None,
-        is_causal: bool = False,
-    ) -> SupportBasisAttention:
+        module: nn.MultiheadAttention, *, method: Method | None = None,
+        tolerance: float | None = None, is_causal: bool = False,
+    ) -> SupportBasisAttention:  # fmt: skip
         """A module with copies of the weights of ``nn.MultiheadAttention``.
 
-        Tokens are always [..., tokens, dim] here, as with ``batch_first=True`` there.
-        """
+        Tokens are always [..., tokens, dim] here, as with ``batch_first=True`` there."""
         if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
             raise InputError("module has add_bias_kv or add_zero_attn, which have no counterpart")
         if module.in_proj_weight is None:
             raise InputError("module has kdim or vdim other than embed_dim; expected them equal")
         bias = module.in_proj_bias is not None
         made = SupportBasisAttention(
-            module.embed_dim,
-            module.num_heads,
-            method=method,
-            tolerance=tolerance,
-            is_causal=is_causal,
-            bias=bias,
-            dropout=module.dropout,
-        ).to(module.in_proj_weight)
+            module.embed_dim, module.num_heads, method=method, tolerance=tolerance,
+            is_causal=is_causal, bias=bias, dropout=module.dropout,
+        ).to(module.in_proj_weight)  # fmt: skip
         given, state = module.state_dict(), {}
         for kind in ("weight", "bias") if bias else ("weight",):
             parts = (*given[f"in_proj_{kind}"].chunk(3), given[f"out_proj.{kind}"])
@@ -202,22 +175,18 @@ class SupportBasisEncoder(nn.Module):
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        feedforward_dim: int | None = None,
-        **options: Any,
-    ):
+        self, num_layers: int, embed_dim: int, num_heads: int, *,
+        feedforward_dim: int | None = None, **options: Any,
+    ):  # fmt: skip
         super().__init__()
         if num_layers < 0:
             raise InputError(f"num_layers must be at least 0, got {num_layers}")
         hidden = 4 * embed_dim if feedforward_dim is None else feedforward_dim
-        self.layers = nn.ModuleList(
+        layers = nn.ModuleList(
             _Layer(SupportBasisAttention(embed_dim, num_heads, **options), hidden)
             for _ in range(num_layers)
         )
+        self.layers = cast("Sequence[_Layer]", layers)
         self.norm = nn.LayerNorm(embed_dim)
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
@@ -229,23 +198,20 @@ class SupportBasisEncoder(nn.Module):
     @property
     def method(self) -> tuple[Method, ...]:
         """The method of each layer."""
-        return tuple(layer.attention.method for layer in self._each())
+        return tuple(layer.attention.method for layer in self.layers)
 
     @method.setter
     def method(self, method: Method) -> None:
-        for layer in self._each():
+        for layer in self.layers:
             layer.attention.method = method
 
     def plan(self, x: Tensor, *, key_mask: Tensor | None = None) -> tuple[Plan, ...]:
         """Make a plan for every layer from a batch that runs through all of them, and keep it."""
         plans = []
-        for layer in self._each():
+        for layer in self.layers:
             plans.append(layer.attention.plan(layer.attention_norm(x), key_mask=key_mask))
             x = layer(x, key_mask).detach()
         return tuple(plans)
-
-    def _each(self) -> list[_Layer]:
-        return [layer for layer in self.layers if isinstance(layer, _Layer)]
 
 
 class _Layer(nn.Module):

@@ -69,8 +69,7 @@ def _loaded(model: str, device: str | None, dtype: str | None, *allowed: bool) -
 
 @app.command("plan")
 def plan_model(
-    model: ModelName,
-    text: Text,
+    model: ModelName, text: Text,
     kl: Annotated[
         float | None, typer.Option(help="Nats per token that the prediction may move, on average.")
     ] = None,
@@ -81,16 +80,13 @@ def plan_model(
     tokens: Tokens = None,
     batches: Annotated[int, typer.Option(min=1, help="Every third is held back.")] = 3,
     minimise: Annotated[str, typer.Option(help="cost, or time on this device.")] = "cost",
-    device: Device = None,
-    dtype: Dtype = None,
-    download: Download = False,
-    trust_remote_code: RemoteCode = False,
-    seed: Seed = 0,
+    device: Device = None, dtype: Dtype = None, download: Download = False,
+    trust_remote_code: RemoteCode = False, seed: Seed = 0,
     out: Annotated[
         Path,
         typer.Option(metavar="FILE.json", help="The plan; its report is in a folder beside it."),
     ] = Path("supportbasis-out/plan.json"),
-) -> None:
+) -> None:  # fmt: skip
     """Plan the attention of every head of a model within a change of its prediction."""
     with friendly("plan"):
         if out.suffix != ".json":
@@ -104,16 +100,11 @@ def plan_model(
 
 @app.command("profile")
 def profile_model(
-    model: ModelName,
-    text: Text,
+    model: ModelName, text: Text,
     tolerance: Annotated[float, typer.Option(help="Of the output of a head.")] = 0.05,
-    tokens: Tokens = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    download: Download = False,
-    trust_remote_code: RemoteCode = False,
-    out: Folder = Path("supportbasis-out/profile"),
-) -> None:
+    tokens: Tokens = None, device: Device = None, dtype: Dtype = None, download: Download = False,
+    trust_remote_code: RemoteCode = False, out: Folder = Path("supportbasis-out/profile"),
+) -> None:  # fmt: skip
     """Entries, scores and entropy of every head of a model, and what each would get."""
     with friendly("profile"):
         folder = writable(out)
@@ -126,17 +117,12 @@ def profile_model(
 def evaluate_model(
     model: ModelName,
     plan: Annotated[Path, typer.Option(metavar="FILE.json", help="A plan of this model.")],
-    text: Text,
-    tokens: Tokens = None,
-    batches: Annotated[int, typer.Option(min=1)] = 1,
+    text: Text, tokens: Tokens = None, batches: Annotated[int, typer.Option(min=1)] = 1,
     copies: Annotated[int, typer.Option(min=0, help="Rounds of the copy test.")] = 4,
-    device: Device = None,
-    dtype: Dtype = None,
-    download: Download = False,
-    trust_remote_code: RemoteCode = False,
-    seed: Seed = 0,
+    device: Device = None, dtype: Dtype = None, download: Download = False,
+    trust_remote_code: RemoteCode = False, seed: Seed = 0,
     out: Folder = Path("supportbasis-out/eval"),
-) -> None:
+) -> None:  # fmt: skip
     """Loss and predictions of a language model with a plan, paired with exact attention."""
     with friendly("eval"):
         folder, made = writable(out), ModelPlan.load(plan)

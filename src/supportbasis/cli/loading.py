@@ -63,10 +63,7 @@ class LoadedModel:
 
 
 def load_model(
-    name: str,
-    access: Access,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
+    name: str, access: Access, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> LoadedModel:
     """A model with logits where it has any: causal, masked, or with code of its own. Without a
     ``dtype``, float32 on a CPU, elsewhere that of its file."""

@@ -108,10 +108,9 @@ def run_profile(loaded: LoadedModel, ids: Tensor, tolerance: float, out: Path) -
 
 def _profile_row(head: HeadProfile) -> dict[str, object]:
     content = asdict(head)
-    del content["prospects"]
-    for each in head.prospects:
-        values = {"kind": each.kind, "speedup": each.speedup, "planned": each.is_planned}
-        content |= {f"{name}_at_{each.tokens}": value for name, value in values.items()}
+    for each in content.pop("prospects"):
+        for name, key in (("kind", "kind"), ("speedup", "speedup"), ("planned", "is_planned")):
+            content[f"{name}_at_{each['tokens']}"] = each[key]
     return content
 
 

@@ -41,8 +41,7 @@ def times(value: float | None) -> str:
 class Grid:
     """A table: the first column names a line; lines in ``lost`` are red.
 
-    Further lines of a name are small print; those that start with "!" are warnings.
-    """
+    Further lines of a name are small print; those that start with "!" are warnings."""
 
     title: str
     headings: Sequence[str]
@@ -113,7 +112,7 @@ def write_csv(
     path: Path, machine: Machine | None, lines: Iterable[Mapping[str, object]], append: bool = False
 ) -> None:
     """Lines with the same columns, the machine's before them unless they are there already."""
-    table = [({} if machine is None else asdict(machine)) | dict(line) for line in lines]
+    table = [(asdict(machine) if machine else {}) | dict(line) for line in lines]
     if not table:
         return
     columns, append = list(table[0]), append and path.exists()

@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -83,10 +84,8 @@ def run_selftest(device: str | None, console: Console) -> bool:
         console.print(line)
     count, wrong, seconds = len(passed), passed.count(False), time.perf_counter() - start
     where = torch.cuda.get_device_name() if device == "cuda" else "the CPU, by interpretation"
-    if wrong:
-        console.print(f"FAIL: {wrong} of {count} cases are wrong on {where}.")
-    else:
-        console.print(f"PASS: all {count} cases are right on {where} ({seconds:.0f} s).")
+    right = f"PASS: all {count} cases are right on {where} ({seconds:.0f} s)."
+    console.print(f"FAIL: {wrong} of {count} cases are wrong on {where}." if wrong else right)
     return not wrong
 
 
@@ -129,22 +128,18 @@ def check(case: Case, device: str) -> tuple[bool, str]:
 def _compared(case: Case, device: str) -> list[float]:
     """Relative errors of output and gradients against the component engine in float64."""
     tensors = _tensors(case, device)
-    on_cpu = (x.cpu() for x in tensors)  # on a GPU short lists are not worth it
-    query, key, value, mask, *_ = (*on_cpu, None)
-    made = plan(query, key, value, mask, 0.0, case.causal, None, True, method=case.method)
-    assert all((head.kind == "lists") == case.has_lists for head in made.heads)
-    normal = partial(torch.randn, generator=torch.Generator().manual_seed(1))
-    grad = normal(1, 2, query.shape[2], case.dv).to(device, case.dtype)
+    settings: dict[str, Any] = {"is_causal": case.causal, "enable_gqa": True}
+    on_cpu: Any = [x.cpu() for x in tensors]  # on a GPU short lists are not worth it
+    settings["plan"] = plan(*on_cpu, **settings, method=case.method)
+    assert all((head.kind == "lists") == case.has_lists for head in settings["plan"].heads)
+    shape = (1, 2, tensors[0].shape[2], case.dv)
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, case.dtype)
 
     def run(implementation: str, dtype: torch.dtype) -> list[Tensor]:
         dtypes = (*[dtype] * 3, torch.promote_types(dtype, torch.float32))
         each = zip(tensors, dtypes, strict=False)
-        tracked = [x.to(its_dtype).detach().requires_grad_() for x, its_dtype in each]
-        query, key, value, mask, *_ = (*tracked, None)
-        settings = (0.0, case.causal, None, True)
-        output = attention(
-            query, key, value, mask, *settings, plan=made, implementation=implementation
-        )
+        tracked: Any = [x.to(its_dtype).detach().requires_grad_() for x, its_dtype in each]
+        output = attention(*tracked, **settings, implementation=implementation)
         return [output.detach(), *torch.autograd.grad(output, tracked, grad.to(dtype))]
 
     pairs = zip(run("triton", case.dtype), run("eager", torch.float64), strict=True)

@@ -27,11 +27,6 @@ from .call_checks import check_output, checked, reports_later, warn_about
 _in_graphs: dict[str, Plan] = {}  # a compiled graph holds a handle, so its plan has to live on
 
 
-def is_recorded(problem: Problem) -> bool:
-    """Whether gradients are recorded; within a transform of `torch.func` they may be."""
-    return problem.requires_grad or (is_tracing() and not torch.compiler.is_compiling())
-
-
 def run(problem: Problem, plan: Plan, need_lse: bool, implementation: str = "auto") -> Outcome:
     """Run a plan: by SDPA if every head is exact, as an operator if the call is differentiated or
     traced, else directly."""
@@ -70,12 +65,10 @@ def as_operator(
     if kept is not None or not torch.compiler.is_compiling():
         operator, last = _Attention.apply, [Kept() if kept is None and not is_tracing() else kept]
     tensors = (p.query, p.key, p.value, p.key_log_weight, p.mask)
-    output, lse, fallback, counts = operator(
-        *tensors, plan.handle, implementation, p.scale, p.is_causal, *last
-    )
+    settings = (plan.handle, implementation, p.scale, p.is_causal)
+    output, lse, fallback, counts = operator(*tensors, *settings, *last)
     invalid_rows, rounding = counts.unbind(0)
-    zero = torch.zeros_like(rounding)
-    return Outcome(output, lse, zero, invalid_rows, rounding, fallback)
+    return Outcome(output, lse, torch.zeros_like(rounding), invalid_rows, rounding, fallback)
 
 
 def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
@@ -104,16 +97,18 @@ SETTINGS = "str plan, str implementation, float scale, bool is_causal"
 
 
 def _run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output and lse, which rows fell back to exact sums, and failed rows and rounding
-    [2, batch, heads]."""
     problem, handle, implementation = _call_of(*inputs)
     plan = _plan_of(problem, handle, implementation)
     with torch.autocast(problem.query.device.type, enabled=False):
         outcome = compute(problem, plan, implementation)
+    return _as_tensors(outcome)
+
+
+def _as_tensors(outcome: Outcome) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, lse, rows that fell back to exact sums; failed rows, rounding [2, batch, heads]."""
     counts = torch.stack([outcome.invalid_rows, outcome.rounding])
-    results = (outcome.output, outcome.lse, outcome.fallback)
-    output, lse, fallback = (x.contiguous() for x in results)
-    return output, lse, fallback, counts
+    output, lse, fallback = outcome.output, outcome.lse, outcome.fallback
+    return output.contiguous(), lse.contiguous(), fallback.contiguous(), counts
 
 
 def _plan_of(problem: Problem, handle: str, implementation: str) -> Plan:
@@ -128,24 +123,16 @@ def _plan_of(problem: Problem, handle: str, implementation: str) -> Plan:
 
 
 _attention = torch.library.custom_op(
-    "supportbasis::attention",
-    _run_forward,
-    mutates_args=(),
+    "supportbasis::attention", _run_forward, mutates_args=(),
     schema=f"({TENSORS}, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
+)  # fmt: skip
 
 
 @_attention.register_fake
 def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     problem, handle, _ = _call_of(*inputs)
     _in_graphs[handle] = Plan.known(handle)
-    query, rows = problem.query, problem.query.shape[:3]
-    return (
-        query.new_empty(*rows, problem.value.shape[-1]),
-        query.new_empty(rows, dtype=problem.dtype),
-        query.new_empty(rows, dtype=torch.bool),
-        query.new_empty(2, *rows[:2], dtype=problem.dtype),
-    )
+    return _as_tensors(Outcome.empty(problem))
 
 
 def _run_backward(
@@ -166,12 +153,10 @@ def _run_backward(
 
 
 _backward = torch.library.custom_op(
-    "supportbasis::attention_backward",
-    _run_backward,
-    mutates_args=(),
+    "supportbasis::attention_backward", _run_backward, mutates_args=(),
     schema="(Tensor grad, Tensor? grad_lse, Tensor output, Tensor lse, Tensor fallback, "
     f"bool for_weights, {TENSORS}, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
+)  # fmt: skip
 
 
 @_backward.register_fake
@@ -226,12 +211,11 @@ class _Operator(torch.autograd.Function):
         """A plan belongs to given heads, so the operator is called for each slice."""
         apply: Any = cls.apply
         pairs = list(zip(args, in_dims, strict=True))
-
-        def run_slice(i: int) -> Any:
-            return apply(*(x if dim is None else x.select(dim, i) for x, dim in pairs))
-
-        results = zip(*map(run_slice, range(info.batch_size)), strict=True)
-        stacked = tuple(map(torch.stack, results))
+        results = [
+            apply(*(x if dim is None else x.select(dim, i) for x, dim in pairs))
+            for i in range(info.batch_size)
+        ]
+        stacked = tuple(map(torch.stack, zip(*results, strict=True)))
         return stacked, (0,) * len(stacked)
 
 
@@ -248,8 +232,5 @@ class _AttentionBackward(_Operator):
     """The backward pass of `_Attention`, which has no backward pass of its own."""
 
     forward = staticmethod(_run_backward)
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
     backward = staticmethod(refuse_second)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing is saved."""

@@ -54,22 +54,21 @@ def check_entries(problem: Problem) -> None:
 
 def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
     """Warn about failed rows, and raise if the output is not finite."""
+    texts = []
     if int(outcome.invalid_rows.sum() - outcome.fallback_rows.sum()):
-        warnings.warn(
-            "supportbasis: rows had no usable denominator (their weights cancel or vanish) and "
-            "return zeros; return_result=True counts them by head",
-            UserWarning,
-            stacklevel=4,
+        texts.append(
+            "rows had no usable denominator (their weights cancel or vanish) and return zeros; "
+            "return_result=True counts them by head"
         )
     may_fail = any(head.may_fail for head in plan.heads)
     if may_fail and float(outcome.fallback_rows.max()) > FAILED_SHARE * problem.n:
         advice = "a larger sketch_size" if plan.heads[0].is_sketched else "a new plan"
-        warnings.warn(
-            "supportbasis: a sketch or fitted polynomial failed on more than 1 % of a head's rows, "
-            f"which were computed exactly; use {advice} or another method",
-            UserWarning,
-            stacklevel=4,
+        texts.append(
+            "a sketch or fitted polynomial failed on more than 1 % of a head's rows, which were "
+            f"computed exactly; use {advice} or another method"
         )
+    for text in texts:
+        warnings.warn(f"supportbasis: {text}", UserWarning, stacklevel=4)
     check_output(problem, outcome.output)
 
 

@@ -39,7 +39,6 @@ EVALUATORS = {  # of a kind of head, a module of `supportbasis.cuda`
 # all heads at once, but by PyTorch operations; causal heads run through the component engine
 WITHOUT_KERNELS = (EVALUATORS["fitted"],)
 
-
 # output in the input dtype, lse in float32, and which rows failed and were computed exactly, where
 # an evaluator checks for them; contiguous
 Forward = tuple[Tensor, Tensor, Tensor | None]
@@ -68,13 +67,10 @@ class Group:
     index: Tensor | None = None  # the heads on the device; None: all of them, as they come
 
 
-def check_implementation(implementation: object) -> str:
+def check_implementation(implementation: object) -> None:
     if implementation not in IMPLEMENTATIONS:
-        raise InputError(
-            f"implementation must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got "
-            f"{implementation!r}"
-        )
-    return str(implementation)
+        names = ", ".join(map(repr, IMPLEMENTATIONS))
+        raise InputError(f"implementation must be one of {names}, got {implementation!r}")
 
 
 _groups: WeakCache[Plan, tuple[torch.device, str, bool, bool], tuple[Group, ...]] = WeakCache()
@@ -164,52 +160,49 @@ def evaluator(kind: str) -> Evaluator:
 def run(problem: Problem, found: Sequence[Group]) -> Outcome:
     """Run the groups of a call."""
     if len(found) == 1:
-        return _outcome(problem, found[0])
+        kind, plan = found[0].kind, found[0].plan
+        if kind is None:
+            return execute(problem, plan)
+        output, lse, failed = evaluator(kind).forward(problem, plan)
+        invalid = zero = lse.new_zeros(lse.shape[:2])
+        if failed is None:
+            failed = zero.bool().unsqueeze(-1).expand(lse.shape)
+        else:
+            invalid = failed.sum(-1).to(zero.dtype)
+        return Outcome(output, lse, zero, invalid, zero, failed)
     total = Outcome.empty(problem)
     for group in found:
         index = cast(Tensor, group.index)  # several groups have one each
-        part = _outcome(of_heads(problem, index), group)
+        part = run(of_heads(problem, index), (group,))
         for name, whole in vars(total).items():
             whole.index_copy_(1, index, getattr(part, name))
     return total
 
 
-def _outcome(problem: Problem, group: Group) -> Outcome:
-    if group.kind is None:
-        return execute(problem, group.plan)
-    output, lse, failed = evaluator(group.kind).forward(problem, group.plan)
-    zero = lse.new_zeros(lse.shape[:2])
-    if failed is None:
-        none = zero.bool().unsqueeze(-1).expand(lse.shape)
-        return Outcome(output, lse, zero, zero, zero, none)
-    return Outcome(output, lse, zero, failed.sum(-1).to(zero.dtype), zero, failed)
-
-
 def of_heads(problem: Problem, index: Tensor) -> Problem:
     """Some heads, each with keys of its own."""
-    key, value, bias = problem.key, problem.value, problem.key_log_weight
+    query, bias, own = problem.query, problem.key_log_weight, index // problem.group
+    key, value = (x.index_select(1, own) for x in (problem.key, problem.value))
+    bias = None if bias is None else bias.index_select(1, index)
     return replace(
-        problem,
-        query=problem.query.index_select(1, index),
-        key=key.index_select(1, index // problem.group),
-        value=value.index_select(1, index // problem.group),
-        key_log_weight=None if bias is None else bias.index_select(1, index),
-        leading=(problem.batch, len(index)),
-        kept=None,
-    )
+        problem, query=query.index_select(1, index), key=key, value=value, key_log_weight=bias,
+        leading=(problem.batch, len(index)), kept=None,
+    )  # fmt: skip
 
 
 def gradients(problem: Problem, found: Sequence[Group], saved: SavedForward) -> Gradients:
     """Gradients of query, key, value and, if asked for, of the key log-weights."""
     if len(found) == 1:
-        return _gradients(problem, found[0], saved)
+        kind, plan = found[0].kind, found[0].plan
+        run_backward = backward if kind is None else evaluator(kind).gradients
+        return run_backward(problem, plan, saved)
     shape, sizes = (problem.batch, problem.heads), (problem.query, problem.key, problem.value)
     query, key, value = (x.new_zeros(*shape, *x.shape[2:], dtype=problem.dtype) for x in sizes)
     weight = query.new_zeros(*shape, problem.m) if saved.for_weights else None
     total = Gradients(query, key, value, weight)
     for group in found:
         index = cast(Tensor, group.index)
-        part = _gradients(of_heads(problem, index), group, saved.of_heads(index))
+        part = gradients(of_heads(problem, index), (group,), saved.of_heads(index))
         for name, whole in vars(total).items():
             piece = getattr(part, name)
             if whole is not None and piece is not None:
@@ -220,8 +213,3 @@ def gradients(problem: Problem, found: Sequence[Group], saved: SavedForward) -> 
 def by_key_head(x: Tensor, problem: Problem) -> Tensor:
     """Sum the gradients of keys or values over the query heads that share them."""
     return x if problem.group == 1 else x.unflatten(1, (-1, problem.group)).sum(2)
-
-
-def _gradients(problem: Problem, group: Group, saved: SavedForward) -> Gradients:
-    run_backward = backward if group.kind is None else evaluator(group.kind).gradients
-    return run_backward(problem, group.plan, saved)

@@ -74,12 +74,14 @@ def range_of(plan: HeadPlan, scale: float, sums: Tensor) -> ScoreRange:
     return ScoreRange(largest if certified else None, mean if is_measured else None, balanced)
 
 
-def with_range(plan: HeadPlan, heads: Sequence[Head]) -> HeadPlan:
-    """The plan of a head, with the range of the scores of all batch elements it was made for."""
+def with_range(plan: HeadPlan, heads: Sequence[Head], *before: ScoreRange) -> HeadPlan:
+    """The plan of a head, with the range of the scores of all batch elements it was made for, and
+    of ranges found ``before``."""
     found = [found for head in heads if (found := score_range(plan, head)) is not None]
     if not found:
         return plan
-    most = (None if None in values else max(values) for values in zip(*found, strict=True))
+    pairs = zip(*found, *before, strict=True)
+    most = (None if None in values else max(values) for values in pairs)
     return replace(plan, scores=ScoreRange(*most))
 
 
@@ -87,14 +89,11 @@ def widened(plan: HeadPlan, heads: Sequence[Head]) -> HeadPlan | None:
     """The plan of a head whose effect is measured on other data, too: the range of lists and fitted
     polynomials, which are not certified, holds the scores of both. None where those leave the
     range of a certified polynomial."""
-    found = with_range(plan, heads).scores
-    if plan.scores is None or found is None:
+    if plan.scores is None:
         return plan
-    if not isinstance(plan, (ListHead, FittedHead)):
-        return plan if leaves(plan, found) is None else None
-    pairs = zip(plan.scores, found, strict=True)
-    most = (None if one is None or two is None else max(one, two) for one, two in pairs)
-    return replace(plan, scores=ScoreRange(*most))
+    if isinstance(plan, (ListHead, FittedHead)):
+        return with_range(plan, heads, plan.scores)
+    return plan if leaves(plan, with_range(plan, heads).scores) is None else None
 
 
 def check_plan(problem: Problem, plan: Plan) -> None:
@@ -164,12 +163,9 @@ def exact_where(plan: Plan, reasons: dict[int, str]) -> Plan:
     """The plan with the heads of these numbers exact; warns with the reasons."""
     names = ", ".join(str(number) for number in sorted(reasons)[:4])
     more = f" and {len(reasons) - 4} more" if len(reasons) > 4 else ""
-    warnings.warn(
-        f"supportbasis: heads {names}{more} leave the range of their plan "
-        f"({reasons[min(reasons)]}) and run exactly; make a new plan",
-        UserWarning,
-        stacklevel=6,
-    )
+    left = f"heads {names}{more} leave the range of their plan ({reasons[min(reasons)]})"
+    text = f"supportbasis: {left} and run exactly; make a new plan"
+    warnings.warn(text, UserWarning, stacklevel=6)
     return plan.with_heads(
         ExactHead(reason=reasons[number], n=head.n, m=head.m) if number in reasons else head
         for number, head in enumerate(plan.heads)

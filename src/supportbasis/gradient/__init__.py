@@ -1,7 +1,7 @@
 """The paper's attention loss and its gradient (appendix E) by the closed form.
 
 ==================  ======================================================================
-`loss`              `attention_loss_gradient`; `loss_inputs`, `loss_result`: in and out
+`loss`              `attention_loss_gradient`; `loss_result`: what it returns
 `closed_form`       attention weights of groups of rows, exact and of low rank; the gradient
 `closed_attention`  attention with this backward pass, for layers of several heads
 ==================  ======================================================================
@@ -12,9 +12,6 @@ from .loss import attention_loss_gradient
 from .loss_result import AttentionLossGradient, GradientError, LowRankPart
 
 __all__ = [
-    "AttentionLossGradient",
-    "GradientError",
-    "LowRankPart",
-    "attention_loss_gradient",
+    "AttentionLossGradient", "GradientError", "LowRankPart", "attention_loss_gradient",
     "closed_form_attention",
-]
+]  # fmt: skip

@@ -24,7 +24,7 @@ from ..components import Component, PolynomialSum
 from ..components.cotangent import Cotangent, Gradients
 from ..engine import autograd
 from ..errors import InputError
-from ..methods import Method
+from ..methods import Exact, Method, Polynomial, SingleThreshold
 from ..methods.planning import plan_of
 from ..plans import Plan, PolynomialHead
 from ..plans.supports import RowGroup
@@ -32,21 +32,15 @@ from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.features import check_rank
 from ..problem.problem import Head, Kept
 from ..problem.validation import attention_problem
-from .loss_inputs import check_method
+
+METHODS = (Exact, Polynomial, SingleThreshold)
 
 
 def closed_form_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    method: Method | None = None,
-    plan: Plan | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
+    method: Method | None = None, plan: Plan | None = None,
+) -> Tensor:  # fmt: skip
     """`sb.attention` with the backward pass of the closed form.
 
     Its gradients approximate those of exact attention; they are not those of the approximate
@@ -72,6 +66,13 @@ def closed_form_attention(
         if isinstance(head, PolynomialHead):
             check_rank(plan.dim, head.degree + 1)  # of the antiderivative
     return problem.restore(autograd.as_operator(problem, plan, "eager", _ClosedForm()).output)
+
+
+def check_method(method: Method | None, gradient: str = "this gradient") -> None:
+    """Raise unless the closed form knows the weights of this method."""
+    if type(method) not in METHODS:
+        names = ", ".join(f"sb.{kind.__name__}" for kind in METHODS)
+        raise InputError(f"method must be one of {names} for {gradient}, got {method!r}")
 
 
 class _ClosedForm(Kept):

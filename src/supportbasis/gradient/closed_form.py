@@ -32,15 +32,31 @@ from torch import Tensor
 
 from ..components.polynomial_sum import PolynomialSum
 from ..plans import ExactHead, HeadPlan, PolynomialHead, ThresholdHead
-from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.features import block_rows
 from ..problem.problem import Head
-from .loss_inputs import Call
 
 TILE = 2**21  # exact weights at a time
 LEAST_ROWS = 16
 
 Exact = tuple[Tensor, Tensor]  # rows and keys between which weights are exact
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Checked tensors, detached, in the dtype of all sums."""
+
+    x: Tensor  # [n, d]
+    pair: tuple[Tensor, ...]  # (W,) [d, d], or (W_Q, W_K) [d, h]; [heads, ...] of several heads
+    weight_v: Tensor  # [d, dv], or [heads, d, dv]
+    goal: Tensor  # [n, dv], or [heads, n, dv]: the target, or the gradient from above
+
+    @property
+    def query(self) -> Tensor:
+        return self.x @ self.pair[0]
+
+    @property
+    def key(self) -> Tensor:
+        return self.x @ self.pair[1] if len(self.pair) == 2 else self.x
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,27 +84,20 @@ def weights_of(
         small_rows &= head.query_maxima <= plan.threshold
         small_keys = head.key_maxima <= plan.threshold
     exact, rows = everything[~small_rows], everything[small_rows & (lse > -torch.inf)]
-    factors = polynomial_factors(head, rows, everything[small_keys], plan.polynomial, lse)
-    return [factors], [(exact, everything), (rows, everything[~small_keys])]
-
-
-def polynomial_factors(
-    head: Head, rows: Tensor, keys: Tensor, poly: CertifiedPolynomial, lse: Tensor
-) -> Factors:
-    """p(scores) e^-lse through packed features: u_i = e^(unit - lse_i) W φ(q_i), w_j = φ(k_j)."""
-    task = PolynomialSum(poly, keys).task(head, rows)
+    keys = everything[small_keys]
+    # p(scores) e^-lse through packed features: u_i = e^(unit - lse_i) W φ(q_i), w_j = φ(k_j)
+    task = PolynomialSum(plan.polynomial, keys).task(head, rows)
     share = (task.row_shift(0, len(rows)) - lse).exp().unsqueeze(1)
 
-    def features(side: str, some: Tensor) -> Tensor:
-        return task.features(task.unit(side, getattr(head, side)[some])[0])
+    def left(some: Tensor) -> Tensor:
+        unit, _ = task.unit("query", head.query[some])
+        return task.features(unit).mul_(task.weights).mul_(share[some])
 
-    return Factors(
-        rows,
-        keys,
-        task.features.count,
-        lambda some: features("query", some).mul_(task.weights).mul_(share[some]),
-        lambda some: features("key", some),
-    )
+    def right(some: Tensor) -> Tensor:
+        return task.features(task.unit("key", head.key[some])[0])
+
+    factors = Factors(rows, keys, task.features.count, left, right)
+    return [factors], [(exact, everything), (rows, everything[~small_keys])]
 
 
 def exact_tiles(
@@ -105,12 +114,10 @@ def sparse_part(head: Head, lse: Tensor, parts: list[Exact]) -> Tensor:
     """The exact weights as a sparse matrix [n, n]."""
     index, values = [], []
     for rows, keys, tile in exact_tiles(head, lse, parts):
-        index.append(torch.stack(torch.meshgrid(rows, keys, indexing="ij")).flatten(1))
+        index.append(torch.cartesian_prod(rows, keys).T)
         values.append(tile.flatten())
-    shape = (head.n, head.m)
-    return torch.sparse_coo_tensor(
-        torch.cat(index, 1), torch.cat(values), shape, check_invariants=False
-    )
+    where, shape = torch.cat(index, 1), (head.n, head.m)
+    return torch.sparse_coo_tensor(where, torch.cat(values), shape, check_invariants=False)
 
 
 def sum_columns(dim: int, inputs: bool) -> int:

@@ -5,23 +5,25 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..engine.execute import execute
 from ..errors import InputError
-from ..methods import Method
+from ..methods import Method, SingleThreshold
 from ..methods.planning import make_plan
 from ..plans import HeadPlan, Plan, PolynomialHead
 from ..polynomials.certified import true_rank
+from ..problem.checks import check_finite, check_integer
 from ..problem.problem import Problem
 from ..problem.result import Outcome
-from ..problem.validation import attention_problem
+from ..problem.rounding import compute_dtype
+from ..problem.validation import attention_problem, check_tensors
 from ..sketch import approximate_svd
-from .closed_attention import closed_form_attention
-from .closed_form import Factors, Sums, exact_tiles, sparse_part, sum_columns, weights_of
-from .loss_inputs import Call, check_settings, checked_call
+from .closed_attention import check_method, closed_form_attention
+from .closed_form import Call, Factors, Sums, exact_tiles, sparse_part, sum_columns, weights_of
 from .loss_result import AttentionLossGradient, LowRankPart
 
 EPS, SEED = 0.5, 0  # of the approximate SVD
@@ -29,18 +31,11 @@ STATE_LIMIT = 2**28  # numbers in the sums of a polynomial's features: 1 GiB of 
 
 
 def attention_loss_gradient(
-    x: Tensor,
-    weight_qk: Tensor | Sequence[Tensor],
-    weight_v: Tensor,
-    target: Tensor | None = None,
-    *,
-    scale: float | None,
-    method: Method,
-    upstream: Tensor | None = None,
-    is_causal: bool = False,
-    low_rank: int | None = None,
+    x: Tensor, weight_qk: Tensor | Sequence[Tensor], weight_v: Tensor,
+    target: Tensor | None = None, *, scale: float | None, method: Method,
+    upstream: Tensor | None = None, is_causal: bool = False, low_rank: int | None = None,
     input_gradient: bool = True,
-) -> AttentionLossGradient:
+) -> AttentionLossGradient:  # fmt: skip
     """The loss L = |D^-1 exp(scale X W Xᵀ) X Y - E|²_F and its gradients (Definitions E.1, E.2).
 
     ``x`` X is [n, d], ``weight_qk`` W [d, d] or a pair (W_Q, W_K) of [d, h] with W = W_Q W_Kᵀ,
@@ -70,13 +65,77 @@ def attention_loss_gradient(
     >>> result.weight_qk  # 2 x·cov·(1/2 - 1) for the second row, whose tokens have variance 1/4
     tensor([[-0.2500]])
     """
-    call = checked_call(x, weight_qk, weight_v, target, upstream)
-    check_settings(len(call.x), method, low_rank, input_gradient, is_causal)
+    call = _checked_call(x, weight_qk, weight_v, target, upstream)
+    check_method(method)
+    for name, flag in (("input_gradient", input_gradient), ("is_causal", is_causal)):
+        if not isinstance(flag, bool):
+            raise InputError(f"{name} must be True or False, got {flag!r}")
+    if low_rank is not None:
+        check_integer("low_rank", low_rank, 1, len(call.x))
+        if not isinstance(method, SingleThreshold):
+            part = "the exact part of sb.SingleThreshold"
+            raise InputError(f"low_rank replaces {part}; {method!r} has none")
     if upstream is None and not is_causal and call.weight_v.dim() == 2:
         return _head_gradient(call, scale, method, low_rank, input_gradient)
     if low_rank is not None:
         raise InputError(f"low_rank is {low_rank}, which is for one head with a target, not causal")
     return _layer_gradient(call, scale, method, is_causal, input_gradient, upstream is not None)
+
+
+def _checked_call(
+    x: Tensor, weight_qk: Tensor | Sequence[Tensor], weight_v: Tensor, target: Tensor | None,
+    upstream: Tensor | None,
+) -> Call:  # fmt: skip
+    """The call, or an error about a tensor."""
+    weights: dict[str, Any] = {"weight_qk": weight_qk}
+    if isinstance(weight_qk, Sequence) and len(weight_qk) == 2:
+        weights = {"weight_qk[0]": weight_qk[0], "weight_qk[1]": weight_qk[1]}
+    elif not isinstance(weight_qk, Tensor):
+        expected = "a tensor [d, d] or a pair (W_Q, W_K)"
+        raise InputError(f"weight_qk must be {expected}, got {weight_qk!r}")
+    goals = {"target": target, "upstream": upstream}
+    goals = {name: goal for name, goal in goals.items() if goal is not None}
+    if len(goals) != 1:
+        given = "both are" if goals else "neither is"
+        raise InputError(
+            f"target or upstream: {given} given; expected the target of the loss, or the gradient "
+            "of another loss by the output"
+        )
+    tensors = {"x": x, **weights, "weight_v": weight_v, **goals}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.is_nested:
+            continue  # `check_tensors` will say so
+        dims, expected = ((2,), "a matrix") if name == "x" else ((2, 3), "a matrix or [heads, ...]")
+        if tensor.dim() not in dims or not tensor.numel():
+            shape = tuple(tensor.shape)
+            raise InputError(f"{name} has shape {shape}; expected {expected}, not empty")
+    check_tensors(list(tensors.values()), list(tensors))
+    check_finite(**tensors)
+    x, *pair, weight_v, goal = (y.detach().to(compute_dtype(y.dtype)) for y in tensors.values())
+    call = Call(x, tuple(pair), weight_v, goal)
+    _check_shapes(call, *goals)
+    return call
+
+
+def _check_shapes(call: Call, name: str) -> None:
+    (n, dim), pair, weight_v = call.x.shape, call.pair, call.weight_v
+    shapes = ", ".join(str(tuple(w.shape)) for w in (*pair, weight_v))
+    if len({w.shape[:-2] for w in (*pair, weight_v)}) > 1:
+        raise InputError(
+            f"weight_qk and weight_v have shapes {shapes}, which disagree; expected all "
+            f"[{dim}, ...] for one head or all [heads, {dim}, ...]"
+        )
+    if len(pair) == 1 and pair[0].shape[-2:] != (dim, dim):
+        shape = tuple(pair[0].shape)
+        raise InputError(f"weight_qk has shape {shape}; expected [..., {dim}, {dim}]")
+    if pair[0].shape != pair[-1].shape or pair[0].shape[-2] != dim:
+        shapes = " and ".join(str(tuple(y.shape)) for y in pair)
+        raise InputError(f"weight_qk has shapes {shapes}; expected two of [..., {dim}, h]")
+    if weight_v.shape[-2] != dim:
+        raise InputError(f"weight_v has {weight_v.shape[-2]} rows; expected {dim}, the width of x")
+    expected = (*weight_v.shape[:-2], n, weight_v.shape[-1])
+    if call.goal.shape != expected:
+        raise InputError(f"{name} has shape {tuple(call.goal.shape)}; expected {expected}")
 
 
 def _head_gradient(
@@ -105,30 +164,15 @@ def _head_gradient(
             stacklevel=3,
         )
     return AttentionLossGradient(
-        loss=sums.loss.to(call.x.dtype),
-        weight_qk=weight,
-        weight_q=weight_q,
-        weight_k=weight_k,
-        weight_v=sums.weight_v,
-        x=of_x if inputs else None,
-        output=sums.output,
-        plan=plan,
-        invalid_rows=failed,
-        fallback_rows=fallback,
-        low_rank=part,
-        _call=call,
-        _head=head,
+        loss=sums.loss.to(call.x.dtype), weight_qk=weight, weight_q=weight_q, weight_k=weight_k,
+        weight_v=sums.weight_v, x=of_x if inputs else None, output=sums.output, plan=plan,
+        invalid_rows=failed, fallback_rows=fallback, low_rank=part, _call=call, _head=head,
         _rows=sums.rows,
-    )
+    )  # fmt: skip
 
 
 def _layer_gradient(
-    call: Call,
-    scale: float | None,
-    method: Method,
-    is_causal: bool,
-    input_gradient: bool,
-    from_above: bool,
+    call: Call, scale: float | None, method: Method, is_causal: bool, inputs: bool, from_above: bool
 ) -> AttentionLossGradient:
     """The same through `closed_form_attention`: one or several heads, causal or not."""
     x, weight_v, *pair = (y.requires_grad_() for y in (call.x, call.weight_v, *call.pair))
@@ -139,18 +183,14 @@ def _layer_gradient(
         plan = make_plan(problem, method)
         output = closed_form_attention(*tokens, None, is_causal, scale, plan=plan)
         loss = (output * call.goal if from_above else (output - call.goal).square()).sum()
-        leaves = [weight_v, *pair, *([x] if input_gradient else [])]
+        leaves = [weight_v, *pair, *([x] if inputs else [])]
         of_value, *found = torch.autograd.grad(loss, leaves)
+    weight_q, weight_k = found[:2] if len(pair) == 2 else (None, None)
     return AttentionLossGradient(
-        loss=None if from_above else loss.detach(),
-        weight_qk=found[0] if len(pair) == 1 else None,
-        weight_q=found[0] if len(pair) == 2 else None,
-        weight_k=found[1] if len(pair) == 2 else None,
-        weight_v=of_value,
-        x=found[-1] if input_gradient else None,
-        output=output.detach(),
-        plan=plan,
-    )
+        loss=None if from_above else loss.detach(), weight_qk=found[0] if len(pair) == 1 else None,
+        weight_q=weight_q, weight_k=weight_k, weight_v=of_value, x=found[-1] if inputs else None,
+        output=output.detach(), plan=plan,
+    )  # fmt: skip
 
 
 def _sum_up(

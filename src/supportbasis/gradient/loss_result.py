@@ -12,8 +12,7 @@ from ..accuracy.sampling import RowSample
 from ..errors import InputError
 from ..plans import Plan
 from ..problem.problem import Head
-from .closed_form import row_gradients
-from .loss_inputs import Call
+from .closed_form import Call, row_gradients
 
 
 @dataclass(frozen=True)
@@ -21,8 +20,7 @@ class LowRankPart:
     """The exact part B of the weights, and the rank-k matrix that replaced it.
 
     ``residual`` is |B - L D Wᵀ|_F / |B|_F: at least Δ_k/|B|_F, and below 1 + eps times that with
-    the probability of `sb.sketch.approximate_svd`. 0 where there is no exact part.
-    """
+    the probability of `sb.sketch.approximate_svd`. 0 where there is no exact part."""
 
     rank: int
     non_zeros: int
@@ -37,8 +35,7 @@ class GradientError:
     """Relative Frobenius errors on sampled rows, and upper limits for all rows.
 
     ``output`` is the error of Â X Y. ``rows`` is that of (Â∘𝒬 - diag(r) Â) X, one vector a row,
-    whose products with the tokens add up to ∂L/∂W.
-    """
+    whose products with the tokens add up to ∂L/∂W."""
 
     output: float
     output_limit: float

@@ -52,8 +52,7 @@ class Head:
     """One (batch, head) pair: rows of ``query`` attend to rows of ``key``.
 
     A pair (i, j) has weight ``exp(scale * <q_i, k_j> + key_log_weight_j)``, and zero when
-    ``is_causal`` and ``j > i``. A padded key has log-weight ``-inf``.
-    """
+    ``is_causal`` and ``j > i``. A padded key has log-weight ``-inf``."""
 
     query: Tensor  # [n, d]
     key: Tensor  # [m, d]
@@ -225,12 +224,11 @@ class Problem:
         if at not in self._heads:
             factors = (self.key_log_weight, self.query_log_weight, self.mask)
             weight, row_weight, mask = (None if x is None else x[at] for x in factors)
-            tokens = (self.query[at], self.key[key_at], self.value[key_at], weight, row_weight)
-            settings = (self.scale, self.is_causal, self.normalise)
-            together = self.batch * self.heads
             self._heads[at] = Head(
-                *tokens, *settings, mask, is_reused=self.is_reused, together=together
-            )
+                self.query[at], self.key[key_at], self.value[key_at], weight, row_weight,
+                self.scale, self.is_causal, self.normalise, mask, is_reused=self.is_reused,
+                together=self.batch * self.heads,
+            )  # fmt: skip
         return self._heads[at]
 
     def each_head(self) -> Iterator[tuple[int, int, Head]]:

@@ -19,29 +19,18 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def attention_problem(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    *,
-    finite: bool = True,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, enable_gqa: bool, *, finite: bool = True,
     names: tuple[str, str, str] = ("query", "key", "value"),
-) -> Problem:
+) -> Problem:  # fmt: skip
     """Check every argument of a call in SDPA's form and flatten it to [batch, heads, ...]."""
-    value_given = value if value is not None else key
-    given = (query, key, value_given)
+    given = (query, key, value)
     check_tensors(given, names)
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             raise InputError(f"{name} must be True or False, got {flag!r}")
     leading, key_leading = _leading_dims(given, names, enable_gqa)
     n, m, dim = query.shape[-2], key.shape[-2], query.shape[-1]
-    if finite and isinstance(attn_mask, Tensor):
-        check_visible("attn_mask", attn_mask)
     weight, mask = _split_mask(attn_mask, query, (*leading, n, m), finite)
     if finite:
         check_finite(**dict(zip(names, given, strict=True)))
@@ -55,19 +44,18 @@ def attention_problem(
         # a kernel would take it for zero, and zero times a masked score is no number
         unit = 2.0 ** (math.frexp(scale)[1] + 60)
         query, scale = query * unit, scale / unit
-    tokens = (_four(query, leading), _four(key, key_leading), _four(value_given, key_leading))
-    dropout_p = _check_dropout(dropout_p)
+    tokens = (_four(query, leading), _four(key, key_leading), _four(value, key_leading))
+    if not isinstance(dropout_p, Real) or not 0.0 <= dropout_p < 1.0:
+        raise InputError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
     return Problem(
-        *tokens, weight, None, mask, dropout_p, is_causal, scale, True, leading,
+        *tokens, weight, None, mask, float(dropout_p), is_causal, scale, True, leading,
         is_flipped=is_flipped,
     )  # fmt: skip
 
 
-def kernel_problem(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, *, finite: bool = True
-) -> Problem:
+def kernel_problem(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Problem:
     """The same for an unnormalised kernel sum: no mask, no dropout, not causal."""
-    problem = attention_problem(query, key, value, None, 0.0, False, scale, False, finite=finite)
+    problem = attention_problem(query, key, value, None, 0.0, False, scale, False)
     return replace(problem, normalise=False)
 
 
@@ -146,12 +134,6 @@ def _four(tensor: Tensor, leading: Sequence[int]) -> Tensor:
     return whole.reshape(math.prod(leading[:-1]), *(leading[-1:] or (1,)), *tensor.shape[-2:])
 
 
-def _check_dropout(dropout_p: float) -> float:
-    if not isinstance(dropout_p, Real) or not 0.0 <= dropout_p < 1.0:
-        raise InputError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
-    return float(dropout_p)
-
-
 def _check_scale(scale: float | None, dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(dim)
@@ -165,13 +147,14 @@ def _split_mask(
 ) -> tuple[Tensor | None, Tensor | None]:
     """A mask as key log-weights [batch, heads, m] if it is a key mask, else as it came.
 
-    A mask is a key mask when its query dim has size 1, or is an expanded view of such a mask.
-    """
+    A mask is a key mask when its query dim has size 1, or is an expanded view of such a mask."""
     if mask is None:
         return None, None
     if not isinstance(mask, Tensor):
         raise InputError(f"attn_mask must be a torch.Tensor or None, got {type(mask).__name__}")
     check_dense("attn_mask", mask)
+    if finite:
+        check_visible("attn_mask", mask)
     if mask.device != query.device:
         raise InputError(f"attn_mask is on {mask.device} but query is on {query.device}")
     if mask.dtype != torch.bool and mask.dtype not in DTYPES:
@@ -215,7 +198,7 @@ def density_problem(
     """A density as a kernel sum, and the log of what to divide that by: with x, y centred and
     divided by h, exp(-|x-y|^2/2) = exp(<x,y>) exp(-|x|^2/2) exp(-|y|^2/2)."""
     names = ("points", "data", "data")
-    check = attention_problem(points, data, None, None, 0.0, False, 1.0, False, names=names)
+    given = attention_problem(points, data, data, None, 0.0, False, 1.0, False, names=names)
     if not data.shape[-2]:
         raise InputError("data has no points; expected at least one")
     width = _check_bandwidth(bandwidth, points)
@@ -225,13 +208,15 @@ def density_problem(
     row_weight, log_weight = (-x.square().sum(-1) / 2 for x in (query, key))
     weight = data64.new_ones(()) if weights is None else _check_weights(weights, data)
     log_weight = log_weight + weight.log()
-    total = weight.expand(data.shape[:-1]).sum(-1).expand(check.leading)
+    total = weight.expand(data.shape[:-1]).sum(-1).expand(given.leading)
     dtype = _density_dtype(points.dtype, query, key)
-    query, key = query.to(dtype), key.to(dtype)
-    problem = kernel_problem(query, key, query.new_ones(*key.shape[:-1], 1), 1.0, finite=False)
-    log_weights = (_four(x.unsqueeze(-1), problem.leading) for x in (log_weight, row_weight))
-    key_weight, query_weight = (x.squeeze(-1) for x in log_weights)
-    problem = replace(problem, key_log_weight=key_weight, query_log_weight=query_weight)
+    tokens = (query.to(dtype), key.to(dtype), key.new_ones(*key.shape[:-1], 1, dtype=dtype))
+    parts = (*tokens, log_weight.unsqueeze(-1), row_weight.unsqueeze(-1))
+    query, key, value, keys, rows = (_four(x, given.leading) for x in parts)
+    problem = replace(
+        given, query=query, key=key, value=value, key_log_weight=keys.squeeze(-1),
+        query_log_weight=rows.squeeze(-1), normalise=False,
+    )  # fmt: skip
     volume = (width.log() + math.log(2 * math.pi) / 2).expand(points.shape[-1]).sum()
     return problem, total.log() + volume
 
