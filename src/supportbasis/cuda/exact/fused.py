@@ -39,9 +39,7 @@ def gradients(
     problem: Problem, output: Tensor, lse: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Gradients of query, key and value in their dtype; None where no kernel takes the call."""
-    made: tuple[Tensor, Tensor, Tensor] | None
-    made = _first("differentiate", problem, output, lse, grad.to(problem.query.dtype))
-    return made
+    return _first("differentiate", problem, output, lse, grad.to(problem.query.dtype))
 
 
 def kernels_for(problem: Problem) -> list[Kernel]:
@@ -102,12 +100,10 @@ def _cudnn_gradients(
     problem: Problem, output: Tensor, lse: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed = lse.new_empty((), dtype=torch.int64)  # of dropout, which there is none of
-    made: tuple[Tensor, Tensor, Tensor]
-    made = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
         grad, problem.query, problem.key, problem.value, output, lse.unsqueeze(-1), seed, seed,
         None, None, None, problem.n, problem.m, 0.0, problem.is_causal, scale=problem.scale,
     )  # fmt: skip
-    return made
 
 
 def _flash(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -122,12 +118,10 @@ def _flash_gradients(
     problem: Problem, output: Tensor, lse: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed, unused = (lse.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ()))
-    made: tuple[Tensor, Tensor, Tensor]
-    made = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
         grad, problem.query, problem.key, problem.value, output, lse, None, None,
         problem.n, problem.m, 0.0, problem.is_causal, seed, unused, scale=problem.scale,
     )  # fmt: skip
-    return made
 
 
 CUDNN = Kernel("cudnn", torch.backends.cuda.can_use_cudnn_attention, _cudnn, _cudnn_gradients)
