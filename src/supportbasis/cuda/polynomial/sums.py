@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ...components.cotangent import Gradients, SavedForward
-from ..exact.rectangle import rows_of
+from ...problem.problem import in_rows
 from ..exact.rectangle_kernels import row_slopes
 from ..runtime.language import cdiv, power_of_two
 from . import contract, folded, moments
@@ -84,7 +84,7 @@ def prepared(
 
     ``summed``: it is to be summed over; ``read``: its rows read sums of the other side.
     """
-    side = Side(rows_of(tokens), rows_of(values), weight, slope)
+    side = Side(in_rows(tokens), in_rows(values), weight, slope)
     if setting.degree == 1 and weight is None:
         return side
     x, v, padded = side.tokens, side.values, side.padded
@@ -273,7 +273,7 @@ def polynomial_gradients(
     query, key, value, grad, output = (operands(x, causal) for x in tokens)
     setting, lse, grad_lse = Setting(query, value, polynomials), saved.lse, saved.grad_lse
     batch, heads, n = lse.shape
-    grad, output = rows_of(grad), output.contiguous()
+    grad, output = in_rows(grad), output.contiguous()
     g = torch.empty(batch, heads, n, setting.value_dim, dtype=setting.dtype, device=grad.device)
     h = torch.empty_like(lse)
     row_slopes[(cdiv(n, 64), batch * heads)](
