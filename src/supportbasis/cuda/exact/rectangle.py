@@ -154,14 +154,18 @@ def exact_rows(
         )  # fmt: skip
 
 
-def slopes(grad: Tensor, grad_lse: Tensor | None, output: Tensor) -> Tensor:
+def slopes(
+    grad: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor | None = None,
+    unit: Tensor | None = None, scaled: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """grad_lse - <grad, output> of every row, [batch, heads, n]: the part of its score gradients
-    that does not depend on the key."""
+    that does not depend on the key. With ``scaled`` it is over the row's denominator in units of
+    exp(unit), as is ``grad``, which is written there."""
     batch, heads, n, dv = output.shape
     grad, slope = in_rows(grad), output.new_empty((batch, heads, n), dtype=torch.float32)
     kernels.row_slopes[(cdiv(n, 64), batch * heads)](
         grad, output.contiguous(), None if grad_lse is None else grad_lse.contiguous(), slope,
-        None, None, None, heads, n, dv, *grad.stride()[:3], power_of_two(dv), 64,
+        lse, unit, scaled, heads, n, dv, *grad.stride()[:3], power_of_two(dv), 64,
     )  # fmt: skip
     return slope
 
