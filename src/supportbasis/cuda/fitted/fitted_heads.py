@@ -31,8 +31,8 @@ from ...plans import FittedHead, HeadPlan, Plan
 from ...polynomials.fitting import FittedKernel
 from ...problem.problem import Problem
 from ...problem.result import FAILED_SHARE
-from ..exact.exact_heads import finished, precision
-from ..exact.rectangle import Rectangle, Tokens, Totals, add_gradients, exact_rows, slopes
+from ..exact.exact_heads import finished, precision, whole
+from ..exact.rectangle import Rectangle, Totals, add_gradients, exact_rows, slopes
 from ..runtime.capacity import Capacity, Sizes, all_unless, enough, marked
 from ..runtime.replay import replayed
 from . import fitted_sums
@@ -79,44 +79,39 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
     return finished(total, problem, saved.for_weights)
 
 
-class _Constants(NamedTuple):
-    """What the work of a call depends on beside tensors."""
-
-    kernels: tuple[FittedKernel, ...]
-    first: int  # rows at the start of a head that are exact
-    scale: float
-    precision: str
-
-
 def _replayed(
     problem: Problem, plan: Plan, work: Callable[..., tuple[Tensor, ...]], *saved: Tensor
 ) -> tuple[Tensor, ...]:
-    """The results of ``work(constants, sizes, guarded, *saved, *tokens, *transforms, log-weights)``
-    (`Capacity.run`), by a CUDA graph; in the backward pass with what the forward pass ``saved``."""
+    """The results of ``work(problem, plan, sizes, guarded, *saved, *tokens, *transforms,
+    log-weights)`` (`Capacity.run`), by a CUDA graph, whose key has all that work takes beside
+    tensors; in the backward pass with what the forward pass ``saved``."""
     capacity = Capacity.of(plan, problem)  # may raise: before anything is copied
-    kernels = tuple(_fitted(head).fitted for head in plan.heads) * problem.batch
-    first = min(_fitted(plan.heads[0]).exact_rows, problem.n)
-    constants = _Constants(kernels, first, problem.scale, precision())
     weight = () if problem.key_log_weight is None else (problem.key_log_weight.float(),)
     tokens = (problem.query, problem.key, problem.value)
     given = (*saved, *tokens, *Transforms.of(problem, plan), *weight)
+    key = (work, family(plan.heads[0]), _kernels(problem, plan), problem.scale, precision())
 
     def run(sizes: Sizes, guarded: bool) -> tuple[tuple[Tensor, ...], Tensor]:
-        function, key = partial(work, constants, sizes, guarded), (work, constants, sizes)
-        *results, needed = replayed(key, function, *given) if guarded else function(*given)
+        function = partial(work, problem, plan, sizes, guarded)
+        *results, needed = (
+            replayed((*key, sizes), function, *given) if guarded else function(*given)
+        )
         return tuple(results), needed
 
     return capacity.run_backward(run) if saved else capacity.run(run)
 
 
+def _kernels(problem: Problem, plan: Plan) -> tuple[FittedKernel, ...]:
+    return tuple(_fitted(head).fitted for head in plan.heads) * problem.batch
+
+
 def _outcome(
-    call: _Constants, sizes: Sizes, guarded: bool, *given: Tensor
+    problem: Problem, plan: Plan, sizes: Sizes, guarded: bool, *given: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, lse, which rows failed, and three counts of the worst head: far keys and exact rows,
     whose capacity is ``sizes``, and failed rows. Does not synchronise with the host."""
-    built = _Built.of(call, *given)
-    query, value = built.whole.query, built.whole.value
-    sums = [fitted_sums.sums(kernel, built.near(i)) for i, kernel in enumerate(call.kernels)]
+    built, kernels = _Built.of(problem, plan, *given), _kernels(problem, plan)
+    sums = [fitted_sums.sums(kernel, built.near(i)) for i, kernel in enumerate(kernels)]
     total, unit = (torch.stack(x) for x in zip(*sums, strict=True))
     unit = unit + built.balanced.shift
     if sizes[0]:
@@ -130,8 +125,8 @@ def _outcome(
     least = _least(built.balanced) + built.balanced.shift + math.log(FITTED_SHARE)
     failed = ~((lse >= least) & (lse < math.inf)) & ~built.exact_rows
     needed = built.needed(failed)
-    output = num.to(value.dtype).view(*query.shape[:3], -1)
-    lse = lse.view(query.shape[:3]).contiguous()
+    shape = problem.query.shape[:3]
+    output, lse = num.to(problem.value.dtype).view(*shape, -1), lse.view(shape).contiguous()
     exact_rows(built.row_rectangle(failed, sizes[1]), output, lse)
     if guarded:
         exact_rows(all_unless(enough(needed, sizes), built.whole), output, lse)
@@ -139,11 +134,13 @@ def _outcome(
     return output, lse, failed.view(lse.shape), counts
 
 
-def _gradients(call: _Constants, sizes: Sizes, guarded: bool, *given: Tensor) -> tuple[Tensor, ...]:
+def _gradients(
+    problem: Problem, plan: Plan, sizes: Sizes, guarded: bool, *given: Tensor
+) -> tuple[Tensor, ...]:
     """Gradients of query, key, value and log-weights, one for each head of the queries, and the
     needed capacity."""
     (output, lse, fallback, grad, grad_lse), given = given[:5], given[5:]
-    built, failed = _Built.of(call, *given), fallback.flatten(0, 1)
+    built, failed = _Built.of(problem, plan, *given), fallback.flatten(0, 1)
     needed = built.needed(failed)
     fits, slope = enough(needed, sizes), slopes(grad, grad_lse, output)
     known = torch.where(fits, lse, math.inf)
@@ -154,7 +151,7 @@ def _gradients(call: _Constants, sizes: Sizes, guarded: bool, *given: Tensor) ->
     log_factor = torch.where(real, built.balanced.shift - near.flatten(0, 1), -math.inf)
     parts = [
         fitted_sums.gradients(kernel, built.near(i, failed), both[i], log_factor[i])
-        for i, kernel in enumerate(call.kernels)
+        for i, kernel in enumerate(_kernels(problem, plan))
     ]
     # the scores of all near keys contain the rows' shifts: those of all keys, whose gradients sum
     # to that of lse, less far keys
@@ -189,21 +186,20 @@ class _Built(NamedTuple):
     whole: Rectangle  # all rows and keys
 
     @staticmethod
-    def of(call: _Constants, query: Tensor, key: Tensor, value: Tensor, *given: Tensor) -> _Built:
+    def of(
+        problem: Problem, plan: Plan, query: Tensor, key: Tensor, value: Tensor, *given: Tensor
+    ) -> _Built:
         """Transform all heads, and find the tokens beyond the radii of their polynomials."""
         count = len(Transforms._fields)
         transforms, weight = Transforms(*given[:count]), given[count] if given[count:] else None
         balanced = Balanced.of(query, key, value, transforms, weight)
-        key_radius, query_radius = _radii(call.kernels, query.device)
+        key_radius, query_radius = _radii(_kernels(problem, plan), query.device)
         far_keys = torch.linalg.vector_norm(balanced.key, dim=2) > key_radius
         far_rows = torch.linalg.vector_norm(balanced.query, dim=2) > query_radius
-        far_rows |= torch.arange(query.shape[2], device=query.device) < call.first
-        whole = Rectangle(
-            query, key, value, Tokens(query.shape[2]), Tokens(key.shape[2]), call.scale, False,
-            weight, precision=call.precision,
-        )  # fmt: skip
+        far_rows |= torch.arange(problem.n, device=query.device) < _fitted(plan.heads[0]).exact_rows
         far_keys &= balanced.log_weight > -math.inf
-        return _Built(transforms, balanced, far_keys, far_rows, whole)
+        problem = replace(problem, query=query, key=key, value=value, key_log_weight=weight)
+        return _Built(transforms, balanced, far_keys, far_rows, whole(problem))
 
     def near(self, head: int, failed: Tensor | None = None) -> Near:
         """The tokens of one head that are not exact; ``failed`` rows [heads, n] are exact."""

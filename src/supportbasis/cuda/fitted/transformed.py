@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -40,21 +40,15 @@ class Transforms(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _stack(transforms: Sequence[Transform], scale: float, device: torch.device) -> Transforms:
-    root = math.sqrt(scale)
-
-    def stacked(part: Callable[[Transform], Tensor]) -> Tensor:
-        return torch.stack([part(each).cpu() for each in transforms]).float().to(device)
-
-    return Transforms(
-        stacked(lambda each: each.query_map * root),
-        stacked(lambda each: -(each.query_centre @ each.query_map).unsqueeze(0) * root),
-        stacked(lambda each: each.key_centre.unsqueeze(1) * scale),
-        torch.zeros(len(transforms), device=device),
-        stacked(lambda each: each.key_map * root),
-        stacked(lambda each: -(each.key_centre @ each.key_map).unsqueeze(0) * root),
-        stacked(lambda each: each.query_centre.unsqueeze(1) * scale),
-        stacked(lambda each: -(each.key_centre @ each.query_centre).view(1, 1) * scale),
+    root, zero = math.sqrt(scale), torch.zeros(len(transforms))
+    query_map, key_map, query_centre, key_centre = (
+        torch.stack([getattr(each, name).cpu() for each in transforms])
+        for name in ("query_map", "key_map", "query_centre", "key_centre")
     )
+    a, c = query_centre.unsqueeze(1), key_centre.unsqueeze(1)
+    of_query = (query_map * root, -(a @ query_map) * root, c.mT * scale, zero)
+    of_key = (key_map * root, -(c @ key_map) * root, a.mT * scale, -(c @ a.mT) * scale)
+    return Transforms(*(x.float().contiguous().to(device) for x in (*of_query, *of_key)))
 
 
 class Balanced(NamedTuple):
