@@ -10,7 +10,7 @@ features another (P + 1).
 
 from __future__ import annotations
 
-from ..runtime.language import jit, tile_of, tl
+from ..runtime.language import jit, store_tile, tile_of, tl
 
 
 @jit
@@ -307,9 +307,7 @@ def read_out(
         total = tl.where((weight_sum > 0.0)[:, None], total / weight_sum[:, None], 0.0)
     if row_weight is not None:
         total *= scale[:, None]
-    inside = (start + near < n)[:, None] & (cols < dv)[None, :]
-    target = out + bh * n * dv + start * dv + near[:, None] * dv + cols[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=inside)
+    store_tile(out + (bh * n + start) * dv, total, near, start + near < n, cols, dv)
     if unit is not None:
         weight_sum = tl.where(weight_sum > 0.0, tl.log(weight_sum), float("-inf"))
         weight_sum += tl.load(unit + bh)

@@ -16,7 +16,7 @@ try:
 except ImportError:  # an optional package
     triton = tl = None
 
-__all__ = ["cdiv", "interpreted", "jit", "power_of_two", "tile_of", "tl"]
+__all__ = ["cdiv", "interpreted", "jit", "power_of_two", "store_tile", "tile_of", "tl"]
 
 
 def jit(function):
@@ -32,6 +32,13 @@ def tile_of(x, row, here, columns, stride, width):
         mask=here[:, None] & (columns < width)[None, :],
         other=0.0,
     )
+
+
+@jit
+def store_tile(x, tile, row, here, columns, width):
+    """Write rows of a contiguous matrix, in its dtype."""
+    target = x + row[:, None] * width + columns[None, :]
+    tl.store(target, tile.to(x.dtype.element_ty), mask=here[:, None] & (columns < width)[None, :])
 
 
 def interpreted() -> bool:
