@@ -98,7 +98,7 @@ def _replayed(
         )
         return tuple(results), needed
 
-    return capacity.run_backward(run) if saved else capacity.run(run)
+    return capacity.run(run, backward=bool(saved))
 
 
 def _kernels(problem: Problem, plan: Plan) -> tuple[FittedKernel, ...]:

@@ -188,8 +188,7 @@ def _with_split(
         split, needed = _split(problem, plan, sizes, guarded)
         return work(split), needed
 
-    capacity = Capacity.of(plan, problem)
-    return capacity.run_backward(run) if backward else capacity.run(run)
+    return Capacity.of(plan, problem).run(run, backward)
 
 
 def _split(problem: Problem, plan: Plan, sizes: Sizes, guarded: bool) -> tuple[Split, Tensor]:
