@@ -1,7 +1,7 @@
 """The second evaluator: the same components, all heads at once, on a CUDA device.
 
 ==============  ==========================================================================
-`runtime`       CUDA graph capture, preallocated capacity, reports at the next call
+`runtime`       preallocated capacity, CUDA graph replay, and what is reported at the next call
 `exact`         exact heads by PyTorch's fused kernels, and rectangles of exact pairs
 `polynomial`    polynomials and single thresholds
 `lists`         sorting, tilted keys, selection, attention over lists

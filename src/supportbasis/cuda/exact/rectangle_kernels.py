@@ -74,9 +74,8 @@ def attend(
         end = tl.where(tl.program_id(0) * BM < tl.load(row_count + bh), end, 0)
     for start in range(split * span, tl.minimum((split + 1) * span, end), BN):
         key, here = tokens_at(keys, key_count, bh, start + tl.arange(0, BN), most_keys, m)
-        score = tl.dot(
-            query, tl.trans(tile_of(k, key, here, dims, k_n, d)), input_precision=PRECISION
-        )
+        key_tile = tile_of(k, key, here, dims, k_n, d)
+        score = tl.dot(query, tl.trans(key_tile), input_precision=PRECISION)
         score = score * scale + bias_of(log_weight, key, here, log_weight is not None)[None, :]
         if CAUSAL:
             score = tl.where(key[None, :] <= row[:, None], score, float("-inf"))
@@ -262,9 +261,8 @@ def key_gradient(
         if CAUSAL:
             score = tl.where(key[:, None] <= row[None, :], score, float("-inf"))
         weight = tl.exp2(score)
-        to_value = tl.dot(
-            weight.to(direction.dtype), direction, to_value, input_precision=PRECISION
-        )
+        part = weight.to(direction.dtype)
+        to_value = tl.dot(part, direction, to_value, input_precision=PRECISION)
         step = tl.dot(value, tl.trans(direction), input_precision=PRECISION) + change[None, :]
         step = step * weight
         to_weight += tl.sum(step, 1)

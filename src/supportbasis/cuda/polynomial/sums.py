@@ -63,10 +63,6 @@ class Side:
     weighted: Tensor | None = None  # values times weights
 
     @property
-    def heads(self) -> int:
-        return self.tokens.shape[1]
-
-    @property
     def padded(self) -> int:
         return cdiv(self.tokens.shape[2], PAD) * PAD
 
@@ -187,11 +183,10 @@ def read(
 
 def pair_sizes(rows: Side, other: Side, setting: Setting) -> tuple[int, ...]:
     """What kernels take whose rows read the sums of another side."""
-    n, d = rows.tokens.shape[2:]
+    (heads, n, d), (other_heads, m) = rows.tokens.shape[1:], other.tokens.shape[1:3]
     return (
-        rows.heads, n, rows.padded, d, setting.value_dim, setting.pairs, setting.blocks,
-        setting.chunk, cdiv(rows.heads, other.heads), other.heads, other.tokens.shape[2],
-        cdiv(other.heads, rows.heads),
+        heads, n, rows.padded, d, setting.value_dim, setting.pairs, setting.blocks, setting.chunk,
+        cdiv(heads, other_heads), other_heads, m, cdiv(other_heads, heads),
     )  # fmt: skip
 
 

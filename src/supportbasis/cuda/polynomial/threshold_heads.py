@@ -1,7 +1,7 @@
 """Polynomials and single thresholds on the device, all heads at once.
 
 Large keys have weight zero in the feature sums, so no small token is gathered. Rows then go on from
-these sums with the large keys, exactly (`kernels.rectangle`), and there is one division; rows that
+these sums with the large keys, exactly (`exact.rectangle`), and there is one division; rows that
 are large are written once more, exactly, over all keys. Which tokens are large is found at every
 call, with preallocated capacity for them (`runtime.capacity`), without synchronising with the host.
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -67,7 +66,7 @@ class Split:
 
 
 def forward(problem: Problem, plan: Plan) -> Forward:
-    return (*_with_split(problem, plan, partial(_attended, problem, plan)), None)
+    return (*_with_split(problem, plan, _attended), None)
 
 
 def _attended(problem: Problem, plan: Plan, split: Split | None) -> tuple[Tensor, Tensor]:
@@ -89,12 +88,11 @@ def _attended(problem: Problem, plan: Plan, split: Split | None) -> tuple[Tensor
 
 
 def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
-    work = partial(_pulled_back, problem, plan, saved)
-    return _with_split(problem, plan, work, backward=True)
+    return _with_split(problem, plan, _pulled_back, saved)
 
 
 def _pulled_back(
-    problem: Problem, plan: Plan, saved: SavedForward, split: Split | None
+    problem: Problem, plan: Plan, split: Split | None, saved: SavedForward
 ) -> Gradients:
     """Gradients through sums and rectangles, or through all rows exactly where the capacity was
     exceeded."""
@@ -178,17 +176,18 @@ class _Sums(NamedTuple):
 
 
 def _with_split(
-    problem: Problem, plan: Plan, work: Callable[[Split | None], Result], backward: bool = False
+    problem: Problem, plan: Plan, work: Callable[..., Result], *saved: SavedForward
 ) -> Result:
-    """``work(split)`` at the thresholds of a plan, or ``work(None)`` if it has none."""
+    """``work(problem, plan, split, *saved)``, split at the thresholds of a plan, or None if it has
+    none; in the backward pass with what the forward pass ``saved``."""
     if not any(isinstance(head, ThresholdHead) for head in plan.heads):
-        return work(None)
+        return work(problem, plan, None, *saved)
 
     def run(sizes: Sizes, guarded: bool) -> tuple[Result, Tensor]:
         split, needed = _split(problem, plan, sizes, guarded)
-        return work(split), needed
+        return work(problem, plan, split, *saved), needed
 
-    return Capacity.of(plan, problem).run(run, backward)
+    return Capacity.of(plan, problem).run(run, backward=bool(saved))
 
 
 def _split(problem: Problem, plan: Plan, sizes: Sizes, guarded: bool) -> tuple[Split, Tensor]:
