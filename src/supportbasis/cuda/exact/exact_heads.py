@@ -43,10 +43,7 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
 
 def whole(problem: Problem) -> Rectangle:
     """All rows and all keys."""
-    return Rectangle(
-        problem.query, problem.key, problem.value, Tokens(problem.n), Tokens(problem.m),
-        problem.scale, problem.is_causal, problem.key_log_weight, precision=precision(),
-    )  # fmt: skip
+    return Rectangle(problem, Tokens(problem.n), Tokens(problem.m), precision())
 
 
 def precision() -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...problem.problem import in_rows
+from ...problem.problem import Problem, in_rows
 from ..runtime.language import cdiv, interpreted, power_of_two
 from . import rectangle_kernels as kernels
 
@@ -85,46 +85,42 @@ def splits_of(blocks: int, length: int, tile: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Rectangle:
-    """Tokens, rows and keys among them, and how scores become weights: scale, causal mask,
-    log-weights."""
+    """Some rows and keys of a problem."""
 
-    query: Tensor  # [batch, heads, n, d]
-    key: Tensor  # [batch, key heads, m, d]
-    value: Tensor  # [batch, key heads, m, dv]
+    problem: Problem
     rows: Tokens
     keys: Tokens
-    scale: float
-    causal: bool = False
-    log_weight: Tensor | None = None  # [batch, heads of the queries, m] float32
-    precision: str = "tf32x3"  # of float32 products
+    precision: str  # of float32 products
 
     @property
     def heads(self) -> int:
         """Of the queries, of all batches."""
-        return self.query.shape[0] * self.query.shape[1]
+        return self.problem.batch * self.problem.heads
 
     @property
     def full(self) -> bool:
-        return self.query.dtype == torch.float32 or interpreted()
+        return self.problem.query.dtype == torch.float32 or interpreted()
 
     def tile(self, shapes: Shapes) -> Tile:
-        return Tile.of(shapes, max(self.query.shape[-1], self.value.shape[-1]), self.full)
+        width = max(self.problem.query.shape[-1], self.problem.value.shape[-1])
+        return Tile.of(shapes, width, self.full)
 
     def launch(
         self, kernel: Any, tile: Tile, grid: tuple[int, int, int],
         given: tuple[Tensor | None, ...], span: int, scale: float, strides: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         """Launch a kernel with the arguments that all of them share, and those that are given."""
-        query, key, value, weight = self.query, self.key, self.value, self.log_weight
+        problem, rows, keys = self.problem, self.rows, self.keys
+        query, key, value = problem.query, problem.key, problem.value
+        weight = problem.key_log_weight
         (_, heads, n, d), (_, key_heads, m, dv) = query.shape, value.shape
-        rows, keys = self.rows, self.keys
         kernel[grid](
             query, key, value, weight, rows.index, rows.count, keys.index, keys.count, *given,
             heads, key_heads, n, m, d, dv, rows.most, keys.most, span, scale,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             *((0, 0) if weight is None else weight.stride()[:2]),
             *strides, power_of_two(d), power_of_two(dv), tile.rows, tile.keys,
-            self.causal, self.precision if self.full else None, **tile.launch,
+            problem.is_causal, self.precision if self.full else None, **tile.launch,
         )  # fmt: skip
 
 
@@ -145,7 +141,8 @@ def exact_rows(
         tops, masses = lse.new_empty(2, splits, heads, rows.most).unbind(0)
     rectangle.launch(
         kernels.attend, tile, (blocks, splits, heads),
-        (*(start or (None, None, None)), parts, tops, masses), span, rectangle.scale * LOG2E,
+        (*(start or (None, None, None)), parts, tops, masses), span,
+        rectangle.problem.scale * LOG2E,
     )  # fmt: skip
     if splits > 1:
         kernels.join_splits[(cdiv(rows.most, 16), heads)](
@@ -178,7 +175,8 @@ def add_gradients(
     rows, keys, heads = rectangle.rows, rectangle.keys, rectangle.heads
     if not rows.most or not keys.most:
         return
-    tile, grad = rectangle.tile(BACKWARD), in_rows(grad.to(rectangle.query.dtype))
+    tile, problem = rectangle.tile(BACKWARD), rectangle.problem
+    grad = in_rows(grad.to(problem.query.dtype))
     of_keys = (total.key, total.value, total.weight.unsqueeze(-1))
     for kernel, own, other, size, step, wholes in (
         (kernels.query_gradient, rows, keys, tile.rows, tile.keys, (total.query,)),
@@ -189,7 +187,7 @@ def add_gradients(
         parts = [lse.new_empty(splits, heads, own.most, whole.shape[-1]) for whole in wholes]
         rectangle.launch(
             kernel, tile, (blocks, splits, heads), (grad, lse, slope, *parts), span,
-            rectangle.scale, grad.stride()[:3],
+            problem.scale, grad.stride()[:3],
         )  # fmt: skip
         for part, whole in zip(parts, wholes, strict=True):
             n, width = whole.shape[2:]

@@ -221,8 +221,9 @@ class _Built(NamedTuple):
 
 def _sums_over(far: Rectangle) -> tuple[Tensor, Tensor]:
     """Mean values [heads, n, dv] and log-sums [heads, n] of all rows over far keys, exactly."""
-    lse = far.query.new_empty((far.heads, far.rows.most), dtype=torch.float32)
-    output = lse.new_empty(*lse.shape, far.value.shape[3])
+    problem, shape = far.problem, (far.heads, far.problem.n)
+    lse = problem.query.new_empty(shape, dtype=torch.float32)
+    output = lse.new_empty(*shape, problem.value.shape[3])
     exact_rows(far, output, lse)
     return output, lse
 
