@@ -10,6 +10,7 @@
 
 A file ``*_heads`` is what `engine.dispatch` calls: forward and gradients of a kind of head. A file
 ``*_kernels`` holds Triton kernels, the file of the same name without the ending launches them.
-Nothing here is imported before a call needs it, and Triton with it; every module can be imported
-where Triton is missing.
+No call with a plan synchronises with the host, except the first on tensors of a shape. Nothing here
+is imported before a call needs it, and Triton with it; every module can be imported where Triton is
+missing.
 """

@@ -2,8 +2,7 @@
 
 Rows and keys are sets of tokens, one for each head, or all tokens. Sums may begin with those of
 other components; the one division then covers both. Few rows are spread over the device by cutting
-the keys into splits, which are joined in a fixed order: results are the same in every run. No call
-synchronises with the host.
+the keys into splits, which are joined in a fixed order: results are the same in every run.
 """
 
 from __future__ import annotations

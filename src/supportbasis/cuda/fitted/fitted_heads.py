@@ -2,8 +2,8 @@
 
 Near rows read near keys through the feature sums of `fitted_sums`. Far keys, far rows and failed
 rows are exact, as many as fit into the preallocated capacity (`runtime.capacity`), so that the
-graph has fixed shapes and no call synchronises with the host. The number of failed rows is reported
-at the next call, which warns if there were many. Causal heads run through the component engine.
+graph has fixed shapes. The number of failed rows is reported at the next call, which warns if there
+were many. Causal heads run through the component engine.
 
 The backward pass finds far tokens again; failed rows are saved by the forward pass. Gradients of
 near rows and keys flow through the sums of their features and the balancing transforms, those of
@@ -109,7 +109,7 @@ def _outcome(
     problem: Problem, plan: Plan, sizes: Sizes, guarded: bool, *given: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, lse, which rows failed, and three counts of the worst head: far keys and exact rows,
-    whose capacity is ``sizes``, and failed rows. Does not synchronise with the host."""
+    whose capacity is ``sizes``, and failed rows."""
     built, kernels = _Built.of(problem, plan, *given), _kernels(problem, plan)
     rows = built.exact_rows
     sums = [fitted_sums.sums(kernel, built.near(i, rows)) for i, kernel in enumerate(kernels)]
@@ -193,13 +193,13 @@ class _Built(NamedTuple):
         """Transform all heads, and find the tokens beyond the radii of their polynomials."""
         count = len(Transforms._fields)
         transforms, weight = Transforms(*given[:count]), given[count] if given[count:] else None
-        balanced = Balanced.of(query, key, value, transforms, weight)
+        problem = replace(problem, query=query, key=key, value=value, key_log_weight=weight)
+        balanced = Balanced.of(problem, transforms)
         key_radius, query_radius = _radii(_kernels(problem, plan), query.device)
         is_far = torch.linalg.vector_norm(balanced.key, dim=2) > key_radius
         is_far &= balanced.log_weight > -math.inf
         rows = torch.linalg.vector_norm(balanced.query, dim=2) > query_radius
         rows |= torch.arange(problem.n, device=query.device) < _fitted(plan.heads[0]).exact_rows
-        problem = replace(problem, query=query, key=key, value=value, key_log_weight=weight)
         return _Built(transforms, balanced, is_far, rows, whole(problem))
 
     def near(self, head: int, rows: Tensor) -> Near:

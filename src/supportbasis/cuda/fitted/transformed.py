@@ -61,23 +61,20 @@ class Balanced(NamedTuple):
     shift: Tensor  # scale <q, c>, which log-sums of transformed rows lack
 
     @staticmethod
-    def of(
-        query: Tensor, key: Tensor, value: Tensor, transforms: Transforms, given: Tensor | None
-    ) -> Balanced:
-        """Several heads may share keys; log-weights [batch, heads, m] may be ``given``."""
-        heads, group = len(transforms.zero), query.shape[1] // key.shape[1]
+    def of(problem: Problem, transforms: Transforms) -> Balanced:
+        value, group = problem.value, problem.group
         value = value.repeat_interleave(group, 1) if group > 1 else value
-        query, shift = _transformed(query.flatten(0, 1), heads, *transforms[:4])
-        key, weight = _transformed(key.flatten(0, 1), heads, *transforms[4:])
-        if given is not None:
-            weight = weight + given.flatten(0, 1).float()
+        query, shift = _transformed(problem.query.flatten(0, 1), *transforms[:4])
+        key, weight = _transformed(problem.key.flatten(0, 1), *transforms[4:])
+        if problem.key_log_weight is not None:
+            weight = weight + problem.key_log_weight.flatten(0, 1)
         return Balanced(query, key, value.flatten(0, 1), weight, shift)
 
 
-def _transformed(tokens: Tensor, heads: int, matrix: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-    """For ``tokens`` x [heads or fewer, tokens, d], which several of the ``heads`` may share, x A
-    + a and x b + c in float32; products are as good as those of float32 for any dtype of tokens."""
-    count, d = tokens.shape[1:]
+def _transformed(tokens: Tensor, matrix: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    """For ``tokens`` x [heads or fewer, tokens, d], which several heads may share, x A + a and x b
+    + c in float32; products are as good as those of float32 for any dtype of tokens."""
+    heads, (count, d) = len(matrix), tokens.shape[1:]
     out, extra = matrix.new_empty(heads, count, d), matrix.new_empty(heads, count)
     rows = 32 if tokens.dtype == torch.float32 else ROWS
     width = min(COLUMNS, power_of_two(d))

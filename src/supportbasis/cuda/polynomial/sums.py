@@ -10,7 +10,7 @@ keys and values read.
 
 Products of bfloat16 and float16 inputs have bfloat16 operands and are added in float32; those of
 float32 inputs are three TF32 products in place of one ("tf32x3"), one ("tf32"), or float32
-("ieee"). No call synchronises with the host.
+("ieee").
 """
 
 from __future__ import annotations

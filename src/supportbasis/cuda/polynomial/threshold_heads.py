@@ -3,7 +3,7 @@
 Large keys have weight zero in the feature sums, so no small token is gathered. Rows then go on from
 these sums with the large keys, exactly (`exact.rectangle`), and there is one division; rows that
 are large are written once more, exactly, over all keys. Which tokens are large is found at every
-call, with preallocated capacity for them (`runtime.capacity`), without synchronising with the host.
+call, with preallocated capacity for them (`runtime.capacity`).
 
 A polynomial runs here only if it is certified to be positive on its range: then no row can lose its
 denominator as long as scores stay within it. Beyond (a plan reused on other data), a row whose
