@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -54,8 +54,7 @@ def family(head: HeadPlan) -> object:
     return max(1, _polynomial(head).degree)
 
 
-@dataclass(frozen=True, eq=False)
-class Split:
+class Split(NamedTuple):
     """Large tokens of a call, on the device."""
 
     rows: Tokens
