@@ -19,6 +19,7 @@ from device_cases import (  # before kernels are imported
 )  # fmt: skip
 
 from supportbasis.cuda.exact import rectangle as exact  # isort: skip
+from supportbasis.problem.validation import attention_problem  # isort: skip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -73,9 +74,9 @@ def check(shape, dtype, rough, *, causal, listed_rows, listed_keys, started, wei
         factor = unit.double().exp().view(batch, heads, 1)
         extra_num, extra_den = num.double() * factor.unsqueeze(-1), den.double() * factor
         apart = (torch.rand(batch, heads, n, generator=generator) < 0.2).to(DEVICE)
-    given = exact.Rectangle(
-        q, k, v, rows, keys, scale, causal, log_weight if weighted else None, "ieee"
-    )
+    bias = log_weight.unsqueeze(2) if weighted else None
+    problem = attention_problem(q, k, v, bias, 0.0, causal, scale, heads != key_heads)
+    given = exact.Rectangle(problem, rows, keys, "ieee")
     output = torch.full((batch, heads, n, dv), 7.0, dtype=dtype, device=DEVICE)
     lse = torch.full((batch, heads, n), 7.0, device=DEVICE)
     exact.exact_rows(given, output, lse, start)

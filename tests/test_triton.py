@@ -11,8 +11,6 @@ from torch import Tensor
 from device_cases import DEVICE, UNIT, inputs, needs_triton, on_device, relative, slow_case
 from supportbasis.components.cotangent import SavedForward
 from supportbasis.cuda.polynomial import sums as polynomial
-from supportbasis.cuda.runtime.language import require
-from supportbasis.errors import SupportBasisError
 
 pytestmark = [  # NumPy's, of the interpreter
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -166,12 +164,6 @@ def test_transposed_memory():
     expected = sums(q, k, v, TAYLOR, 0.3)[0]
     assert torch.equal(sums(*apart, TAYLOR, 0.3)[0], expected)
     assert torch.equal(sums(*columns, TAYLOR, 0.3)[0], expected)
-
-
-def test_missing_triton_is_said_in_words(monkeypatch):
-    monkeypatch.setattr("supportbasis.cuda.runtime.language.triton", None)
-    with pytest.raises(SupportBasisError, match="needs Triton"):
-        require()
 
 
 class TestOnDevice:

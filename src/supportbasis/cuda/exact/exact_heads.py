@@ -43,10 +43,7 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
 
 def whole(problem: Problem) -> Rectangle:
     """All rows and all keys."""
-    return Rectangle(
-        problem.query, problem.key, problem.value, Tokens(problem.n), Tokens(problem.m),
-        problem.scale, problem.is_causal, problem.key_log_weight, precision=precision(),
-    )  # fmt: skip
+    return Rectangle(problem, Tokens(problem.n), Tokens(problem.m), precision())
 
 
 def precision() -> str:
@@ -62,12 +59,10 @@ def empty_results(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def empty_totals(problem: Problem) -> Totals:
     """Zero gradients for each head of the queries, in float32."""
-    shape, new = (problem.batch, problem.heads), problem.query.new_zeros
-    query, key, value = (
-        new((*shape, *x.shape[2:]), dtype=torch.float32)
-        for x in (problem.query, problem.key, problem.value)
-    )
-    return Totals(query, key, value, key.new_zeros(*shape, problem.m))
+    shape, tokens = (problem.batch, problem.heads), (problem.query, problem.key, problem.value)
+    sizes = (*(x.shape[2:] for x in tokens), (problem.m,))
+    new = problem.query.new_zeros
+    return Totals(*(new((*shape, *size), dtype=torch.float32) for size in sizes))
 
 
 def finished(total: Totals, problem: Problem, for_weights: bool) -> Gradients:

@@ -19,6 +19,8 @@ from ...problem.problem import Problem
 DTYPES = (torch.bfloat16, torch.float16)
 LONG = 2**17  # rows of all heads from which on cuDNN comes first: it prepares every shape anew
 
+Three = tuple[Tensor, Tensor, Tensor]  # gradients of query, key and value
+
 
 class Kernel(NamedTuple):
     """Attention and its gradients: tokens [batch, heads, tokens, d], lse [batch, heads, n]."""
@@ -26,7 +28,7 @@ class Kernel(NamedTuple):
     name: str
     can_use: Callable[[Any], bool]  # of `torch.backends.cuda.SDPAParams`
     attend: Callable[..., tuple[Tensor, Tensor]]
-    differentiate: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    differentiate: Callable[..., Three]
 
 
 def attention(problem: Problem) -> tuple[Tensor, Tensor] | None:
@@ -35,13 +37,9 @@ def attention(problem: Problem) -> tuple[Tensor, Tensor] | None:
     return None if made is None else (made[0].contiguous(), made[1].contiguous())
 
 
-def gradients(
-    problem: Problem, output: Tensor, lse: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Gradients of query, key and value in their dtype; None where no kernel takes the call."""
-    made: tuple[Tensor, Tensor, Tensor] | None
-    made = _first("differentiate", problem, output, lse, grad.to(problem.query.dtype))
-    return made
+def gradients(problem: Problem, output: Tensor, lse: Tensor, grad: Tensor) -> Three | None:
+    """Gradients in the dtype of the tokens; None where no kernel takes the call."""
+    return _first("differentiate", problem, output, lse, grad.to(problem.query.dtype))
 
 
 def kernels_for(problem: Problem) -> list[Kernel]:
@@ -98,16 +96,12 @@ def _cudnn(problem: Problem) -> tuple[Tensor, Tensor]:
     return output, lse.view(output.shape[:3])
 
 
-def _cudnn_gradients(
-    problem: Problem, output: Tensor, lse: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cudnn_gradients(problem: Problem, output: Tensor, lse: Tensor, grad: Tensor) -> Three:
     seed = lse.new_empty((), dtype=torch.int64)  # of dropout, which there is none of
-    made: tuple[Tensor, Tensor, Tensor]
-    made = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
         grad, problem.query, problem.key, problem.value, output, lse.unsqueeze(-1), seed, seed,
         None, None, None, problem.n, problem.m, 0.0, problem.is_causal, scale=problem.scale,
     )  # fmt: skip
-    return made
 
 
 def _flash(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -118,16 +112,12 @@ def _flash(problem: Problem) -> tuple[Tensor, Tensor]:
     return output, lse
 
 
-def _flash_gradients(
-    problem: Problem, output: Tensor, lse: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_gradients(problem: Problem, output: Tensor, lse: Tensor, grad: Tensor) -> Three:
     seed, unused = (lse.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ()))
-    made: tuple[Tensor, Tensor, Tensor]
-    made = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
         grad, problem.query, problem.key, problem.value, output, lse, None, None,
         problem.n, problem.m, 0.0, problem.is_causal, seed, unused, scale=problem.scale,
     )  # fmt: skip
-    return made
 
 
 CUDNN = Kernel("cudnn", torch.backends.cuda.can_use_cudnn_attention, _cudnn, _cudnn_gradients)

@@ -7,7 +7,7 @@ rows or keys instead of listed ones, no log-weights, no sums to begin with, no s
 
 from __future__ import annotations
 
-from ..runtime.language import jit, tile_of, tl
+from ..runtime.language import jit, store_tile, tile_of, tl
 
 
 @jit
@@ -60,11 +60,9 @@ def attend(
     top = tl.full((BM,), float("-inf"), dtype=tl.float32)
     mass = tl.zeros((BM,), dtype=tl.float32)
     total = tl.zeros((BM, E), dtype=tl.float32)
-    at_out = bh * n * dv + row[:, None] * dv + cols[None, :]
-    inside = live[:, None] & (cols < dv)[None, :]
     if num is not None:
         mass = tl.load(den + bh * n + row, mask=live, other=0.0)
-        total = tl.load(num + at_out, mask=inside, other=0.0)
+        total = tile_of(num, bh * n + row, live, cols, dv, dv)
         top = tl.where(mass != 0.0, tl.load(unit + bh) * 1.4426950408889634, float("-inf"))
     if keys is not None:
         end = tl.load(key_count + bh)
@@ -76,9 +74,8 @@ def attend(
         end = tl.where(tl.program_id(0) * BM < tl.load(row_count + bh), end, 0)
     for start in range(split * span, tl.minimum((split + 1) * span, end), BN):
         key, here = tokens_at(keys, key_count, bh, start + tl.arange(0, BN), most_keys, m)
-        score = tl.dot(
-            query, tl.trans(tile_of(k, key, here, dims, k_n, d)), input_precision=PRECISION
-        )
+        key_tile = tile_of(k, key, here, dims, k_n, d)
+        score = tl.dot(query, tl.trans(key_tile), input_precision=PRECISION)
         score = score * scale + bias_of(log_weight, key, here, log_weight is not None)[None, :]
         if CAUSAL:
             score = tl.where(key[None, :] <= row[:, None], score, float("-inf"))
@@ -93,7 +90,7 @@ def attend(
         top = new_top
     if masses is not None:
         target = (split.to(tl.int64) * tl.num_programs(2) + bh) * most_rows + slot
-        tl.store(out + target[:, None] * dv + cols[None, :], total, mask=inside)
+        store_tile(out, total, target, live, cols, dv)
         tl.store(lse + target, top, mask=live)
         tl.store(masses + target, mass, mask=live)
     else:
@@ -106,8 +103,7 @@ def store_quotients(out, lse, total, top, mass, at, live, cols, dv):
     real = mass > 0.0
     total = tl.where(real[:, None], total / mass[:, None], 0.0)
     size = tl.where(real, (top + tl.log2(mass)) * 0.6931471805599453, float("-inf"))
-    target = out + at[:, None] * dv + cols[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=live[:, None] & (cols < dv)[None, :])
+    store_tile(out, total, at, live, cols, dv)
     tl.store(lse + at, size, mask=live)
 
 
@@ -121,7 +117,6 @@ def join_splits(
     bh, cols = tl.program_id(1).to(tl.int64), tl.arange(0, E)
     slot = tl.program_id(0) * BM + tl.arange(0, BM)
     row, live = tokens_at(rows, row_count, bh, slot, most_rows, n)
-    inside = live[:, None] & (cols < dv)[None, :]
     top = tl.full((BM,), float("-inf"), dtype=tl.float32)
     mass = tl.zeros((BM,), dtype=tl.float32)
     total = tl.zeros((BM, E), dtype=tl.float32)
@@ -132,7 +127,7 @@ def join_splits(
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         mine, theirs = tl.exp2(top - base), tl.exp2(more - base)
         mass = mass * mine + theirs * tl.load(masses + at, mask=live, other=0.0)
-        part = tl.load(parts + at[:, None] * dv + cols[None, :], mask=inside, other=0.0)
+        part = tile_of(parts, at, live, cols, dv, dv)
         total = total * mine[:, None] + part * theirs[:, None]
         top = new_top
     store_quotients(out, lse, total, top, mass, bh * n + row, live, cols, dv)
@@ -160,9 +155,8 @@ def row_slopes(
         size = tl.load(lse + bh * n + start + near, mask=live, other=float("-inf"))
         inverse = tl.where(size > float("-inf"), tl.exp(tl.load(unit + bh) - size), 0.0)
         term *= inverse
-        direction = (direction * inverse[:, None]).to(scaled.dtype.element_ty)
-        target = scaled + (bh * n + start) * dv + near[:, None] * dv + cols[None, :]
-        tl.store(target, direction, mask=live[:, None] & (cols < dv)[None, :])
+        direction *= inverse[:, None]
+        store_tile(scaled + (bh * n + start) * dv, direction, near, live, cols, dv)
     tl.store(slope + bh * n + start + near, term, mask=live)
 
 
@@ -219,8 +213,7 @@ def query_gradient(
         step = step * tl.exp2(score)
         total = tl.dot(step.to(key_tile.dtype), key_tile, total, input_precision=PRECISION)
     target = (split.to(tl.int64) * tl.num_programs(2) + bh) * most_rows + slot
-    inside = live[:, None] & (dims < d)[None, :]
-    tl.store(out + target[:, None] * d + dims[None, :], total * scale, mask=inside)
+    store_tile(out, total * scale, target, live, dims, d)
 
 
 @jit
@@ -268,22 +261,15 @@ def key_gradient(
         if CAUSAL:
             score = tl.where(key[:, None] <= row[None, :], score, float("-inf"))
         weight = tl.exp2(score)
-        to_value = tl.dot(
-            weight.to(direction.dtype), direction, to_value, input_precision=PRECISION
-        )
+        part = weight.to(direction.dtype)
+        to_value = tl.dot(part, direction, to_value, input_precision=PRECISION)
         step = tl.dot(value, tl.trans(direction), input_precision=PRECISION) + change[None, :]
         step = step * weight
         to_weight += tl.sum(step, 1)
         to_key = tl.dot(step.to(query.dtype), query, to_key, input_precision=PRECISION)
     target = (split.to(tl.int64) * tl.num_programs(2) + bh) * most_keys + slot
-    tl.store(
-        key_out + target[:, None] * d + dims[None, :], to_key * scale,
-        mask=here[:, None] & (dims < d)[None, :],
-    )  # fmt: skip
-    tl.store(
-        value_out + target[:, None] * dv + cols[None, :], to_value,
-        mask=here[:, None] & (cols < dv)[None, :],
-    )  # fmt: skip
+    store_tile(key_out, to_key * scale, target, here, dims, d)
+    store_tile(value_out, to_value, target, here, cols, dv)
     tl.store(weight_out + target, to_weight, mask=here)
 
 
@@ -297,10 +283,8 @@ def add_parts(
     bh, cols = tl.program_id(1).to(tl.int64), tl.arange(0, W)
     slot = tl.program_id(0) * BM + tl.arange(0, BM)
     token, here = tokens_at(index, count, bh, slot, most, n)
-    inside = here[:, None] & (cols < width)[None, :]
-    target = total + (bh * n + token)[:, None] * width + cols[None, :]
-    value = tl.load(target, mask=inside, other=0.0)
+    value = tile_of(total, bh * n + token, here, cols, width, width)
     for split in range(splits):
         at = (tl.cast(split, tl.int64) * tl.num_programs(1) + bh) * most + slot
-        value += tl.load(parts + at[:, None] * width + cols[None, :], mask=inside, other=0.0)
-    tl.store(target, value, mask=inside)
+        value += tile_of(parts, at, here, cols, width, width)
+    store_tile(total, value, bh * n + token, here, cols, width)

@@ -2,8 +2,8 @@
 
 Near rows read near keys through the feature sums of `fitted_sums`. Far keys, far rows and failed
 rows are exact, as many as fit into the preallocated capacity (`runtime.capacity`), so that the
-graph has fixed shapes and no call synchronises with the host. The number of failed rows is reported
-at the next call, which warns if there were many. Causal heads run through the component engine.
+graph has fixed shapes. The number of failed rows is reported at the next call, which warns if there
+were many. Causal heads run through the component engine.
 
 The backward pass finds far tokens again; failed rows are saved by the forward pass. Gradients of
 near rows and keys flow through the sums of their features and the balancing transforms, those of
@@ -31,8 +31,8 @@ from ...plans import FittedHead, HeadPlan, Plan
 from ...polynomials.fitting import FittedKernel
 from ...problem.problem import Problem
 from ...problem.result import FAILED_SHARE
-from ..exact.exact_heads import finished, precision
-from ..exact.rectangle import Rectangle, Tokens, Totals, add_gradients, exact_rows, slopes
+from ..exact.exact_heads import finished, precision, whole
+from ..exact.rectangle import Rectangle, Totals, add_gradients, exact_rows, slopes
 from ..runtime.capacity import Capacity, Sizes, all_unless, enough, marked
 from ..runtime.replay import replayed
 from . import fitted_sums
@@ -79,48 +79,44 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
     return finished(total, problem, saved.for_weights)
 
 
-class _Constants(NamedTuple):
-    """What the work of a call depends on beside tensors."""
-
-    kernels: tuple[FittedKernel, ...]
-    first: int  # rows at the start of a head that are exact
-    scale: float
-    precision: str
-
-
 def _replayed(
     problem: Problem, plan: Plan, work: Callable[..., tuple[Tensor, ...]], *saved: Tensor
 ) -> tuple[Tensor, ...]:
-    """The results of ``work(constants, sizes, guarded, *saved, *tokens, *transforms, log-weights)``
-    (`Capacity.run`), by a CUDA graph; in the backward pass with what the forward pass ``saved``."""
+    """The results of ``work(problem, plan, sizes, guarded, *saved, *tokens, *transforms,
+    log-weights)`` (`Capacity.run`), by a CUDA graph, whose key has all that work takes beside
+    tensors; in the backward pass with what the forward pass ``saved``."""
     capacity = Capacity.of(plan, problem)  # may raise: before anything is copied
-    kernels = tuple(_fitted(head).fitted for head in plan.heads) * problem.batch
-    first = min(_fitted(plan.heads[0]).exact_rows, problem.n)
-    constants = _Constants(kernels, first, problem.scale, precision())
     weight = () if problem.key_log_weight is None else (problem.key_log_weight.float(),)
     tokens = (problem.query, problem.key, problem.value)
     given = (*saved, *tokens, *Transforms.of(problem, plan), *weight)
+    key = (work, family(plan.heads[0]), _kernels(problem, plan), problem.scale, precision())
 
     def run(sizes: Sizes, guarded: bool) -> tuple[tuple[Tensor, ...], Tensor]:
-        function, key = partial(work, constants, sizes, guarded), (work, constants, sizes)
-        *results, needed = replayed(key, function, *given) if guarded else function(*given)
+        function = partial(work, problem, plan, sizes, guarded)
+        *results, needed = (
+            replayed((*key, sizes), function, *given) if guarded else function(*given)
+        )
         return tuple(results), needed
 
-    return capacity.run_backward(run) if saved else capacity.run(run)
+    return capacity.run(run, backward=bool(saved))
+
+
+def _kernels(problem: Problem, plan: Plan) -> tuple[FittedKernel, ...]:
+    return tuple(_fitted(head).fitted for head in plan.heads) * problem.batch
 
 
 def _outcome(
-    call: _Constants, sizes: Sizes, guarded: bool, *given: Tensor
+    problem: Problem, plan: Plan, sizes: Sizes, guarded: bool, *given: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, lse, which rows failed, and three counts of the worst head: far keys and exact rows,
-    whose capacity is ``sizes``, and failed rows. Does not synchronise with the host."""
-    built = _Built.of(call, *given)
-    query, value = built.whole.query, built.whole.value
-    sums = [fitted_sums.sums(kernel, built.near(i)) for i, kernel in enumerate(call.kernels)]
+    whose capacity is ``sizes``, and failed rows."""
+    built, kernels = _Built.of(problem, plan, *given), _kernels(problem, plan)
+    rows = built.exact_rows
+    sums = [fitted_sums.sums(kernel, built.near(i, rows)) for i, kernel in enumerate(kernels)]
     total, unit = (torch.stack(x) for x in zip(*sums, strict=True))
     unit = unit + built.balanced.shift
     if sizes[0]:
-        more, size = built.over_far_keys(sizes[0])
+        more, size = _sums_over(built.far_keys(sizes))
         top = torch.maximum(unit, size)
         mine, theirs = ((x - finite(top)).exp().unsqueeze(2) for x in (unit, size))
         total, unit = total * mine + with_ones(more) * theirs, top
@@ -128,39 +124,41 @@ def _outcome(
     num = torch.where(den == 0, 0.0, total[..., :-1] / den)  # zero for a row without keys
     lse = den.squeeze(2).log() + finite(unit)
     least = _least(built.balanced) + built.balanced.shift + math.log(FITTED_SHARE)
-    failed = ~((lse >= least) & (lse < math.inf)) & ~built.exact_rows
-    needed = built.needed(failed)
-    output = num.to(value.dtype).view(*query.shape[:3], -1)
-    lse = lse.view(query.shape[:3]).contiguous()
-    exact_rows(built.row_rectangle(failed, sizes[1]), output, lse)
+    failed = ~((lse >= least) & (lse < math.inf)) & ~rows
+    needed, shape = built.needed(rows | failed), problem.query.shape[:3]
+    output, lse = num.to(problem.value.dtype).view(*shape, -1), lse.view(shape).contiguous()
+    exact_rows(replace(built.whole, rows=marked(rows | failed, sizes[1])), output, lse)
     if guarded:
         exact_rows(all_unless(enough(needed, sizes), built.whole), output, lse)
     counts = torch.cat([needed, failed.sum(1).amax().view(1)])
     return output, lse, failed.view(lse.shape), counts
 
 
-def _gradients(call: _Constants, sizes: Sizes, guarded: bool, *given: Tensor) -> tuple[Tensor, ...]:
+def _gradients(
+    problem: Problem, plan: Plan, sizes: Sizes, guarded: bool, *given: Tensor
+) -> tuple[Tensor, ...]:
     """Gradients of query, key, value and log-weights, one for each head of the queries, and the
     needed capacity."""
     (output, lse, fallback, grad, grad_lse), given = given[:5], given[5:]
-    built, failed = _Built.of(call, *given), fallback.flatten(0, 1)
-    needed = built.needed(failed)
+    built = _Built.of(problem, plan, *given)
+    far, rows = built.far_keys(sizes), built.exact_rows | fallback.flatten(0, 1)
+    needed = built.needed(rows)
     fits, slope = enough(needed, sizes), slopes(grad, grad_lse, output)
     known = torch.where(fits, lse, math.inf)
-    near = torch.where((built.exact_rows | failed).view(lse.shape), math.inf, known)
+    near = torch.where(rows.view(lse.shape), math.inf, known)
     real = near.isfinite().flatten(0, 1)
     both = torch.cat([grad.float(), slope.unsqueeze(3)], 3).flatten(0, 1)
     both = torch.where(real.unsqueeze(2), both, 0.0)
     log_factor = torch.where(real, built.balanced.shift - near.flatten(0, 1), -math.inf)
     parts = [
-        fitted_sums.gradients(kernel, built.near(i, failed), both[i], log_factor[i])
-        for i, kernel in enumerate(call.kernels)
+        fitted_sums.gradients(kernel, built.near(i, rows), both[i], log_factor[i])
+        for i, kernel in enumerate(_kernels(problem, plan))
     ]
     # the scores of all near keys contain the rows' shifts: those of all keys, whose gradients sum
     # to that of lse, less far keys
     shift = torch.where(real, grad_lse.float().flatten(0, 1), 0.0)
     if sizes[0]:
-        own, size = built.over_far_keys(sizes[0])
+        own, size = _sums_over(far)
         share = (size - near.flatten(0, 1)).exp().nan_to_num(0.0)  # a row without keys has none
         along = (grad.float().flatten(0, 1) * own).sum(2)
         shift = shift - share * (along + slope.flatten(0, 1))
@@ -172,8 +170,8 @@ def _gradients(call: _Constants, sizes: Sizes, guarded: bool, *given: Tensor) ->
     key += weight.unsqueeze(2) * maps.weight_map.mT
     made = (query, key, value, weight)
     total = Totals(*(x.unflatten(0, lse.shape[:2]).contiguous() for x in made))
-    add_gradients(total, grad, slope, near, built.key_rectangle(sizes[0]))
-    add_gradients(total, grad, slope, known, built.row_rectangle(failed, sizes[1]))
+    add_gradients(total, grad, slope, near, far)
+    add_gradients(total, grad, slope, known, replace(built.whole, rows=marked(rows, sizes[1])))
     if guarded:
         add_gradients(total, grad, slope, lse, all_unless(fits, built.whole))
     return *total, needed
@@ -184,55 +182,50 @@ class _Built(NamedTuple):
 
     transforms: Transforms
     balanced: Balanced
-    far_keys: Tensor  # [heads, m]
+    is_far: Tensor  # keys [heads, m]
     exact_rows: Tensor  # [heads, n]: far rows, and the first ones
     whole: Rectangle  # all rows and keys
 
     @staticmethod
-    def of(call: _Constants, query: Tensor, key: Tensor, value: Tensor, *given: Tensor) -> _Built:
+    def of(
+        problem: Problem, plan: Plan, query: Tensor, key: Tensor, value: Tensor, *given: Tensor
+    ) -> _Built:
         """Transform all heads, and find the tokens beyond the radii of their polynomials."""
         count = len(Transforms._fields)
         transforms, weight = Transforms(*given[:count]), given[count] if given[count:] else None
-        balanced = Balanced.of(query, key, value, transforms, weight)
-        key_radius, query_radius = _radii(call.kernels, query.device)
-        far_keys = torch.linalg.vector_norm(balanced.key, dim=2) > key_radius
-        far_rows = torch.linalg.vector_norm(balanced.query, dim=2) > query_radius
-        far_rows |= torch.arange(query.shape[2], device=query.device) < call.first
-        whole = Rectangle(
-            query, key, value, Tokens(query.shape[2]), Tokens(key.shape[2]), call.scale, False,
-            weight, precision=call.precision,
-        )  # fmt: skip
-        far_keys &= balanced.log_weight > -math.inf
-        return _Built(transforms, balanced, far_keys, far_rows, whole)
+        problem = replace(problem, query=query, key=key, value=value, key_log_weight=weight)
+        balanced = Balanced.of(problem, transforms)
+        key_radius, query_radius = _radii(_kernels(problem, plan), query.device)
+        is_far = torch.linalg.vector_norm(balanced.key, dim=2) > key_radius
+        is_far &= balanced.log_weight > -math.inf
+        rows = torch.linalg.vector_norm(balanced.query, dim=2) > query_radius
+        rows |= torch.arange(problem.n, device=query.device) < _fitted(plan.heads[0]).exact_rows
+        return _Built(transforms, balanced, is_far, rows, whole(problem))
 
-    def near(self, head: int, failed: Tensor | None = None) -> Near:
-        """The tokens of one head that are not exact; ``failed`` rows [heads, n] are exact."""
-        balanced, rows = self.balanced, self.exact_rows[head]
-        rows = rows if failed is None else rows | failed[head]
-        log_weight = balanced.log_weight[head].masked_fill(self.far_keys[head], -math.inf)
+    def near(self, head: int, rows: Tensor) -> Near:
+        """The tokens of one head without far keys and without these exact ``rows`` [heads, n]."""
+        balanced = self.balanced
+        log_weight = balanced.log_weight[head].masked_fill(self.is_far[head], -math.inf)
         key = balanced.key[head].masked_fill((log_weight == -math.inf).unsqueeze(1), 0.0)
-        query = balanced.query[head].masked_fill(rows.unsqueeze(1), 0.0)
+        query = balanced.query[head].masked_fill(rows[head].unsqueeze(1), 0.0)
         return Near(query, key, balanced.value[head], log_weight)
 
-    def needed(self, failed: Tensor) -> Tensor:
-        """Far keys and exact rows of the worst head, [2]."""
-        rows = (self.exact_rows | failed).sum(1).amax()
-        return torch.stack([self.far_keys.sum(1).amax(), rows])
+    def needed(self, rows: Tensor) -> Tensor:
+        """Far keys and exact ``rows`` of the worst head, [2]."""
+        return torch.stack([flags.sum(1).amax() for flags in (self.is_far, rows)])
 
-    def row_rectangle(self, failed: Tensor, most: int) -> Rectangle:
-        """Exact rows, at most so many of a head, and all keys."""
-        return replace(self.whole, rows=marked(self.exact_rows | failed, most))
+    def far_keys(self, sizes: Sizes) -> Rectangle:
+        """All rows and as many far keys of each head as there is capacity for."""
+        return replace(self.whole, keys=marked(self.is_far, sizes[0]))
 
-    def key_rectangle(self, most: int) -> Rectangle:
-        """All rows and far keys, at most so many of a head."""
-        return replace(self.whole, keys=marked(self.far_keys, most))
 
-    def over_far_keys(self, most: int) -> tuple[Tensor, Tensor]:
-        """Mean values [heads, n, dv] and log-sums [heads, n] of all rows over far keys, exactly."""
-        shape, new = self.exact_rows.shape, self.balanced.query.new_empty
-        output, lse = new(*shape, self.whole.value.shape[3]), new(shape)
-        exact_rows(self.key_rectangle(most), output, lse)
-        return output, lse
+def _sums_over(far: Rectangle) -> tuple[Tensor, Tensor]:
+    """Mean values [heads, n, dv] and log-sums [heads, n] of all rows over far keys, exactly."""
+    problem, shape = far.problem, (far.heads, far.problem.n)
+    lse = problem.query.new_empty(shape, dtype=torch.float32)
+    output = lse.new_empty(*shape, problem.value.shape[3])
+    exact_rows(far, output, lse)
+    return output, lse
 
 
 @lru_cache(maxsize=64)

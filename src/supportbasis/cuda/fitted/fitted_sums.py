@@ -38,7 +38,8 @@ def sums(kernel: FittedKernel, near: Near) -> tuple[Tensor, Tensor]:
     query, key = features.tokens(near)
     top = near.log_weight.max()
     state = features.state(key, near, finite(top))
-    read = [features.written(query[part]).read(state) for part in features.parts(len(query))]
+    parts = features.parts(len(query))
+    read = [_read(features.written(query[part])[0], state) for part in parts]
     return torch.cat(read), top.expand(len(query))
 
 
@@ -54,15 +55,15 @@ def gradients(
     unit, to_query, to_key, read = finite(log_factor.max()), [], [], []
     of_rows = torch.zeros_like(state)
     for part in features.parts(len(query), with_gradients=True):
-        made, factor = features.written(query[part]), log_factor[part].unsqueeze(1)
-        to_query.append(made.pull_back(state, grad[part] * (factor + top).exp()))
-        of_rows += made.summed(grad[part] * (factor - unit).exp())
+        (written, buffer), factor = features.written(query[part]), log_factor[part].unsqueeze(1)
+        to_query.append(features.pull_back(buffer, state, grad[part] * (factor + top).exp()))
+        of_rows += _summed(written, grad[part] * (factor - unit).exp())
     of_rows *= features.weights
     weight = (near.log_weight + unit).exp().unsqueeze(1)
     for part in features.parts(len(key), with_gradients=True):
-        made = features.written(key[part])
-        to_key.append(made.pull_back(of_rows, value[part] * weight[part]))
-        read.append(made.read(of_rows))
+        written, buffer = features.written(key[part])
+        to_key.append(features.pull_back(buffer, of_rows, value[part] * weight[part]))
+        read.append(_read(written, of_rows))
     total = torch.cat(read) * weight
     sides = (torch.zeros_like(near.query), torch.zeros_like(near.key))
     for side, parts, scale in zip(sides, (to_query, to_key), features.units, strict=True):
@@ -110,10 +111,20 @@ class _Features(NamedTuple):
         step = max(PRODUCTS, entries // self.map.count // PRODUCTS * PRODUCTS)
         return (slice(start, start + step) for start in range(0, tokens, step))
 
-    def written(self, x: Tensor) -> _Written:
-        """Features of tokens [tokens, dim]."""
+    def written(self, x: Tensor) -> tuple[Tensor, Buffer]:
+        """Features of tokens [tokens, dim] but the constant one, [count - 1, tokens], and the
+        memory they are in."""
         buffer = self.map.buffer(1, len(x), x)
-        return _Written(self.map, buffer, self.map.write(x.unsqueeze(0), buffer)[0])
+        return self.map.write(x.unsqueeze(0), buffer)[0], buffer
+
+    def pull_back(self, buffer: Buffer, state: Tensor, columns: Tensor) -> Tensor:
+        """Gradients of the tokens, given those of `_read`, ``columns`` [tokens, width]."""
+
+        def fill(out: Tensor) -> None:
+            torch.matmul(state[1:], columns.T.unsqueeze(0), out=out)
+
+        grad = self.map.pull_back(buffer, fill, len(columns))[0].mT
+        return grad.clone(memory_format=torch.contiguous_format)  # frees those of all features
 
     def state(self, key: Tensor, near: Near, unit: Tensor) -> Tensor:
         """Sums over keys of features and values (and ones), with the keys' weights in units of
@@ -121,34 +132,19 @@ class _Features(NamedTuple):
         columns = with_ones(near.value) * (near.log_weight - unit).exp().unsqueeze(1)
         total = columns.new_zeros(self.map.count, columns.shape[1])
         for part in self.parts(len(key)):
-            total += self.written(key[part]).summed(columns[part])
+            total += _summed(self.written(key[part])[0], columns[part])
         return total.mul_(self.weights)
 
 
-class _Written(NamedTuple):
-    """Features of some tokens; the constant one is left out."""
+def _summed(features: Tensor, columns: Tensor) -> Tensor:
+    """Features times columns [tokens, width]: [count, width]."""
+    # one product so long and thin would keep few of the device's units busy
+    parts = math.gcd(len(columns), PRODUCTS)
+    split = features.unflatten(1, (parts, -1)).transpose(0, 1)
+    rest = (split @ columns.unflatten(0, (parts, -1))).sum(0)
+    return torch.cat([columns.sum(0, keepdim=True), rest])
 
-    map: FeatureMap
-    buffer: Buffer
-    features: Tensor  # [count - 1, tokens]
 
-    def summed(self, columns: Tensor) -> Tensor:
-        """Features times columns [tokens, width]: [count, width]."""
-        # one product so long and thin would keep few of the device's units busy
-        parts = math.gcd(len(columns), PRODUCTS)
-        split = self.features.unflatten(1, (parts, -1)).transpose(0, 1)
-        rest = (split @ columns.unflatten(0, (parts, -1))).sum(0)
-        return torch.cat([columns.sum(0, keepdim=True), rest])
-
-    def read(self, state: Tensor) -> Tensor:
-        """Features times a state [count, width]: [tokens, width]."""
-        return self.features.mT @ state[1:] + state[:1]
-
-    def pull_back(self, state: Tensor, columns: Tensor) -> Tensor:
-        """Gradients of the tokens, given those of `read`, ``columns`` [tokens, width]."""
-
-        def fill(out: Tensor) -> None:
-            torch.matmul(state[1:], columns.T.unsqueeze(0), out=out)
-
-        grad = self.map.pull_back(self.buffer, fill, len(columns))[0].mT
-        return grad.clone(memory_format=torch.contiguous_format)  # frees those of all features
+def _read(features: Tensor, state: Tensor) -> Tensor:
+    """Features times a state [count, width]: [tokens, width]."""
+    return features.mT @ state[1:] + state[:1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -40,21 +40,15 @@ class Transforms(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _stack(transforms: Sequence[Transform], scale: float, device: torch.device) -> Transforms:
-    root = math.sqrt(scale)
-
-    def stacked(part: Callable[[Transform], Tensor]) -> Tensor:
-        return torch.stack([part(each).cpu() for each in transforms]).float().to(device)
-
-    return Transforms(
-        stacked(lambda each: each.query_map * root),
-        stacked(lambda each: -(each.query_centre @ each.query_map).unsqueeze(0) * root),
-        stacked(lambda each: each.key_centre.unsqueeze(1) * scale),
-        torch.zeros(len(transforms), device=device),
-        stacked(lambda each: each.key_map * root),
-        stacked(lambda each: -(each.key_centre @ each.key_map).unsqueeze(0) * root),
-        stacked(lambda each: each.query_centre.unsqueeze(1) * scale),
-        stacked(lambda each: -(each.key_centre @ each.query_centre).view(1, 1) * scale),
+    root, zero = math.sqrt(scale), torch.zeros(len(transforms))
+    query_map, key_map, query_centre, key_centre = (
+        torch.stack([getattr(each, name).cpu() for each in transforms])
+        for name in ("query_map", "key_map", "query_centre", "key_centre")
     )
+    a, c = query_centre.unsqueeze(1), key_centre.unsqueeze(1)
+    of_query = (query_map * root, -(a @ query_map) * root, c.mT * scale, zero)
+    of_key = (key_map * root, -(c @ key_map) * root, a.mT * scale, -(c @ a.mT) * scale)
+    return Transforms(*(x.float().contiguous().to(device) for x in (*of_query, *of_key)))
 
 
 class Balanced(NamedTuple):
@@ -67,23 +61,20 @@ class Balanced(NamedTuple):
     shift: Tensor  # scale <q, c>, which log-sums of transformed rows lack
 
     @staticmethod
-    def of(
-        query: Tensor, key: Tensor, value: Tensor, transforms: Transforms, given: Tensor | None
-    ) -> Balanced:
-        """Several heads may share keys; log-weights [batch, heads, m] may be ``given``."""
-        heads, group = len(transforms.zero), query.shape[1] // key.shape[1]
+    def of(problem: Problem, transforms: Transforms) -> Balanced:
+        value, group = problem.value, problem.group
         value = value.repeat_interleave(group, 1) if group > 1 else value
-        query, shift = _transformed(query.flatten(0, 1), heads, *transforms[:4])
-        key, weight = _transformed(key.flatten(0, 1), heads, *transforms[4:])
-        if given is not None:
-            weight = weight + given.flatten(0, 1).float()
+        query, shift = _transformed(problem.query.flatten(0, 1), *transforms[:4])
+        key, weight = _transformed(problem.key.flatten(0, 1), *transforms[4:])
+        if problem.key_log_weight is not None:
+            weight = weight + problem.key_log_weight.flatten(0, 1)
         return Balanced(query, key, value.flatten(0, 1), weight, shift)
 
 
-def _transformed(tokens: Tensor, heads: int, matrix: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-    """For ``tokens`` x [heads or fewer, tokens, d], which several of the ``heads`` may share, x A
-    + a and x b + c in float32; products are as good as those of float32 for any dtype of tokens."""
-    count, d = tokens.shape[1:]
+def _transformed(tokens: Tensor, matrix: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    """For ``tokens`` x [heads or fewer, tokens, d], which several heads may share, x A + a and x b
+    + c in float32; products are as good as those of float32 for any dtype of tokens."""
+    heads, (count, d) = len(matrix), tokens.shape[1:]
     out, extra = matrix.new_empty(heads, count, d), matrix.new_empty(heads, count)
     rows = 32 if tokens.dtype == torch.float32 else ROWS
     width = min(COLUMNS, power_of_two(d))

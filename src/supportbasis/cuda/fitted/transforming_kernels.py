@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ..runtime.language import jit, tile_of, tl
+from ..runtime.language import jit, store_tile, tile_of, tl
 
 
 @jit
@@ -36,7 +36,6 @@ def transform(
         along += tl.sum(x.to(tl.float32) * b[None, :], 1)
     total += tl.load(offset + head * d + column, mask=column < d, other=0.0)[None, :]
     slot = head * count + row
-    in_bounds = here[:, None] & (column < d)[None, :]
-    tl.store(out + slot[:, None] * d + column[None, :], total, mask=in_bounds)
+    store_tile(out, total, slot, here, column, d)
     if part == 0:
         tl.store(extra + slot, along + tl.load(level + head), mask=here)

@@ -26,13 +26,11 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...lists.tables import SCORED_MEMBERS
-from ..exact.rectangle import Tile
+from ..exact.rectangle import Shapes, Tile
 from ..runtime.language import cdiv, interpreted, power_of_two
 from . import list_kernels as kernels
 
-# Per kernel (rows, keys, warps, stages), for float16 and bfloat16 up to width 64, 128, 256 and for
-# float32 up to 128, 256.
-Shapes = tuple[tuple[int, int, int, int], ...]
+# As those of `rectangle`.
 TILES: dict[str, Shapes] = {  # cells and leaves of a program; rows, leaves or keys at a time
     "tilt": ((64, 32, 4, 3), (64, 16, 4, 2), (64, 8, 8, 1), (32, 4, 8, 1), (16, 4, 8, 1)),
     "select": ((32, 128, 4, 3), (32, 128, 4, 3), (32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
@@ -161,10 +159,7 @@ class Lists:
 
 def pick(shapes: Shapes, tables: Tables) -> Tile:
     """The tile for the width and dtype of a call."""
-    width = max(tables.widths)
-    if tables.dot is not None:
-        return Tile(*shapes[3 if width <= 128 else 4])
-    return Tile(*shapes[0 if width <= 64 else 1 if width <= 128 else 2])
+    return Tile.of(shapes, max(tables.widths), tables.dot is not None)
 
 
 def cell_means(query: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:

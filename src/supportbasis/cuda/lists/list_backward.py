@@ -29,11 +29,12 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
+from ..exact.rectangle import Shapes
 from ..runtime.language import cdiv, power_of_two
 from . import list_backward_kernels as kernels
-from .list_attention import Lists, Shapes, Tables, Tilts, check, pick, tiles_of
+from .list_attention import Lists, Tables, Tilts, check, pick, tiles_of
 
-# As `lists.TILES`.
+# As those of `rectangle`.
 TILES: dict[str, Shapes] = {  # rows or cells; tilted keys, or keys of one leaf; warps; stages
     "query": ((64, 64, 4, 3), (64, 64, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
     "tilt": ((64, 64, 4, 2), (64, 64, 8, 2), (32, 32, 8, 1), (16, 16, 4, 1), (16, 16, 8, 1)),

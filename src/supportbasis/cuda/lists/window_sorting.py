@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from ...errors import InputError
 from ...lists.sorting import AXES, AXIS_STEPS, NODE_STEPS, SORTED, leading_coordinates, sample_size
 from ...lists.sorting import CENTRES as MOST_CENTRES
-from ..runtime.language import cdiv, interpreted, power_of_two, require, tl
+from ..runtime.language import cdiv, interpreted, power_of_two, tl
 from . import window_sorting_kernels as kernels
 
 SPAN = SORTED  # tokens that are sorted as one window, at most, where windows are ours to choose
@@ -105,7 +105,6 @@ def head_permutation(
 
 
 def _check(x: Tensor, window: int, leaf: int, count: int, sequence: Tensor | None) -> None:
-    require()
     if x.dim() != 3 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise InputError(
             f"x: got {x.dtype} {tuple(x.shape)}, expected bfloat16, float16 or float32 "

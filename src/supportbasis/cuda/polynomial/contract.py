@@ -8,7 +8,7 @@ that are gathered from the folded state (its diagonal is zero; squares have thei
 
 from __future__ import annotations
 
-from ..runtime.language import jit, tile_of, tl
+from ..runtime.language import jit, store_tile, tile_of, tl
 from .folded import entry, head_coefficients, own_chunk, visible_pairs
 
 
@@ -127,6 +127,4 @@ def contract(
 
     if row_weight is not None:
         total *= scale[:, None]
-    target = out + bh * n * d + start * d + near[:, None] * d + to[None, :]
-    inside = (start + near < n)[:, None] & (to < d)[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=inside)
+    store_tile(out + (bh * n + start) * d, total, near, start + near < n, to, d)

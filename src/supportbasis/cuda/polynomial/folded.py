@@ -10,7 +10,7 @@ features another (P + 1).
 
 from __future__ import annotations
 
-from ..runtime.language import jit, tile_of, tl
+from ..runtime.language import jit, store_tile, tile_of, tl
 
 
 @jit
@@ -44,11 +44,14 @@ def entry(words, p, padded, near, PACKED: tl.constexpr):
 
 
 @jit
-def _row_features(xt, x, y, mask, p, token, padded, d, PACKED: tl.constexpr):
-    """Row p of the packing for a tile of tokens, transposed: [rows, tokens]."""
+def _add_row(
+    total, value, xt, x, y, mask, p, token, padded, d, PACKED: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Add row p of the packing for a tile of tokens, transposed [rows, tokens], times values."""
     a = tl.load(xt + p * padded + token)[None, :]
     b = tl.load(xt + (d - 1 - p) * padded + token)[None, :]
-    return fold(x, y, a, b, mask[:, None], PACKED)
+    f = fold(x, y, a, b, mask[:, None], PACKED)
+    return tl.dot(f, value, total, input_precision=PRECISION)
 
 
 @jit
@@ -89,16 +92,12 @@ def square_state(
         y = tl.load(backward + token[None, :], mask=known, other=0.0)
         value = tile_of(v + tl.cast(start, tl.int64) * v_n, near, token < last, cols, v_n, dv)
         value = value.to(OPERAND)
-        f = _row_features(xt, x, y, mask0, p, token, padded, d, PACKED)
-        sum0 = tl.dot(f, value, sum0, input_precision=PRECISION)
+        sum0 = _add_row(sum0, value, xt, x, y, mask0, p, token, padded, d, PACKED, PRECISION)
         if R > 1:
-            f = _row_features(xt, x, y, mask1, p1, token, padded, d, PACKED)
-            sum1 = tl.dot(f, value, sum1, input_precision=PRECISION)
+            sum1 = _add_row(sum1, value, xt, x, y, mask1, p1, token, padded, d, PACKED, PRECISION)
         if R > 2:
-            f = _row_features(xt, x, y, mask2, p2, token, padded, d, PACKED)
-            sum2 = tl.dot(f, value, sum2, input_precision=PRECISION)
-            f = _row_features(xt, x, y, mask3, p3, token, padded, d, PACKED)
-            sum3 = tl.dot(f, value, sum3, input_precision=PRECISION)
+            sum2 = _add_row(sum2, value, xt, x, y, mask2, p2, token, padded, d, PACKED, PRECISION)
+            sum3 = _add_row(sum3, value, xt, x, y, mask3, p3, token, padded, d, PACKED, PRECISION)
     offset = (split.to(tl.int64) * tl.num_programs(2) + bh) * blocks + p
     target = part + offset * d * dv + rows[:, None] * dv + cols[None, :]
     inside = known & (cols < dv)[None, :]
@@ -307,9 +306,7 @@ def read_out(
         total = tl.where((weight_sum > 0.0)[:, None], total / weight_sum[:, None], 0.0)
     if row_weight is not None:
         total *= scale[:, None]
-    inside = (start + near < n)[:, None] & (cols < dv)[None, :]
-    target = out + bh * n * dv + start * dv + near[:, None] * dv + cols[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=inside)
+    store_tile(out + (bh * n + start) * dv, total, near, start + near < n, cols, dv)
     if unit is not None:
         weight_sum = tl.where(weight_sum > 0.0, tl.log(weight_sum), float("-inf"))
         weight_sum += tl.load(unit + bh)

@@ -9,7 +9,7 @@ float32.
 
 from __future__ import annotations
 
-from ..runtime.language import jit, tile_of, tl
+from ..runtime.language import jit, store_tile, tile_of, tl
 
 
 @jit
@@ -50,12 +50,8 @@ def prepare(
     if w is not None:
         cols = tl.arange(0, E)
         source = v + (bh // heads) * v_b + (bh % heads) * v_h + start * v_n
-        value = tile_of(source, near, live, cols, v_n, dv)
-        tl.store(
-            vw + bh * n * dv + start * dv + near[:, None] * dv + cols[None, :],
-            (value.to(tl.float32) * weight[:, None]).to(vw.dtype.element_ty),
-            mask=(start + near < n)[:, None] & (cols[None, :] < dv),
-        )  # fmt: skip
+        value = tile_of(source, near, live, cols, v_n, dv).to(tl.float32) * weight[:, None]
+        store_tile(vw + (bh * n + start) * dv, value, near, start + near < n, cols, dv)
 
 
 @jit

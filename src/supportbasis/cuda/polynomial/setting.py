@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..runtime.language import interpreted, power_of_two, tl
+from ..runtime.language import cdiv, interpreted, power_of_two, tl
 
 CHUNK = 1024  # tokens of a causal chunk
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Of one kernel: rows and columns that a program writes, tokens that it reads at a time."""
 
     rows: int
@@ -24,10 +23,6 @@ class Tile:
     warps: int
     stages: int
     pairs: int = 1  # rows of the packing, of `square_state`
-
-    @property
-    def launch(self) -> dict[str, int]:
-        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 class Tiles(NamedTuple):
@@ -43,26 +38,18 @@ def choose_tiles(dim: int, value_dim: int, full_precision: bool, causal: bool = 
     """The fastest tiles for keys of ``dim`` and values of ``value_dim`` entries."""
     d, e = power_of_two(dim), power_of_two(value_dim)
     narrow, wide = max(d, e) <= 64, max(d, e) > 128
+    state = Tile(min(d, 64), min(e, 128), 64, 4, 3, 4 if e <= 64 else 2)
     if full_precision:
-        columns, tokens, stages = (32, 16, 1) if wide else (64, 32, 2)
-        return Tiles(
-            Tile(min(d, 64), min(e, columns), 32, 4, stages, 1),
-            Tile(32 if wide else 64, min(e, columns), tokens, 4, stages),
-            Tile(32 if wide else 64, min(d, columns), tokens, 4, stages),
-            min(d, e, 32),
-        )
-    if wide:
-        rows = Tile(64, 64, 32, 4, 1 if causal else 2)  # what shared memory holds
-        return Tiles(
-            Tile(min(d, 64), min(e, 128), 64, 4, 3, 4 if e <= 64 else 2),
-            replace(rows, columns=min(e, 64)), replace(rows, columns=min(d, 64)), min(d, e, 64),
-        )  # fmt: skip
-    return Tiles(
-        Tile(min(d, 64), e, 64, 4, 3, 4 if e <= 64 else 2),
-        Tile(128 if narrow else 64, e, 64, 4, 3 if narrow else 2),
-        Tile(128, min(d, 64), 64, 4 if narrow else 8, 3 if narrow else 2),
-        min(d, e, 64),
-    )
+        side, tokens, stages = (32, 16, 1) if wide else (64, 32, 2)
+        state = Tile(min(d, 64), min(e, side), 32, 4, stages)
+        read, contract = (Tile(side, min(x, side), tokens, 4, stages) for x in (e, d))
+    elif wide:
+        stages = 1 if causal else 2  # what shared memory holds
+        read, contract = (Tile(64, min(x, 64), 32, 4, stages) for x in (e, d))
+    else:
+        rows, warps, stages = (128, 4, 3) if narrow else (64, 8, 2)
+        read, contract = Tile(rows, e, 64, 4, stages), Tile(128, min(d, 64), 64, warps, stages)
+    return Tiles(state, read, contract, min(d, e, 32 if full_precision else 64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,16 +73,16 @@ class Setting:
         self.degree, self.causal = polynomials.degree, polynomials.causal
         self.coefficients, self.chunk = polynomials.coefficients, polynomials.chunk
         full = query.dtype == torch.float32 or interpreted()
-        self.dim, self.value_dim = query.shape[-1], value.shape[-1]
-        self.width, self.value_width = power_of_two(self.dim), power_of_two(self.value_dim)
-        self.pairs = (self.dim + 1) // 2 if self.degree == 2 else 0
+        dim, self.value_dim = query.shape[-1], value.shape[-1]
+        self.width, self.value_width = power_of_two(dim), power_of_two(self.value_dim)
+        self.pairs = (dim + 1) // 2 if self.degree == 2 else 0
         self.blocks = self.pairs + 2 if self.degree == 2 else 1
         self.dtype = torch.float32 if full else torch.bfloat16  # of operands
         self.packed = not full
         self.precision = polynomials.precision if full else None  # of float32 products
         operand = tl.float32 if full else tl.bfloat16
         self.switches = {"OPERAND": operand, "PRECISION": self.precision}
-        self.tiles = polynomials.tiles or choose_tiles(self.dim, self.value_dim, full, self.causal)
+        self.tiles = polynomials.tiles or choose_tiles(dim, self.value_dim, full, self.causal)
 
     def scan(self, before: bool) -> int:
         """1: rows attend to tokens not after them, -1: not before them; 0: to all."""
@@ -103,7 +90,7 @@ class Setting:
 
     def states(self, rows: Tensor) -> int:
         """Sums of the other side that these rows [..., n, d] read: one for each chunk."""
-        return -(-rows.shape[-2] // self.chunk) if self.causal else 1
+        return cdiv(rows.shape[-2], self.chunk) if self.causal else 1
 
 
 def operands(x: Tensor, causal: bool) -> Tensor:

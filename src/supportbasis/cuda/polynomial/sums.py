@@ -10,13 +10,13 @@ keys and values read.
 
 Products of bfloat16 and float16 inputs have bfloat16 operands and are added in float32; those of
 float32 inputs are three TF32 products in place of one ("tf32x3"), one ("tf32"), or float32
-("ieee"). No call synchronises with the host.
+("ieee").
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from ...components.cotangent import Gradients, SavedForward
-from ..exact.rectangle import rows_of
-from ..exact.rectangle_kernels import row_slopes
+from ...problem.problem import in_rows
+from ..exact.rectangle import slopes
 from ..runtime.language import cdiv, power_of_two
 from . import contract, folded, moments
 from .setting import Polynomials, Setting, operands
@@ -49,9 +49,10 @@ def fold_masks(dim: int, device: torch.device) -> Tensor:
     return -(torch.arange(power_of_two(dim), device=device) >= p).to(torch.int32)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Side:
-    """Tokens, values and weights of one side, [batch, heads, n, ...]."""
+    """Tokens, values and weights of one side, [batch, heads, n, ...], and the copies of them that
+    the kernels read."""
 
     tokens: Tensor
     values: Tensor
@@ -62,49 +63,36 @@ class Side:
     weighted: Tensor | None = None  # values times weights
 
     @property
-    def heads(self) -> int:
-        return self.tokens.shape[1]
-
-    @property
     def padded(self) -> int:
         return cdiv(self.tokens.shape[2], PAD) * PAD
 
 
 def prepared(
-    tokens: Tensor,
-    values: Tensor,
-    weight: Tensor | None,
-    setting: Setting,
-    *,
-    summed: bool = False,
-    read: bool = False,
-    slope: Tensor | None = None,
-) -> Side:
-    """One side with the copies that the kernels read: transposed tokens, words, weighted values.
-
-    ``summed``: it is to be summed over; ``read``: its rows read sums of the other side.
-    """
-    side = Side(rows_of(tokens), rows_of(values), weight, slope)
+    tokens: Tensor, values: Tensor, weight: Tensor | None, setting: Setting, *,
+    summed: bool = False, read: bool = False, slope: Tensor | None = None,
+) -> Side:  # fmt: skip
+    """One side. ``summed``: it is to be summed over; ``read``: its rows read sums of the other
+    side."""
+    side = Side(in_rows(tokens), in_rows(values), weight, slope)
     if setting.degree == 1 and weight is None:
         return side
     x, v, padded = side.tokens, side.values, side.padded
     batch, heads, n, d = x.shape
-    dv, new = setting.value_dim, partial(x.new_empty, dtype=setting.dtype)
-    transposed = words = weighted = None
     if summed or not setting.packed:
-        transposed = new((batch, heads, d, padded))
+        side.transposed = x.new_empty((batch, heads, d, padded), dtype=setting.dtype)
     if read and setting.packed:
-        words = new((batch, heads, d, padded), dtype=torch.int32)
+        side.words = x.new_empty((batch, heads, d, padded), dtype=torch.int32)
     if weight is not None:
-        weighted = new((batch, heads, n, dv))
+        side.weighted = x.new_empty(v.shape, dtype=setting.dtype)
     at_once = 64 if max(setting.width, setting.value_width) <= 128 else 32
     moments.prepare[(padded // at_once, batch * heads)](
-        x, v, weight, transposed, words, weighted,
-        heads, n, padded, d, dv, *x.stride()[:3], *v.stride()[:3],
+        x, v, weight, side.transposed, side.words, side.weighted,
+        heads, n, padded, d, setting.value_dim, *x.stride()[:3], *v.stride()[:3],
         setting.width, setting.value_width, at_once,
     )  # fmt: skip
-    words = transposed if words is None else words
-    return replace(side, transposed=transposed, words=words, weighted=weighted)
+    if side.words is None:
+        side.words = side.transposed
+    return side
 
 
 def sums_over(side: Side, setting: Setting, *, states: int = 1, group: int = 1) -> State:
@@ -131,14 +119,12 @@ def sums_over(side: Side, setting: Setting, *, states: int = 1, group: int = 1) 
     new = partial(torch.empty, dtype=torch.float32, device=x.device)
     part = new(splits, all_heads, blocks, d, dv)
     flat = new(splits, all_heads, flat_size)
-    tokens, token_strides = x, (*x.stride()[:3], 1)
-    if side.transposed is not None:
-        tokens, token_strides = side.transposed, (heads * d * padded, d * padded, 1, padded)
+    tokens = x if side.transposed is None else side.transposed.mT
     small_rows, at_once = cdiv(width, small), min(shape.tokens, 64)
     moments.value_moments[(small_rows * cdiv(value_width, small), splits, all_heads)](
         tokens, value, weight, part, flat,
         heads, n, span, blocks, d, dv, flat_size, flat_at,
-        *token_strides, *value.stride()[:3],
+        *tokens.stride(), *value.stride()[:3],
         small, small, at_once, small_rows, square, **setting.switches,
     )  # fmt: skip
     if square:
@@ -151,7 +137,7 @@ def sums_over(side: Side, setting: Setting, *, states: int = 1, group: int = 1) 
             heads, n, span, padded, setting.pairs, blocks, d, dv, groups, row_tiles,
             *value.stride()[:3],
             width, shape.rows, shape.columns, shape.tokens, shape.pairs, setting.packed,
-            **setting.switches, **shape.launch,
+            **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
     # add up the splits, those of queries with their coefficients
     features = new(states, own, blocks, width, value_width, dtype=setting.dtype)
@@ -172,15 +158,9 @@ def sums_over(side: Side, setting: Setting, *, states: int = 1, group: int = 1) 
 
 
 def read(
-    rows: Side,
-    state: State,
-    other: Side,
-    setting: Setting,
-    *,
-    normaliser: bool = True,
-    unit: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor]:
+    rows: Side, state: State, other: Side, setting: Setting, *,
+    normaliser: bool = True, unit: Tensor | None = None, dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Sums of every row of ``rows`` (their weight multiplies them), and those of weights or slopes,
     unless no ``normaliser`` is asked for; with a ``unit`` their quotients, and the logarithms of
     the denominators."""
@@ -196,18 +176,17 @@ def read(
         *sizes, *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
         setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
         min(setting.width, 64), setting.degree, setting.scan(queries), queries, setting.packed,
-        **setting.switches, **shape.launch,
+        **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return out, den
 
 
 def pair_sizes(rows: Side, other: Side, setting: Setting) -> tuple[int, ...]:
     """What kernels take whose rows read the sums of another side."""
-    n, d = rows.tokens.shape[2:]
+    (heads, n, d), (other_heads, m) = rows.tokens.shape[1:], other.tokens.shape[1:3]
     return (
-        rows.heads, n, rows.padded, d, setting.value_dim, setting.pairs, setting.blocks,
-        setting.chunk, cdiv(rows.heads, other.heads), other.heads, other.tokens.shape[2],
-        cdiv(other.heads, rows.heads),
+        heads, n, rows.padded, d, setting.value_dim, setting.pairs, setting.blocks, setting.chunk,
+        cdiv(heads, other_heads), other_heads, m, cdiv(other_heads, heads),
     )  # fmt: skip
 
 
@@ -254,7 +233,7 @@ def token_gradient(
         *x.stride()[:3], *u.stride()[:3], *y.stride()[:3], *v.stride()[:3],
         setting.width, shape.columns, setting.value_width, shape.rows, shape.tokens,
         setting.degree, setting.scan(queries), queries, setting.packed,
-        **setting.switches, **shape.launch,
+        **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return out
 
@@ -271,17 +250,10 @@ def polynomial_gradients(
     dim, columns, causal = query.shape[-1], value.shape[-1], polynomials.causal
     tokens = (query, key, value, saved.grad.to(query.dtype), saved.output)
     query, key, value, grad, output = (operands(x, causal) for x in tokens)
-    setting, lse, grad_lse = Setting(query, value, polynomials), saved.lse, saved.grad_lse
-    batch, heads, n = lse.shape
-    grad, output = rows_of(grad), output.contiguous()
-    g = torch.empty(batch, heads, n, setting.value_dim, dtype=setting.dtype, device=grad.device)
-    h = torch.empty_like(lse)
-    row_slopes[(cdiv(n, 64), batch * heads)](
-        grad, output, None if grad_lse is None else grad_lse.contiguous(), h,
-        lse, polynomials.unit, g,
-        heads, n, setting.value_dim, *grad.stride()[:3], setting.value_width, 64,
-    )  # fmt: skip
-    group, weight = heads // key.shape[1], polynomials.weight
+    setting, weight = Setting(query, value, polynomials), polynomials.weight
+    g = value.new_empty(output.shape, dtype=setting.dtype)
+    h = slopes(grad, saved.grad_lse, output, saved.lse, polynomials.unit, g)
+    group = query.shape[1] // key.shape[1]
     keys = prepared(key, value, weight, setting, summed=True, read=True)
     queries = prepared(query, g, None, setting, summed=True, read=True, slope=h)
     state = sums_over(keys, setting, states=setting.states(query))

@@ -1,9 +1,9 @@
 """Polynomials and single thresholds on the device, all heads at once.
 
 Large keys have weight zero in the feature sums, so no small token is gathered. Rows then go on from
-these sums with the large keys, exactly (`kernels.rectangle`), and there is one division; rows that
+these sums with the large keys, exactly (`exact.rectangle`), and there is one division; rows that
 are large are written once more, exactly, over all keys. Which tokens are large is found at every
-call, with preallocated capacity for them (`runtime.capacity`), without synchronising with the host.
+call, with preallocated capacity for them (`runtime.capacity`).
 
 A polynomial runs here only if it is certified to be positive on its range: then no row can lose its
 denominator as long as scores stay within it. Beyond (a plan reused on other data), a row whose
@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...components.cotangent import Gradients, SavedForward
 from ...engine.dispatch import Forward
@@ -54,8 +54,7 @@ def family(head: HeadPlan) -> object:
     return max(1, _polynomial(head).degree)
 
 
-@dataclass(frozen=True, eq=False)
-class Split:
+class Split(NamedTuple):
     """Large tokens of a call, on the device."""
 
     rows: Tokens
@@ -66,16 +65,15 @@ class Split:
 
 
 def forward(problem: Problem, plan: Plan) -> Forward:
-    return (*_with_split(problem, plan, partial(_attended, problem, plan)), None)
+    return (*_with_split(problem, plan, _attended), None)
 
 
 def _attended(problem: Problem, plan: Plan, split: Split | None) -> tuple[Tensor, Tensor]:
     """Output and lse of all rows."""
-    sums, every = _Sums.of(problem, plan, split), whole(problem)
+    sums, every = _Sums.of(problem, plan, split, False), whole(problem)
     if split is None or not split.keys.most:
-        made = polynomial_sums(*sums, divide=True)
-        output, lse = (x.reshape(problem.query.shape[:3] + x.shape[3:]) for x in made)
-        output, lse = output.contiguous(), lse.contiguous()
+        shape, made = problem.query.shape[:3], polynomial_sums(*sums, divide=True)
+        output, lse = (x.reshape(shape + x.shape[3:]).contiguous() for x in made)
     else:
         output, lse = empty_results(problem)
         num, den = polynomial_sums(*sums)
@@ -89,39 +87,32 @@ def _attended(problem: Problem, plan: Plan, split: Split | None) -> tuple[Tensor
 
 
 def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
-    work = partial(_pulled_back, problem, plan, saved)
-    return _with_split(problem, plan, work, backward=True)
+    return _with_split(problem, plan, _pulled_back, saved)
 
 
 def _pulled_back(
-    problem: Problem, plan: Plan, saved: SavedForward, split: Split | None
+    problem: Problem, plan: Plan, split: Split | None, saved: SavedForward
 ) -> Gradients:
     """Gradients through sums and rectangles, or through all rows exactly where the capacity was
     exceeded."""
-    sums = _Sums.of(problem, plan, split, for_weights=saved.for_weights)
+    sums = _Sums.of(problem, plan, split, saved.for_weights)
     if split is None or not (split.keys.most or split.rows.most or split.fits is not None):
-        return sums.gradients(problem, saved)
+        return sums.gradients(problem, saved, problem.query.dtype)
     lse, of_small = saved.lse, saved.lse.masked_fill(split.large_row, math.inf)
     made = sums.gradients(problem, replace(saved, lse=of_small), torch.float32)
-    # rectangles add to sums of their own for each head of the queries, where heads share keys
-    query, key, value, weight = made.query, made.key, made.value, made.key_log_weight
-    shape, new = (problem.batch, problem.heads), saved.lse.new_zeros
-    shares_keys = problem.group > 1
-    total = Totals(
-        query.contiguous(),
-        new(*shape, *key.shape[2:]) if shares_keys else key.contiguous(),
-        new(*shape, *value.shape[2:]) if shares_keys else value.contiguous(),
-        new(*shape, problem.m) if weight is None else weight.contiguous(),
-    )
+    key, value, weight = made.key, made.value, made.key_log_weight
+    if problem.group > 1:  # rectangles add for each head of the queries; the first has these sums
+        others = (0, 0, 0, 0, 0, problem.group - 1)
+        key, value = (pad(x.unsqueeze(2), others).flatten(1, 2) for x in (key, value))
+    if weight is None:
+        weight = key.new_zeros(problem.batch, problem.heads, problem.m)
+    total = Totals(*(x.contiguous() for x in (made.query, key, value, weight)))
     slope, every = slopes(saved.grad, saved.grad_lse, saved.output), whole(problem)
     add_gradients(total, saved.grad, slope, of_small, replace(every, keys=split.keys))
     add_gradients(total, saved.grad, slope, lse, replace(every, rows=split.rows))
     if split.fits is not None:
         add_gradients(total, saved.grad, slope, lse, all_unless(split.fits, every))
-    found = finished(total, problem, saved.for_weights)
-    if shares_keys:
-        found.key, found.value = found.key + key, found.value + value
-    return found
+    return finished(total, problem, saved.for_weights)
 
 
 class _Sums(NamedTuple):
@@ -134,9 +125,7 @@ class _Sums(NamedTuple):
     polynomials: Polynomials
 
     @staticmethod
-    def of(
-        problem: Problem, plan: Plan, split: Split | None, *, for_weights: bool = False
-    ) -> _Sums:
+    def of(problem: Problem, plan: Plan, split: Split | None, for_weights: bool) -> _Sums:
         """``for_weights``: their gradients are asked for, which heads do not share."""
         query, key, value = problem.query, problem.key, problem.value
         group, bias, limits = problem.group, problem.key_log_weight, thresholds(plan)
@@ -152,25 +141,22 @@ class _Sums(NamedTuple):
             factor, shift = key_weights(bias[:, ::step])
             weight = factor if weight is None else factor * weight
             unit = unit + shift.repeat_interleave(step, 1).flatten()
-        if weight is not None and group > 1 and not shared:
+        if weight is not None and step < group:
             query = query.reshape(-1, group, *query.shape[2:])
             key, value = (
                 x.reshape(-1, 1, *x.shape[2:]).expand(-1, group, -1, -1) for x in (key, value)
             )
             weight = weight.reshape(-1, group, problem.m)
-        if weight is not None:
-            weight = weight.contiguous()
+        weight = None if weight is None else weight.contiguous()
         polynomials = Polynomials(
             coefficients, unit, max(1, _polynomial(plan.heads[0]).degree), weight,
             problem.is_causal, precision=precision(),
         )  # fmt: skip
         return _Sums(query, key, value, polynomials)
 
-    def gradients(
-        self, problem: Problem, saved: SavedForward, dtype: torch.dtype | None = None
-    ) -> Gradients:
+    def gradients(self, problem: Problem, saved: SavedForward, dtype: torch.dtype) -> Gradients:
         """Of the call's tokens."""
-        shape, dtype = self.query.shape[:2], dtype or self.query.dtype
+        shape = self.query.shape[:2]
         parts: dict[str, Any] = {
             name: x.reshape(*shape, *x.shape[2:])
             for name, x in vars(saved).items()
@@ -188,31 +174,27 @@ class _Sums(NamedTuple):
         return made
 
 
-# ---- the plan on the device --------------------------------------------------------------------
-
-
 def _with_split(
-    problem: Problem, plan: Plan, work: Callable[[Split | None], Result], backward: bool = False
+    problem: Problem, plan: Plan, work: Callable[..., Result], *saved: SavedForward
 ) -> Result:
-    """``work(split)`` at the thresholds of a plan, or ``work(None)`` if it has none."""
+    """``work(problem, plan, split, *saved)``, split at the thresholds of a plan, or None if it has
+    none; in the backward pass with what the forward pass ``saved``."""
     if not any(isinstance(head, ThresholdHead) for head in plan.heads):
-        return work(None)
+        return work(problem, plan, None, *saved)
 
     def run(sizes: Sizes, guarded: bool) -> tuple[Result, Tensor]:
         split, needed = _split(problem, plan, sizes, guarded)
-        return work(split), needed
+        return work(problem, plan, split, *saved), needed
 
-    capacity = Capacity.of(plan, problem)
-    return capacity.run_backward(run) if backward else capacity.run(run)
+    return Capacity.of(plan, problem).run(run, backward=bool(saved))
 
 
 def _split(problem: Problem, plan: Plan, sizes: Sizes, guarded: bool) -> tuple[Split, Tensor]:
     """The split at the thresholds of a plan, with a capacity ``sizes`` for large rows and keys of a
     head; and how many there are, [2]. Where these exceed ``sizes``, all rows are large."""
-    (_, _, limit), query = _table(problem, plan), problem.query.detach()
-    weight = None if problem.key_log_weight is None else problem.key_log_weight.detach().float()
+    (_, _, limit), query, weight = _table(problem, plan), problem.query, problem.key_log_weight
     rows = large(query, problem.heads, limit, None)
-    keys = large(problem.key.detach(), problem.heads, limit, weight)
+    keys = large(problem.key, problem.heads, limit, None if weight is None else weight.float())
     (row_index, row_count), (key_index, key_count) = map(listed, (rows, keys), sizes)
     needed = torch.stack([row_count, key_count]).amax(1)
     fits = enough(needed, sizes)

@@ -49,10 +49,16 @@ class Capacity:
             )
         return capacity
 
-    def run(self, work: Callable[[Sizes, bool], tuple[Result, Tensor]]) -> Result:
+    def run(
+        self, work: Callable[[Sizes, bool], tuple[Result, Tensor]], backward: bool = False
+    ) -> Result:
         """The result of ``work(sizes, guarded)``, which returns it with the counts it needed: one
         for each size, then any others. ``guarded`` work computes every row exactly on the device
-        where a count exceeds its size; otherwise the host checks the counts before it returns."""
+        where a count exceeds its size; otherwise the host checks the counts before it returns.
+        The backward pass has the sizes of the forward pass: what overflowed there overflows here.
+        (If the plan was called again in between, the sizes may be larger.)"""
+        if self.known and backward:
+            return work(self.sizes, True)[0]
         if self.known:  # as it is while a CUDA graph is captured
             needed_before = self._report.read()
             if needed_before is not None:
@@ -66,11 +72,6 @@ class Capacity:
             if not self._grow(needed.tolist()):
                 self.known = True
                 return result
-
-    def run_backward(self, work: Callable[[Sizes, bool], tuple[Result, Tensor]]) -> Result:
-        """`run` in the backward pass, with the sizes of the forward pass: what overflowed there
-        overflows here. (If the plan was called again in between, the sizes may be larger.)"""
-        return work(self.sizes, True)[0] if self.known else self.run(work)
 
     def _grow(self, needed: list[int]) -> bool:
         """Raise each size to what was needed; True if any size changed."""

@@ -2,15 +2,13 @@
 """Triton, where it is installed.
 
 Kernels are decorated with `jit` from here, so that their modules can be imported without Triton;
-`require` raises an error that names what is missing when one is to run. A tensor that a kernel may
-do without is None: known when it is compiled, so that no switch has to say it again.
+none runs then (`engine.dispatch`). A tensor that a kernel may do without is None: known when it is
+compiled, so that no switch has to say it again.
 """
 
 from __future__ import annotations
 
 import os
-
-from ...errors import SupportBasisError
 
 try:
     import triton
@@ -18,7 +16,7 @@ try:
 except ImportError:  # an optional package
     triton = tl = None
 
-__all__ = ["cdiv", "interpreted", "jit", "power_of_two", "require", "tile_of", "tl"]
+__all__ = ["cdiv", "interpreted", "jit", "power_of_two", "store_tile", "tile_of", "tl"]
 
 
 def jit(function):
@@ -36,33 +34,29 @@ def tile_of(x, row, here, columns, stride, width):
     )
 
 
+@jit
+def store_tile(x, tile, row, here, columns, width):
+    """Write rows of a contiguous matrix, in its dtype."""
+    target = x + row[:, None] * width + columns[None, :]
+    tl.store(target, tile.to(x.dtype.element_ty), mask=here[:, None] & (columns < width)[None, :])
+
+
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def _repair_interpreter() -> None:
-    """Triton 3.6 takes loop bounds from arrays of one entry by ``int``; NumPy 2.4 refuses that."""
+if triton is not None and interpreted():
     from triton.runtime import interpreter
 
-    patch = interpreter._patch_lang_tensor
+    _patch = interpreter._patch_lang_tensor
 
-    def patched(tensor, scope):
-        patch(tensor, scope)
+    def _patched(tensor, scope):
+        """Triton 3.6 takes loop bounds from arrays of one entry by int, which NumPy 2.4 refuses."""
+        _patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._patch_lang_tensor = patched
-
-
-if triton is not None and interpreted():
-    _repair_interpreter()
-
-
-def require() -> None:
-    if triton is None:
-        raise SupportBasisError(
-            "this needs Triton, which is not installed: pip install 'supportbasis[triton]'"
-        )
+    interpreter._patch_lang_tensor = _patched
 
 
 def cdiv(a: int, b: int) -> int:

@@ -29,8 +29,7 @@ class RangeCheck:
     """The range check of the calls of one plan on one device."""
 
     def __init__(self, plan: Plan, device: torch.device, batch: int) -> None:
-        self.limits = thresholds(plan) * batch
-        self.device, self.batch = device, batch
+        self.limits, self.device, self.batch = thresholds(plan) * batch, device, batch
         self.report, self.scale, self.last = Report(), 1.0, -math.inf
         self.instead: Plan | None = None  # with the heads exact that have left their range
 
@@ -51,11 +50,8 @@ class RangeCheck:
         now = time.monotonic()
         if self.report.pending or now - self.last < SECONDS or capturing():
             return
-        if not problem.n or not problem.m:
-            return
         weight = problem.key_log_weight
-        weight = None if weight is None else weight.detach().float()
-        sides = ((problem.query.detach(), None), (problem.key.detach(), weight))
+        sides = ((problem.query, None), (problem.key, None if weight is None else weight.float()))
         found = [lengths(tokens, problem.heads, self.limit, each) for tokens, each in sides]
         self.report.send(torch.stack(found))
         self.scale, self.last = abs(problem.scale), now
