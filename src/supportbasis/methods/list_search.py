@@ -19,16 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..accuracy.sampling import RowSample
-from ..lists.list_sum import Coarse, entries, own_windows, row_risks
-from ..lists.tables import (
-    ListSettings,
-    Tables,
-    importance,
-    rows_of,
-    score_variances,
-    tables,
-    tilt,
-)
+from ..lists.list_sum import coarse_weights, entries, own_windows, row_risks
+from ..lists.tables import ListSettings, Tables, Tilts, importance, rows_of, tables, tilt
 from ..plans import ListHead
 from ..plans.cost import list_work
 from ..problem.problem import Head
@@ -201,11 +193,9 @@ class ListSearch:
     @cached_property
     def _cells(self) -> Tensor:
         """The cell of each row [n], -1 for none."""
-        tiles, first = self.made.tiles, self.made.first_tile.contiguous()
-        owner = torch.arange(len(tiles), device=tiles.device)
-        owner = torch.searchsorted(first, owner, right=True).unsqueeze(1) - 1
-        cell = torch.full((self.head.n + 1,), -1, device=tiles.device)
-        cell[tiles.masked_fill(tiles < 0, self.head.n)] = owner.expand_as(tiles)
+        tiles = self.made.tiles
+        cell = torch.full((self.head.n + 1,), -1, device=tiles.device)  # last: of row -1
+        cell[tiles] = self.made.cell.unsqueeze(1).expand_as(tiles)
         return cell[:-1]
 
     def _curves(self, at_prices: Sequence[float], drawn_for: float | None) -> Curves:
@@ -238,10 +228,9 @@ class ListSearch:
         key, value = made.key[:leaves], made.value[:leaves]
         tilts = tilt(made, cells, leaves, head.scale)
         members = made.members[cells]
-        weight = Coarse.of(rows_of(head, members), tilts, head.scale).weight
-        inner = score_variances(made, cells, head.scale)[:, :leaves]
-        matters = importance(weight, members, inner)[owner].T
-        query, tilts = rows_of(head, rows), tilts.of(owner)  # [rows, d]
+        weight, _ = coarse_weights(rows_of(head, members), tilts, head.scale)
+        matters = importance(weight, members, tilts.variance)[owner].T
+        query, tilts = rows_of(head, rows), Tilts(*(x[owner] for x in tilts))  # [rows, d]
         coarse = (tilts.key @ query.unsqueeze(2)).squeeze(2) * head.scale + tilts.log_weight
         score = (head.scale * (query @ key.flatten(0, 1).T)).unflatten(1, key.shape[:2])
         if made.weight is not None:
