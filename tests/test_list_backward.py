@@ -50,7 +50,7 @@ class Problem:
     def gradients(self, totals: back.Totals | None = None) -> back.Totals:
         totals = totals or self.totals()
         tilts = replace(self.tilts, kt=self.tilts.kt.clone(), vt=self.tilts.vt.clone())
-        back.gradients(self.case.tables, tilts, self.lists, self.rows, self.case.scale, totals)
+        back.gradients(self.case.tables, tilts, self.lists, self.rows, totals)
         back.add_spreads(self.case.tables, totals)
         return totals
 
@@ -138,9 +138,9 @@ def test_gradients_of_ranges_of_whole_windows_add_up(kind):
     totals, per = one.totals(), 2
     for first, last in ((0, per), (per, 2 * per), (2 * per, tables.cells)):
         leaves = max(1, int(tables.visible[last - 1]))
-        tilts = fast.tilt(tables, first, last, leaves, given.scale)
-        lists = fast.select(tables, tilts, price, given.scale)
-        back.gradients(tables, tilts, lists, one.rows, given.scale, totals)
+        tilts = fast.tilt(tables, first, last, leaves)
+        lists = fast.select(tables, tilts, price)
+        back.gradients(tables, tilts, lists, one.rows, totals)
     back.add_spreads(tables, totals)
     compare(totals, one.known, given.rough)
 

@@ -94,7 +94,7 @@ def _add_group(
     of_tilts = [
         x.new_zeros(len(group.open), *x.shape[1:]).index_add_(0, group.cell, x) for x in parts
     ]
-    _add_tilts(total, leaves, *of_tilts, head, made, group)
+    _add_tilts(total, leaves, of_tilts, head, made, group)
     for some, listed in equal_lists(opened, settings.leaf * max(head.dim, head.value_dim)):
         listed_keys = gathered(made, listed)
         of_query, *exact = attention_gradients(rows[some], sums[some], *listed_keys, head.scale)
@@ -106,13 +106,13 @@ def _add_group(
 
 
 def _add_tilts(
-    total: Gradients, leaves: Leaves, of_key: Tensor, of_value: Tensor, of_weight: Tensor,
-    head: Head, made: Tables, group: Group,
-) -> None:  # fmt: skip
+    total: Gradients, leaves: Leaves, of_tilts: list[Tensor], head: Head, made: Tables, group: Group
+) -> None:
     """Add the gradients of keys and queries from those of tilted keys: to the keys of their leaves,
     and to the cells' members through the mean query. A tilt is the softmax attention of mean
     queries to the keys of a leaf, whose values are the keys and the values."""
-    cells, tilts, scale = group.cells, group.tilts, head.scale
+    (of_key, of_value, of_weight), tilts = of_tilts, group.tilts
+    cells, scale = group.cells, head.scale
     variance, mean = tilts.variance, made.mean[cells]
     count = variance.shape[1]
     lam = tilts.log_weight - (variance / 2).log1p()  # [cells, leaves]: lse of the tilt

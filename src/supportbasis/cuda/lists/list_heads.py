@@ -83,9 +83,9 @@ def _forward(
     else:
         own, (output, lse) = None, (x.flatten(0, 1) for x in exact.empty_results(problem))
     for first, last, leaves in parts:
-        tilts = kernels.tilt(tables, first, last, leaves, problem.scale)
-        lists = kernels.select(tables, tilts, price, problem.scale)
-        kernels.attend(tables, tilts, lists, own, output, lse, problem.scale)
+        tilts = kernels.tilt(tables, first, last, leaves)
+        lists = kernels.select(tables, tilts, price)
+        kernels.attend(tables, tilts, lists, own, output, lse)
     shape = problem.query.shape[:3]
     return output.view(*shape, -1), lse.view(shape)
 
@@ -101,9 +101,9 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
     sorted_total = backward.Totals(total.query.flatten(0, 1), *sums)
     price = _prices(plan, problem)
     for first, last, leaves in ranges(problem, settings):
-        tilts = kernels.tilt(tables, first, last, leaves, problem.scale)
-        lists = kernels.select(tables, tilts, price, problem.scale)
-        backward.gradients(tables, tilts, lists, rows, problem.scale, sorted_total)
+        tilts = kernels.tilt(tables, first, last, leaves)
+        lists = kernels.select(tables, tilts, price)
+        backward.gradients(tables, tilts, lists, rows, sorted_total)
     backward.add_spreads(tables, sorted_total)
     slots = tables.slots.repeat_interleave(group, 0)
     empty, token = slots < 0, slots.clamp(min=0).long()
@@ -170,8 +170,8 @@ def _tables(problem: Problem, settings: ListSettings) -> kernels.Tables:
     cells = torch.arange(members.shape[1], dtype=torch.int32, device=query.device)
     visible = visible_leaves(cells, slots.shape[1] // settings.leaf, settings)
     return kernels.Tables(
-        query, ks, vs, bs, slots, members, visible, mean, variance, spread, settings.leaf, routes,
-        exact.precision(),
+        query, ks, vs, bs, slots, members, visible, mean, variance, spread, settings.leaf,
+        problem.scale, routes, exact.precision(),
     )  # fmt: skip
 
 
