@@ -14,10 +14,9 @@ and the keys of the leaf, w being the weights of its tilt,
 of which every member of the cell gets its share. Through log(1 + s / 2), s = scale^2 variance
 spread, dlt also reaches the variances of the cell's queries and of the leaf's keys. Open leaves
 have the gradients of exact attention.
-Rows are gathered by tile first: then kernels read whole tiles. Every number of the totals has one
-program that adds to it, in a fixed sequence: results repeat to the bit. No function synchronises
-with the host. As in other kernels, products of 16-bit tokens take 16-bit weights: float16 gradients
-want a scaled loss.
+Rows are gathered by tile first: then kernels read whole tiles. No function synchronises with the
+host. As in other kernels, products of 16-bit tokens take 16-bit weights: float16 gradients want a
+scaled loss.
 """
 
 from __future__ import annotations
@@ -76,15 +75,6 @@ class Gathered(NamedTuple):
     lse: Tensor  # [Hq, tiles, T] float32, to base 2
     cell: Tensor  # [Hq, tiles] int32, counted from the first of the range; -1: no rows
 
-    @property
-    def tiles(self) -> int:
-        return self.query.shape[1]
-
-    @property
-    def size(self) -> int:
-        """Rows of a tile."""
-        return self.query.shape[2]
-
 
 class Changes(NamedTuple):
     """Gradients of tilted keys and values, the cells' means, and statistics of the tilts."""
@@ -135,13 +125,13 @@ def query_gradients(
     tables: Tables, tilts: Tilts, lists: Lists, gathered: Gathered, totals: Totals
 ) -> None:
     """Add the gradients of rows, as queries of tilted keys and of the keys of open leaves."""
-    tile, tiles, size = pick(TILES["query"], tables), tables.rows.shape[1], gathered.size
-    rows = min(tile.rows, size)
-    kernels.query_gradients[(gathered.tiles * (size // rows), tables.heads)](
+    tile, (tiles, size) = pick(TILES["query"], tables), tables.rows.shape[1:]
+    rows, (first_tile, count) = min(tile.rows, size), tiles_of(tables, tilts)
+    kernels.query_gradients[(count * (size // rows), tables.heads)](
         *gathered, tilts.kt, tilts.vt, tilts.lt, tables.ks, tables.vs, tables.bs,
         lists.index, lists.count, tables.visible, tables.rows, totals.query,
         tables.query.shape[1], tilts.first, tilts.cells, tables.ks.shape[1], tilts.leaves,
-        tiles_of(tables, tilts)[0], tiles, tables.group, tables.scale,
+        first_tile, tiles, tables.group, tables.scale,
         *tables.widths, size, tables.leaf, rows, tile.keys, tables.dot, **tile.launch,
     )  # fmt: skip
 
@@ -157,23 +147,22 @@ def tilt_gradients(tables: Tables, tilts: Tilts, gathered: Gathered) -> Changes:
     kernels.tilt_gradients[(cdiv(tilts.leaves, tile.keys), tilts.cells, tables.heads)](
         *gathered[:4], mean, tilts.kt, tilts.vt, tilts.lt,
         tables.variance, tables.spread, tables.visible, *runs, *changes[1:],
-        gathered.tiles * gathered.size, tables.cells, first, tilts.cells, tilts.leaves,
+        gathered.lse[0].numel(), tables.cells, first, tilts.cells, tilts.leaves,
         tables.spread.shape[1], tables.group, tiles_of(tables, tilts)[0], tables.scale,
-        *tables.widths, gathered.size, rows, tile.keys, tables.dot, **tile.launch,
+        *tables.widths, tables.rows.shape[2], rows, tile.keys, tables.dot, **tile.launch,
     )  # fmt: skip
     return changes
 
 
 def transposed(lists: Lists, gathered: Gathered) -> Lists:
     """Tiles of the cells that have a leaf open: index [Hq, leaves, tiles], count [Hq, leaves]."""
-    heads, cells, leaves = lists.index.shape
+    (heads, cells, leaves), tiles = lists.index.shape, gathered.cell.shape[1]
     mask = torch.zeros(lists.index.shape, dtype=torch.bool, device=lists.index.device)
     kernels.mark[(cells, heads)](lists.index, lists.count, mask, cells, leaves, CHUNK)
     new = lists.index.new_empty
-    openers = Lists(new(heads, leaves, gathered.tiles), new(heads, leaves))
+    openers = Lists(new(heads, leaves, tiles), new(heads, leaves))
     kernels.transpose[(cdiv(leaves, CHUNK), heads)](
-        mask, gathered.cell, openers.index, openers.count,
-        cells, leaves, gathered.tiles, CHUNK, CHUNK,
+        mask, gathered.cell, openers.index, openers.count, cells, leaves, tiles, CHUNK, CHUNK,
     )  # fmt: skip
     return openers
 
@@ -181,13 +170,13 @@ def transposed(lists: Lists, gathered: Gathered) -> Lists:
 def exact_gradients(tables: Tables, openers: Lists, gathered: Gathered, totals: Totals) -> None:
     """Add the gradients of the keys of open leaves; ``openers``: the tiles that attend to them."""
     heads, leaves, tiles = openers.index.shape
-    tile = pick(TILES["exact"], tables)
+    tile, size = pick(TILES["exact"], tables), tables.rows.shape[2]
     part = min(tile.keys, tables.leaf)
     kernels.exact_gradients[(leaves * (tables.leaf // part), heads)](
         *gathered[:4], tables.ks, tables.vs, tables.bs, openers.index, openers.count,
         totals.key, totals.value, totals.weight,
-        tiles * gathered.size, tables.ks.shape[1], leaves, tiles, tables.group, tables.scale,
-        *tables.widths, gathered.size, tables.leaf, tile.rows, part, tables.dot, **tile.launch,
+        tiles * size, tables.ks.shape[1], leaves, tiles, tables.group, tables.scale,
+        *tables.widths, size, tables.leaf, tile.rows, part, tables.dot, **tile.launch,
     )  # fmt: skip
 
 

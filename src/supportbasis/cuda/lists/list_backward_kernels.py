@@ -3,7 +3,7 @@
 
 Heads, cells and logarithms are counted as in `list_kernels`, and None is a tensor that is missing.
 Rows lie gathered by tile, those of a cell one after the other. Every sum has one program and a
-fixed sequence.
+fixed sequence: results repeat to the bit.
 """
 
 from __future__ import annotations

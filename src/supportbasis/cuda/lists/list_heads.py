@@ -1,5 +1,4 @@
-"""Lists of exact and tilted keys on the device, all heads at once: the function of
-`components.lists`, by kernels.
+"""Lists of exact and tilted keys on the device, all heads at once: `lists`, by kernels.
 
 Tilts are made for some windows at a time, within a workspace of fixed size, so that memory grows
 with the tokens alone. No call synchronises with the host. Calls so short that their launches take
@@ -57,24 +56,18 @@ def _settings_of(head: HeadPlan) -> ListSettings:
 
 
 def forward(problem: Problem, plan: Plan) -> Forward:
-    settings = _settings_of(plan.heads[0])
-    parts = ranges(problem, settings)
-    tokens = (problem.query, problem.key, problem.value)
-    weight = () if problem.key_log_weight is None else (problem.key_log_weight.float(),)
-    given = (*tokens, _prices(plan, problem), *weight)
-    run = partial(_forward, problem, settings, parts)
-    if sum(x.numel() for x in tokens) > SHORT:
-        return *run(*given), None
+    tokens, weight = (problem.query, problem.key, problem.value), problem.key_log_weight
+    given = (*tokens, _prices(plan, problem), *(() if weight is None else (weight.float(),)))
+    run = partial(_forward, problem, _settings_of(plan.heads[0]))
     key = ("lists", family(plan.heads[0]), problem.scale, exact.precision())
-    output, lse = replayed(key, run, *given)
+    is_short = sum(x.numel() for x in tokens) <= SHORT
+    output, lse = replayed(key, run, *given) if is_short else run(*given)
     return output, lse, None
 
 
-def _forward(
-    problem: Problem, settings: ListSettings, parts: list[tuple[int, int, int]], *given: Tensor
-) -> tuple[Tensor, Tensor]:
+def _forward(problem: Problem, settings: ListSettings, *given: Tensor) -> tuple[Tensor, Tensor]:
     """Output and lse of all rows, ``given`` query, key, value, prices and log-weights, if any."""
-    query, key, value, price, *weight = given
+    parts, (query, key, value, price, *weight) = ranges(problem, settings), given
     weights = weight[0] if weight else None
     problem = replace(problem, query=query, key=key, value=value, key_log_weight=weights)
     tables = _tables(problem, settings)
