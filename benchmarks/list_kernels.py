@@ -183,7 +183,8 @@ def forward(data: Data) -> tuple[Tensor, Tensor]:
 
 
 def new_totals(data: Data) -> back.Totals:
-    shapes = [*(x[0].shape for x in data.tokens), data.tables.spread.shape]
+    q, k, v = (x[0].shape for x in data.tokens)
+    shapes = (q, k, v, data.tables.spread.shape, k[:2])
     return back.Totals(*(torch.zeros(x, device=data.work.device) for x in shapes))
 
 

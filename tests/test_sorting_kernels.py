@@ -313,6 +313,7 @@ def test_centres_come_from_tokens_that_are_not_hidden(monkeypatch):
         ({"window": 8, "leaf": 8}, "window: got 8, expected a power of two from 16 to 4096"),
         ({"leaf": 128}, "leaf: got 128, expected at most the window, 64"),
         ({"leaf": 1}, "leaf: got 1"),
+        ({"sequence": torch.zeros(1, 64)}, "sequence: got torch.float32"),
     ],
 )
 def test_arguments_are_checked(change, words):

@@ -35,7 +35,7 @@ from .tables import (
     window_ranges,
 )
 
-ENTRIES = {"cpu": 2**22, "cuda": 2**26}  # of the largest array of a group of windows
+ENTRIES = (2**22, 2**26)  # of the largest array at a time, on a CPU (in its caches) and a GPU
 GATHERED = 2**22  # entries of keys that are copied at a time
 Tokens = tuple[Tensor, Tensor, Tensor, Tensor | None]  # query, key, value, log-weights of keys
 Attended = tuple[Tensor, Tensor]  # output [..., rows, dv] and lse [..., rows]
@@ -65,11 +65,6 @@ class ListSum:
 
         if head.n and head.m:
             add_gradients(self.settings, total, cotangent, head)
-
-
-def entries(head: Head) -> int:
-    """Entries of the largest array that is made at a time; on a CPU it fits in the caches."""
-    return ENTRIES.get(head.query.device.type, ENTRIES["cpu"])
 
 
 def coarse_weights(query: Tensor, tilts: Tilts, scale: float) -> tuple[Tensor, Tensor]:
@@ -115,7 +110,7 @@ def groups(head: Head, made: Tables, settings: ListSettings) -> Iterator[Group]:
     """Groups of consecutive windows, as many as the workspace allows, that attend to any leaf."""
     each, visible = settings.cells, made.visible[:: settings.cells].tolist()
     tiles, cell = (x.unflatten(0, (len(visible), -1)) for x in (made.tiles, made.cell))
-    pairs = entries(head) // max(settings.block, settings.leaf)
+    pairs = ENTRIES[head.query.is_cuda] // max(settings.block, settings.leaf)
     for first, last in window_ranges(visible, each, pairs):
         cells = slice(first * each, last * each)
         members, tilts = made.members[cells], tilt(made, cells, visible[last - 1], head.scale)
@@ -222,7 +217,7 @@ def window_tokens(head: Head, width: int) -> Iterator[tuple[Tensor, Tokens]]:
         bias = pad(bias, (0, windows * width - keys), value=-math.inf).view(windows, 1, width)
     rows = torch.arange(windows * width, device=query.device).view(windows, width)
     rows = rows.masked_fill(rows >= head.n, -1)
-    step = max(1, entries(head) // width**2)
+    step = max(1, ENTRIES[head.query.is_cuda] // width**2)
     for first in range(0, windows, step):
         at = slice(first, first + step)
         yield rows[at], (query[at], key[at], value[at], None if bias is None else bias[at])

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..accuracy.sampling import RowSample
-from ..lists.list_sum import coarse_weights, entries, own_windows, row_risks
+from ..lists.list_sum import ENTRIES, coarse_weights, own_windows, row_risks
 from ..lists.tables import ListSettings, Tables, Tilts, importance, rows_of, tables, tilt
 from ..plans import ListHead
 from ..plans.cost import list_work
@@ -207,7 +207,8 @@ class ListSearch:
         if own is not None:
             size[~listed] = own[0][sample.rows[~listed]].double().square().sum(1)
         permutation = cell.argsort(stable=True)
-        at_once = max(8, min(256 if head.query.is_cuda else 64, entries(head) // max(1, head.m)))
+        on_gpu = head.query.is_cuda
+        at_once = max(8, min(256 if on_gpu else 64, ENTRIES[on_gpu] // max(1, head.m)))
         for at in permutation[listed[permutation]].split(at_once):
             part = self._errors(cell[at], sample.rows[at], prices)
             squared[:, at], size[at], count_open = part

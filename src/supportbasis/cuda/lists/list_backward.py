@@ -63,7 +63,7 @@ class Totals:
     key: Tensor  # [Hq, M, d]
     value: Tensor  # [Hq, M, dv]
     spread: Tensor  # [Hq, leaves], of the variances of leaves
-    weight: Tensor | None = None  # [Hq, M], of log-weights; None: not wanted
+    weight: Tensor  # [Hq, M], of log-weights
 
 
 class Gathered(NamedTuple):
@@ -147,7 +147,7 @@ def tilt_gradients(tables: Tables, tilts: Tilts, gathered: Gathered) -> Changes:
     kernels.tilt_gradients[(cdiv(tilts.leaves, tile.keys), tilts.cells, tables.heads)](
         *gathered[:4], mean, tilts.kt, tilts.vt, tilts.lt,
         tables.variance, tables.spread, tables.visible, *runs, *changes[1:],
-        gathered.lse[0].numel(), tables.cells, first, tilts.cells, tilts.leaves,
+        gathered.lse.numel() // tables.heads, tables.cells, first, tilts.cells, tilts.leaves,
         tables.spread.shape[1], tables.group, tiles_of(tables, tilts)[0], tables.scale,
         *tables.widths, tables.rows.shape[2], rows, tile.keys, tables.dot, **tile.launch,
     )  # fmt: skip

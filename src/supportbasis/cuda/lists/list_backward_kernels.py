@@ -20,14 +20,6 @@ def add_rows(x, tile, at, here, width: tl.constexpr, WIDE: tl.constexpr):
 
 
 @jit
-def add_weights(x, bias, start, at, here):
-    """Add to log-weights, counted from ``start``, if they are wanted."""
-    if x is not None:
-        old = tl.load(x + start + at, mask=here, other=0.0)
-        tl.store(x + start + at, old + bias, mask=here)
-
-
-@jit
 def load_slopes(lse, slope, at, here):
     """Log-sum-exp to base 2 (inf: no weight) and slope of rows."""
     size = tl.load(lse + at, mask=here, other=float("inf"))
@@ -257,7 +249,8 @@ def exact_gradients(
     one = one & (many > 0)
     add_rows(total_key + offset * d, to_key * scale, near, one, d, D)
     add_rows(total_value + offset * dv, to_value, near, one, dv, E)
-    add_weights(total_weight, to_bias, offset, near, one)
+    to_bias += tl.load(total_weight + offset + near, mask=one, other=0.0)
+    tl.store(total_weight + offset + near, to_bias, mask=one)
 
 
 @jit
@@ -302,7 +295,8 @@ def leaf_gradients(
     one = one & (begin < cells)
     add_rows(total_key + offset * d, to_key, near, one, d, D)
     add_rows(total_value + offset * dv, to_value, near, one, dv, E)
-    add_weights(total_weight, to_bias, offset, near, one)
+    to_bias += tl.load(total_weight + offset + near, mask=one, other=0.0)
+    tl.store(total_weight + offset + near, to_bias, mask=one)
 
 
 @jit

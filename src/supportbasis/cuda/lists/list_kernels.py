@@ -243,8 +243,7 @@ def attend(
     query, kt, vt, lt, ks, vs, bs, index, count, visible, rows, cell_of, own_out, own_lse, out, lse,
     n, first, cells, keys, leaves, first_tile, tiles, group, scale,
     d: tl.constexpr, dv: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    T: tl.constexpr, L: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    T: tl.constexpr, L: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BM rows of a tile: own window, tilted keys of closed leaves, keys of open ones."""
     bh = tl.program_id(1).to(tl.int64)

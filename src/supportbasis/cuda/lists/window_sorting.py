@@ -43,7 +43,7 @@ def window_permutation(
     """
     first, other = others or (len(x), leaf)
     for size in {leaf, other}:
-        _check(x, window, size)
+        _check(x, window, size, sequence=sequence)
     (heads, count, d), windows = x.shape, cdiv(x.shape[1], window)
     if 0 in (heads, windows):
         return torch.empty(heads, 0, dtype=torch.int32, device=x.device)
@@ -79,20 +79,17 @@ def head_permutation(
     [heads, tokens]: tokens that are left out; their slots are padding, at the end. ``others`` as in
     `window_permutation`, for more than SPAN tokens.
     """
-    _check(x, SPAN, leaf)
+    _check(x, SPAN, leaf, hidden=hidden)
     count = x.shape[1]
-    if hidden is not None and (hidden.dtype, hidden.shape) != (torch.bool, x.shape[:2]):
-        raise InputError(
-            f"hidden: got {hidden.dtype} {tuple(hidden.shape)}, expected torch.bool "
-            f"{tuple(x.shape[:2])}"
-        )
     if count > SPAN:
         return window_permutation(x, SPAN, leaf, _by_centre(x, hidden), others)
     window = max(NARROWEST, leaf * power_of_two(cdiv(count, leaf), 1))
     return window_permutation(x, window, leaf, None if hidden is None else _visible(hidden))
 
 
-def _check(x: Tensor, window: int, leaf: int) -> None:
+def _check(
+    x: Tensor, window: int, leaf: int, sequence: Tensor | None = None, hidden: Tensor | None = None
+) -> None:
     require()
     if x.dim() != 3 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise InputError(
@@ -106,6 +103,12 @@ def _check(x: Tensor, window: int, leaf: int) -> None:
             )
     if leaf > window:
         raise InputError(f"leaf: got {leaf}, expected at most the window, {window}")
+    shape = tuple(x.shape[:2])
+    for name, y, dtype in (("sequence", sequence, torch.int32), ("hidden", hidden, torch.bool)):
+        if y is not None and (y.dtype, tuple(y.shape)) != (dtype, shape):
+            raise InputError(
+                f"{name}: got {y.dtype} {tuple(y.shape)}, expected {dtype} {shape}, as x"
+            )
 
 
 def _operands(dtype: torch.dtype) -> tuple[Any, Any, str | None]:
