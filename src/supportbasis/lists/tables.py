@@ -151,10 +151,8 @@ def _sorted(x: Tensor, leaf: int, window: int, hidden: Tensor | None) -> Tensor:
         return head_permutation(x, leaf, hidden, window)
     from ..cuda.lists import window_sorting as kernels
 
-    x, some = x[None].contiguous(), None if hidden is None else hidden[None]
-    if window:
-        return kernels.window_permutation(x, width, leaf)[0].long()
-    return kernels.head_permutation(x, leaf, some)[0].long()
+    some = None if hidden is None else hidden[None]
+    return kernels.head_permutation(x[None].contiguous(), leaf, some, window)[0].long()
 
 
 def taken(x: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,6 @@ longer than their work are captured as CUDA graphs, which synchronises once a sh
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -215,16 +214,14 @@ def _sorted(
     not fill the device.
     """
     n, leaf, block = query.shape[1], settings.leaf, settings.block
-    sort: Callable[..., Tensor] = sorting.head_permutation
-    if settings.window:
-        sort = partial(sorting.window_permutation, window=settings.window)
-    elif weight is not None:  # hidden by all heads that share a key
+    sort = partial(sorting.head_permutation, window=settings.window)
+    if weight is not None and not settings.window:  # hidden by all heads that share a key
         hidden = (weight == -torch.inf).unflatten(0, (len(key), -1)).all(1)
-        return sort(key, leaf=leaf, hidden=hidden), sort(query, leaf=block)
+        return sort(key, leaf, hidden), sort(query, block)
     if n == key.shape[1] and (settings.window or n > sorting.SPAN):
-        slots = sort(joined(query, key), leaf=block, others=(len(query), leaf))
+        slots = sort(joined(query, key), block, others=(len(query), leaf))
         return slots[len(query) :], slots[: len(query)]
-    return sort(key[:, :n] if settings.window else key, leaf=leaf), sort(query, leaf=block)
+    return sort(key[:, :n] if settings.window else key, leaf), sort(query, block)
 
 
 def _leaf_weights(weight: Tensor | None, slots: Tensor, problem: Problem) -> Tensor:

@@ -70,20 +70,23 @@ def window_permutation(
 
 
 def head_permutation(
-    x: Tensor, leaf: int, hidden: Tensor | None = None, others: tuple[int, int] | None = None
-) -> Tensor:
+    x: Tensor, leaf: int, hidden: Tensor | None = None, window: int = 0,
+    others: tuple[int, int] | None = None,
+) -> Tensor:  # fmt: skip
     """All tokens ``x`` [heads, tokens, d] of a head sorted, [heads, slots] int32, -1 for padding.
 
-    Up to SPAN tokens are one window, the smallest leaf * 2^k that holds them. More are gathered
-    around centres first, and the sequence of the centres is cut into windows of SPAN. ``hidden``
-    [heads, tokens]: tokens that are left out; their slots are padding, at the end. ``others`` as in
-    `window_permutation`, for more than SPAN tokens.
+    With a ``window``, inside windows of so many slots. Else up to SPAN tokens are one window, the
+    smallest leaf * 2^k that holds them; more are gathered around centres first, and the sequence of
+    the centres is cut into windows of SPAN. ``hidden`` [heads, tokens]: tokens that are left out,
+    without a window; their slots are padding, at the end. ``others`` as in `window_permutation`,
+    with a window or more than SPAN tokens.
     """
+    if window:
+        return window_permutation(x, window, leaf, None, others)
     _check(x, SPAN, leaf, hidden=hidden)
-    count = x.shape[1]
-    if count > SPAN:
+    if x.shape[1] > SPAN:
         return window_permutation(x, SPAN, leaf, _by_centre(x, hidden), others)
-    window = max(NARROWEST, leaf * power_of_two(cdiv(count, leaf), 1))
+    window = sorting.window_length(x.shape[1], max(leaf, NARROWEST))
     return window_permutation(x, window, leaf, None if hidden is None else _visible(hidden))
 
 
