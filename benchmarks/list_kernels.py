@@ -107,7 +107,8 @@ def build(work: Case) -> Data:
     spread = ks.float().unflatten(1, (-1, work.leaf)).var(2, correction=0).sum(-1)
     tables = fast.Tables(
         q, ks, v.gather(1, order), None, order[..., 0].int(), members, visible.int(),
-        *fast.cell_means(q, members), spread, work.leaf, routes_of(work) if strict else None,
+        *fast.cell_means(q, members), spread, work.leaf, work.scale,
+        routes_of(work) if strict else None,
     )  # fmt: skip
     data = Data(work, (q[None], k[None], v[None]), tables, None, torch.zeros(()))
     data.own = own_window(data) if work.causal else None
@@ -143,8 +144,8 @@ def price_of(data: Data) -> Tensor:
     for _ in range(12):
         middle, count = (low + high) / 2, torch.zeros_like(low)
         for first, last, leaves in pieces(data):
-            tilts = fast.tilt(tables, first, last, leaves, work.scale)
-            count += fast.select(tables, tilts, middle.exp(), work.scale).count.sum(1)
+            tilts = fast.tilt(tables, first, last, leaves)
+            count += fast.select(tables, tilts, middle.exp()).count.sum(1)
         many = count > work.share * seen
         low, high = torch.where(many, middle, low), torch.where(many, high, middle)
     return high.exp()
@@ -175,24 +176,25 @@ def forward(data: Data) -> tuple[Tensor, Tensor]:
     output = torch.empty_like(data.tokens[2][0])
     lse = torch.empty(output.shape[:2], device=work.device)
     for first, last, leaves in pieces(data):
-        tilts = fast.tilt(tables, first, last, leaves, work.scale)
-        lists = fast.select(tables, tilts, data.price, work.scale)
-        fast.attend(tables, tilts, lists, data.own, output, lse, work.scale)
+        tilts = fast.tilt(tables, first, last, leaves)
+        lists = fast.select(tables, tilts, data.price)
+        fast.attend(tables, tilts, lists, data.own, output, lse)
     return output, lse
 
 
 def new_totals(data: Data) -> back.Totals:
-    shapes = [*(x[0].shape for x in data.tokens), data.tables.spread.shape]
+    q, k, v = (x[0].shape for x in data.tokens)
+    shapes = (q, k, v, data.tables.spread.shape, k[:2])
     return back.Totals(*(torch.zeros(x, device=data.work.device) for x in shapes))
 
 
 def backward(data: Data) -> back.Totals:
     """Gradients of the lists, whose tilts are made again; the own window's are not among them."""
-    work, tables, totals = data.work, data.tables, new_totals(data)
+    tables, totals = data.tables, new_totals(data)
     for first, last, leaves in pieces(data):
-        tilts = fast.tilt(tables, first, last, leaves, work.scale)
-        lists = fast.select(tables, tilts, data.price, work.scale)
-        back.gradients(tables, tilts, lists, data.rows, work.scale, totals)
+        tilts = fast.tilt(tables, first, last, leaves)
+        lists = fast.select(tables, tilts, data.price)
+        back.gradients(tables, tilts, lists, data.rows, totals)
     return totals
 
 
@@ -225,8 +227,8 @@ def sampled_error(data: Data, samples: int = 4) -> float:
     work, tables = data.work, data.tables
     output, wrong, size = forward(data)[0], 0.0, 0.0
     for first, last, leaves in pieces(data):
-        tilts = fast.tilt(tables, first, last, leaves, work.scale)
-        lists = fast.select(tables, tilts, data.price, work.scale)
+        tilts = fast.tilt(tables, first, last, leaves)
+        lists = fast.select(tables, tilts, data.price)
         ratio = tables.rows.shape[1] // tables.cells
         for head in range(work.heads):
             for tile in torch.linspace(first * ratio, last * ratio - 1, samples).int().tolist():
@@ -269,8 +271,8 @@ def opened_leaves(data: Data, head: int) -> Tensor:
     work, tables = data.work, data.tables
     mask = torch.zeros(tables.cells, work.n // work.leaf + 1, dtype=bool, device=work.device)
     for first, last, leaves in pieces(data):
-        tilts = fast.tilt(tables, first, last, leaves, work.scale)
-        lists = fast.select(tables, tilts, data.price, work.scale)
+        tilts = fast.tilt(tables, first, last, leaves)
+        lists = fast.select(tables, tilts, data.price)
         listed = torch.arange(leaves, device=work.device) < lists.count[head].unsqueeze(-1)
         mask[first:last].scatter_(1, lists.index[head].where(listed, mask.shape[1] - 1).long(), 1)
     return mask[:, :-1]
@@ -330,22 +332,19 @@ def sampled_gradient_error(data: Data) -> dict[str, float]:
 def backward_parts(data, tilts, lists, output) -> dict[str, Callable[[], object]]:
     """Calls of the backward pass to time, by name; the tilts are lost."""
     given, totals = (data.tables, tilts), new_totals(data)
-    scale = data.work.scale
     rows = back.gather(*given, data.rows)
     openers = back.transposed(lists, rows)
     changes = back.tilt_gradients(
-        data.tables, replace(tilts, kt=tilts.kt.clone(), vt=tilts.vt.clone()), rows, scale
+        data.tables, replace(tilts, kt=tilts.kt.clone(), vt=tilts.vt.clone()), rows
     )
     calls: dict[str, Callable[[], object]] = {
         "gather": lambda: back.gather(*given, data.rows),
-        "dq of rows": lambda: back.query_gradients(*given, lists, rows, scale, totals),
+        "dq of rows": lambda: back.query_gradients(*given, lists, rows, totals),
         "transposed lists": lambda: back.transposed(lists, rows),
-        "dk, dv of open leaves": lambda: back.exact_gradients(
-            data.tables, openers, rows, scale, totals
-        ),
-        "dk, dv through tilts": lambda: back.leaf_gradients(*given, changes, scale, totals),
-        "dq through means": lambda: back.mean_gradients(*given, changes, scale, totals),
-        "d of tilts": lambda: back.tilt_gradients(*given, rows, scale),
+        "dk, dv of open leaves": lambda: back.exact_gradients(data.tables, openers, rows, totals),
+        "dk, dv through tilts": lambda: back.leaf_gradients(*given, changes, totals),
+        "dq through means": lambda: back.mean_gradients(*given, changes, totals),
+        "d of tilts": lambda: back.tilt_gradients(*given, rows),
         "backward": lambda: backward(data),
     }
     if data.work.causal:
@@ -358,20 +357,18 @@ def parts(data: Data) -> dict[str, Callable[[], object]]:
     """Calls to time, by name; tilts of all cells at once."""
     work, tables = data.work, data.tables
     leaves = int(tables.visible.max())
-    tilts = fast.tilt(tables, 0, tables.cells, leaves, work.scale)
+    tilts = fast.tilt(tables, 0, tables.cells, leaves)
     closed = replace(tilts, lt=tilts.lt.clone())
-    lists = fast.select(tables, closed, data.price, work.scale)
+    lists = fast.select(tables, closed, data.price)
     output = torch.empty_like(data.tokens[2][0])
     lse = torch.empty(output.shape[:2], device=work.device)
     calls: dict[str, Callable[[], object]] = {
         "means": lambda: fast.cell_means(tables.query, tables.members),
-        "tilt": lambda: fast.tilt(tables, 0, tables.cells, leaves, work.scale),
-        "select": lambda: fast.select(tables, closed, data.price, work.scale),
-        "attend": lambda: fast.attend(
-            tables, closed, lists, data.own, output, lse, work.scale
-        ),
+        "tilt": lambda: fast.tilt(tables, 0, tables.cells, leaves),
+        "select": lambda: fast.select(tables, closed, data.price),
+        "attend": lambda: fast.attend(tables, closed, lists, data.own, output, lse),
         "forward": lambda: forward(data),
-    }  # fmt: skip
+    }
     if work.causal:
         calls["own window"] = lambda: own_window(data)
     return calls | backward_parts(data, closed, lists, output)

@@ -21,18 +21,18 @@ def main() -> None:
     for d, leaf in itertools.product((64, 128), (64, 128)):
         x = torch.randn(HEADS, TOKENS, d, device="cuda").bfloat16()
         for window in (2048, 1024):
-            permutation = window_permutation(x, window, leaf, TOKENS)
+            permutation = window_permutation(x, window, leaf)
             parts = permutation.view(HEADS, -1, window).sort().values - torch.arange(
                 TOKENS, device="cuda", dtype=torch.int32
             ).view(-1, window)
             assert not parts.any(), "every window is a permutation"
-            time = milliseconds(lambda: window_permutation(x, window, leaf, TOKENS))  # noqa: B023
+            time = milliseconds(lambda: window_permutation(x, window, leaf))  # noqa: B023
             print(f"d={d} leaf={leaf} windows of {window}: {time:.3f} ms", flush=True)
-        permutation = head_permutation(x, leaf, TOKENS)
+        permutation = head_permutation(x, leaf)
         assert (permutation.sort().values == torch.arange(TOKENS, device="cuda")).all(), (
             "a permutation"
         )
-        time = milliseconds(lambda: head_permutation(x, leaf, TOKENS))  # noqa: B023
+        time = milliseconds(lambda: head_permutation(x, leaf))  # noqa: B023
         print(f"d={d} leaf={leaf} whole heads: {time:.3f} ms", flush=True)
 
 

@@ -135,8 +135,11 @@ class Case:
     tables: fast.Tables
     own: tuple[Tensor, Tensor] | None
     strict: bool
-    scale: float
     leaves: int
+
+    @property
+    def scale(self) -> float:
+        return self.tables.scale
 
     @property
     def rough(self) -> float:
@@ -178,11 +181,11 @@ class Case:
         return self.tilts(0, self.tables.cells)
 
     def tilts(self, first: int, last: int) -> fast.Tilts:
-        return fast.tilt(self.tables, first, last, self.leaves, self.scale)
+        return fast.tilt(self.tables, first, last, self.leaves)
 
     def select(self, price: Tensor) -> tuple[fast.Tilts, fast.Lists]:
         tilts = replace(self.made, lt=self.made.lt.clone())  # whose lt it changes
-        return tilts, fast.select(self.tables, tilts, price, self.scale)
+        return tilts, fast.select(self.tables, tilts, price)
 
 
 def sorted_in_windows(count: int, window: int, padded: int, generator) -> Tensor:
@@ -261,14 +264,14 @@ def case(
     tables = fast.Tables(
         query, ks.to(DEVICE), vs.to(DEVICE), bs, order.to(DEVICE), members.contiguous().to(DEVICE),
         visible.int().to(DEVICE), mean, variance,
-        leaf_spread(ks.float(), real, leaf).to(DEVICE), leaf,
+        leaf_spread(ks.float(), real, leaf).to(DEVICE), leaf, scale,
         routed(n, windows, window, block, heads, generator) if strict else None, "ieee",
     )  # fmt: skip
     own = (randn(heads, n, dv).to(dtype).to(DEVICE), randn(heads, n).to(DEVICE)) if causal else None
     if causal:
         own[1][:, 3] = -INF
     leaves = keys // leaf if not causal else max(1, int(visible.max()))
-    return Case(tables, own, strict, scale, leaves)
+    return Case(tables, own, strict, leaves)
 
 
 # The interpreter has no bfloat16.

@@ -85,8 +85,8 @@ def test_lists_are_the_same(mode):
     price = torch.full((2,), settings.price, device=DEVICE)
     found, listed = {}, 0
     for first, last, leaves in device_lists.ranges(problem, settings):
-        tilts = kernels.tilt(tables, first, last, leaves, problem.scale)
-        lists = kernels.select(tables, tilts, price, problem.scale)
+        tilts = kernels.tilt(tables, first, last, leaves)
+        lists = kernels.select(tables, tilts, price)
         for h in range(2):
             for cell in range(first, last):
                 rows = frozenset(tables.members[h, cell].tolist()) - {-1}

@@ -50,7 +50,7 @@ class Problem:
     def gradients(self, totals: back.Totals | None = None) -> back.Totals:
         totals = totals or self.totals()
         tilts = replace(self.tilts, kt=self.tilts.kt.clone(), vt=self.tilts.vt.clone())
-        back.gradients(self.case.tables, tilts, self.lists, self.rows, self.case.scale, totals)
+        back.gradients(self.case.tables, tilts, self.lists, self.rows, totals)
         back.add_spreads(self.case.tables, totals)
         return totals
 
@@ -138,9 +138,9 @@ def test_gradients_of_ranges_of_whole_windows_add_up(kind):
     totals, per = one.totals(), 2
     for first, last in ((0, per), (per, 2 * per), (2 * per, tables.cells)):
         leaves = max(1, int(tables.visible[last - 1]))
-        tilts = fast.tilt(tables, first, last, leaves, given.scale)
-        lists = fast.select(tables, tilts, price, given.scale)
-        back.gradients(tables, tilts, lists, one.rows, given.scale, totals)
+        tilts = fast.tilt(tables, first, last, leaves)
+        lists = fast.select(tables, tilts, price)
+        back.gradients(tables, tilts, lists, one.rows, totals)
     back.add_spreads(tables, totals)
     compare(totals, one.known, given.rough)
 
@@ -168,13 +168,11 @@ def test_transposed_lists_are_the_tiles_of_the_cells_that_have_a_leaf_open():
             assert torch.equal(mine, right.nonzero()[:, 0])
 
 
-def test_log_weights_need_no_total_and_the_gradient_may_be_float32():
+def test_the_gradient_of_the_output_may_be_float32():
     given = case("causal", dtype=HALF, heads=1)
     one = problem(given, gap_price(given.known, 0.3))
     one.rows = replace(one.rows, grad=one.rows.grad.float())
-    totals = replace(one.totals(), weight=None)
-    one.gradients(totals)
-    compare(replace(totals, weight=one.known.weight), one.known, given.rough)
+    compare(one.gradients(), one.known, given.rough)
 
 
 @pytest.mark.parametrize(

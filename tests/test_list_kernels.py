@@ -120,7 +120,7 @@ def compare_attention(given: Case, price: Tensor) -> Tensor:
     tables, (tilts, lists) = given.tables, given.select(price)
     output = torch.full((*tables.query.shape[:2], tables.vs.shape[2]), math.nan, device=DEVICE)
     output, lse = output.to(tables.ks.dtype), output[..., 0].clone()
-    fast.attend(tables, tilts, lists, given.own, output, lse, given.scale)
+    fast.attend(tables, tilts, lists, given.own, output, lse)
     opened = opened_by(lists, tables.ks.shape[1] // tables.leaf)
     right, size = dense_attend(given.tokens, given.dense, tables, opened, given.own, given.scale)
     some = size > -INF
@@ -148,11 +148,11 @@ def test_attention_of_ranges_of_whole_windows_is_the_same_bits():
     tables, (tilts, lists) = given.tables, given.select(price)
     output, lse = torch.full_like(given.own[0], math.nan), torch.full_like(given.own[1], math.nan)
     again, size = output.clone(), lse.clone()
-    fast.attend(tables, tilts, lists, given.own, output, lse, given.scale)
+    fast.attend(tables, tilts, lists, given.own, output, lse)
     for first, last, leaves in ((0, 2, 1), (2, 6, 8)):
-        tilts = fast.tilt(tables, first, last, leaves, given.scale)
-        lists = fast.select(tables, tilts, price, given.scale)
-        fast.attend(tables, tilts, lists, given.own, again, size, given.scale)
+        tilts = fast.tilt(tables, first, last, leaves)
+        lists = fast.select(tables, tilts, price)
+        fast.attend(tables, tilts, lists, given.own, again, size)
     assert torch.equal(again, output) and torch.equal(size, lse)
 
 

@@ -12,7 +12,7 @@ from cases import centred_head, in_turn, key_weights
 from supportbasis.components.cotangent import Cotangent, Gradients
 from supportbasis.lists.list_sum import ListSum, list_attention
 from supportbasis.lists.sorting import head_permutation
-from supportbasis.lists.tables import ListSettings, score_variances, tables
+from supportbasis.lists.tables import ListSettings, tables, tilt
 from supportbasis.problem.problem import Head
 from supportbasis_studies import reference
 
@@ -96,7 +96,8 @@ def test_a_tilted_key_is_exact_for_the_mean_and_too_heavy_by_its_curvature_at_mo
     _, lse = list_attention(head, settings)
     exact = (head.scale * q @ k.T).logsumexp(1)
     made = tables(head, settings)
-    curvature = (score_variances(made, slice(None), head.scale) / 2).log1p()
+    tilts = tilt(made, slice(None), len(made.key), head.scale)
+    curvature = (tilts.variance / 2).log1p()
     assert (lse <= exact + curvature.max() + 1e-12).all()
     plain = lse - curvature.amin()  # the sums are less without the factors
     assert (lse - exact).mean().abs() < 0.5 * (plain - exact).mean().abs()

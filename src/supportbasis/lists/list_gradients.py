@@ -19,7 +19,7 @@ from torch import Tensor
 from ..components.cotangent import Cotangent, Gradients
 from ..problem.problem import Head
 from .list_sum import Group, causal_bias, equal_lists, gathered, groups, window_tokens
-from .tables import ListSettings, Tables, Tilts, rows_of, tables
+from .tables import ListSettings, Tables, deviations, rows_of, tables
 
 
 class Leaves(NamedTuple):
@@ -31,24 +31,11 @@ class Leaves(NamedTuple):
     spread: Tensor  # [leaves]: of the variance of the keys of a leaf
 
 
-class Parts(NamedTuple):
-    """Gradients of rows, keys, values and log-weights of one softmax."""
-
-    query: Tensor  # [batch, rows, d]
-    key: Tensor  # [batch, keys, d]
-    value: Tensor  # [batch, keys, dv]
-    weight: Tensor  # [batch, keys]: of log-weights
-
-
 def add_gradients(
-    settings: ListSettings, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
+    settings: ListSettings, total: Gradients, cotangent: Cotangent, head: Head
 ) -> None:
     """Add the gradients of the tokens from those of the rows' sums."""
     made = tables(head, settings)
-    if rows is not None:
-        place = torch.full((head.n,), -1, device=rows.device)
-        place[rows] = torch.arange(len(rows), device=rows.device)
-        cotangent = cotangent_of(cotangent, place)
     if settings.window:
         _add_own_windows(total, cotangent, head, settings.window)
     slots = made.slots.view(made.key.shape[:2])
@@ -58,10 +45,9 @@ def add_gradients(
         _add_group(total, leaves, cotangent, head, made, group, settings)
     leaves.key.add_(variance_gradients(made.key, slots, leaves.spread))
     real = slots >= 0
-    total.key.index_add_(0, slots[real], leaves.key[real])
-    total.value.index_add_(0, slots[real], leaves.value[real])
-    if total.key_log_weight is not None:
-        total.key_log_weight.index_add_(0, slots[real], leaves.weight[real])
+    for whole, part in zip((total.key, total.value, total.key_log_weight), leaves[:3], strict=True):
+        if whole is not None:
+            whole.index_add_(0, slots[real], part[real])
 
 
 def cotangent_of(cotangent: Cotangent, rows: Tensor) -> Cotangent:
@@ -71,15 +57,15 @@ def cotangent_of(cotangent: Cotangent, rows: Tensor) -> Cotangent:
 
 def attention_gradients(
     query: Tensor, sums: Cotangent, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
-) -> Parts:
-    """Gradients of queries [batch, rows, d], with gradients of their ``sums``, attending to keys
-    [batch, keys, d] with log-weights [batch, 1 or rows, keys]."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of queries [batch, rows, d], with gradients of their ``sums``, of the keys and
+    values [batch, keys, ...] that they attend to, and of log-weights [batch, 1 or rows, keys]."""
     score = scale * (query @ key.mT)
     score = score if bias is None else score + bias
     weight = (score + sums.log_scale.unsqueeze(2)).exp_()
     slope = weight * (sums.num @ value.mT + sums.den.unsqueeze(2))
     of_query, of_key = scale * (slope @ key), scale * (slope.mT @ query)
-    return Parts(of_query, of_key, weight.mT @ sums.num, slope.sum(1))
+    return of_query, of_key, weight.mT @ sums.num, slope.sum(1)
 
 
 def _add_own_windows(total: Gradients, cotangent: Cotangent, head: Head, width: int) -> None:
@@ -102,48 +88,49 @@ def _add_group(
 ) -> None:  # fmt: skip
     """Add the gradients of the rows of some windows attending to tilted keys and open leaves."""
     rows, sums = rows_of(head, group.rows), cotangent_of(cotangent, group.rows)
-    (key, value, log_weight), opened = group.of_tiles()
+    (key, value, log_weight, _), opened = group.of_tiles()
     closed = log_weight.masked_fill(opened, -math.inf).unsqueeze(1)
     query, *parts = attention_gradients(rows, sums, key, value, closed, head.scale)
-    of_tilts = Tilts(
-        *(x.new_zeros(len(group.open), *x.shape[1:]).index_add_(0, group.cell, x) for x in parts)
-    )
+    of_tilts = [
+        x.new_zeros(len(group.open), *x.shape[1:]).index_add_(0, group.cell, x) for x in parts
+    ]
     _add_tilts(total, leaves, of_tilts, head, made, group)
     for some, listed in equal_lists(opened, settings.leaf * max(head.dim, head.value_dim)):
         listed_keys = gathered(made, listed)
-        exact = attention_gradients(rows[some], sums[some], *listed_keys, head.scale)
-        query[some] += exact.query
-        for whole, part in zip(leaves[:3], exact[1:], strict=True):
+        of_query, *exact = attention_gradients(rows[some], sums[some], *listed_keys, head.scale)
+        query[some] += of_query
+        for whole, part in zip(leaves[:3], exact, strict=True):
             whole.index_add_(0, listed.flatten(), part.reshape(-1, *whole.shape[1:]))
     real = group.rows >= 0
     total.query.index_add_(0, group.rows[real], query[real])
 
 
 def _add_tilts(
-    total: Gradients, leaves: Leaves, grads: Tilts, head: Head, made: Tables, group: Group
+    total: Gradients, leaves: Leaves, of_tilts: list[Tensor], head: Head, made: Tables, group: Group
 ) -> None:
     """Add the gradients of keys and queries from those of tilted keys: to the keys of their leaves,
     and to the cells' members through the mean query. A tilt is the softmax attention of mean
     queries to the keys of a leaf, whose values are the keys and the values."""
-    cells, tilts, variance, scale = group.cells, group.tilts, group.variance, head.scale
-    count, mean = variance.shape[1], made.mean[cells]
+    (of_key, of_value, of_weight), tilts = of_tilts, group.tilts
+    cells, scale = group.cells, head.scale
+    variance, mean = tilts.variance, made.mean[cells]
+    count = variance.shape[1]
     lam = tilts.log_weight - (variance / 2).log1p()  # [cells, leaves]: lse of the tilt
     lam = lam + scale * (tilts.key * mean.unsqueeze(1)).sum(2)
     lam = torch.where(lam > -math.inf, lam, math.inf)
-    of_key = grads.key - scale * grads.log_weight.unsqueeze(2) * mean.unsqueeze(1)
-    level = (of_key * tilts.key).sum(2) + (grads.value * tilts.value).sum(2) - grads.log_weight
-    num = torch.cat([of_key, grads.value], 2).transpose(0, 1)  # [leaves, cells, d + dv]
+    of_key = of_key - scale * of_weight.unsqueeze(2) * mean.unsqueeze(1)
+    level = (of_key * tilts.key).sum(2) + (of_value * tilts.value).sum(2) - of_weight
+    num = torch.cat([of_key, of_value], 2).transpose(0, 1)  # [leaves, cells, d + dv]
     sums = Cotangent(num, -level.T, -lam.T)
     key, value = made.key[:count], made.value[:count]
     bias = None if made.weight is None else made.weight[:count].unsqueeze(1)
-    tokens = torch.cat([key, value], 2)
-    part = attention_gradients(mean.expand(count, -1, -1), sums, key, tokens, bias, scale)
-    of_keys, of_values = part.value.split([head.dim, head.value_dim], 2)
-    leaves.key[:count] += part.key + of_keys
-    leaves.value[:count] += of_values
-    leaves.weight[:count] += part.weight
-    of_mean = part.query.sum(0) - scale * (grads.log_weight.unsqueeze(1) @ tilts.key).squeeze(1)
-    slope = scale**2 / 2 * grads.log_weight / (1 + variance / 2)
+    tokens, means = torch.cat([key, value], 2), mean.expand(count, -1, -1)
+    means, keys, tokens, weights = attention_gradients(means, sums, key, tokens, bias, scale)
+    of_keys, of_values = tokens.split([head.dim, head.value_dim], 2)
+    for whole, part in zip(leaves[:3], (keys + of_keys, of_values, weights), strict=True):
+        whole[:count] += part
+    of_mean = means.sum(0) - scale * (of_weight.unsqueeze(1) @ tilts.key).squeeze(1)
+    slope = scale**2 / 2 * of_weight / (1 + variance / 2)
     leaves.spread[:count] += made.variance[cells] @ slope
     of_variance = slope @ made.spread[:count] / head.dim
     members = made.members[cells]
@@ -156,7 +143,5 @@ def _add_tilts(
 def variance_gradients(tokens: Tensor, index: Tensor, grad: Tensor) -> Tensor:
     """Gradients of sets of tokens [sets, size, d] from those of their variances, the sums over
     coordinates, [sets]; an index of -1 is no token."""
-    real = (index >= 0).to(tokens).unsqueeze(2)
-    count = real.sum(1, keepdim=True).clamp(min=1)
-    mean = (tokens * real).sum(1, keepdim=True) / count
-    return 2 * grad.view(-1, 1, 1) / count * real * (tokens - mean)
+    away, count = deviations(tokens, index)
+    return 2 * grad.view(-1, 1, 1) / count * away

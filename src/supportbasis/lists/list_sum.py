@@ -26,15 +26,16 @@ from .tables import (
     ListSettings,
     Tables,
     Tilts,
+    deviations,
     importance,
     rows_of,
-    score_variances,
     tables,
     tilt,
     weights_of,
+    window_ranges,
 )
 
-ENTRIES = {"cpu": 2**22, "cuda": 2**26}  # of the largest array of a group of windows
+ENTRIES = (2**22, 2**26)  # of the largest array at a time, on a CPU (in its caches) and a GPU
 GATHERED = 2**22  # entries of keys that are copied at a time
 Tokens = tuple[Tensor, Tensor, Tensor, Tensor | None]  # query, key, value, log-weights of keys
 Attended = tuple[Tensor, Tensor]  # output [..., rows, dv] and lse [..., rows]
@@ -47,42 +48,32 @@ class ListSum:
     settings: ListSettings
 
     def add_to(self, total: Partial, head: Head, rows: Tensor | None) -> None:
+        assert rows is None
         if not head.n or not head.m:
             return
         output, lse = list_attention(head, self.settings)
         den = (lse > -math.inf).to(lse.dtype)  # sums are in units of exp(lse)
         reach = abs(head.scale) * head.query_norms.max() * head.key_norms.max()
         noise = softmax_rounding(head, reach, head.m).clamp(max=1.0)
-        part = Partial(output, den, lse, den * noise.to(den))
-        total.add_(part if rows is None else part[rows])
+        total.add_(Partial(output, den, lse, den * noise.to(den)))
 
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
     ) -> None:
+        assert rows is None
         from .list_gradients import add_gradients
 
         if head.n and head.m:
-            add_gradients(self.settings, total, cotangent, head, rows)
+            add_gradients(self.settings, total, cotangent, head)
 
 
-def entries(head: Head) -> int:
-    """Entries of the largest array that is made at a time; on a CPU it fits in the caches."""
-    return ENTRIES.get(head.query.device.type, ENTRIES["cpu"])
-
-
-class Coarse(NamedTuple):
-    """Weights of rows with the tilted keys of their cell, in units of exp(top)."""
-
-    weight: Tensor  # [cells, rows, leaves]
-    top: Tensor  # [cells, rows]
-
-    @staticmethod
-    def of(query: Tensor, tilts: Tilts, scale: float) -> Coarse:
-        """Rows [cells, rows, d]."""
-        score = torch.baddbmm(tilts.log_weight.unsqueeze(1), query, tilts.key.mT, alpha=scale)
-        top = score.amax(2)
-        top = torch.where(top > -math.inf, top, 0.0)
-        return Coarse(weights_of(score.sub_(top.unsqueeze(2))), top)
+def coarse_weights(query: Tensor, tilts: Tilts, scale: float) -> tuple[Tensor, Tensor]:
+    """Weights of rows [cells, rows, d] with the tilted keys of their cell, [cells, rows, leaves],
+    in units of exp(top), and top [cells, rows]."""
+    score = torch.baddbmm(tilts.log_weight.unsqueeze(1), query, tilts.key.mT, alpha=scale)
+    top = score.amax(2)
+    top = torch.where(top > -math.inf, top, 0.0)
+    return weights_of(score.sub_(top.unsqueeze(2))), top
 
 
 class Group(NamedTuple):
@@ -92,69 +83,54 @@ class Group(NamedTuple):
     rows: Tensor  # [tiles, T]; -1 for none
     cell: Tensor  # [tiles]: of each tile, counted from the first; any for a tile without rows
     tilts: Tilts
-    variance: Tensor  # [cells, leaves]: of scores
     open: Tensor  # [cells, leaves]
-    coarse: Coarse | None  # of the members, where these are the rows that are attended
+    coarse: tuple[Tensor, Tensor] | None  # of the members, where tiles are cells
 
     def of_tiles(self) -> tuple[Tilts, Tensor]:
         """Tilted keys and open leaves of the cell of each tile."""
-        if self.coarse is not None:  # tiles are cells
+        if self.coarse is not None:
             return self.tilts, self.open
-        return self.tilts.of(self.cell), self.open[self.cell]
+        return Tilts(*(x[self.cell] for x in self.tilts)), self.open[self.cell]
 
 
 def list_attention(head: Head, settings: ListSettings) -> Attended:
     """Output [n, dv] and lse [n] of all rows in the dtype of sums."""
     made = tables(head, settings)
-    output = head.query.new_zeros(head.n + 1, head.value_dim, dtype=head.dtype)
+    output = head.query.new_zeros(head.n + 1, head.value_dim, dtype=head.dtype)  # last: of row -1
     lse = output.new_full((head.n + 1,), -math.inf)
     if settings.window:
         output[:-1], lse[:-1] = own_windows(head, settings.window)
     for group in groups(head, made, settings):
-        at = group.rows.masked_fill(group.rows < 0, head.n)
-        part = attend(head, made, group, settings)
+        at, part = group.rows, attend(head, made, group, settings)
         output[at], lse[at] = merged(output[at], lse[at], *part)
     return output[:-1], lse[:-1]
 
 
 def groups(head: Head, made: Tables, settings: ListSettings) -> Iterator[Group]:
     """Groups of consecutive windows, as many as the workspace allows, that attend to any leaf."""
-    each, visible = settings.cells, made.visible.tolist()
-    per_window = len(made.tiles) // (len(visible) // each)
-    most = entries(head) // max(settings.block, settings.leaf)  # pairs of cells and leaves
-    first = 0
-    while first < len(visible):
-        last = first + each
-        while last < len(visible) and (last + each - first) * visible[last] <= most:
-            last += each
-        if visible[last - 1]:
-            tiles = slice(first // each * per_window, last // each * per_window)
-            yield _group(head, made, settings, slice(first, last), tiles)
-        first = last
-
-
-def _group(head: Head, made: Tables, settings: ListSettings, cells: slice, tiles: slice) -> Group:
-    """Tilts of some cells, and which leaves they open."""
-    leaves, members = int(made.visible[cells][-1]), made.members[cells]
-    tilts = tilt(made, cells, leaves, head.scale)
-    coarse = Coarse.of(rows_of(head, members), tilts, head.scale)
-    variance = score_variances(made, cells, head.scale)[:, :leaves]
-    opened = importance(coarse.weight, members, variance) > settings.price
-    opened &= tilts.log_weight > -math.inf
-    rows, first = made.tiles[tiles], made.first_tile[cells] - tiles.start
-    cell = torch.searchsorted(first, torch.arange(len(rows), device=first.device), right=True) - 1
-    return Group(cells, rows, cell, tilts, variance, opened, None if settings.strict else coarse)
+    each, visible = settings.cells, made.visible[:: settings.cells].tolist()
+    tiles, cell = (x.unflatten(0, (len(visible), -1)) for x in (made.tiles, made.cell))
+    pairs = ENTRIES[head.query.is_cuda] // max(settings.block, settings.leaf)
+    for first, last in window_ranges(visible, each, pairs):
+        cells = slice(first * each, last * each)
+        members, tilts = made.members[cells], tilt(made, cells, visible[last - 1], head.scale)
+        coarse = coarse_weights(rows_of(head, members), tilts, head.scale)
+        opened = importance(coarse[0], members, tilts.variance) > settings.price
+        opened &= tilts.log_weight > -math.inf
+        rows, owner = (x[first:last].flatten(0, 1) for x in (tiles, cell))
+        known = None if settings.strict else coarse
+        yield Group(cells, rows, owner - cells.start, tilts, opened, known)
 
 
 def attend(head: Head, made: Tables, group: Group, settings: ListSettings) -> Attended:
     """Rows of tiles [tiles, T] over the tilted keys and the open leaves of their cells."""
     query, (tilts, opened) = rows_of(head, group.rows), group.of_tiles()
-    coarse = group.coarse or Coarse.of(query, tilts, head.scale)
+    weight, top = group.coarse or coarse_weights(query, tilts, head.scale)
     closed = (~opened).to(head.dtype).unsqueeze(2)
-    total = (coarse.weight @ closed).squeeze(2)
-    output = coarse.weight @ (tilts.value * closed)
+    total = (weight @ closed).squeeze(2)
+    output = weight @ (tilts.value * closed)
     output /= torch.where(total > 0, total, 1.0).unsqueeze(2)
-    lse = total.log() + coarse.top
+    lse = total.log() + top
     for some, leaves in equal_lists(opened, settings.leaf * max(head.dim, head.value_dim)):
         exact = attention(query[some], *gathered(made, leaves), head.scale)
         output[some], lse[some] = merged(output[some], lse[some], *exact)
@@ -166,10 +142,8 @@ def list_reach(head: Head, settings: ListSettings) -> float:
     mean m and its closed leaves. (On a GPU over all visible leaves: kernels select with other
     roundings.)"""
     made, widest = tables(head, settings), 0.0
-    real = (made.slots >= 0).view(made.key.shape[:2])
-    middle = made.key.sum(1) / real.sum(1, keepdim=True).clamp(min=1)
-    radius = torch.linalg.vector_norm(made.key - middle.unsqueeze(1), dim=2)
-    diameter = 2 * radius.masked_fill(~real, 0.0).amax(1)  # [leaves]
+    apart, _ = deviations(made.key, made.slots.view(made.key.shape[:2]))
+    diameter = 2 * torch.linalg.vector_norm(apart, dim=2).amax(1)  # [leaves]
 
     def away(rows: Tensor, mean: Tensor) -> Tensor:
         distance = torch.linalg.vector_norm(rows_of(head, rows) - mean.unsqueeze(1), dim=2)
@@ -189,17 +163,17 @@ def list_reach(head: Head, settings: ListSettings) -> float:
 def row_risks(head: Head, settings: ListSettings, made: Tables | None = None) -> Tensor:
     """Estimated squared error of each row through its closed leaves, float64 [n]."""
     made = tables(head, settings) if made is None else made
-    risk = torch.zeros(head.n + 1, dtype=torch.float64, device=head.query.device)
+    risk = torch.zeros(head.n + 1, dtype=torch.float64, device=head.query.device)  # last: row -1
     own = own_windows(head, settings.window)[1] if settings.window else None
     for group in groups(head, made, settings):
-        rows, (tilts, _) = group.rows, group.of_tiles()
-        coarse = group.coarse or Coarse.of(rows_of(head, rows), tilts, head.scale)
-        inner = group.variance.masked_fill(group.open, 0.0)[group.cell].unsqueeze(2)
-        total = coarse.weight.sum(2)
+        rows, (tilts, opened) = group.rows, group.of_tiles()
+        weight, top = group.coarse or coarse_weights(rows_of(head, rows), tilts, head.scale)
+        total = weight.sum(2)
         if own is not None:
-            total = total + (own[rows.clamp(min=0)] - coarse.top).exp()
-        found = (coarse.weight.square() @ inner).squeeze(2) / total.square().clamp(min=1e-30)
-        risk[rows.masked_fill(rows < 0, head.n)] = found.double()
+            total = total + (own[rows.clamp(min=0)] - top).exp()
+        inner = tilts.variance.masked_fill(opened, 0.0).unsqueeze(2)
+        found = (weight.square() @ inner).squeeze(2) / total.square().clamp(min=1e-30)
+        risk[rows] = found.double()
     return risk[:-1]
 
 
@@ -243,7 +217,7 @@ def window_tokens(head: Head, width: int) -> Iterator[tuple[Tensor, Tokens]]:
         bias = pad(bias, (0, windows * width - keys), value=-math.inf).view(windows, 1, width)
     rows = torch.arange(windows * width, device=query.device).view(windows, width)
     rows = rows.masked_fill(rows >= head.n, -1)
-    step = max(1, entries(head) // width**2)
+    step = max(1, ENTRIES[head.query.is_cuda] // width**2)
     for first in range(0, windows, step):
         at = slice(first, first + step)
         yield rows[at], (query[at], key[at], value[at], None if bias is None else bias[at])

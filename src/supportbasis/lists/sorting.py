@@ -10,6 +10,7 @@ constant of gradients.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -34,39 +35,31 @@ def window_length(count: int, leaf: int) -> int:
 
 
 @torch.no_grad()
-def window_permutation(x: Tensor, leaf: int, count: Tensor | None = None) -> Tensor:
-    """Permutations [windows, W] that sort the tokens of windows [windows, W, d] into leaves.
-
-    ``count`` [windows]: how many tokens, the first ones, are real; the others stay behind them.
-    """
+def window_permutation(x: Tensor, leaf: int, padded: Tensor | None = None) -> Tensor:
+    """Permutations [windows, W] that sort the tokens of windows [windows, W, d] into leaves; those
+    that are ``padded`` [windows, W] stay behind the others."""
     windows, width = x.shape[:2]
     permutation = torch.arange(width, device=x.device).expand(windows, width)
-    part, size = leading_coordinates(x, _padded(permutation, count)), width
+    part, size = leading_coordinates(x, padded), width
     while size > leaf:
-        padded = _padded(permutation.reshape(windows, width), count)
-        padded = None if padded is None else padded.view(-1, size)
         part, permutation = part.reshape(-1, size, part.shape[-1]), permutation.reshape(-1, size)
+        padded = None if padded is None else padded.reshape(-1, size)
         away = _centred(part, padded)
-        along = (away @ _principal_axis(away.mT @ away, NODE_STEPS)).squeeze(2)
+        along = (away @ _principal_axis(away.mT @ away)).squeeze(2)
         along = along if padded is None else along.masked_fill(padded, math.inf)
         at = along.argsort(dim=1, stable=True)
         permutation, size = permutation.gather(1, at), size // 2
+        padded = None if padded is None else padded.gather(1, at)
         part = part.gather(1, at.unsqueeze(2).expand_as(part))
     return permutation.reshape(windows, width)
 
 
-def _padded(permutation: Tensor, count: Tensor | None) -> Tensor | None:
-    """Which slots of a permutation [windows, W] hold no real token; None: all hold one."""
-    return None if count is None else permutation >= count.unsqueeze(1)
-
-
 @torch.no_grad()
-def head_permutation(x: Tensor, leaf: int, hidden: Tensor | None = None) -> Tensor:
-    """All tokens [n, d] that are not ``hidden`` sorted into leaves: [slots], -1 for slots that are
-    left over."""
-    n = len(x)
-    width = window_length(n, leaf)
-    if n > width:
+def head_permutation(x: Tensor, leaf: int, hidden: Tensor | None = None, window: int = 0) -> Tensor:
+    """All tokens [n, d] that are not ``hidden`` sorted into leaves, [slots], -1 for slots that are
+    left over: within windows of so many positions, or anywhere."""
+    n, width = len(x), window or window_length(len(x), leaf)
+    if n > width and not window:
         permutation = _by_centres(x, width, hidden)
     elif hidden is not None:
         permutation = hidden.to(torch.uint8).argsort(stable=True)
@@ -74,25 +67,36 @@ def head_permutation(x: Tensor, leaf: int, hidden: Tensor | None = None) -> Tens
         permutation = torch.arange(n, device=x.device)
     slots = pad(permutation, (0, -n % width), value=-1).view(-1, width)
     shown = n if hidden is None else n - int(hidden.sum())
-    live = torch.arange(slots.numel(), device=x.device).view_as(slots) < shown
-    count = None if shown == slots.numel() else live.sum(1)
-    at = window_permutation(x[slots.clamp(min=0)], leaf, count)
-    return slots.masked_fill(~live, -1).gather(1, at).flatten()
+    padded = torch.arange(slots.numel(), device=x.device).view_as(slots) >= shown
+    tokens = x[slots.clamp(min=0)]
+    at = window_permutation(tokens, leaf, None if shown == slots.numel() else padded)
+    return slots.masked_fill(padded, -1).gather(1, at).flatten()
 
 
 def _by_centres(x: Tensor, width: int, hidden: Tensor | None) -> Tensor:
     """A permutation of all tokens that sorts them by their nearest centres."""
     count = min(CENTRES, 1 << (-(-len(x) // width) - 1).bit_length())
-    shown = torch.arange(len(x), device=x.device)
-    if hidden is not None and not bool(hidden.all()):
-        shown = shown[~hidden]
-    size = sample_size(count)
-    sample = x[shown[torch.arange(size, device=x.device) * len(shown) // size]].unsqueeze(0)
-    at = window_permutation(sample, size // count)[0]
-    centres = sample[0, at].view(count, -1, x.shape[1]).mean(1)
-    member = nearest(x, centres)
+    some = None if hidden is None else hidden[None]
+    member = nearest(x, sampled_leaves(x[None], count, some, window_permutation)[0].mean(1))
     member = member if hidden is None else member.masked_fill(hidden, count)
     return member.to(torch.int16).argsort(stable=True)
+
+
+def sampled_leaves(
+    x: Tensor, centres: int, hidden: Tensor | None, permutation: Callable[[Tensor, int], Tensor]
+) -> Tensor:
+    """A sample, at even strides, of the tokens [heads, n, d] that are not ``hidden`` [heads, n],
+    sorted into as many leaves as there are centres, their means: [heads, centres, tokens, d]."""
+    (heads, n, d), size = x.shape, sample_size(centres)
+    token = torch.arange(size, device=x.device).expand(heads, size)
+    if hidden is None:
+        token = token * n // size
+    else:
+        shown = (~hidden).sum(1, keepdim=True)
+        token = hidden.to(torch.uint8).argsort(stable=True).gather(1, token * shown // size)
+    sample = x.gather(1, token.unsqueeze(2).expand(-1, -1, d))
+    at = permutation(sample, size // centres)
+    return sample.gather(1, at.unsqueeze(2).expand(-1, -1, d)).view(heads, centres, -1, d)
 
 
 def nearest(x: Tensor, centres: Tensor) -> Tensor:
@@ -143,12 +147,12 @@ def _centred(x: Tensor, padded: Tensor | None) -> Tensor:
     return away / torch.where(unit > 0, unit, 1.0)
 
 
-def _principal_axis(covariance: Tensor, steps: int) -> Tensor:
+def _principal_axis(covariance: Tensor) -> Tensor:
     """Approximate first eigenvectors [..., d, 1], from the column of the largest variance."""
     start = covariance.diagonal(dim1=1, dim2=2).argmax(1)
     axis = covariance[torch.arange(len(covariance), device=start.device), start].unsqueeze(2)
     tiny = torch.finfo(axis.dtype).tiny
     axis = normalize(axis, dim=1, eps=tiny)
-    for _ in range(steps):
+    for _ in range(NODE_STEPS):
         axis = normalize(covariance @ axis, dim=1, eps=tiny)
     return axis

@@ -16,6 +16,7 @@ and log-weights b.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..problem.problem import Head
-from .sorting import head_permutation, nearest, window_length, window_permutation
+from .sorting import head_permutation, nearest, window_length
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,7 @@ class Tables(NamedTuple):
     variance: Tensor  # [cells]: of a cell's queries, mean over coordinates
     visible: Tensor  # [cells]: how many leaves, the first ones, a cell attends to
     tiles: Tensor  # [tiles, T]: rows, -1 for none
-    first_tile: Tensor  # [cells]: tiles of a cell lie together
-    tile_count: Tensor  # [cells]
+    cell: Tensor  # [tiles]: of each tile; any of its window for a tile without rows
 
 
 class Tilts(NamedTuple):
@@ -85,6 +85,8 @@ class Tilts(NamedTuple):
     key: Tensor  # [cells, leaves, d]
     value: Tensor  # [cells, leaves, dv]
     log_weight: Tensor  # [cells, leaves]: the score of q is scale <q, key> + log_weight
+    variance: Tensor  # [cells, leaves]: s, of scale <q - mean, k - mean> over queries q of the cell
+    # and keys k of the leaf, as if neither had a direction
 
     def of(self, cells: Tensor) -> Tilts:
         """Those of some cells."""
@@ -108,10 +110,9 @@ def tables(head: Head, settings: ListSettings) -> Tables:
         members = pad(members, (0, 0, settings.cells, 0), value=-1)[: -settings.cells]
     member = rows_of(head, members)
     mean = member.sum(1) / (members >= 0).sum(1, keepdim=True).clamp(min=1)
-    tiled = (members, cells, torch.ones_like(cells))
+    tiles, cell = members, cells
     if settings.strict:
-        tiles, first, count = tiles_by_centre(query[None], mean[None], settings)
-        tiled = tiles[0], first[0], count[0]
+        tiles, cell = (x[0] for x in tiles_by_centre(query[None], mean[None], settings)[:2])
     weight, padded = None, leaves < 0
     if log_weight is not None or bool(padded.any()):
         weight = head.log_weights(head.dtype).detach()[leaves.clamp(min=0)]
@@ -119,7 +120,7 @@ def tables(head: Head, settings: ListSettings) -> Tables:
     leaf_key, leaf_value = (taken(x, leaves, head.dtype) for x in (key, head.value))
     return Tables(
         slots, leaf_key, leaf_value, weight, _variances(leaf_key, leaves),
-        members, mean, _variances(member, members) / head.dim, visible, *tiled,
+        members, mean, _variances(member, members) / head.dim, visible, tiles, cell,
     )  # fmt: skip
 
 
@@ -130,25 +131,28 @@ def visible_leaves(cells: Tensor, leaves: int, settings: ListSettings) -> Tensor
     return (cells // settings.cells * (settings.window // settings.leaf)).clamp(max=leaves)
 
 
+def window_ranges(visible: Sequence[int], cells: int, most: int) -> Iterator[tuple[int, int]]:
+    """Ranges of windows of some ``cells`` that attend to any leaf, from the ``visible`` leaves of
+    each: of one window, or as many as have at most so many pairs of a cell and a leaf."""
+    first = sum(not leaves for leaves in visible)  # the first ones
+    while first < len(visible):
+        last = first + 1
+        while last < len(visible) and (last + 1 - first) * cells * visible[last] <= most:
+            last += 1
+        yield first, last
+        first = last
+
+
 def _sorted(x: Tensor, leaf: int, window: int, hidden: Tensor | None) -> Tensor:
     """Tokens sorted within windows (0: all that are not ``hidden``): [slots], -1 for none."""
-    count, width = len(x), window or window_length(len(x), leaf)
+    width = window or window_length(len(x), leaf)
     has_kernel = x.is_cuda and x.dtype != torch.float64 and 16 <= width <= 4096 and leaf >= 2
-    if has_kernel and find_spec("triton") is not None:
-        from ..cuda.lists import window_sorting as kernels
+    if not has_kernel or find_spec("triton") is None:
+        return head_permutation(x, leaf, hidden, window)
+    from ..cuda.lists import window_sorting as kernels
 
-        if window:
-            return kernels.window_permutation(x[None].contiguous(), width, leaf, count)[0].long()
-        some = None if hidden is None else hidden[None]
-        return kernels.head_permutation(x[None].contiguous(), leaf, count, some)[0].long()
-    if not window:
-        return head_permutation(x, leaf, hidden)
-    windows = -(-count // width)
-    padded = pad(x, (0, 0, 0, -count % width)).view(windows, width, -1)
-    first = torch.arange(windows, device=x.device) * width
-    real = (count - first).clamp(max=width) if count % width else None
-    at = (window_permutation(padded, leaf, real) + first.unsqueeze(1)).flatten()
-    return torch.where(at < count, at, -1)
+    some = None if hidden is None else hidden[None]
+    return kernels.head_permutation(x[None].contiguous(), leaf, some, window)[0].long()
 
 
 def taken(x: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -162,11 +166,9 @@ def rows_of(head: Head, rows: Tensor) -> Tensor:
     return taken(head.query, rows, head.dtype)
 
 
-def tiles_by_centre(
-    query: Tensor, mean: Tensor, settings: ListSettings
-) -> tuple[Tensor, Tensor, Tensor]:
+def tiles_by_centre(query: Tensor, mean: Tensor, settings: ListSettings) -> tuple[Tensor, ...]:
     """Rows in tiles of the nearest of their window's cells [heads, cells, d]: rows [heads, tiles,
-    T], -1 for none, and the first tile and the number of tiles of each cell."""
+    T], -1 for none, the cell of each tile, the first tile and the number of tiles of each cell."""
     (heads, cells), n = mean.shape[:2], query.shape[1]
     width, each, size = settings.window, settings.cells, settings.tile
     windows = cells // each
@@ -188,7 +190,9 @@ def tiles_by_centre(
     tiles = rows.new_full((heads, windows, each_window * size + 1), -1).scatter_(2, slot, rows)
     tiles = tiles[..., :-1].reshape(heads, windows * each_window, size)
     first = first + torch.arange(windows, device=query.device).view(-1, 1) * each_window
-    return tiles, first.flatten(1), count.flatten(1)
+    tile = torch.arange(tiles.shape[1], device=query.device).expand(heads, -1)
+    owner = torch.searchsorted(first.flatten(1), tile.contiguous(), right=True) - 1
+    return tiles, owner, first.flatten(1), count.flatten(1)
 
 
 def tilt(made: Tables, cells: slice | Tensor, leaves: int, scale: float) -> Tilts:
@@ -203,17 +207,12 @@ def tilt(made: Tables, cells: slice | Tensor, leaves: int, scale: float) -> Tilt
     total = share.sum(1)  # [leaves, cells]
     inverse = (1 / torch.where(total > 0, total, 1.0)).unsqueeze(2)
     tilted, tilted_value = ((share.mT @ x) * inverse for x in (key, value))
+    variance = scale**2 * made.variance[cells].unsqueeze(1) * made.spread[:leaves]
     log_weight = total.log() + top.squeeze(1) - scale * (mean * tilted).sum(2)
-    log_weight = log_weight.T + (score_variances(made, cells, scale)[:, :leaves] / 2).log1p()
+    log_weight = log_weight.T + (variance / 2).log1p()
     hidden = torch.arange(leaves, device=score.device) >= made.visible[cells].unsqueeze(1)
     log_weight = log_weight.masked_fill(hidden, -math.inf)
-    return Tilts(tilted.transpose(0, 1), tilted_value.transpose(0, 1), log_weight)
-
-
-def score_variances(made: Tables, cells: slice | Tensor, scale: float) -> Tensor:
-    """Estimated variance of scale <q - mean, k - mean> over queries q of a cell and keys k of a
-    leaf, as if neither had a direction: [cells, leaves]."""
-    return scale**2 * made.variance[cells].unsqueeze(1) * made.spread
+    return Tilts(tilted.transpose(0, 1), tilted_value.transpose(0, 1), log_weight, variance)
 
 
 def weights_of(score: Tensor) -> Tensor:
@@ -224,12 +223,18 @@ def weights_of(score: Tensor) -> Tensor:
     return torch.threshold_(weight, least, 0.0)
 
 
+def deviations(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [..., size, d] less their mean, of those that are real, and how many these are,
+    [..., 1, 1]; an index of -1 is no token, has zeros and keeps them."""
+    real = (index >= 0).unsqueeze(-1)
+    count = real.sum(-2, keepdim=True).clamp(min=1)
+    return (x - x.sum(-2, keepdim=True) / count) * real, count
+
+
 def _variances(x: Tensor, index: Tensor) -> Tensor:
     """Mean squared distance of tokens [..., size, d] from their mean, of those that are real."""
-    real = (index >= 0).to(x.dtype)
-    count = real.sum(-1).clamp(min=1)
-    away = x - (x.sum(-2) / count.unsqueeze(-1)).unsqueeze(-2)
-    return (away.square().sum(-1) * real).sum(-1) / count
+    away, count = deviations(x, index)
+    return away.square().sum(-1).sum(-1) / count[..., 0, 0]
 
 
 def importance(weight: Tensor, members: Tensor, inner: Tensor) -> Tensor:

@@ -12,23 +12,14 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..accuracy.sampling import RowSample
-from ..lists.list_sum import Coarse, entries, own_windows, row_risks
-from ..lists.tables import (
-    ListSettings,
-    Tables,
-    importance,
-    rows_of,
-    score_variances,
-    tables,
-    tilt,
-)
+from ..lists.list_sum import ENTRIES, coarse_weights, own_windows, row_risks
+from ..lists.tables import ListSettings, Tables, Tilts, importance, rows_of, tables, tilt
 from ..plans import ListHead
 from ..plans.cost import list_work
 from ..problem.problem import Head
@@ -36,19 +27,12 @@ from ..problem.problem import Head
 # From so many tokens on: queries of a block, keys of a leaf. Tilts and their attention take
 # n^2 (1 / block + 1 / leaf), so both grow with the length.
 SIZES = {
-    0: (32, 16),
-    8192: (64, 32),
-    16384: (128, 64),
-    98304: (256, 64),
-    524288: (512, 128),
+    0: (32, 16), 8192: (64, 32), 16384: (128, 64), 98304: (256, 64), 524288: (512, 128),
     786432: (512, 256),
-}
-CAUSAL_SIZES = SIZES | {
-    98304: (128, 64),
-    262144: (256, 128),
-    524288: (256, 128),
-    786432: (512, 128),
-}
+}  # fmt: skip
+CAUSAL_SIZES = {
+    0: (32, 16), 8192: (64, 32), 16384: (128, 64), 262144: (256, 128), 786432: (512, 128),
+}  # fmt: skip
 WIDE_BLOCK = 512
 WINDOWS, LEAST_WINDOW, LARGEST_WINDOW = 32, 512, 2048  # windows of a causal head; their positions
 VERY_LONG = 262144  # tokens from which on windows may have twice as many
@@ -137,12 +121,13 @@ class ListSearch:
         if at is None:
             return None
         low, high = PRICES[max(0, at - 1)], PRICES[at]
-        curves = self._curves([low * (high / low) ** (i / STEPS) for i in range(STEPS + 1)], high)
-        at = self._cheapest(curves, budget)
-        if at is None:  # these rows have longer lists than those
-            curves = self._curves(PRICES, high)
+        between = [low * (high / low) ** (i / STEPS) for i in range(STEPS + 1)]
+        for prices in (between, PRICES):  # new rows may have longer lists than those had
+            curves = self._curves(prices, high)
             at = self._cheapest(curves, budget)
-        return None if at is None else self._plan(at, curves)
+            if at is not None:
+                return self._plan(at, curves)
+        return None
 
     def with_open_leaves(self, shares: Sequence[float]) -> list[ListHead]:
         """Plans of ascending cost: about these shares of the leaves that rows see are open."""
@@ -201,11 +186,9 @@ class ListSearch:
     @cached_property
     def _cells(self) -> Tensor:
         """The cell of each row [n], -1 for none."""
-        tiles, first = self.made.tiles, self.made.first_tile.contiguous()
-        owner = torch.arange(len(tiles), device=tiles.device)
-        owner = torch.searchsorted(first, owner, right=True).unsqueeze(1) - 1
-        cell = torch.full((self.head.n + 1,), -1, device=tiles.device)
-        cell[tiles.masked_fill(tiles < 0, self.head.n)] = owner.expand_as(tiles)
+        tiles = self.made.tiles
+        cell = torch.full((self.head.n + 1,), -1, device=tiles.device)  # last: of row -1
+        cell[tiles] = self.made.cell.unsqueeze(1).expand_as(tiles)
         return cell[:-1]
 
     def _curves(self, at_prices: Sequence[float], drawn_for: float | None) -> Curves:
@@ -224,25 +207,26 @@ class ListSearch:
         if own is not None:
             size[~listed] = own[0][sample.rows[~listed]].double().square().sum(1)
         permutation = cell.argsort(stable=True)
-        at_once = max(8, min(256 if head.query.is_cuda else 64, entries(head) // max(1, head.m)))
+        on_gpu = head.query.is_cuda
+        at_once = max(8, min(256 if on_gpu else 64, ENTRIES[on_gpu] // max(1, head.m)))
         shown = permutation[listed[permutation]]  # none where few rows are beyond the first window
         for at in shown.split(at_once) if len(shown) else ():
-            part = self._part(cell[at], sample.rows[at])
-            squared[:, at], size[at], count_open = part.at_prices(prices)
+            part = self._errors(cell[at], sample.rows[at], prices)
+            squared[:, at], size[at], count_open = part
             opened += count_open.double() @ sample.weight[at]
         return Curves(at_prices, sample, squared, size, opened / max(1, head.n))
 
-    def _part(self, cell: Tensor, rows: Tensor) -> _Part:
+    def _errors(self, cell: Tensor, rows: Tensor, prices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Squared errors [prices, rows], squared sizes [rows] and open leaves [prices, rows]."""
         head, made, own = self.head, self.made, self._own
         cells, owner = cell.unique(return_inverse=True)
         leaves = int(made.visible[cells].max())
         key, value = made.key[:leaves], made.value[:leaves]
         tilts = tilt(made, cells, leaves, head.scale)
         members = made.members[cells]
-        weight = Coarse.of(rows_of(head, members), tilts, head.scale).weight
-        inner = score_variances(made, cells, head.scale)[:, :leaves]
-        matters = importance(weight, members, inner)[owner].T
-        query, tilts = rows_of(head, rows), tilts.of(owner)  # [rows, d]
+        weight, _ = coarse_weights(rows_of(head, members), tilts, head.scale)
+        matters = importance(weight, members, tilts.variance)[owner].T.double().contiguous()
+        query, tilts = rows_of(head, rows), Tilts(*(x[owner] for x in tilts))  # [rows, d]
         coarse = (tilts.key @ query.unsqueeze(2)).squeeze(2) * head.scale + tilts.log_weight
         score = (head.scale * (query @ key.flatten(0, 1).T)).unflatten(1, key.shape[:2])
         if made.weight is not None:
@@ -254,33 +238,29 @@ class ListSearch:
         exact = (score - top.view(-1, 1, 1)).exp_().transpose(0, 1)  # [leaves, rows, L]
         sums = torch.cat([exact @ value, exact.sum(2, True)], 2)
         tilted = pad(tilts.value, (0, 1), value=1.0) * (coarse - top.unsqueeze(1)).exp_()[..., None]
-        start = tilted.double().sum(1)
+        start = tilted.double().sum(1)  # [rows, dv + 1]
         if own is not None:
             share = (own[1][rows] - top).exp_().double().unsqueeze(1)
             start += pad(own[0][rows].double(), (0, 1), value=1.0) * share
-        return _Part(start, sums - tilted.transpose(0, 1), matters)
+        return _at_prices(prices, start, sums - tilted.transpose(0, 1), matters)
 
 
-class _Part(NamedTuple):
-    """Sums of some rows over the keys of each leaf: numerator and denominator, last."""
-
-    start: Tensor  # float64 [rows, dv + 1]: own window, and all leaves as tilted keys
-    gain: Tensor  # [leaves, rows, dv + 1]: change of the sums when the leaf opens
-    matters: Tensor  # [leaves, rows]: importance of a leaf to the cell of a row
-
-    def at_prices(self, prices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Squared errors [prices, rows], squared sizes [rows], open leaves [prices, rows]."""
-        matters = self.matters.double().contiguous()
-        step = torch.searchsorted(prices, matters)  # opened at the prices below
-        rows = torch.arange(len(self.start), device=step.device)
-        at = (step * len(rows) + rows).flatten()
-        shape = (len(prices) + 1, *self.start.shape)
-        steps = self.start.new_zeros(shape).flatten(0, 1)
-        steps = steps.index_add_(0, at, self.gain.flatten(0, 1).double()).view(shape)
-        total = self.start + steps.flip(0).cumsum(0).flip(0)  # [p]: all steps from p on
-        output = total[..., :-1] / total[..., -1:]
-        exact = output[0].nan_to_num()  # everything is open
-        count = torch.bincount(at, minlength=shape[0] * shape[1]).view(shape[:2])
-        count = count.flip(0).cumsum(0).flip(0)[1:]
-        squared = (output[1:] - exact).nan_to_num().square().sum(2)
-        return squared, exact.square().sum(1), count
+def _at_prices(
+    prices: Tensor, start: Tensor, change: Tensor, matters: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `ListSearch._errors` returns, from sums of rows, numerators and denominators, last:
+    those with all leaves as tilted keys [rows, dv + 1], by how much they change when a leaf opens
+    [leaves, rows, dv + 1], and its importance [leaves, rows]; all but the change in float64."""
+    rows = len(start)
+    step = torch.searchsorted(prices, matters)  # leaves are open at the prices below
+    at = (step * rows + torch.arange(rows, device=step.device)).flatten()
+    shape = (len(prices) + 1, *start.shape)
+    steps = start.new_zeros(shape).flatten(0, 1)
+    steps = steps.index_add_(0, at, change.flatten(0, 1).double()).view(shape)
+    total = start + steps.flip(0).cumsum(0).flip(0)  # [p]: all steps from p on
+    output = total[..., :-1] / total[..., -1:]
+    exact = output[0].nan_to_num()  # everything is open
+    count = torch.bincount(at, minlength=shape[0] * shape[1]).view(shape[:2])
+    count = count.flip(0).cumsum(0).flip(0)[1:]
+    squared = (output[1:] - exact).nan_to_num().square().sum(2)
+    return squared, exact.square().sum(1), count

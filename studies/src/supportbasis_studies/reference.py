@@ -167,8 +167,7 @@ def list_attention(head: Head, settings: ListSettings, made: Tables) -> tuple[Te
     own_lse = lse
     leaves = [leaf[leaf >= 0] for leaf in made.slots.view(-1, settings.leaf)]
     for cell, members in enumerate(made.members):
-        first, count = int(made.first_tile[cell]), int(made.tile_count[cell])
-        rows, members = made.tiles[first : first + count].flatten(), members[members >= 0]
+        rows, members = made.tiles[made.cell == cell].flatten(), members[members >= 0]
         rows, visible = rows[rows >= 0], leaves[: int(made.visible[cell])]
         visible = [leaf for leaf in visible if bool(live[leaf].any())]
         if not len(rows) or not len(members) or not visible:

@@ -23,11 +23,12 @@ def tokens_at(index, count, bh, at, most, total):
 
 
 @jit
-def bias_of(log_weight, token, here, WEIGHTED: tl.constexpr):
-    """Log-weights of keys to base 2; -inf where there is none."""
+def bias_of(log_weight, start, token, here):
+    """Log-weights of keys, counted from ``start``, to base 2; -inf where there is none."""
     bias = tl.where(here, 0.0, float("-inf"))
-    if WEIGHTED:
-        bias = tl.load(log_weight + token, mask=here, other=float("-inf")) * 1.4426950408889634
+    if log_weight is not None:
+        bias = tl.load(log_weight + start + token, mask=here, other=float("-inf"))
+        bias *= 1.4426950408889634
     return bias
 
 
@@ -76,7 +77,7 @@ def attend(
         key, here = tokens_at(keys, key_count, bh, start + tl.arange(0, BN), most_keys, m)
         key_tile = tile_of(k, key, here, dims, k_n, d)
         score = tl.dot(query, tl.trans(key_tile), input_precision=PRECISION)
-        score = score * scale + bias_of(log_weight, key, here, log_weight is not None)[None, :]
+        score = score * scale + bias_of(log_weight, 0, key, here)[None, :]
         if CAUSAL:
             score = tl.where(key[None, :] <= row[:, None], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
@@ -205,7 +206,7 @@ def query_gradient(
         key_tile = tile_of(k, key, here, dims, k_n, d)
         score = tl.dot(query, tl.trans(key_tile), input_precision=PRECISION)
         score = score * (scale * 1.4426950408889634)
-        score += bias_of(log_weight, key, here, log_weight is not None)[None, :] - size[:, None]
+        score += bias_of(log_weight, 0, key, here)[None, :] - size[:, None]
         if CAUSAL:
             score = tl.where(key[None, :] <= row[:, None], score, float("-inf"))
         value = tile_of(v, key, here, cols, v_n, dv)
@@ -236,7 +237,7 @@ def key_gradient(
     value = tile_of(v + b * v_b + kh * v_h, key, here, cols, v_n, dv)
     if log_weight is not None:
         log_weight += b * w_b + h * w_h
-    bias = bias_of(log_weight, key, here, log_weight is not None)
+    bias = bias_of(log_weight, 0, key, here)
     q += b * q_b + h * q_h
     grad += b * g_b + h * g_h
     to_key = tl.zeros((BN, D), dtype=tl.float32)

@@ -67,31 +67,27 @@ class Tables:
     variance: Tensor  # [Hq, cells] float32: mean |q - m|^2 / d
     spread: Tensor  # [Hk, leaves] float32: mean |k - mean|^2 over the real keys of a leaf
     leaf: int
+    scale: float
     routes: Routes | None = None  # None: the members of a cell are its one tile
     precision: str = "tf32x3"  # of float32 products
 
     def __post_init__(self) -> None:
-        (heads, n, d), (key_heads, keys, _) = self.query.shape, self.ks.shape
-        dtype, leaf, leaves = self.query.dtype, self.leaf, keys // self.leaf
+        (heads, n, d), (key_heads, keys, dv) = self.query.shape, self.vs.shape
+        dtype, cells = self.query.dtype, self.cells
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise InputError(f"query: dtype {dtype}; the kernels take float32, float16 or bfloat16")
-        sizes = [leaf, self.block, self.rows.shape[2]]
-        if any(size < 16 or size & (size - 1) for size in sizes) or keys % leaf:
+        sizes = [self.leaf, self.block, self.rows.shape[2]]
+        if any(size < 16 or size & (size - 1) for size in sizes) or keys % self.leaf:
             raise InputError(
                 f"leaf, cell, tile: got {sizes} for {keys} keys; powers of two from 16 on are "
                 "expected, and whole leaves"
             )
-        check("query", self.query, (heads, n, d), dtype)
-        check("ks", self.ks, (key_heads, keys, d), dtype)
-        check("vs", self.vs, (key_heads, keys, self.vs.shape[2]), dtype)
-        if self.bs is not None:
-            check("bs", self.bs, (heads, keys), torch.float32)
-        check("slots", self.slots, (key_heads, keys), torch.int32)
-        check("members", self.members, (heads, self.cells, self.block), torch.int32)
-        check("visible", self.visible, (self.cells,), torch.int32)
-        check("mean", self.mean, (heads, self.cells, d), torch.float32)
-        check("variance", self.variance, (heads, self.cells), torch.float32)
-        check("spread", self.spread, (key_heads, leaves), torch.float32)
+        spread = (key_heads, keys // self.leaf)
+        check(self, dtype, query=(heads, n, d), ks=(key_heads, keys, d), vs=(key_heads, keys, dv))
+        check(self, torch.int32, slots=(key_heads, keys), visible=(cells,))
+        check(self, torch.int32, members=(heads, cells, self.block))
+        check(self, torch.float32, bs=(heads, keys), mean=(heads, cells, d))
+        check(self, torch.float32, variance=(heads, cells), spread=spread)
 
     @property
     def heads(self) -> int:
@@ -189,7 +185,7 @@ def gather_leaves(key: Tensor, value: Tensor, slots: Tensor, leaf: int) -> tuple
     return ks, vs, spread
 
 
-def tilt(tables: Tables, first: int, last: int, leaves: int, scale: float) -> Tilts:
+def tilt(tables: Tables, first: int, last: int, leaves: int) -> Tilts:
     """Tilted keys of the first ``leaves`` leaves for the cells [first, last), which attend to no
     others."""
     ks, cells = tables.ks, last - first
@@ -204,16 +200,15 @@ def tilt(tables: Tables, first: int, last: int, leaves: int, scale: float) -> Ti
     tile = pick(TILES["tilt"], tables)
     together, per = min(tile.rows, power_of_two(cells)), min(tile.keys, power_of_two(leaves, 1))
     kernels.tilt[(cdiv(cells, together), cdiv(leaves, per), tables.heads)](
-        tables.mean, ks, tables.vs, ks if tables.bs is None else tables.bs,
+        tables.mean, ks, tables.vs, tables.bs,
         tables.variance, tables.spread, tables.visible, kt, vt, tilts.lt,
-        tables.cells, first, cells, ks.shape[1], leaves, tables.group, scale,
-        *tables.widths, together, per, tables.leaf, tables.bs is not None, tables.dot,
-        **tile.launch,
+        tables.cells, first, cells, ks.shape[1], leaves, tables.group, tables.scale,
+        *tables.widths, together, per, tables.leaf, tables.dot, **tile.launch,
     )  # fmt: skip
     return tilts
 
 
-def select(tables: Tables, tilts: Tilts, price: Tensor, scale: float) -> Lists:
+def select(tables: Tables, tilts: Tilts, price: Tensor) -> Lists:
     """Open leaves: those whose importance exceeds the price of their head, [Hq] float32.
 
     Open leaves are attended by their keys: their lt becomes -inf, in place.
@@ -228,7 +223,7 @@ def select(tables: Tables, tilts: Tilts, price: Tensor, scale: float) -> Lists:
     kernels.select[(tilts.cells, tables.heads)](
         tables.query, tables.members, tilts.kt, tilts.lt, tables.spread, tables.variance,
         tables.visible, price, lists.index, lists.count,
-        tables.query.shape[1], tables.cells, tilts.first, tilts.cells, tilts.leaves, scale,
+        tables.query.shape[1], tables.cells, tilts.first, tilts.cells, tilts.leaves, tables.scale,
         tables.spread.shape[1], tables.group,
         d, wide, block, stride, power_of_two(block // stride), tile.keys, tables.dot, **tile.launch,
     )  # fmt: skip
@@ -236,14 +231,9 @@ def select(tables: Tables, tilts: Tilts, price: Tensor, scale: float) -> Lists:
 
 
 def attend(
-    tables: Tables,
-    tilts: Tilts,
-    lists: Lists,
-    own: tuple[Tensor, Tensor] | None,
-    output: Tensor,
+    tables: Tables, tilts: Tilts, lists: Lists, own: tuple[Tensor, Tensor] | None, output: Tensor,
     lse: Tensor,
-    scale: float,
-) -> None:
+) -> None:  # fmt: skip
     """Write output [Hq, n, dv] and lse [Hq, n] at the rows of the tiles of the tilts' cells.
 
     ``own``: output and log-sum-exp of the rows' own window, with which their softmax begins.
@@ -252,15 +242,14 @@ def attend(
     first_tile, tile_count = tiles_of(tables, tilts)
     tiles, size = tables.rows.shape[1:]
     tile = pick(TILES["attend"], tables)
-    rows, routes = min(tile.rows, size), tables.routes
+    rows = min(tile.rows, size)
     kernels.attend[(tile_count * (size // rows), heads)](
-        tables.query, tilts.kt, tilts.vt, tilts.lt, tables.ks, tables.vs,
-        lse if tables.bs is None else tables.bs, lists.index, lists.count, tables.visible,
-        tables.rows, tables.visible if routes is None else routes.cell,
-        *((output, lse) if own is None else own), output, lse,
+        tables.query, tilts.kt, tilts.vt, tilts.lt, tables.ks, tables.vs, tables.bs,
+        lists.index, lists.count, tables.visible, tables.rows, tables.routes and tables.routes.cell,
+        *(own or (None, None)), output, lse,
         n, tilts.first, tilts.cells, tables.ks.shape[1], tilts.leaves, first_tile, tiles,
-        tables.group, scale, *tables.widths, size, tables.leaf, rows, tile.keys,
-        routes is not None, tables.bs is not None, own is not None, tables.dot, **tile.launch,
+        tables.group, tables.scale, *tables.widths, size, tables.leaf, rows, tile.keys, tables.dot,
+        **tile.launch,
     )  # fmt: skip
 
 
@@ -270,9 +259,12 @@ def tiles_of(tables: Tables, tilts: Tilts) -> tuple[int, int]:
     return tilts.first * ratio, tilts.cells * ratio
 
 
-def check(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
-    if tuple(x.shape) != shape or not x.is_contiguous() or x.dtype != (dtype or x.dtype):
-        raise InputError(
-            f"{name}: got {x.dtype} of shape {list(x.shape)}, strides {list(x.stride())}; expected "
-            f"{dtype or 'any dtype'} of shape {list(shape)}, contiguous"
-        )
+def check(holder: object, dtype: torch.dtype, **shapes: tuple[int, ...]) -> None:
+    """Raise unless these attributes, if they are not None, have the dtype and shapes."""
+    for name, shape in shapes.items():
+        x = getattr(holder, name)
+        if x is not None and (x.shape != shape or not x.is_contiguous() or x.dtype != dtype):
+            raise InputError(
+                f"{type(holder).__name__.lower()}.{name}: got {x.dtype} of shape {list(x.shape)}, "
+                f"strides {list(x.stride())}; expected {dtype} of shape {list(shape)}, contiguous"
+            )

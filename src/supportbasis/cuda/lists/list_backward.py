@@ -14,10 +14,9 @@ and the keys of the leaf, w being the weights of its tilt,
 of which every member of the cell gets its share. Through log(1 + s / 2), s = scale^2 variance
 spread, dlt also reaches the variances of the cell's queries and of the leaf's keys. Open leaves
 have the gradients of exact attention.
-Rows are gathered by tile first: then kernels read whole tiles. Every number of the totals has one
-program that adds to it, in a fixed sequence: results repeat to the bit. No function synchronises
-with the host. As in other kernels, products of 16-bit tokens take 16-bit weights: float16 gradients
-want a scaled loss.
+Rows are gathered by tile first: then kernels read whole tiles. No function synchronises with the
+host. As in other kernels, products of 16-bit tokens take 16-bit weights: float16 gradients want a
+scaled loss.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
+from ...lists.tables import deviations
 from ..exact.rectangle import Shapes
 from ..runtime.language import cdiv, power_of_two
 from . import list_backward_kernels as kernels
@@ -64,7 +64,7 @@ class Totals:
     key: Tensor  # [Hq, M, d]
     value: Tensor  # [Hq, M, dv]
     spread: Tensor  # [Hq, leaves], of the variances of leaves
-    weight: Tensor | None = None  # [Hq, M], of log-weights; None: not wanted
+    weight: Tensor  # [Hq, M], of log-weights
 
 
 class Gathered(NamedTuple):
@@ -75,15 +75,6 @@ class Gathered(NamedTuple):
     slope: Tensor  # [Hq, tiles, T] float32
     lse: Tensor  # [Hq, tiles, T] float32, to base 2
     cell: Tensor  # [Hq, tiles] int32, counted from the first of the range; -1: no rows
-
-    @property
-    def tiles(self) -> int:
-        return self.query.shape[1]
-
-    @property
-    def size(self) -> int:
-        """Rows of a tile."""
-        return self.query.shape[2]
 
 
 class Changes(NamedTuple):
@@ -97,22 +88,20 @@ class Changes(NamedTuple):
     level: Tensor  # <dkt, kt> + <dvt, vt>
 
 
-def gradients(
-    tables: Tables, tilts: Tilts, lists: Lists, rows: Rows, scale: float, totals: Totals
-) -> None:
+def gradients(tables: Tables, tilts: Tilts, lists: Lists, rows: Rows, totals: Totals) -> None:
     """Add the gradients of the rows of the tilts' cells, except those of the own window; those of
     keys through the variances of their leaves wait for `add_spreads`.
 
     ``tilts`` and ``lists`` are those of the forward pass. The tilts' kt and vt are overwritten;
     beside them a pair of a cell and a leaf takes 13 bytes, and 4 for every tile of the cell.
     """
-    _check_totals(tables, rows, totals)
+    _check(tables, rows, totals)
     gathered = gather(tables, tilts, rows)
-    query_gradients(tables, tilts, lists, gathered, scale, totals)
-    exact_gradients(tables, transposed(lists, gathered), gathered, scale, totals)
-    changes = tilt_gradients(tables, tilts, gathered, scale)
-    leaf_gradients(tables, tilts, changes, scale, totals)
-    mean_gradients(tables, tilts, changes, scale, totals)
+    query_gradients(tables, tilts, lists, gathered, totals)
+    exact_gradients(tables, transposed(lists, gathered), gathered, totals)
+    changes = tilt_gradients(tables, tilts, gathered)
+    leaf_gradients(tables, tilts, changes, totals)
+    mean_gradients(tables, tilts, changes, totals)
 
 
 def gather(tables: Tables, tilts: Tilts, rows: Rows) -> Gathered:
@@ -120,88 +109,79 @@ def gather(tables: Tables, tilts: Tilts, rows: Rows) -> Gathered:
     d, dv, wide, _ = tables.widths
     first, count = tiles_of(tables, tilts)
     tiles, size = tables.rows.shape[1:]
-    new, shape, routes = tables.query.new_empty, (tables.heads, count, size), tables.routes
+    new, shape = tables.query.new_empty, (tables.heads, count, size)
     slope, lse = new((2, *shape), dtype=torch.float32)
     cell = new(shape[:2], dtype=torch.int32)
     gathered = Gathered(new(*shape, d), new(*shape, dv), slope, lse, cell)
     kernels.gather_rows[(count, tables.heads)](
         tables.query, rows.grad, rows.slope, rows.lse,
-        tables.rows, tables.visible if routes is None else routes.cell,
+        tables.rows, tables.routes and tables.routes.cell,
         *gathered, tables.query.shape[1], tilts.first, first, tiles,
-        *tables.widths, size, routes is not None, num_warps=8 if size * wide > 8192 else 4,
+        *tables.widths, size, num_warps=8 if size * wide > 8192 else 4,
     )  # fmt: skip
     return gathered
 
 
 def query_gradients(
-    tables: Tables, tilts: Tilts, lists: Lists, gathered: Gathered, scale: float, totals: Totals
+    tables: Tables, tilts: Tilts, lists: Lists, gathered: Gathered, totals: Totals
 ) -> None:
     """Add the gradients of rows, as queries of tilted keys and of the keys of open leaves."""
-    tile, tiles, size = pick(TILES["query"], tables), tables.rows.shape[1], gathered.size
-    rows = min(tile.rows, size)
-    kernels.query_gradients[(gathered.tiles * (size // rows), tables.heads)](
-        *gathered, tilts.kt, tilts.vt, tilts.lt, tables.ks, tables.vs,
-        gathered.lse if tables.bs is None else tables.bs, lists.index, lists.count, tables.visible,
-        tables.rows, totals.query,
+    tile, (tiles, size) = pick(TILES["query"], tables), tables.rows.shape[1:]
+    rows, (first_tile, count) = min(tile.rows, size), tiles_of(tables, tilts)
+    kernels.query_gradients[(count * (size // rows), tables.heads)](
+        *gathered, tilts.kt, tilts.vt, tilts.lt, tables.ks, tables.vs, tables.bs,
+        lists.index, lists.count, tables.visible, tables.rows, totals.query,
         tables.query.shape[1], tilts.first, tilts.cells, tables.ks.shape[1], tilts.leaves,
-        tiles_of(tables, tilts)[0], tiles, tables.group, scale,
-        *tables.widths, size, tables.leaf, rows, tile.keys,
-        tables.bs is not None, tables.dot, **tile.launch,
+        first_tile, tiles, tables.group, tables.scale,
+        *tables.widths, size, tables.leaf, rows, tile.keys, tables.dot, **tile.launch,
     )  # fmt: skip
 
 
-def tilt_gradients(tables: Tables, tilts: Tilts, gathered: Gathered, scale: float) -> Changes:
+def tilt_gradients(tables: Tables, tilts: Tilts, gathered: Gathered) -> Changes:
     """Gradients of tilted keys and values, written over kt and vt of the tilts."""
     first, last, routes = tilts.first, tilts.first + tilts.cells, tables.routes
     mean = tables.mean[:, first:last].to(tables.ks.dtype).contiguous()
     changes = Changes(mean, tilts.kt, tilts.vt, *tilts.lt.new_empty((3, *tilts.lt.shape)))
     tile = pick(TILES["tilt"], tables)
     rows = min(tile.rows, tables.block)
-    runs = (tables.visible,) * 2 if routes is None else (routes.first, routes.count)
+    runs = (None, None) if routes is None else (routes.first, routes.count)
     kernels.tilt_gradients[(cdiv(tilts.leaves, tile.keys), tilts.cells, tables.heads)](
         *gathered[:4], mean, tilts.kt, tilts.vt, tilts.lt,
         tables.variance, tables.spread, tables.visible, *runs, *changes[1:],
-        gathered.tiles * gathered.size, tables.cells, first, tilts.cells, tilts.leaves,
-        tables.spread.shape[1], tables.group, tiles_of(tables, tilts)[0], scale,
-        *tables.widths, gathered.size, rows, tile.keys,
-        routes is not None, tables.dot, **tile.launch,
+        gathered.lse.numel() // tables.heads, tables.cells, first, tilts.cells, tilts.leaves,
+        tables.spread.shape[1], tables.group, tiles_of(tables, tilts)[0], tables.scale,
+        *tables.widths, tables.rows.shape[2], rows, tile.keys, tables.dot, **tile.launch,
     )  # fmt: skip
     return changes
 
 
 def transposed(lists: Lists, gathered: Gathered) -> Lists:
     """Tiles of the cells that have a leaf open: index [Hq, leaves, tiles], count [Hq, leaves]."""
-    heads, cells, leaves = lists.index.shape
+    (heads, cells, leaves), tiles = lists.index.shape, gathered.cell.shape[1]
     mask = torch.zeros(lists.index.shape, dtype=torch.bool, device=lists.index.device)
     kernels.mark[(cells, heads)](lists.index, lists.count, mask, cells, leaves, CHUNK)
     new = lists.index.new_empty
-    openers = Lists(new(heads, leaves, gathered.tiles), new(heads, leaves))
+    openers = Lists(new(heads, leaves, tiles), new(heads, leaves))
     kernels.transpose[(cdiv(leaves, CHUNK), heads)](
-        mask, gathered.cell, openers.index, openers.count,
-        cells, leaves, gathered.tiles, CHUNK, CHUNK,
+        mask, gathered.cell, openers.index, openers.count, cells, leaves, tiles, CHUNK, CHUNK,
     )  # fmt: skip
     return openers
 
 
-def exact_gradients(
-    tables: Tables, openers: Lists, gathered: Gathered, scale: float, totals: Totals
-) -> None:
+def exact_gradients(tables: Tables, openers: Lists, gathered: Gathered, totals: Totals) -> None:
     """Add the gradients of the keys of open leaves; ``openers``: the tiles that attend to them."""
     heads, leaves, tiles = openers.index.shape
-    tile = pick(TILES["exact"], tables)
+    tile, size = pick(TILES["exact"], tables), tables.rows.shape[2]
     part = min(tile.keys, tables.leaf)
     kernels.exact_gradients[(leaves * (tables.leaf // part), heads)](
-        *gathered[:4], tables.ks, tables.vs, totals.key if tables.bs is None else tables.bs,
-        openers.index, openers.count, *_keys_of(totals),
-        tiles * gathered.size, tables.ks.shape[1], leaves, tiles, tables.group, scale,
-        *tables.widths, gathered.size, tables.leaf, tile.rows, part,
-        tables.bs is not None, totals.weight is not None, tables.dot, **tile.launch,
+        *gathered[:4], tables.ks, tables.vs, tables.bs, openers.index, openers.count,
+        totals.key, totals.value, totals.weight,
+        tiles * size, tables.ks.shape[1], leaves, tiles, tables.group, tables.scale,
+        *tables.widths, size, tables.leaf, tile.rows, part, tables.dot, **tile.launch,
     )  # fmt: skip
 
 
-def leaf_gradients(
-    tables: Tables, tilts: Tilts, changes: Changes, scale: float, totals: Totals
-) -> None:
+def leaf_gradients(tables: Tables, tilts: Tilts, changes: Changes, totals: Totals) -> None:
     """Add the gradients of all keys through the tilts of their leaves."""
     tile = pick(TILES["leaf"], tables)
     part = min(tile.keys, tables.leaf)
@@ -209,16 +189,14 @@ def leaf_gradients(
     visible = tables.visible[tilts.first : tilts.first + tilts.cells]
     since = torch.searchsorted(visible, leaf, right=True, out_int32=True)
     kernels.leaf_gradients[(tilts.leaves * (tables.leaf // part), tables.heads)](
-        *changes[:5], tables.ks, tables.vs, totals.key if tables.bs is None else tables.bs, since,
-        *_keys_of(totals), tilts.cells, tables.ks.shape[1], tilts.leaves, tables.group, scale,
-        *tables.widths, tables.leaf, min(tile.rows, power_of_two(tilts.cells)), part,
-        tables.bs is not None, totals.weight is not None, tables.dot, **tile.launch,
+        *changes[:5], tables.ks, tables.vs, tables.bs, since,
+        totals.key, totals.value, totals.weight,
+        tilts.cells, tables.ks.shape[1], tilts.leaves, tables.group, tables.scale, *tables.widths,
+        tables.leaf, min(tile.rows, power_of_two(tilts.cells)), part, tables.dot, **tile.launch,
     )  # fmt: skip
 
 
-def mean_gradients(
-    tables: Tables, tilts: Tilts, changes: Changes, scale: float, totals: Totals
-) -> None:
+def mean_gradients(tables: Tables, tilts: Tilts, changes: Changes, totals: Totals) -> None:
     """Add to members their share in the gradients of their cell's mean and variance."""
     (d, _, wide, _), (heads, n, _) = tables.widths, tables.query.shape
     tile = pick(TILES["mean"], tables)
@@ -228,23 +206,21 @@ def mean_gradients(
     parts = totals.query.new_empty((splits, heads, tilts.cells, d))
     kernels.mean_gradients[(blocks, splits, heads)](
         *changes[:4], changes.level,
-        tables.ks, tables.vs, totals.key if tables.bs is None else tables.bs, tables.visible, parts,
-        tilts.first, tilts.cells, tables.ks.shape[1], tilts.leaves, tables.group, scale,
-        *tables.widths, tables.leaf, together, min(tile.keys, tables.leaf),
-        tables.bs is not None, tables.dot, **tile.launch,
+        tables.ks, tables.vs, tables.bs, tables.visible, parts,
+        tilts.first, tilts.cells, tables.ks.shape[1], tilts.leaves, tables.group, tables.scale,
+        *tables.widths, tables.leaf, together, min(tile.keys, tables.leaf), tables.dot,
+        **tile.launch,
     )  # fmt: skip
     kernels.add_means[(tilts.cells, heads)](
-        parts, _variance_gradients(tables, tilts, changes, scale, totals), tables.query,
+        parts, _variance_gradients(tables, tilts, changes, totals), tables.query,
         tables.mean, tables.members, totals.query, n, tables.cells, tilts.first, splits,
         d, wide, tables.block, num_warps=8 if tables.block * wide > 8192 else 4,
     )  # fmt: skip
 
 
-def _variance_gradients(
-    tables: Tables, tilts: Tilts, changes: Changes, scale: float, totals: Totals
-) -> Tensor:
+def _variance_gradients(tables: Tables, tilts: Tilts, changes: Changes, totals: Totals) -> Tensor:
     """Gradients of the variances of cells [Hq, cells]; those of leaves are added to the totals."""
-    last, half = tilts.first + tilts.cells, scale * scale / 2
+    last, half = tilts.first + tilts.cells, tables.scale**2 / 2
     variance = tables.variance[:, tilts.first : last].unsqueeze(2)  # [Hq, cells, 1]
     spread = tables.spread[:, : tilts.leaves].repeat_interleave(tables.group, 0).unsqueeze(1)
     leaf = torch.arange(tilts.leaves, device=spread.device)
@@ -257,32 +233,19 @@ def _variance_gradients(
 
 def add_spreads(tables: Tables, totals: Totals) -> None:
     """Add to keys their share in the gradients of the variances of their leaves."""
-    group, shape = tables.group, (-1, tables.leaf)
-    real = (tables.slots >= 0).unflatten(1, shape).unsqueeze(3)  # [Hk, leaves, L, 1]
-    count = real.sum(2, keepdim=True).clamp(min=1)
-    key = tables.ks.unflatten(1, shape).float()
-    away = (key - key.sum(2, keepdim=True) / count) * real * (2 / count)
-    grad = totals.spread.unflatten(0, (-1, group))[..., None, None]
-    total = totals.key.view(-1, group, *away.shape[1:])
-    total.addcmul_(away.unsqueeze(1), grad)
+    key, slots = (x.unflatten(1, (-1, tables.leaf)) for x in (tables.ks, tables.slots))
+    away, count = deviations(key.float(), slots)  # [Hk, leaves, L, d]
+    grad = totals.spread.unflatten(0, (-1, tables.group))[..., None, None]
+    total = totals.key.view(-1, tables.group, *away.shape[1:])
+    total.addcmul_((away * (2 / count)).unsqueeze(1), grad)
 
 
-def _keys_of(totals: Totals) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of keys, values and log-weights, as the kernels take them."""
-    return totals.key, totals.value, totals.key if totals.weight is None else totals.weight
-
-
-def _check_totals(tables: Tables, rows: Rows, totals: Totals) -> None:
-    heads, n, d = tables.query.shape
-    keys, dv = tables.vs.shape[1:]
+def _check(tables: Tables, rows: Rows, totals: Totals) -> None:
+    (heads, n, d), (_, keys, dv) = tables.query.shape, tables.vs.shape
     if not rows.grad.is_floating_point():
         raise InputError(f"rows.grad: got {rows.grad.dtype}; a floating dtype is expected")
-    check("rows.grad", rows.grad, (heads, n, dv))
-    check("rows.slope", rows.slope, (heads, n), torch.float32)
-    check("rows.lse", rows.lse, (heads, n), torch.float32)
-    check("totals.query", totals.query, (heads, n, d), torch.float32)
-    check("totals.key", totals.key, (heads, keys, d), torch.float32)
-    check("totals.value", totals.value, (heads, keys, dv), torch.float32)
-    check("totals.spread", totals.spread, (heads, keys // tables.leaf), torch.float32)
-    if totals.weight is not None:
-        check("totals.weight", totals.weight, (heads, keys), torch.float32)
+    check(rows, rows.grad.dtype, grad=(heads, n, dv))
+    check(rows, torch.float32, slope=(heads, n), lse=(heads, n))
+    check(totals, torch.float32, query=(heads, n, d), key=(heads, keys, d), weight=(heads, keys))
+    spread = (heads, keys // tables.leaf)
+    check(totals, torch.float32, value=(heads, keys, dv), spread=spread)

@@ -1,8 +1,9 @@
 # mypy: ignore-errors
-"""Kernels of `lists_backward`: gradients of rows, tilted keys, keys of leaves and cell means.
+"""Kernels of `list_backward`: gradients of rows, tilted keys, keys of leaves and cell means.
 
-Heads, cells and logarithms are counted as in `lists_kernels`. Rows lie gathered by tile, those of a
-cell one after the other. Every sum has one program and a fixed sequence.
+Heads, cells and logarithms are counted as in `list_kernels`, and None is a tensor that is missing.
+Rows lie gathered by tile, those of a cell one after the other. Every sum has one program and a
+fixed sequence: results repeat to the bit.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ def gather_rows(
     query, grad, slope, lse, rows, cell_of, to_query, to_grad, to_slope, to_lse, to_cell,
     n, first, first_tile, tiles,
     d: tl.constexpr, dv: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    T: tl.constexpr, ROUTED: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     """Rows of a tile, their lse to base 2 (inf: no weight); the tile's cell, -1: it has no row."""
     tile, bh, near = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, T)
-    row, live, cell = tile_rows(rows, cell_of, bh, tiles, first_tile + tile, near, first, T, ROUTED)
+    row, live, cell = tile_rows(rows, cell_of, bh, tiles, first_tile + tile, near, first, T)
     one, offset = tl.full((T,), 1, tl.int1), bh * tl.num_programs(0) + tile
     tl.store(to_cell + offset, cell)
     offset *= T
@@ -66,8 +67,7 @@ def query_gradients(
     query, grad, slope, lse, tile_cell, kt, vt, lt, ks, vs, bs, index, count, visible, rows, total,
     n, first, cells, keys, leaves, first_tile, tiles, group, scale,
     d: tl.constexpr, dv: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    T: tl.constexpr, L: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
+    T: tl.constexpr, L: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BM rows of a tile, over tilted keys of closed leaves and keys of open ones."""
     bh, blocks = tl.program_id(1).to(tl.int64), tl.num_programs(0)
@@ -95,14 +95,13 @@ def query_gradients(
         )  # fmt: skip
     ks += bh // group * keys * d
     vs += bh // group * keys * dv
-    bs += bh * keys
     index += offset * leaves
     for start in range(0, many * L, BN):
         slot, key, here = listed_keys(index, start, many, L, BN)
         sums = _add_keys(
             token, change, size, level, load_rows(ks + slot * d, key, here, d, D),
             load_rows(vs + slot * dv, key, here, dv, E),
-            bias_of(bs + slot, key, here, WEIGHTED), sums, scale, PRECISION,
+            bias_of(bs, bh * keys + slot, key, here), sums, scale, PRECISION,
         )  # fmt: skip
     row = tl.load(rows + (bh * tiles + first_tile + tile) * T + block % (T // BM) * BM + near)
     add_rows(total + bh * n * d, sums * scale, row.to(tl.int64), row >= 0, d, D)
@@ -130,8 +129,7 @@ def tilt_gradients(
     dkt, dvt, lam, shift, level,
     slots, all_cells, first, cells, leaves, all_leaves, group, first_tile, scale,
     d: tl.constexpr, dv: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    T: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    ROUTED: tl.constexpr, PRECISION: tl.constexpr,
+    T: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BN tilted keys of a cell, from all its rows, and what the tilt's own gradient needs:
     lam = logsumexp t to base 2 (inf at open leaves), level = <dkt, kt> + <dvt, vt>,
@@ -146,7 +144,7 @@ def tilt_gradients(
     bias = leaf_bias(lt + offset, at, here)
     begin, many = cell * T, T
     whole = bh * all_cells + first + cell
-    if ROUTED:
+    if run is not None:
         begin = (tl.load(run + whole) - first_tile) * T
         many = tl.load(runs + whole) * T
     many = tl.where(tl.program_id(0) * BN < end, many, 0)
@@ -221,8 +219,7 @@ def exact_gradients(
     query, grad, slope, lse, ks, vs, bs, index, count, total_key, total_value, total_weight,
     slots, keys, leaves, tiles, group, scale,
     d: tl.constexpr, dv: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    T: tl.constexpr, L: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr,
-    WEIGHTED: tl.constexpr, COUNTED: tl.constexpr, PRECISION: tl.constexpr,
+    T: tl.constexpr, L: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BL keys of a leaf, from the rows of all tiles that have it open."""
     part, bh = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -233,7 +230,7 @@ def exact_gradients(
     slot, offset = bh // group * keys + part * BL, bh * keys + part * BL
     key = load_rows(ks + slot * d, near, one, d, D)
     value = load_rows(vs + slot * dv, near, one, dv, E)
-    bias = bias_of(bs + offset, near, one, WEIGHTED)
+    bias = bias_of(bs, offset, near, one)
     query += bh * slots * d
     grad += bh * slots * dv
     slope += bh * slots
@@ -252,9 +249,8 @@ def exact_gradients(
     one = one & (many > 0)
     add_rows(total_key + offset * d, to_key * scale, near, one, d, D)
     add_rows(total_value + offset * dv, to_value, near, one, dv, E)
-    if COUNTED:
-        old = tl.load(total_weight + offset + near, mask=one, other=0.0)
-        tl.store(total_weight + offset + near, old + to_bias, mask=one)
+    to_bias += tl.load(total_weight + offset + near, mask=one, other=0.0)
+    tl.store(total_weight + offset + near, to_bias, mask=one)
 
 
 @jit
@@ -262,8 +258,7 @@ def leaf_gradients(
     mean, dkt, dvt, lam, shift, ks, vs, bs, since, total_key, total_value, total_weight,
     cells, keys, leaves, group, scale,
     d: tl.constexpr, dv: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    L: tl.constexpr, BC: tl.constexpr, BL: tl.constexpr,
-    WEIGHTED: tl.constexpr, COUNTED: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BC: tl.constexpr, BL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BL keys of a leaf, through its tilts, from ``since`` on, the first cell that sees it:
     dt_j = w_j (<dkt, k_j> + <dvt, v_j> + shift), dk_j = w_j dkt + scale dt_j m."""
@@ -273,7 +268,7 @@ def leaf_gradients(
     slot, offset = bh // group * keys + part * BL, bh * keys + part * BL
     key = load_rows(ks + slot * d, near, one, d, D)
     value = load_rows(vs + slot * dv, near, one, dv, E)
-    bias = bias_of(bs + offset, near, one, WEIGHTED)
+    bias = bias_of(bs, offset, near, one)
     to_key = tl.zeros((BL, D), dtype=tl.float32)
     to_value = tl.zeros((BL, E), dtype=tl.float32)
     to_bias = tl.zeros((BL,), dtype=tl.float32)
@@ -300,9 +295,8 @@ def leaf_gradients(
     one = one & (begin < cells)
     add_rows(total_key + offset * d, to_key, near, one, d, D)
     add_rows(total_value + offset * dv, to_value, near, one, dv, E)
-    if COUNTED:
-        old = tl.load(total_weight + offset + near, mask=one, other=0.0)
-        tl.store(total_weight + offset + near, old + to_bias, mask=one)
+    to_bias += tl.load(total_weight + offset + near, mask=one, other=0.0)
+    tl.store(total_weight + offset + near, to_bias, mask=one)
 
 
 @jit
@@ -310,8 +304,7 @@ def mean_gradients(
     mean, dkt, dvt, lam, level, ks, vs, bs, visible, parts,
     first, cells, keys, leaves, group, scale,
     d: tl.constexpr, dv: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    L: tl.constexpr, BC: tl.constexpr, BL: tl.constexpr,
-    WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BC: tl.constexpr, BL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Means of BC cells, from a part of the leaves that they see:
     dm = scale sum_l sum_j w_j (<dkt, k_j> + <dvt, v_j> - level) k_j; dlt and its kt cancel."""
@@ -323,7 +316,6 @@ def mean_gradients(
     middle = load_rows(mean + at * d, cell, here, d, D)
     ks += bh // group * keys * d
     vs += bh // group * keys * dv
-    bs += bh * keys
     dkt += at * leaves * d
     dvt += at * leaves * dv
     lam += at * leaves
@@ -338,7 +330,7 @@ def mean_gradients(
         value = load_rows(vs + slot * dv, near, one, dv, E)
         size, mixed = load_slopes(lam, level, at_leaf, see)
         score = tl.dot(middle, tl.trans(key), input_precision=PRECISION)
-        bias = bias_of(bs + slot, near, one, WEIGHTED)
+        bias = bias_of(bs, bh * keys + slot, near, one)
         score = score * (scale * 1.4426950408889634) + bias[None, :]
         weight = tl.exp2(score - size[:, None])
         grad_key = load_rows(dkt, at_leaf, see, d, D)

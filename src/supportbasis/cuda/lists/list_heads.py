@@ -1,5 +1,4 @@
-"""Lists of exact and tilted keys on the device, all heads at once: the function of
-`components.lists`, by kernels.
+"""Lists of exact and tilted keys on the device, all heads at once: `lists`, by kernels.
 
 Tilts are made for some windows at a time, within a workspace of fixed size, so that memory grows
 with the tokens alone. No call synchronises with the host. Calls so short that their launches take
@@ -8,7 +7,6 @@ longer than their work are captured as CUDA graphs, which synchronises once a sh
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -21,12 +19,13 @@ from ...components.cotangent import Gradients, SavedForward
 from ...engine.dispatch import Forward
 from ...errors import InputError
 from ...lists.sorting import window_length
-from ...lists.tables import ListSettings, tiles_by_centre, visible_leaves
+from ...lists.tables import ListSettings, tiles_by_centre, visible_leaves, window_ranges
 from ...plans import HeadPlan, ListHead, Plan
 from ...problem.caching import WeakCache
 from ...problem.problem import Problem
 from ..exact import exact_heads as exact
 from ..exact.rectangle import slopes
+from ..runtime.language import cdiv
 from ..runtime.replay import joined, replayed
 from . import list_attention as kernels
 from . import list_backward as backward
@@ -56,24 +55,18 @@ def _settings_of(head: HeadPlan) -> ListSettings:
 
 
 def forward(problem: Problem, plan: Plan) -> Forward:
-    settings = _settings_of(plan.heads[0])
-    parts = ranges(problem, settings)
-    tokens = (problem.query, problem.key, problem.value)
-    weight = () if problem.key_log_weight is None else (problem.key_log_weight.float(),)
-    given = (*tokens, _prices(plan, problem), *weight)
-    run = partial(_forward, problem, settings, parts)
-    if sum(x.numel() for x in tokens) > SHORT:
-        return *run(*given), None
+    tokens, weight = (problem.query, problem.key, problem.value), problem.key_log_weight
+    given = (*tokens, _prices(plan, problem), *(() if weight is None else (weight.float(),)))
+    run = partial(_forward, problem, _settings_of(plan.heads[0]))
     key = ("lists", family(plan.heads[0]), problem.scale, exact.precision())
-    output, lse = replayed(key, run, *given)
+    is_short = sum(x.numel() for x in tokens) <= SHORT
+    output, lse = replayed(key, run, *given) if is_short else run(*given)
     return output, lse, None
 
 
-def _forward(
-    problem: Problem, settings: ListSettings, parts: list[tuple[int, int, int]], *given: Tensor
-) -> tuple[Tensor, Tensor]:
+def _forward(problem: Problem, settings: ListSettings, *given: Tensor) -> tuple[Tensor, Tensor]:
     """Output and lse of all rows, ``given`` query, key, value, prices and log-weights, if any."""
-    query, key, value, price, *weight = given
+    parts, (query, key, value, price, *weight) = ranges(problem, settings), given
     weights = weight[0] if weight else None
     problem = replace(problem, query=query, key=key, value=value, key_log_weight=weights)
     tables = _tables(problem, settings)
@@ -82,9 +75,9 @@ def _forward(
     else:
         own, (output, lse) = None, (x.flatten(0, 1) for x in exact.empty_results(problem))
     for first, last, leaves in parts:
-        tilts = kernels.tilt(tables, first, last, leaves, problem.scale)
-        lists = kernels.select(tables, tilts, price, problem.scale)
-        kernels.attend(tables, tilts, lists, own, output, lse, problem.scale)
+        tilts = kernels.tilt(tables, first, last, leaves)
+        lists = kernels.select(tables, tilts, price)
+        kernels.attend(tables, tilts, lists, own, output, lse)
     shape = problem.query.shape[:3]
     return output.view(*shape, -1), lse.view(shape)
 
@@ -100,9 +93,9 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
     sorted_total = backward.Totals(total.query.flatten(0, 1), *sums)
     price = _prices(plan, problem)
     for first, last, leaves in ranges(problem, settings):
-        tilts = kernels.tilt(tables, first, last, leaves, problem.scale)
-        lists = kernels.select(tables, tilts, price, problem.scale)
-        backward.gradients(tables, tilts, lists, rows, problem.scale, sorted_total)
+        tilts = kernels.tilt(tables, first, last, leaves)
+        lists = kernels.select(tables, tilts, price)
+        backward.gradients(tables, tilts, lists, rows, sorted_total)
     backward.add_spreads(tables, sorted_total)
     slots = tables.slots.repeat_interleave(group, 0)
     empty, token = slots < 0, slots.clamp(min=0).long()
@@ -169,8 +162,8 @@ def _tables(problem: Problem, settings: ListSettings) -> kernels.Tables:
     cells = torch.arange(members.shape[1], dtype=torch.int32, device=query.device)
     visible = visible_leaves(cells, slots.shape[1] // settings.leaf, settings)
     return kernels.Tables(
-        query, ks, vs, bs, slots, members, visible, mean, variance, spread, settings.leaf, routes,
-        exact.precision(),
+        query, ks, vs, bs, slots, members, visible, mean, variance, spread, settings.leaf,
+        problem.scale, routes, exact.precision(),
     )  # fmt: skip
 
 
@@ -179,39 +172,32 @@ def ranges(problem: Problem, settings: ListSettings) -> list[tuple[int, int, int
     Raises if those of one window do not fit, before anything is computed."""
     leaf, window, each = settings.leaf, settings.window, settings.cells
     if window:
-        cells = -(-problem.n // window) * each
-        leaves = -(-_keys(problem, settings) // window) * (window // leaf)
+        leaves = cdiv(_keys(problem, settings), window) * (window // leaf)
+        starts = range(0, problem.n, window)
+        visible = [min(leaves, start // leaf) for start in starts]
     else:
-        cells = padded_slots(problem.n, settings.block) // settings.block
         leaves = padded_slots(problem.m, leaf) // leaf
-
-    def visible(cell: int) -> int:
-        return min(leaves, cell // each * (window // leaf)) if window else leaves
-
+        visible = [leaves] * (padded_slots(problem.n, settings.block) // settings.block)
+    heads = problem.batch * problem.heads
     width = problem.query.shape[-1] + problem.value.shape[-1]
-    pair = (width * problem.query.element_size() + 12) * problem.batch * problem.heads
+    pair = (width * problem.query.element_size() + 12) * heads
     found = []
-    first = each if window else 0  # the first window attends to no leaf
-    while first < cells:
-        last = first + each
-        while last < cells and (last + each - first) * visible(last) * pair <= WORKSPACE:
-            last += each
-        needed = (last - first) * visible(last - each) * pair
+    for first, last in window_ranges(visible, each, WORKSPACE // pair):
+        needed = (last - first) * each * visible[last - 1] * pair
         if needed > 4 * WORKSPACE:
             raise InputError(
-                f"query: lists of {visible(last - each)} leaves for "
-                f"{problem.batch * problem.heads} heads need a workspace of {needed} bytes, more "
-                f"than {4 * WORKSPACE}; use fewer heads in a call, or a larger block_size"
+                f"query: lists of {visible[last - 1]} leaves for {heads} heads need a workspace of "
+                f"{needed} bytes, more than {4 * WORKSPACE}; use fewer heads in a call, or a "
+                "larger block_size"
             )
-        found.append((first, last, visible(last - each)))
-        first = last
+        found.append((first * each, last * each, visible[last - 1]))
     return found
 
 
 def padded_slots(tokens: int, leaf: int) -> int:
     """Slots that `sorting.head_permutation` sorts tokens into."""
     window = window_length(tokens, max(leaf, LEAST))
-    return -(-tokens // window) * window
+    return cdiv(tokens, window) * window
 
 
 def _keys(problem: Problem, settings: ListSettings) -> int:
@@ -227,22 +213,15 @@ def _sorted(
     As many keys as queries are sorted together with them, as heads of one tensor: short calls do
     not fill the device.
     """
-    n, keys, leaf, block = query.shape[1], key.shape[1], settings.leaf, settings.block
-    sort: Callable[..., Tensor] = sorting.head_permutation
-    hidden = None
-    if settings.window:
-        sort = partial(sorting.window_permutation, window=settings.window)
-        keys = min(n, keys)
-    elif weight is not None:  # by all heads that share a key
+    n, leaf, block = query.shape[1], settings.leaf, settings.block
+    sort = partial(sorting.head_permutation, window=settings.window)
+    if weight is not None and not settings.window:  # hidden by all heads that share a key
         hidden = (weight == -torch.inf).unflatten(0, (len(key), -1)).all(1)
-    if n == key.shape[1] and hidden is None and (settings.window or n > sorting.SPAN):
-        slots = sort(joined(query, key), leaf=block, count=n, others=(len(query), leaf))
+        return sort(key, leaf, hidden), sort(query, block)
+    if n == key.shape[1] and (settings.window or n > sorting.SPAN):
+        slots = sort(joined(query, key), block, others=(len(query), leaf))
         return slots[len(query) :], slots[: len(query)]
-    if hidden is not None:
-        slots = sorting.head_permutation(key, leaf, keys, hidden)
-    else:
-        slots = sort(key, leaf=leaf, count=keys)
-    return slots, sort(query, leaf=block, count=n)
+    return sort(key[:, :n] if settings.window else key, leaf), sort(query, block)
 
 
 def _leaf_weights(weight: Tensor | None, slots: Tensor, problem: Problem) -> Tensor:
@@ -255,11 +234,8 @@ def _leaf_weights(weight: Tensor | None, slots: Tensor, problem: Problem) -> Ten
 
 def _routes(query: Tensor, mean: Tensor, settings: ListSettings) -> kernels.Routes:
     """Tiles of rows by the nearest mean of a cell of their window."""
-    rows, first, count = tiles_by_centre(query, mean, settings)
-    tile = torch.arange(rows.shape[1], device=query.device).expand(len(rows), -1)
-    cell = torch.searchsorted(first, tile.contiguous(), right=True) - 1
-    parts = (x.int().contiguous() for x in (rows, cell, first, count))
-    return kernels.Routes(*parts)
+    parts = tiles_by_centre(query, mean, settings)
+    return kernels.Routes(*(x.int().contiguous() for x in parts))
 
 
 def own_windows(problem: Problem, width: int) -> tuple[Tensor, Tensor]:
@@ -291,7 +267,7 @@ def _windows(problem: Problem, width: int) -> Problem:
 def _cut(x: Tensor, problem: Problem, width: int, tokens: int, fill: float = 0.0) -> Tensor:
     """The first tokens of all heads [batch, heads, tokens, ...] as windows of one head each, or
     [windows, heads, W, ...] where heads share keys; filled up to whole windows of the queries."""
-    extra = -(-problem.n // width) * width - tokens
+    extra = cdiv(problem.n, width) * width - tokens
     x = pad(x[:, :, :tokens], (*[0, 0] * (x.dim() - 3), 0, extra), value=fill) if extra else x
     x = x[:, :, : tokens + extra].unflatten(2, (-1, width))
     return x.flatten(0, 2).unsqueeze(1) if problem.group == 1 else x.transpose(1, 2).flatten(0, 1)

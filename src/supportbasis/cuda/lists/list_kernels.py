@@ -3,6 +3,8 @@
 
 Heads are those of the queries; ``group`` of them share keys. Cells of a span are counted from
 ``first``. Logarithms are to base 2 inside, as the hardware has them, and natural in memory.
+Tensors that may be missing are None: log-weights, cells of tiles (those of the same number), the
+own window.
 """
 
 from __future__ import annotations
@@ -80,8 +82,7 @@ def tilt(
     mean, ks, vs, bs, variance, spread, visible, kt, vt, lt,
     all_cells, first, cells, keys, leaves, group, scale,
     d: tl.constexpr, dv: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BC: tl.constexpr, PER: tl.constexpr, L: tl.constexpr,
-    WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
+    BC: tl.constexpr, PER: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tilted keys of PER leaves for BC cells: one key, value and log-weight for each pair."""
     start, bh = tl.program_id(0) * BC, tl.program_id(2).to(tl.int64)
@@ -94,7 +95,6 @@ def tilt(
     spread += bh // group * (keys // L)
     ks += bh // group * keys * d
     vs += bh // group * keys * dv
-    bs += bh * keys
     offset = (bh * cells + start) * leaves  # of the program; in it 32 bits are enough
     kt += offset * d
     vt += offset * dv
@@ -107,7 +107,7 @@ def tilt(
         slot = tl.cast(leaf, tl.int64) * L
         key = load_rows(ks + slot * d, key_at, one, d, D)
         score = tl.dot(middle, tl.trans(key), input_precision=PRECISION)
-        bias = bias_of(bs + slot, key_at, one, WEIGHTED)
+        bias = bias_of(bs, bh * keys + slot, key_at, one)
         score = score * (scale * 1.4426950408889634) + bias[None, :]
         score = tl.where((leaf < shown)[:, None], score, float("-inf"))
         top = tl.max(score, 1)
@@ -229,11 +229,11 @@ def _add_keys(
 
 
 @jit
-def tile_rows(rows, cell_of, bh, tiles, tile, near, first, T: tl.constexpr, ROUTED: tl.constexpr):
+def tile_rows(rows, cell_of, bh, tiles, tile, near, first, T: tl.constexpr):
     """Rows of a tile, which exist, and the cell whose tables they use; -1: none has a row."""
     row = tl.load(rows + (bh * tiles + tile) * T + near).to(tl.int64)
     cell = tile
-    if ROUTED:
+    if cell_of is not None:
         cell = tl.load(cell_of + bh * tiles + tile)
     return row, row >= 0, tl.where(tl.max(row, 0) >= 0, cell - first, -1)
 
@@ -243,21 +243,19 @@ def attend(
     query, kt, vt, lt, ks, vs, bs, index, count, visible, rows, cell_of, own_out, own_lse, out, lse,
     n, first, cells, keys, leaves, first_tile, tiles, group, scale,
     d: tl.constexpr, dv: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    T: tl.constexpr, L: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    ROUTED: tl.constexpr, WEIGHTED: tl.constexpr, STARTED: tl.constexpr, PRECISION: tl.constexpr,
+    T: tl.constexpr, L: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BM rows of a tile: own window (STARTED), tilted keys of closed leaves, keys of open ones."""
+    """BM rows of a tile: own window, tilted keys of closed leaves, keys of open ones."""
     bh = tl.program_id(1).to(tl.int64)
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # cells that see the most come first
     near = block % (T // BM) * BM + tl.arange(0, BM)
-    row, live, cell = tile_rows(
-        rows, cell_of, bh, tiles, first_tile + block // (T // BM), near, first, T, ROUTED
-    )
+    tile = first_tile + block // (T // BM)
+    row, live, cell = tile_rows(rows, cell_of, bh, tiles, tile, near, first, T)
     token = load_rows(query + bh * n * d, row, live, d, D)
     top = tl.full((BM,), float("-inf"), dtype=tl.float32)
     mass = tl.zeros((BM,), dtype=tl.float32)
     total = tl.zeros((BM, E), dtype=tl.float32)
-    if STARTED:
+    if own_lse is not None:
         top = tl.load(own_lse + bh * n + row, mask=live, other=float("-inf")) * 1.4426950408889634
         mass = tl.where(top == float("-inf"), 0.0, 1.0)
         total = load_rows(own_out + bh * n * dv, row, live, dv, E).to(tl.float32)
@@ -277,14 +275,13 @@ def attend(
         )  # fmt: skip
     ks += bh // group * keys * d
     vs += bh // group * keys * dv
-    bs += bh * keys
     index += offset * leaves
     for start in range(0, many * L, BN):
         slot, key, here = listed_keys(index, start, many, L, BN)
         top, mass, total = _add_keys(
             token, load_rows(ks + slot * d, key, here, d, D),
             load_rows(vs + slot * dv, key, here, dv, E),
-            bias_of(bs + slot, key, here, WEIGHTED), top, mass, total, scale, PRECISION,
+            bias_of(bs, bh * keys + slot, key, here), top, mass, total, scale, PRECISION,
         )  # fmt: skip
     cols = tl.arange(0, E)
     store_quotients(out + bh * n * dv, lse + bh * n, total, top, mass, row, live, cols, dv)

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...errors import InputError
-from ...lists.sorting import AXES, AXIS_STEPS, NODE_STEPS, SORTED, leading_coordinates, sample_size
-from ...lists.sorting import CENTRES as MOST_CENTRES
+from ...lists import sorting
+from ...lists.sorting import AXES, AXIS_STEPS, CENTRES, NODE_STEPS, SORTED
 from ..runtime.language import cdiv, interpreted, power_of_two, tl
 from . import window_sorting_kernels as kernels
 
@@ -31,80 +31,68 @@ IN_REGISTERS = 128  # entries of a token, for a covariance that one program can 
 
 
 def window_permutation(
-    x: Tensor,
-    window: int,
-    leaf: int,
-    count: int,
-    sequence: Tensor | None = None,
+    x: Tensor, window: int, leaf: int, sequence: Tensor | None = None,
     others: tuple[int, int] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Tokens ``x`` [heads, tokens, d] sorted inside windows of consecutive slots.
 
     Returns the token of each sorted slot, [heads, windows * window] int32, -1 for padding, which is
-    last in its window. Slot j holds token j, up to ``count`` of them, or ``sequence[head, j]``
-    (int32 [heads, slots]; -1: none, after the tokens of its window). Heads from the first of
-    ``others`` on have leaves of the second.
+    last in its window. Slot j holds token j, or ``sequence[head, j]`` (int32 [heads, tokens]; -1:
+    none, after the tokens of its window). Heads from the first of ``others`` on have leaves of the
+    second.
     """
     first, other = others or (len(x), leaf)
     for size in {leaf, other}:
-        _check(x, window, size, count, sequence)
-    heads, windows = len(x), cdiv(count, window)
+        _check(x, window, size, sequence=sequence)
+    (heads, count, d), windows = x.shape, cdiv(x.shape[1], window)
     if 0 in (heads, windows):
         return torch.empty(heads, 0, dtype=torch.int32, device=x.device)
-    x = x if x.stride(2) == 1 else x.contiguous()
-    slots = count if sequence is None else sequence.shape[1]
-    given = x if sequence is None else sequence.contiguous()
-    listed = sequence is not None
-    if x.shape[2] > IN_REGISTERS:
-        points = _wide_points(x, sequence, window, windows, count)
+    if d > IN_REGISTERS:
+        points = _wide_points(x, sequence, window, windows)
     else:
         points = x.new_empty((heads, windows, window, AXES), dtype=torch.float32)
-        d, width = x.shape[2], power_of_two(x.shape[2])
+        width = power_of_two(d)
         tile = (128 if width <= 64 else 64) // (2 if x.dtype == torch.float32 else 1)
         kernels.axes[(windows, heads)](
-            x, given, points, slots, count, *x.stride()[:2], d, window, width, min(window, tile),
-            min(AXES, d), AXIS_STEPS, listed, *_operands(x.dtype),
+            x, sequence, points, count, *x.stride()[:2], d, window, width, min(window, tile),
+            min(AXES, d), AXIS_STEPS, *_operands(x.dtype),
             num_warps=4 if width <= 64 else 8, num_stages=2,
         )  # fmt: skip
     permutation = torch.empty(heads, windows * window, dtype=torch.int32, device=x.device)
     keys = torch.empty_like(permutation, dtype=torch.uint32)
     levels = [(window // size).bit_length() - 1 for size in (leaf, other)]
     kernels.split[(windows, heads)](
-        points, given, keys, permutation, slots, count, first, *levels,
-        window, max(levels), NODE_STEPS + 1, listed,
+        points, sequence, keys, permutation, count, first, *levels,
+        window, max(levels), NODE_STEPS + 1,
         num_warps=max(1, window // (32 * HELD)), maxnreg=16 * HELD,
     )  # fmt: skip
     return permutation
 
 
 def head_permutation(
-    x: Tensor,
-    leaf: int,
-    count: int,
-    hidden: Tensor | None = None,
+    x: Tensor, leaf: int, hidden: Tensor | None = None, window: int = 0,
     others: tuple[int, int] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """All tokens ``x`` [heads, tokens, d] of a head sorted, [heads, slots] int32, -1 for padding.
 
-    Up to SPAN tokens are one window, the smallest leaf * 2^k that holds them. More are gathered
-    around centres first, and the sequence of the centres is cut into windows of SPAN. ``hidden``
-    [heads, tokens]: tokens that are left out; their slots are padding, at the end. ``others`` as in
-    `window_permutation`, for more than SPAN tokens.
+    With a ``window``, inside windows of so many slots. Else up to SPAN tokens are one window, the
+    smallest leaf * 2^k that holds them; more are gathered around centres first, and the sequence of
+    the centres is cut into windows of SPAN. ``hidden`` [heads, tokens]: tokens that are left out,
+    without a window; their slots are padding, at the end. ``others`` as in `window_permutation`,
+    with a window or more than SPAN tokens.
     """
-    _check(x, SPAN, leaf, count, None)
-    if hidden is not None and (hidden.dtype, hidden.shape) != (torch.bool, x.shape[:2]):
-        raise InputError(
-            f"hidden: got {hidden.dtype} {tuple(hidden.shape)}, expected torch.bool "
-            f"{tuple(x.shape[:2])}"
-        )
-    hidden = None if hidden is None else hidden[:, :count].contiguous()
-    if count > SPAN:
-        return window_permutation(x, SPAN, leaf, count, _by_centre(x, count, hidden), others)
-    window = max(NARROWEST, leaf * power_of_two(cdiv(count, leaf), 1))
-    return window_permutation(x, window, leaf, count, None if hidden is None else _visible(hidden))
+    if window:
+        return window_permutation(x, window, leaf, None, others)
+    _check(x, SPAN, leaf, hidden=hidden)
+    if x.shape[1] > SPAN:
+        return window_permutation(x, SPAN, leaf, _by_centre(x, hidden), others)
+    window = sorting.window_length(x.shape[1], max(leaf, NARROWEST))
+    return window_permutation(x, window, leaf, None if hidden is None else _visible(hidden))
 
 
-def _check(x: Tensor, window: int, leaf: int, count: int, sequence: Tensor | None) -> None:
+def _check(
+    x: Tensor, window: int, leaf: int, sequence: Tensor | None = None, hidden: Tensor | None = None
+) -> None:
     if x.dim() != 3 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise InputError(
             f"x: got {x.dtype} {tuple(x.shape)}, expected bfloat16, float16 or float32 "
@@ -117,13 +105,12 @@ def _check(x: Tensor, window: int, leaf: int, count: int, sequence: Tensor | Non
             )
     if leaf > window:
         raise InputError(f"leaf: got {leaf}, expected at most the window, {window}")
-    if not 0 <= count <= x.shape[1]:
-        raise InputError(f"count: got {count}, expected 0 to the tokens of x, {x.shape[1]}")
-    if sequence is not None and (sequence.dtype != torch.int32 or len(sequence) != len(x)):
-        raise InputError(
-            f"sequence: got {sequence.dtype} {tuple(sequence.shape)}, expected torch.int32 "
-            f"[{len(x)}, slots]"
-        )
+    shape = tuple(x.shape[:2])
+    for name, y, dtype in (("sequence", sequence, torch.int32), ("hidden", hidden, torch.bool)):
+        if y is not None and (y.dtype, tuple(y.shape)) != (dtype, shape):
+            raise InputError(
+                f"{name}: got {y.dtype} {tuple(y.shape)}, expected {dtype} {shape}, as x"
+            )
 
 
 def _operands(dtype: torch.dtype) -> tuple[Any, Any, str | None]:
@@ -134,19 +121,16 @@ def _operands(dtype: torch.dtype) -> tuple[Any, Any, str | None]:
     return tl.bfloat16, tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, None
 
 
-def _wide_points(
-    x: Tensor, sequence: Tensor | None, window: int, windows: int, count: int
-) -> Tensor:
+def _wide_points(x: Tensor, sequence: Tensor | None, window: int, windows: int) -> Tensor:
     """Coordinates by PyTorch, for tokens whose covariance no program can hold."""
-    heads, _, d = x.shape
-    slots = windows * window
-    token = torch.arange(slots, device=x.device).expand(heads, slots)
+    heads, count, d = x.shape
+    token = torch.arange(windows * window, device=x.device).expand(heads, -1)
     if sequence is not None:
-        token = pad(sequence[:, :slots], (0, max(0, slots - sequence.shape[1])), value=-1)
+        token = pad(sequence, (0, windows * window - count), value=-1)
     padded = ((token < 0) | (token >= count)).reshape(heads * windows, window)
     index = token.clamp(0, count - 1).long().unsqueeze(2).expand(-1, -1, d)
     tokens = x.gather(1, index).view(heads * windows, window, d)
-    return leading_coordinates(tokens, padded).contiguous()
+    return sorting.leading_coordinates(tokens, padded).contiguous()
 
 
 def _visible(hidden: Tensor) -> Tensor:
@@ -155,21 +139,20 @@ def _visible(hidden: Tensor) -> Tensor:
     return token.int().masked_fill_(flags != 0, -1)
 
 
-def _by_centre(x: Tensor, count: int, hidden: Tensor | None) -> Tensor:
-    """A permutation of the tokens of each head by nearest centre, [heads, count] int32; hidden
+def _by_centre(x: Tensor, hidden: Tensor | None) -> Tensor:
+    """A permutation of the tokens of each head by nearest centre, [heads, tokens] int32; hidden
     tokens are -1, at the end."""
-    heads = len(x)
-    x = x if x.stride(2) == 1 else x.contiguous()
-    centres, offset = _centres(x, count, hidden)
-    classes = min(MOST_CENTRES, power_of_two(cdiv(count, SPAN), 1)) + 1
-    dtype = torch.int16 if heads * classes < 2**15 else torch.int32
+    heads, count, d = x.shape
+    many = min(CENTRES, power_of_two(cdiv(count, SPAN), 1))
+    centres, offset = _centres(x, many, hidden)
+    dtype = torch.int16 if heads * (many + 1) < 2**15 else torch.int32
     key = torch.empty(heads, count, dtype=dtype, device=x.device)
-    padded, width = centres.shape[1], power_of_two(x.shape[2])
+    padded, width = centres.shape[1], power_of_two(d)
     _, operand, precision = _operands(x.dtype)
     kernels.nearest[(cdiv(count, 128), heads)](
-        x, centres, offset, key if hidden is None else hidden.view(torch.uint8), key, count,
-        *x.stride()[:2], x.shape[2], classes, width, padded, 128, min(padded, 64),
-        hidden is not None, operand, precision, num_warps=4 if width <= 64 else 8, num_stages=2,
+        x, centres, offset, None if hidden is None else hidden.contiguous().view(torch.uint8), key,
+        count, *x.stride()[:2], d, many + 1, width, padded, 128, min(padded, 64),
+        operand, precision, num_warps=4 if width <= 64 else 8, num_stages=2,
     )  # fmt: skip
     key, index = key.flatten().sort(stable=True)
     token = index.int().view(heads, count)
@@ -177,28 +160,17 @@ def _by_centre(x: Tensor, count: int, hidden: Tensor | None) -> Tensor:
     token = token - first * count
     if hidden is None:
         return token
-    return token.masked_fill_(key.view(heads, count) == first * classes + classes - 1, -1)
+    return token.masked_fill_(key.view(heads, count) == first * (many + 1) + many, -1)
 
 
-def _centres(x: Tensor, count: int, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+def _centres(x: Tensor, many: int, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
     """Centres c [heads, Z, d] about their mean s in the dtype of x, and -<s, c> - |c|^2 / 2, both
-    padded: a token's score <x, c> + offset is largest at the nearest s + c.
+    padded: a token's score <x, c> + offset is largest at the nearest s + c."""
 
-    They are the means of the leaves of a sample at even strides, of tokens that are not hidden.
-    """
-    heads, _, d = x.shape
-    many = min(MOST_CENTRES, power_of_two(cdiv(count, SPAN), 1))
-    size = sample_size(many)
-    stride = torch.arange(size, device=x.device).expand(heads, size)
-    if hidden is None:
-        token = stride * count // size
-    else:
-        shown = (~hidden).sum(1, keepdim=True)
-        token = _visible(hidden).long().gather(1, stride * shown // size).clamp(min=0)
-    sample = x.gather(1, token.unsqueeze(2).expand(-1, -1, d))
-    permutation = window_permutation(sample, size, size // many, size).long()
-    mean = sample.gather(1, permutation.unsqueeze(2).expand(-1, -1, d)).float()
-    mean = mean.view(heads, many, -1, d).mean(2)
+    def permutation(sample: Tensor, leaf: int) -> Tensor:
+        return window_permutation(sample, sample.shape[1], leaf).long()
+
+    mean = sorting.sampled_leaves(x, many, hidden, permutation).float().mean(2)
     shift = mean.mean(1, keepdim=True)
     centre = (mean - shift).to(x.dtype)
     known = centre.float()

@@ -1,5 +1,8 @@
 # mypy: ignore-errors
-"""Kernels of `sorting`: principal coordinates of windows, median splits, nearest centres."""
+"""Kernels of `window_sorting`: principal coordinates of windows, median splits, nearest centres.
+
+A sequence of tokens, or a mask of hidden ones, is None where there is none.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,12 @@ from ..runtime.language import jit, tile_of, tl
 
 
 @jit
-def tokens_of(sequence, slot, slots, count, LISTED: tl.constexpr):
+def tokens_of(sequence, head, slot, count):
     """The token in each slot of a head, -1 for none."""
-    if LISTED:
-        token = tl.load(sequence + slot, mask=slot < slots, other=-1)
+    if sequence is not None:
+        return tl.load(sequence + head * count + slot, mask=slot < count, other=-1)
     else:
-        token = slot
-    return tl.where(token < count, token, -1)
+        return tl.where(slot < count, slot, -1)
 
 
 @jit
@@ -56,9 +58,9 @@ def principal_axes(C, D: tl.constexpr, R: tl.constexpr, STEPS: tl.constexpr):
 
 @jit
 def axes(
-    x, sequence, points, slots, count, x_h, x_t, d,
+    x, sequence, points, count, x_h, x_t, d,
     W: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, R: tl.constexpr, STEPS: tl.constexpr,
-    LISTED: tl.constexpr, SUMMED: tl.constexpr, PROJECTED: tl.constexpr, PRECISION: tl.constexpr,
+    SUMMED: tl.constexpr, PROJECTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Principal coordinates ``points`` [W, 8] of each window, in units of its widest entry.
 
@@ -68,16 +70,15 @@ def axes(
     window, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     near, dims, columns = tl.arange(0, BT), tl.arange(0, D), tl.arange(0, 16)
     x += head * x_h
-    sequence += head * slots
     points += (head * tl.num_programs(0) + window) * W * 8
-    token = tokens_of(sequence, window * W + near, slots, count, LISTED)
+    token = tokens_of(sequence, head, window * W + near, count)
     known = tl.maximum(tl.sum((token >= 0).to(tl.float32), 0), 1.0)
     shift = tl.sum(rows_at(x, token, x_t, d, D).to(tl.float32), 0) / known
 
     C = tl.zeros((D, D), dtype=tl.float32)
     total, real = tl.zeros((D,), dtype=tl.float32), 0.0
     for start in range(0, W, BT):
-        token = tokens_of(sequence, window * W + start + near, slots, count, LISTED)
+        token = tokens_of(sequence, head, window * W + start + near, count)
         here = token >= 0
         y = rows_at(x, token, x_t, d, D).to(tl.float32) - shift[None, :]
         y = tl.where(here[:, None], y, 0.0).to(SUMMED)
@@ -94,7 +95,7 @@ def axes(
     kept = V.to(tl.float32)
     middle = tl.sum(tl.sum(tl.where(on_diagonal, shift[None, :], 0.0), 1)[:, None] * kept, 0)
     for start in range(0, W, BT):
-        token = tokens_of(sequence, window * W + start + near, slots, count, LISTED)
+        token = tokens_of(sequence, head, window * W + start + near, count)
         rows = rows_at(x, token, x_t, d, D).to(PROJECTED)
         p = tl.dot(rows, V, input_precision=PRECISION) - middle[None, :]
         at = points + (start + near)[:, None] * 8 + columns[None, :]
@@ -154,17 +155,9 @@ def halves(key, N: tl.constexpr, S: tl.constexpr):
 
 
 @jit
-def slot_of(permutation, slot, N: tl.constexpr):
-    """The slot, before the first split, of the token in a slot of the N nodes."""
-    if N > 1:
-        slot = tl.load(permutation + slot)
-    return slot
-
-
-@jit
 def split_nodes(
-    points, sequence, keys, permutation, first, slots, count,
-    N: tl.constexpr, S: tl.constexpr, STEPS: tl.constexpr, LISTED: tl.constexpr,
+    points, sequence, keys, permutation, head, first, count,
+    N: tl.constexpr, S: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """One split of the N nodes of S tokens of the window that begins at slot ``first``.
 
@@ -172,8 +165,10 @@ def split_nodes(
     permutation whatever the points are.
     """
     slot = tl.arange(0, N)[:, None] * S + tl.arange(0, S)[None, :]
-    local = slot_of(permutation, slot, N)
-    real = tokens_of(sequence, first + local, slots, count, LISTED) >= 0
+    local = slot  # before the first split
+    if N > 1:
+        local = tl.load(permutation + slot)
+    real = tokens_of(sequence, head, first + local, count) >= 0
     p = tl.load(points + local[:, :, None] * 8 + tl.arange(0, 8)[None, None, :])
     tl.store(keys + slot, sortable(along_principal_axis(p, real, STEPS), real))
     tl.debug_barrier()
@@ -185,8 +180,8 @@ def split_nodes(
 
 @jit
 def split(
-    points, sequence, keys, permutation, slots, count, others, levels, other_levels,
-    W: tl.constexpr, LEVELS: tl.constexpr, STEPS: tl.constexpr, LISTED: tl.constexpr,
+    points, sequence, keys, permutation, count, others, levels, other_levels,
+    W: tl.constexpr, LEVELS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """All splits of a window; ``permutation`` [W] holds slots in between, and tokens at the end.
     Heads from ``others`` on have splits of ``other_levels``; LEVELS are the most."""
@@ -195,19 +190,18 @@ def split(
     points += base * 8
     keys += base
     permutation += base
-    sequence += head * slots
     first = (window * W).to(tl.int32)
     levels = tl.where(head < others, levels, other_levels)
     for level in tl.static_range(LEVELS):
         if level < levels:
             split_nodes(
-                points, sequence, keys, permutation, first, slots, count,
-                1 << level, W >> level, STEPS, LISTED,
+                points, sequence, keys, permutation, head, first, count,
+                1 << level, W >> level, STEPS,
             )  # fmt: skip
     local = tl.arange(0, W)
     if levels > 0:
         local = tl.load(permutation + local)
-    token = tokens_of(sequence, first + local, slots, count, LISTED)
+    token = tokens_of(sequence, head, first + local, count)
     tl.debug_barrier()
     tl.store(permutation + tl.arange(0, W), token)
 
@@ -216,7 +210,7 @@ def split(
 def nearest(
     x, centres, offset, hidden, out, count, x_h, x_t, d, classes,
     D: tl.constexpr, Z: tl.constexpr, BT: tl.constexpr, BZ: tl.constexpr,
-    HIDDEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write head * ``classes`` + the nearest of Z centres, the first of equals: the largest
     <x, c> + offset. Hidden tokens are of the last class."""
@@ -233,7 +227,7 @@ def nearest(
         top = tl.max(score, 1)
         which = tl.where(top > best, start + tl.argmax(score, 1), which)
         best = tl.maximum(top, best)
-    if HIDDEN:
+    if hidden is not None:
         is_hidden = tl.load(hidden + head * count + token, mask=here, other=0)
         which = tl.where(is_hidden != 0, classes - 1, which)
     key = head * classes + which
