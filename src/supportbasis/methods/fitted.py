@@ -17,7 +17,6 @@ from ..problem.problem import Head
 from .base import Method, exact_plan
 
 FEWEST, USUAL, MOST = 8, 1024, 2**15  # features
-ERROR_OF_ZEROS = 1.0  # relative error of an output of zeros
 BISECTIONS = 2  # of the interval between too few features and enough
 UNFIT = "scores are too large, or all equal, to fit a polynomial to"
 MEASURED_BELOW = 1.5  # times the tolerance: plans of a larger expected error are not measured
@@ -67,18 +66,18 @@ class FittedPolynomial(Method):
         search = FittedSearch.of(head, self.seed)
         if isinstance(search, str):
             return exact_plan(head, search)
-        if not search.most():
+        most = search.most(limit=self.features or MOST)
+        if not most:
             return exact_plan(head, f"{FEWEST} features cost as much as exact attention")
         if self.tolerance is not None:
             check = RowCheck(head, self.tolerance, self.seed)
             reason = f"no fitted polynomial within {self.tolerance:g} is cheaper than exact"
             return search.within(self.tolerance, check, 0.0) or exact_plan(head, reason)
-        most = search.most(limit=self.features or USUAL)
-        plan = search.plan(most) if most else None
+        plan = search.plan(most)
         if plan is None:
             return exact_plan(head, UNFIT)
         error, _ = RowCheck(head, 1.0, self.seed).error(plan)
-        if error < ERROR_OF_ZEROS:
+        if error < 1:  # that of zeros
             return replace(plan, measured=error)
         fault = f"errs by {error:.2g}" if error < math.inf else "fails on more than 1 % of the rows"
         return exact_plan(head, f"a fitted polynomial of {plan.fitted.features} features {fault}")
@@ -122,10 +121,8 @@ class FittedSearch:
         kernel = self.sample.fit(spans)
         if kernel is None:
             return None
-        keys = float(kernel.features + self.far_keys)
-        return replace(
-            self.start, fitted=kernel, keys=keys, **self._work(spans).settings(self.head)
-        )
+        keys, work = float(kernel.features + self.far_keys), self._work(spans)
+        return replace(self.start, fitted=kernel, keys=keys, **work.settings(self.head))
 
     def _spans(self, features: int) -> tuple[int, ...]:
         return choose_spans(self.start.transform.eigenvalues, features)
@@ -150,7 +147,7 @@ class FittedSearch:
         be faster than ``speedup``."""
         most = self.most(speedup)
         last = self.plan(most) if most else None
-        if last is None or self._expected(last) > MEASURED_BELOW * tolerance:
+        if last is None or self.sample.expected_error(last.fitted) > MEASURED_BELOW * tolerance:
             return None
         short, features = 0, FEWEST
         found = self._measured(self.plan(features), tolerance, check)
@@ -170,10 +167,7 @@ class FittedSearch:
         self, plan: FittedHead | None, tolerance: float, check: RowCheck
     ) -> FittedHead | None:
         """The plan with its measured error, if there is one and that is within tolerance."""
-        if plan is None or self._expected(plan) > MEASURED_BELOW * tolerance:
+        if plan is None or self.sample.expected_error(plan.fitted) > MEASURED_BELOW * tolerance:
             return None
         measured, limit = check.error(plan)
         return replace(plan, measured=measured) if limit <= tolerance else None
-
-    def _expected(self, plan: FittedHead) -> float:
-        return self.sample.expected_error(plan.fitted)

@@ -18,8 +18,7 @@ from ..plans import BucketHead, ExactHead, HeadPlan, ListHead, Plan, PolynomialH
 from ..problem.checks import is_tracing
 from ..problem.problem import Head, Problem
 from .auto import Auto
-from .base import Method, exact_plan
-from .exact import Exact
+from .base import Exact, Method, exact_plan
 from .polynomial import Polynomial
 from .power import PowerAttention
 

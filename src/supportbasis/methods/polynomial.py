@@ -38,8 +38,7 @@ class Polynomial(Method):
     polynomial: str = "chebyshev"
 
     def __post_init__(self) -> None:
-        degree, epsilon = degree_or_error(self.degree, self.epsilon)
-        self._set(degree=degree, epsilon=epsilon)
+        self._set(**degree_or_error(self.degree, self.epsilon))
         check_polynomial(self.polynomial)
         if self.bound is not None:
             self._set(bound=check_number("bound", self.bound))

@@ -63,8 +63,7 @@ class SingleThreshold(Method):
     c: float | None = None
 
     def __post_init__(self) -> None:
-        degree, epsilon = degree_or_error(self.degree, self.epsilon)
-        self._set(degree=degree, epsilon=epsilon)
+        self._set(**degree_or_error(self.degree, self.epsilon))
         check_polynomial(self.polynomial)
         if self.c is not None:
             if self.threshold != "sqrt-log":
