@@ -94,8 +94,9 @@ def check_polynomial(polynomial: object) -> None:
         raise InputError(f"polynomial must be one of {POLYNOMIALS}, got {polynomial!r}")
 
 
-def degree_or_error(degree: object, epsilon: object) -> dict[str, float | None]:
+def polynomial_settings(degree: object, epsilon: object, kind: object) -> dict[str, float | None]:
     """A degree, or the certified error that it is derived from: one of the two."""
+    check_polynomial(kind)
     if epsilon is None:
         degree = DEGREE if degree is None else check_integer("degree", degree, 0)
         return {"degree": degree, "epsilon": None}

@@ -113,7 +113,7 @@ class FittedSearch:
             n=head.n, m=head.m, fitted=kernel, transform=transform, exact_rows=prefix_of(head) or 0
         )
         rows, keys = start.split(head)
-        return FittedSearch(head, start, sample, rows.count(head.n)[0], keys.count(head.m)[0])
+        return FittedSearch(head, start, sample, rows.sizes(head.n)[0], keys.sizes(head.m)[0])
 
     def plan(self, features: int) -> FittedHead | None:
         """The plan with at most that many features, with its cost."""

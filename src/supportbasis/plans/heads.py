@@ -237,12 +237,6 @@ class BucketPair:
     reach: float  # certified range of the scores: |z| <= reach
     kernel: PowerKernel | None  # None: exact
 
-    @property
-    def way(self) -> str:
-        if self.kernel is None:
-            return "exact"
-        return "sketched" if self.kernel.sketch_size else "power"
-
     def __str__(self) -> str:
         what = "exact" if self.kernel is None else str(self.kernel)
         return f"{self.rows} rows x {self.keys} keys, scores within ±{self.reach:.3g}: {what}"
@@ -277,8 +271,10 @@ class BucketHead(HeadPlan):
         ]
 
     def details(self) -> list[str]:
-        """How many pairs are summed in which way, and their powers."""
-        ways = Counter(pair.way for pair in self.pairs)
+        kernels = (pair.kernel for pair in self.pairs)
+        ways = Counter(
+            "exact" if k is None else "sketched" if k.sketch_size else "power" for k in kernels
+        )
         text = ", ".join(f"{count} {way}" for way, count in ways.items())
         if powers := [kernel.power for kernel in self.kernels]:
             text += f", powers {min(powers)} to {max(powers)}"
