@@ -216,12 +216,9 @@ class RowSample:
 
 
 def exact_rows(
-    head: Head,
-    rows: Tensor,
-    log_scale: float = 0.0,
-    kernel: PowerKernel | None = None,
+    head: Head, rows: Tensor, log_scale: float = 0.0, kernel: PowerKernel | None = None,
     dtype: torch.dtype = torch.float64,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The exact result of some rows, in any order (``kernel``: of a power instead of exp).
 
     Softmax over tiles of plain products. It shares nothing with components and kernels, which it

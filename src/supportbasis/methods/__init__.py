@@ -24,14 +24,5 @@ from .polynomial import Polynomial
 from .power import PowerAttention
 from .single_threshold import SingleThreshold
 
-__all__ = [
-    "Auto",
-    "BlockSupport",
-    "Exact",
-    "FittedPolynomial",
-    "Method",
-    "MultiThreshold",
-    "Polynomial",
-    "PowerAttention",
-    "SingleThreshold",
-]
+__all__ = ["Auto", "BlockSupport", "Exact", "FittedPolynomial", "Method", "MultiThreshold",
+           "Polynomial", "PowerAttention", "SingleThreshold"]  # fmt: skip
