@@ -6,15 +6,7 @@ import math
 from typing import NamedTuple
 
 from ..lists.list_sum import list_reach
-from ..plans import (
-    BucketHead,
-    ExactHead,
-    HeadPlan,
-    ListHead,
-    PolynomialHead,
-    PowerHead,
-    ThresholdHead,
-)
+from ..plans import BucketHead, ExactHead, HeadPlan, ListHead, PolynomialHead, PowerHead
 from ..plans.supports import is_empty, score_reach
 from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.powers import PowerKernel
@@ -68,10 +60,9 @@ def _of_lists(head: Head, plan: ListHead) -> Distortion:
 def recertified(head: Head, plan: PolynomialHead) -> tuple[CertifiedPolynomial, bool]:
     """The plan's polynomial on the range of this data, which may be wider than the plan's; and
     whether exact keys are mixed in."""
-    poly, (rows, keys), mixed = plan.polynomial, plan.smooth(head), False
-    if isinstance(plan, ThresholdHead) and not is_empty(rows):
-        mixed = plan.split(head)[1].large is not None
-    reach = score_reach(head, rows, keys)
+    poly, (rows, keys) = plan.polynomial, plan.split(head)
+    reach = score_reach(head, rows.small, keys.small)
+    mixed = keys.large is not None and not is_empty(rows.small)
     return (poly if reach <= poly.bound else poly.on(reach)), mixed
 
 

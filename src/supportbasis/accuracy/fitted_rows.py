@@ -48,13 +48,12 @@ class RowCheck:
     def error(self, plan: PolynomialHead | FittedHead) -> tuple[float, float]:
         """Measured error of the plan on the sampled rows, and its upper limit."""
         weight = self._fitted(plan) if isinstance(plan, FittedHead) else self._polynomial(plan)
-        if isinstance(plan, (ThresholdHead, FittedHead)):
-            rows, keys = plan.split(self.head)
-            if keys.large is not None:
-                weight[:, keys.large] = self.weight[:, keys.large]
-            if rows.large is not None:
-                large = torch.isin(self.rows, rows.large)
-                weight[large] = self.weight[large]
+        rows, keys = plan.split(self.head)
+        if keys.large is not None:
+            weight[:, keys.large] = self.weight[:, keys.large]
+        if rows.large is not None:
+            large = torch.isin(self.rows, rows.large)
+            weight[large] = self.weight[large]
         if isinstance(plan, FittedHead):
             log_sum = weight.sum(1).log().double() + self.top.squeeze(1)
             failed = ~(log_sum >= least_lse(plan, self.head, self.rows))

@@ -111,8 +111,7 @@ class _Search:
         if head.is_density or max(fastest_lists(head), wide) <= speedup:
             return None
         search = ListSearch.of(head, None, None, self.seed, tolerance)
-        likely = None if isinstance(search, str) else search.likely(tolerance)
-        if isinstance(search, str) or likely is None:
+        if isinstance(search, str) or (likely := search.likely(tolerance)) is None:
             return None
         least = max(speedup, likely.speedup)
         if likely.keys <= FEW_KEYS * head.m and wide > least:
