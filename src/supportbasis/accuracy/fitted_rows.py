@@ -22,7 +22,7 @@ class RowCheck:
     """Exact output of sampled rows, computed once, against which any plan can be compared."""
 
     def __init__(self, head: Head, tolerance: float, seed: int) -> None:
-        self.head = head
+        self.head, self.tolerance = head, tolerance
         dtype = torch.float64 if tolerance < 1e-5 else head.dtype
         wanted = min(ROWS, max(FEWEST, head.n // SHARE))
         count = max(16, min(wanted, ENTRIES // max(1, head.m)))

@@ -103,7 +103,7 @@ class _Search:
         search = FittedSearch.of(self.head, self.seed)
         if isinstance(search, str):
             return None
-        return search.within(self.tolerance, self.check, speedup)
+        return search.within(self.check, speedup)
 
     def lists(self, speedup: float) -> ListHead | None:
         """Where few leaves have to be open, wider blocks are tried first: they cost less."""
@@ -122,7 +122,6 @@ class _Search:
 
     @cached_property
     def check(self) -> RowCheck:
-        """Sampled rows with their exact output, computed once for all candidates."""
         return RowCheck(self.head, self.tolerance, self.seed)
 
     def feature_seconds(self, degree: int) -> float:

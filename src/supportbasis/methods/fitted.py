@@ -72,7 +72,7 @@ class FittedPolynomial(Method):
         if self.tolerance is not None:
             check = RowCheck(head, self.tolerance, self.seed)
             reason = f"no fitted polynomial within {self.tolerance:g} is cheaper than exact"
-            return search.within(self.tolerance, check, 0.0) or exact_plan(head, reason)
+            return search.within(check, 0.0) or exact_plan(head, reason)
         plan = search.plan(most)
         if plan is None:
             return exact_plan(head, UNFIT)
@@ -141,33 +141,34 @@ class FittedSearch:
         most = bisect_left(range(min(limit, MOST) + 1), True, key=costs_too_much) - 1
         return most if most >= FEWEST else 0
 
-    def within(self, tolerance: float, check: RowCheck, speedup: float) -> FittedHead | None:
+    def within(self, check: RowCheck, speedup: float) -> FittedHead | None:
         """The plan of fewest features found whose measured error, at its upper limit, is within
         tolerance; None where there is none that is cheaper than exact attention and predicted to
         be faster than ``speedup``."""
         most = self.most(speedup)
         last = self.plan(most) if most else None
-        if last is None or self.sample.expected_error(last.fitted) > MEASURED_BELOW * tolerance:
+        if last is None or not self._is_likely(last, check):
             return None
         short, features = 0, FEWEST
-        found = self._measured(self.plan(features), tolerance, check)
+        found = self._measured(self.plan(features), check)
         while found is None and features < most:
             short, features = features, min(2 * features, most)
-            found = self._measured(self.plan(features), tolerance, check)
+            found = self._measured(self.plan(features), check)
         for _ in range(BISECTIONS if found is not None and short else 0):
             middle = round(math.sqrt(short * features))
-            plan = self._measured(self.plan(middle), tolerance, check)
+            plan = self._measured(self.plan(middle), check)
             if plan is None:
                 short = middle
             else:
                 found, features = plan, middle
         return found
 
-    def _measured(
-        self, plan: FittedHead | None, tolerance: float, check: RowCheck
-    ) -> FittedHead | None:
+    def _measured(self, plan: FittedHead | None, check: RowCheck) -> FittedHead | None:
         """The plan with its measured error, if there is one and that is within tolerance."""
-        if plan is None or self.sample.expected_error(plan.fitted) > MEASURED_BELOW * tolerance:
+        if plan is None or not self._is_likely(plan, check):
             return None
         measured, limit = check.error(plan)
-        return replace(plan, measured=measured) if limit <= tolerance else None
+        return replace(plan, measured=measured) if limit <= check.tolerance else None
+
+    def _is_likely(self, plan: FittedHead, check: RowCheck) -> bool:
+        return self.sample.expected_error(plan.fitted) <= MEASURED_BELOW * check.tolerance

@@ -79,7 +79,6 @@ Made = TypeVar("Made", bound=SomeHeads)
 
 
 def save(plan: SomeHeads, path: str | Path) -> None:
-    """Write the plan of a call or of a model."""
     try:
         content = {"format": FORMATS[type(plan)][1], **to_json(plan)}
         data = json.dumps(content, indent=1, allow_nan=False).encode()
@@ -90,7 +89,6 @@ def save(plan: SomeHeads, path: str | Path) -> None:
 
 
 def load(path: str | Path, kind: type[Made]) -> Made:
-    """Read a plan of this class, or raise an `InputError`."""
     content, (name, version) = _read_json(path), FORMATS[kind]
     found = content.pop("format", None) if isinstance(content, dict) else content
     if found != version:
