@@ -217,7 +217,3 @@ class ModelPlan(SomeHeads):
         from .drawing import draw_model
 
         return draw_model(self, path)
-
-    def with_layers(self, layers: tuple[LayerPlan, ...]) -> ModelPlan:
-        predicted = sum(effect for layer in layers for effect in layer.effects)
-        return replace(self, layers=layers, predicted=predicted)
