@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,17 +12,16 @@ from ..polynomials.certified import KINDS, CertifiedPolynomial, built
 from ..problem.problem import Head
 
 ROWS, KEYS = 64, 256
+SAMPLED_SCORES = ROWS * KEYS
 
 
-@dataclass(frozen=True, eq=False)
-class ScoreSample:
+class ScoreSample(NamedTuple):
     """Scores of sampled rows and keys in float64, with the keys' log-weights."""
 
     scores: Tensor  # [rows, keys]
     log_weight: Tensor  # [rows, keys]
     normalise: bool
     is_density: bool
-    MULTIPLY_ADDS: ClassVar[int] = ROWS * KEYS
 
     @staticmethod
     def draw(head: Head, rows: Tensor | None, keys: Tensor | None) -> ScoreSample:

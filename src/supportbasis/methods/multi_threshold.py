@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..accuracy.scores import ScoreSample, best_polynomial
+from ..accuracy.scores import SAMPLED_SCORES, ScoreSample, best_polynomial
 from ..components.polynomial_sum import LARGEST_REACH
 from ..errors import InputError
 from ..paper.buckets import check_ratio, edges, smallest_maximum
@@ -95,7 +95,7 @@ class MultiThreshold(Method):
             kernel = self._kernel(head, rows[pair.row], keys[pair.key], pair.reach, power)
             pairs.append(replace(pair, kernel=kernel))
             work += kernel_work(head, pair.rows, pair.keys, kernel)
-            work += Work(scanned=ScoreSample.MULTIPLY_ADDS * head.dim)
+            work += Work(scanned=SAMPLED_SCORES * head.dim)
         reasons, left_out = [], len(possible) - len(chosen)
         if left_out:
             reasons.append(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..accuracy.scores import ScoreSample, best_polynomial
+from ..accuracy.scores import SAMPLED_SCORES, ScoreSample, best_polynomial
 from ..errors import InputError
 from ..paper import sub_gaussian
 from ..plans import ExactHead, HeadPlan, ThresholdHead
@@ -152,7 +152,7 @@ def threshold_plan(
     (large_rows, small_rows), (large_keys, small_keys) = rows.sizes(head.n), keys.sizes(head.m)
     work = polynomial_work(head, small_rows, small_keys, degree)
     work += pair_work(head, large_rows * head.m + small_rows * large_keys)
-    work += Work(scanned=(head.n + head.m + ScoreSample.MULTIPLY_ADDS) * head.dim)
+    work += Work(scanned=(head.n + head.m + SAMPLED_SCORES) * head.dim)
     large = (large_rows, large_keys)
     return ThresholdHead(polynomial=poly, threshold=threshold, large=large, **work.settings(head))
 
