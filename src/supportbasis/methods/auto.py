@@ -89,7 +89,7 @@ class _Search:
             return None  # nor is any plan of a lower degree or of a higher threshold
         best, features = None, self.feature_seconds(0)
         for share in SHARES:
-            if features + 2 * share * self.limit > self.limit / (1.5 * speedup):
+            if 1.5 * speedup * (features + 2 * share * self.limit) > self.limit:
                 break  # the exact part alone leaves too little to gain
             threshold = self.threshold(share)
             degree = self.smallest_degree(threshold)
