@@ -28,7 +28,7 @@ def single(layers: list[planning.Layer], number: int, head: int, rung: int) -> M
     for at, layer in enumerate(layers):
         chosen = [rung if (at, h) == (number, head) else 0 for h in range(len(layer.settings))]
         made.append(replace(layer.site(chosen, layer.options("cost")), min_tokens=0))
-    return ModelPlan(tuple(made), "kl", 1.0, 0, 0.0).with_layers(tuple(made))
+    return ModelPlan(tuple(made), "kl", 1.0, 0, sum(sum(layer.effects) for layer in made))
 
 
 def main() -> None:

@@ -127,7 +127,7 @@ def test_a_fit_with_wrong_rows_is_not_taken():
     problem, head, plan = skewed(wrong=60)
     assert error_of(problem, plan) > 0.2
     search = FittedSearch.of(head, 0)
-    assert search._measured(plan.heads[0], 0.1, RowCheck(head, 0.1, 0)) is None
+    assert search._measured(plan.heads[0], RowCheck(head, 0.1, 0)) is None
     assert RowCheck(search.head, 1.0, 0).error(plan.heads[0])[0] > 0.2
 
 

@@ -192,7 +192,7 @@ def test_the_bound_over_norm_bins_is_attained():
     plan = PolynomialHead(n=1, m=2, cost=1.0, speedup=1.0, polynomial=poly)
     z = torch.tensor([1.0, -1.0], dtype=torch.float64)
     true = abs(float((poly(z) * math.e - z.exp()).sum())) * math.exp(-1.0)  # times both weights
-    bound = NormBins(head, plan).error(poly, 0.0)
+    bound = NormBins(head, plan, 0.0).error(poly)
     assert true <= bound <= 1.5 * true
 
 

@@ -201,7 +201,7 @@ def test_the_picture_of_lists_has_the_pairs_of_the_plan(n, m, window):
     settings = ListSettings(1e-3, 32, 16, window)
     head = ListHead(n=n, m=m, cost=0.5, speedup=1.0, lists=settings, keys=20.0)
     figure = draw_supports(head)
-    area = dict.fromkeys((colour for _, colour in LIST_PARTS), 0.0)
+    area = dict.fromkeys(LIST_PARTS, 0.0)
     for patch in figure.axes[0].patches:
         corners = patch.get_patch_transform().transform(patch.get_path().vertices[:4])
         (x, y), (u, w) = corners.T, corners[[1, 2, 3, 0]].T

@@ -165,7 +165,7 @@ def test_small_pairs_are_exact_where_cheaper_and_high_powers_where_affordable():
         kernel = pair.kernel
         share = pair.rows * pair.keys / 4096**2
         if kernel is not None:
-            exact = multi_threshold.pair_work(head, pair.rows, pair.keys).multiply_adds(head)
+            exact = multi_threshold.pair_work(head, pair.rows * pair.keys).multiply_adds(head)
             work = multi_threshold.kernel_work(head, pair.rows, pair.keys, kernel)
             assert kernel.power <= 64
             assert share > 1 / 16 or exact > work.multiply_adds(head)

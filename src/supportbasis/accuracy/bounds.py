@@ -5,21 +5,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from torch import Tensor
-
 from ..lists.list_sum import list_reach
-from ..plans import (
-    BucketHead,
-    BucketPair,
-    ExactHead,
-    HeadPlan,
-    ListHead,
-    PolynomialHead,
-    PowerHead,
-    ThresholdHead,
-)
+from ..plans import BucketHead, ExactHead, HeadPlan, ListHead, PolynomialHead, PowerHead
 from ..plans.supports import is_empty, score_reach
 from ..polynomials.certified import CertifiedPolynomial
+from ..polynomials.powers import PowerKernel
 from ..polynomials.proofs import exp, expm1
 from ..problem.problem import Head
 
@@ -70,45 +60,38 @@ def _of_lists(head: Head, plan: ListHead) -> Distortion:
 def recertified(head: Head, plan: PolynomialHead) -> tuple[CertifiedPolynomial, bool]:
     """The plan's polynomial on the range of this data, which may be wider than the plan's; and
     whether exact keys are mixed in."""
-    rows, keys, mixed = None, head.live_keys, False
-    if isinstance(plan, ThresholdHead):
-        split = plan.split(head)
-        rows, keys, mixed = split[0].small, split[1].small, split[1].large is not None
-    if is_empty(rows):
-        return plan.polynomial, False
-    reach, poly = score_reach(head, rows, keys), plan.polynomial
+    poly, (rows, keys) = plan.polynomial, plan.split(head)
+    reach = score_reach(head, rows.small, keys.small)
+    mixed = keys.large is not None and not is_empty(rows.small)
     return (poly if reach <= poly.bound else poly.on(reach)), mixed
 
 
 def _of_buckets(head: Head, plan: BucketHead) -> Distortion:
     """The worst row bucket: the spread of the pairs that its rows see."""
     row_sets, key_sets = plan.buckets(head)
+    failure = SKETCH_FAILURE / len(plan.pairs) / max(1, head.n * head.m)
+    seen: dict[int, list[tuple[float, float]]] = {}
+    for pair in plan.pairs:
+        rows, keys = row_sets[pair.row], key_sets[pair.key]
+        if not is_empty(rows) and not is_empty(keys):
+            kernel = pair.kernel and pair.kernel.on(score_reach(head, rows, keys))
+            seen.setdefault(pair.row, []).append(_log_ratio(kernel, failure))
     spread = error = 0.0
-    for row, rows in enumerate(row_sets):
-        ranges = [
-            _log_ratio(head, plan, pair, rows, key_sets[pair.key])
-            for pair in plan.pairs
-            if pair.row == row and not is_empty(rows) and not is_empty(key_sets[pair.key])
-        ]
-        if ranges:
-            low, high = min(r[0] for r in ranges), max(r[1] for r in ranges)
-            spread, error = max(spread, high - low), max(error, expm1(high), -expm1(low))
+    for ranges in seen.values():
+        low, high = min(low for low, _ in ranges), max(high for _, high in ranges)
+        spread, error = max(spread, high - low), max(error, expm1(high), -expm1(low))
     return Distortion(spread, error, True)
 
 
-def _log_ratio(
-    head: Head, plan: BucketHead, pair: BucketPair, rows: Tensor | None, keys: Tensor | None
-) -> tuple[float, float]:
+def _log_ratio(kernel: PowerKernel | None, failure: float) -> tuple[float, float]:
     """Range of log(given / exact) in one pair of buckets. The error of a sketch is relative to the
     lengths |u| |w| of what is sketched, while the weight <u, w> may be as small as exp(-reach)."""
-    if pair.kernel is None:
+    if kernel is None:
         return 0.0, 0.0
-    kernel = pair.kernel.on(score_reach(head, rows, keys))
     low, high = kernel.log_ratio
     poly, power = kernel.polynomial, kernel.power // 2
     if kernel.sketch_size is None or poly is None or low == -math.inf:
         return low, high
-    failure = SKETCH_FAILURE / len(plan.pairs) / max(1, head.n * head.m)
     lengths = math.log(sum(abs(c) for c in poly.coefficients))  # in units of exp(bound)
     condition = exp(power * (lengths - poly.log_ratio[0] + 2 * poly.bound))
     error = sketch_error(power, kernel.sketch_size, failure) * condition

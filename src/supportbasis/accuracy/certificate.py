@@ -154,8 +154,8 @@ def sampled_error(
         return measured, math.inf if failed else measured
     # the weights' error is bounded for all rows; twice the measured one is left for rounding
     if isinstance(plan, PolynomialHead):
-        error_of = NormBins(head, plan).error
-        return measured, 2 * measured + error_of(plan.polynomial, math.log(peak) + log_scale)
+        bins = NormBins(head, plan, math.log(peak) + log_scale)
+        return measured, 2 * measured + bins.error(plan.polynomial)
     relative = distortion(head, plan).error
     largest = float(outcome.output[at].double().abs().max()) / peak
     bound = relative / (1 - relative) * largest if relative < 1 else math.inf

@@ -37,25 +37,24 @@ def density_scale(head: Head, seed: int) -> float:
 class NormBins:
     """The small rows and keys of a plan, binned by norm, for all polynomials of that split."""
 
-    def __init__(self, head: Head, plan: HeadPlan):
+    def __init__(self, head: Head, plan: HeadPlan, log_peak: float):
         rows, keys = plan.smooth(head)
-        row_weight = torch.zeros_like(head.query_norms)
-        if head.query_log_weight is not None:
-            row_weight = head.query_log_weight.double()
         log_weight = take(head.log_weights(torch.float64), keys)
-        self.top = float(log_weight.max()) if len(log_weight) else 0.0
-        weight = take(head.value, keys).abs().amax(1).double() * (log_weight - self.top).exp()
+        top = float(log_weight.max()) if len(log_weight) else 0.0
+        weight = take(head.value, keys).abs().amax(1).double() * (log_weight - top).exp()
         row_bin, row_norm = _bins(take(head.query_norms, rows))
         key_bin, key_norm = _bins(take(head.key_norms, keys))
+        assert head.query_log_weight is not None  # of a density
+        row_weight = take(head.query_log_weight.double(), rows) + (top - log_peak)
         self.row_weight = torch.full_like(row_norm, -math.inf)
-        self.row_weight.scatter_reduce_(0, row_bin, take(row_weight, rows), "amax")
+        self.row_weight.scatter_reduce_(0, row_bin, row_weight, "amax")
         self.key_weight = torch.zeros_like(key_norm).scatter_add_(0, key_bin, weight)
         self.reach = abs(head.scale) * row_norm.unsqueeze(1) * key_norm
 
-    def error(self, poly: CertifiedPolynomial, log_peak: float) -> float:
+    def error(self, poly: CertifiedPolynomial) -> float:
         """Upper bound on the largest error of this polynomial in units of ``exp(log_peak)``."""
         error = _error_within(poly, self.reach) @ self.key_weight
-        return exp(float((error.log() + poly.bound + self.top + self.row_weight - log_peak).max()))
+        return exp(float((error.log() + poly.bound + self.row_weight).max()))
 
 
 def _error_within(poly: CertifiedPolynomial, reach: Tensor) -> Tensor:

@@ -22,20 +22,19 @@ class RowCheck:
     """Exact output of sampled rows, computed once, against which any plan can be compared."""
 
     def __init__(self, head: Head, tolerance: float, seed: int) -> None:
-        self.head = head
+        self.head, self.tolerance = head, tolerance
         dtype = torch.float64 if tolerance < 1e-5 else head.dtype
         wanted = min(ROWS, max(FEWEST, head.n // SHARE))
         count = max(16, min(wanted, ENTRIES // max(1, head.m)))
         self.sample = RowSample.draw(head, count, seed)
         self.rows, self.value = self.sample.rows, head.value.to(dtype)
         self.scores = (head.query[self.rows].to(dtype) * head.scale) @ head.key.to(dtype).T
-        self.log_weight: Tensor | None = None  # of the rows' pairs; None: all are zero
-        if head.key_log_weight is not None or head.is_causal:
-            self.log_weight = head.log_weights(dtype).expand_as(self.scores)
-        if head.is_causal and self.log_weight is not None:
+        weight = head.key_log_weight  # [m]; of pairs [rows, m] in a causal head
+        self.log_weight = self.scores.new_zeros(1) if weight is None else weight.to(dtype)
+        if head.is_causal:
             later = torch.arange(head.m, device=head.key.device) > self.rows.unsqueeze(1)
             self.log_weight = self.log_weight.masked_fill(later, -math.inf)
-        total = self.scores if self.log_weight is None else self.scores + self.log_weight
+        total = self.scores + self.log_weight
         self.top = total.amax(1, keepdim=True)
         self.top.masked_fill_(self.top == -math.inf, 0.0)
         self.weight = (total - self.top).exp_()
@@ -49,13 +48,12 @@ class RowCheck:
     def error(self, plan: PolynomialHead | FittedHead) -> tuple[float, float]:
         """Measured error of the plan on the sampled rows, and its upper limit."""
         weight = self._fitted(plan) if isinstance(plan, FittedHead) else self._polynomial(plan)
-        if isinstance(plan, (ThresholdHead, FittedHead)):
-            rows, keys = plan.split(self.head)
-            if keys.large is not None:
-                weight[:, keys.large] = self.weight[:, keys.large]
-            if rows.large is not None:
-                large = torch.isin(self.rows, rows.large)
-                weight[large] = self.weight[large]
+        rows, keys = plan.split(self.head)
+        if keys.large is not None:
+            weight[:, keys.large] = self.weight[:, keys.large]
+        if rows.large is not None:
+            large = torch.isin(self.rows, rows.large)
+            weight[large] = self.weight[large]
         if isinstance(plan, FittedHead):
             log_sum = weight.sum(1).log().double() + self.top.squeeze(1)
             failed = ~(log_sum >= least_lse(plan, self.head, self.rows))
@@ -80,15 +78,12 @@ class RowCheck:
         return float((1 - large).clamp(min=0).square().mean().sqrt())
 
     def _polynomial(self, plan: PolynomialHead) -> Tensor:
-        unit = plan.bound - self.top
-        unit = unit if self.log_weight is None else unit + self.log_weight
-        return plan.polynomial(self.scores).mul_(unit.exp())
+        return plan.polynomial(self.scores).mul_((plan.bound - self.top + self.log_weight).exp_())
 
     def _fitted(self, plan: FittedHead) -> Tensor:
         balanced = transformed(self.head, plan.transform)
         query, key = balanced.query[self.rows].to(self.scores), balanced.key.to(self.scores)
         shift = plan.transform.row_shift(self.head, self.rows).unsqueeze(1) - self.top
         log_weight = balanced.log_weights(self.scores.dtype) + shift
-        if self.log_weight is not None:
-            log_weight = log_weight.masked_fill(self.log_weight == -math.inf, -math.inf)
-        return plan.fitted(query, key).mul_(log_weight.exp())
+        log_weight.masked_fill_(self.log_weight == -math.inf, -math.inf)
+        return plan.fitted(query, key).mul_(log_weight.exp_())

@@ -18,7 +18,6 @@ attend to most among all keys. All of it takes O(n d (d + 200)).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -170,8 +169,7 @@ def _estimate(
     return (2 * (lse - lse.max())).exp().nan_to_num(0.0), lse
 
 
-@dataclass(frozen=True, eq=False)
-class RowSample:
+class RowSample(NamedTuple):
     """Rows drawn with unequal probabilities, each of which counts for the inverse of its own: sums
     over all rows are estimated without bias, whatever they are (Horvitz and Thompson)."""
 
@@ -216,12 +214,9 @@ class RowSample:
 
 
 def exact_rows(
-    head: Head,
-    rows: Tensor,
-    log_scale: float = 0.0,
-    kernel: PowerKernel | None = None,
+    head: Head, rows: Tensor, log_scale: float = 0.0, kernel: PowerKernel | None = None,
     dtype: torch.dtype = torch.float64,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The exact result of some rows, in any order (``kernel``: of a power instead of exp).
 
     Softmax over tiles of plain products. It shares nothing with components and kernels, which it

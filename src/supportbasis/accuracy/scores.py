@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,28 +12,25 @@ from ..polynomials.certified import KINDS, CertifiedPolynomial, built
 from ..problem.problem import Head
 
 ROWS, KEYS = 64, 256
+SAMPLED_SCORES = ROWS * KEYS
 
 
-@dataclass(frozen=True, eq=False)
-class ScoreSample:
+class ScoreSample(NamedTuple):
     """Scores of sampled rows and keys in float64, with the keys' log-weights."""
 
     scores: Tensor  # [rows, keys]
     log_weight: Tensor  # [rows, keys]
     normalise: bool
     is_density: bool
-    MULTIPLY_ADDS: ClassVar[int] = ROWS * KEYS
 
     @staticmethod
     def draw(head: Head, rows: Tensor | None, keys: Tensor | None) -> ScoreSample:
         row = _pick(rows, head.query, ROWS, 0)
         key = _pick(keys, head.key, KEYS, 1)
         scores = head.query[row].double() @ head.key[key].double().T * head.scale
-        log_weight = torch.zeros_like(scores)
-        if head.key_log_weight is not None:
-            log_weight += head.key_log_weight[key]
+        log_weight = head.log_weights(torch.float64)[key].expand_as(scores)
         if head.query_log_weight is not None:
-            log_weight += head.query_log_weight[row].unsqueeze(1)
+            log_weight = log_weight + head.query_log_weight[row].unsqueeze(1)
         return ScoreSample(scores, log_weight, head.normalise, head.is_density)
 
     def expected_error(self, poly: CertifiedPolynomial, power: int = 1) -> float:
@@ -64,13 +60,9 @@ def _pick(index: Tensor | None, tokens: Tensor, count: int, seed: int) -> Tensor
 
 
 def best_polynomial(
-    sample: ScoreSample,
-    degree: int,
-    reach: float,
-    epsilon: float = math.inf,
-    power: int = 1,
+    sample: ScoreSample, degree: int, reach: float, epsilon: float = math.inf, power: int = 1,
     kind: str = "auto",
-) -> CertifiedPolynomial:
+) -> CertifiedPolynomial:  # fmt: skip
     """Of Taylor, Chebyshev and relative minimax on [-reach, reach], the one of least expected
     error on the sample among those certified positive and, if epsilon is given, to epsilon; if
     there is none, the one of least certified error. With a power, of z / power on that range. A
@@ -84,7 +76,6 @@ def best_polynomial(
     any_sign = sample.is_density
     kinds = KINDS[:2] if any_sign and epsilon == math.inf else KINDS
     candidates = [built(kind, degree, reach) for kind in kinds]
-    usable = [p for p in candidates if (p.positive or any_sign) and p.error <= epsilon]
-    if not usable:
-        return min(candidates, key=lambda poly: poly.error)
-    return min(usable, key=lambda poly: sample.expected_error(poly, power))
+    if usable := [p for p in candidates if (p.positive or any_sign) and p.error <= epsilon]:
+        return min(usable, key=lambda poly: sample.expected_error(poly, power))
+    return min(candidates, key=lambda poly: poly.error)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..components import ExactSum, FittedSum, PolynomialSum
 from ..components.streaming import Task
 from ..engine.ranges import norm_sums
-from ..plans import FittedHead, HeadPlan, Plan, PolynomialHead, ThresholdHead
+from ..plans import FittedHead, HeadPlan, Plan, PolynomialHead
 from ..plans.supports import Side
 from ..problem.problem import Head, Problem
 from .related_sums import Chunks
@@ -47,9 +47,7 @@ class Unit:
             rows, keys = plan.split(head)
             return plan, rows, keys, FittedSum(plan.fitted, plan.transform, keys.small)
         assert isinstance(plan, PolynomialHead)
-        rows, keys = Side(None, None), Side(None, head.live_keys)
-        if isinstance(plan, ThresholdHead):
-            rows, keys = plan.split(head)
+        rows, keys = plan.split(head)
         return plan, rows, keys, PolynomialSum(plan.polynomial, keys.small)
 
     @property

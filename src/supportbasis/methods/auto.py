@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 
@@ -68,23 +68,22 @@ class Auto(Method):
 
 
 class _Search:
-    """One head's search: certified polynomials of least degree for a few thresholds, and their
-    verification; fitted polynomials; lists."""
+    """One head's search: `certified`, `fitted` and `lists` find the plan of their kind within the
+    tolerance, if there is one that is predicted to be faster than ``speedup``."""
 
     def __init__(self, head: Head, tolerance: float, seed: int):
         self.head, self.tolerance, self.seed = head, tolerance, seed
         self.limit = exact_seconds(head)
         keys = take(head.key_maxima, head.live_keys)
         self.maxima = torch.cat([head.query_maxima, keys]).sort().values
-        self.estimates: dict[float, tuple[Callable[[CertifiedPolynomial], float], float]] = {}
+        self.estimates: dict[float, tuple[float, Callable[[CertifiedPolynomial], float]]] = {}
         self.top_degree, highest = 0, largest_degree(head.dim)
         while self.top_degree < highest and self.feature_seconds(self.top_degree + 1) < self.limit:
             self.top_degree += 1  # to the last whose features alone are faster than exact attention
 
     def certified(self, speedup: float) -> HeadPlan | None:
-        """The fastest polynomial within the tolerance, with a threshold or without, if it is faster
-        than that: at a few thresholds of the least degree whose estimated error is within the
-        margin, or of one more, in case the estimate was too low."""
+        """Polynomials, with a threshold or without: at a few thresholds of the least degree whose
+        estimated error is within the margin, or of one more, in case the estimate was too low."""
         last = self.plan(self.threshold(SHARES[-1]), self.top_degree)
         if last is not None and not self.is_within(last):
             return None  # nor is any plan of a lower degree or of a higher threshold
@@ -92,30 +91,27 @@ class _Search:
         for share in SHARES:
             if 1.5 * speedup * (features + 2 * share * self.limit) > self.limit:
                 break  # the exact part alone leaves too little to gain
-            least = self.smallest_degree(self.threshold(share))
-            higher = None if least is None else self.plan(least.threshold, least.degree + 1)
-            for plan in (least, higher):
+            threshold = self.threshold(share)
+            degree = self.smallest_degree(threshold)
+            for plan in (self.plan(threshold, degree), self.plan(threshold, degree + 1)):
                 if plan is not None and plan.speedup > speedup and (found := self.verified(plan)):
                     best, speedup = found, found.speedup
                     break
         return best
 
     def fitted(self, speedup: float) -> HeadPlan | None:
-        """A polynomial fitted to the scores within the tolerance, if it is faster than that."""
         search = FittedSearch.of(self.head, self.seed)
-        return (
-            None if isinstance(search, str) else search.within(self.tolerance, self.check, speedup)
-        )
+        if isinstance(search, str):
+            return None
+        return search.within(self.check, speedup)
 
     def lists(self, speedup: float) -> ListHead | None:
-        """Lists of exact and tilted keys within the tolerance, if they are faster than that. Where
-        few leaves have to be open, wider blocks are tried first: they cost less."""
+        """Where few leaves have to be open, wider blocks are tried first: they cost less."""
         head, tolerance, wide = self.head, self.tolerance, fastest_lists(self.head, WIDE_BLOCK)
         if head.is_density or max(fastest_lists(head), wide) <= speedup:
             return None
         search = ListSearch.of(head, None, None, self.seed, tolerance)
-        likely = None if isinstance(search, str) else search.likely(tolerance)
-        if isinstance(search, str) or likely is None:
+        if isinstance(search, str) or (likely := search.likely(tolerance)) is None:
             return None
         least = max(speedup, likely.speedup)
         if likely.keys <= FEW_KEYS * head.m and wide > least:
@@ -126,7 +122,6 @@ class _Search:
 
     @cached_property
     def check(self) -> RowCheck:
-        """Sampled rows with their exact output, computed once for all candidates."""
         return RowCheck(self.head, self.tolerance, self.seed)
 
     def feature_seconds(self, degree: int) -> float:
@@ -137,42 +132,39 @@ class _Search:
         position = math.ceil((1 - share) * (len(self.maxima) - 1))
         return max(float(self.maxima[position]), torch.finfo(torch.float64).tiny)
 
-    def smallest_degree(self, threshold: float) -> ThresholdHead | None:
-        """The plan of least degree whose estimated error, which falls with the degree, is within
-        the margin."""
-        low, high, found = 0, self.top_degree, None
+    def smallest_degree(self, threshold: float) -> int:
+        """The least degree whose estimated error, which falls with the degree, is within the
+        margin; beyond the highest where there is none."""
+        low, high = 0, self.top_degree
         while low <= high:
             degree = (low + high) // 2
-            plan = self.plan(threshold, degree)
-            if plan is not None and self.is_within(plan):
-                found, high = plan, degree - 1
+            if self.is_within(self.plan(threshold, degree)):
+                high = degree - 1
             else:
                 low = degree + 1
-        return found
+        return low
 
     def plan(self, threshold: float, degree: int) -> ThresholdHead | None:
-        """The plan at a threshold and degree, if there is one."""
         plan = threshold_plan(self.head, threshold, degree) if degree <= self.top_degree else None
         return plan if isinstance(plan, ThresholdHead) else None
 
-    def is_within(self, plan: ThresholdHead) -> bool:
-        return self.estimate(plan) <= MARGIN * self.tolerance
+    def is_within(self, plan: ThresholdHead | None) -> bool:
+        return plan is not None and self.estimate(plan) <= MARGIN * self.tolerance
 
     def estimate(self, plan: ThresholdHead) -> float:
         """Expected error from scores that are sampled once for each threshold; for a density, an
         upper bound."""
-        threshold, head, share = plan.threshold, self.head, 1.0
-        if threshold not in self.estimates:
-            error: Callable[[CertifiedPolynomial], float] = (
-                partial(NormBins(head, plan).error, log_peak=density_scale(head, self.seed))
-                if head.is_density
-                else ScoreSample.draw(head, *plan.smooth(head)).expected_error
-            )
-            if head.normalise and plan.large[1]:
-                share = self.check.small_share(plan)
-            self.estimates[threshold] = error, share
-        expected, share = self.estimates[threshold]
-        return share * expected(plan.polynomial)
+        head = self.head
+        if plan.threshold not in self.estimates:
+            error: Callable[[CertifiedPolynomial], float]
+            if head.is_density:
+                error = NormBins(head, plan, density_scale(head, self.seed)).error
+            else:
+                error = ScoreSample.draw(head, *plan.smooth(head)).expected_error
+            share = self.check.small_share(plan) if head.normalise and plan.large[1] else 1.0
+            self.estimates[plan.threshold] = share, error
+        share, error = self.estimates[plan.threshold]
+        return share * error(plan.polynomial)
 
     def verified(self, plan: ThresholdHead) -> PolynomialHead | None:
         """The plan with its error on sampled rows against all keys, if that is within tolerance at
@@ -185,7 +177,5 @@ class _Search:
             return None
         if plan.large != (0, 0):
             return replace(plan, measured=measured)
-        n, m, cost, speedup, poly = plan.n, plan.m, plan.cost, plan.speedup, plan.polynomial
-        return PolynomialHead(
-            n=n, m=m, cost=cost, speedup=speedup, polynomial=poly, measured=measured
-        )
+        shared = {field.name: getattr(plan, field.name) for field in fields(PolynomialHead)}
+        return PolynomialHead(**shared | {"measured": measured})

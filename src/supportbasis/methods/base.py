@@ -1,5 +1,5 @@
-"""`Method`, the base class, and what methods share: checks of arguments, and the kind and degree of
-a polynomial, given or derived from an error."""
+"""`Method`, the base class; `Exact`; and what methods share: checks of arguments, and the kind and
+degree of a polynomial, given or derived from an error."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ class Method(ABC):
             object.__setattr__(self, name, value)
 
     @abstractmethod
-    def plan_head(self, head: Head) -> HeadPlan:
-        """The plan of one head."""
+    def plan_head(self, head: Head) -> HeadPlan: ...
 
     def plan_batch(self, heads: Sequence[Head]) -> list[HeadPlan]:
         """Plans of one head for each batch element, of which one will serve all of them."""
@@ -59,8 +58,24 @@ class Method(ABC):
         return exact_plan(head, reason)
 
 
+@dataclass(frozen=True)
+class Exact(Method):
+    """Every pair is computed: D^-1 A V with A = exp(scale Q K^T) (Definition 1.1).
+
+    ``scale = 1/d`` gives the paper's definition; the default is 1/sqrt(d), as in SDPA.
+
+    >>> import torch, supportbasis as sb
+    >>> q = torch.zeros(1, 2, 4); v = torch.arange(2.0).reshape(1, 2, 1)
+    >>> sb.attention(q, q, v, method=sb.Exact())
+    tensor([[[0.5000],
+             [0.5000]]])
+    """
+
+    def plan_head(self, head: Head) -> HeadPlan:
+        return exact_plan(head, "")
+
+
 def exact_plan(head: Head, reason: str) -> ExactHead:
-    """The plan that computes everything, and why it was chosen."""
     return ExactHead(reason=reason, n=head.n, m=head.m)
 
 
@@ -75,17 +90,18 @@ def check_sketch_size(size: object) -> int | None:
 
 
 def check_polynomial(polynomial: object) -> None:
-    """Raise unless this is a kind of polynomials."""
     if polynomial not in POLYNOMIALS:
         raise InputError(f"polynomial must be one of {POLYNOMIALS}, got {polynomial!r}")
 
 
-def degree_or_error(degree: object, epsilon: object) -> tuple[int | None, float | None]:
+def polynomial_settings(degree: object, epsilon: object, kind: object) -> dict[str, float | None]:
     """A degree, or the certified error that it is derived from: one of the two."""
+    check_polynomial(kind)
     if epsilon is None:
-        return (DEGREE if degree is None else check_integer("degree", degree, 0)), None
+        degree = DEGREE if degree is None else check_integer("degree", degree, 0)
+        return {"degree": degree, "epsilon": None}
     if degree is None:
-        return None, check_number("epsilon", epsilon)
+        return {"degree": None, "epsilon": check_number("epsilon", epsilon)}
     raise InputError(
         f"degree is {degree!r} and epsilon is {epsilon!r}; expected one of them: epsilon "
         "derives the degree"

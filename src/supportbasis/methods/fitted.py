@@ -17,7 +17,6 @@ from ..problem.problem import Head
 from .base import Method, exact_plan
 
 FEWEST, USUAL, MOST = 8, 1024, 2**15  # features
-ERROR_OF_ZEROS = 1.0  # relative error of an output of zeros
 BISECTIONS = 2  # of the interval between too few features and enough
 UNFIT = "scores are too large, or all equal, to fit a polynomial to"
 MEASURED_BELOW = 1.5  # times the tolerance: plans of a larger expected error are not measured
@@ -67,18 +66,18 @@ class FittedPolynomial(Method):
         search = FittedSearch.of(head, self.seed)
         if isinstance(search, str):
             return exact_plan(head, search)
-        if not search.most():
+        most = search.most(limit=self.features or MOST)
+        if not most:
             return exact_plan(head, f"{FEWEST} features cost as much as exact attention")
         if self.tolerance is not None:
             check = RowCheck(head, self.tolerance, self.seed)
             reason = f"no fitted polynomial within {self.tolerance:g} is cheaper than exact"
-            return search.within(self.tolerance, check, 0.0) or exact_plan(head, reason)
-        most = search.most(limit=self.features or USUAL)
-        plan = search.plan(most) if most else None
+            return search.within(check, 0.0) or exact_plan(head, reason)
+        plan = search.plan(most)
         if plan is None:
             return exact_plan(head, UNFIT)
         error, _ = RowCheck(head, 1.0, self.seed).error(plan)
-        if error < ERROR_OF_ZEROS:
+        if error < 1:  # that of zeros
             return replace(plan, measured=error)
         fault = f"errs by {error:.2g}" if error < math.inf else "fails on more than 1 % of the rows"
         return exact_plan(head, f"a fitted polynomial of {plan.fitted.features} features {fault}")
@@ -114,7 +113,7 @@ class FittedSearch:
             n=head.n, m=head.m, fitted=kernel, transform=transform, exact_rows=prefix_of(head) or 0
         )
         rows, keys = start.split(head)
-        return FittedSearch(head, start, sample, rows.count(head.n)[0], keys.count(head.m)[0])
+        return FittedSearch(head, start, sample, rows.sizes(head.n)[0], keys.sizes(head.m)[0])
 
     def plan(self, features: int) -> FittedHead | None:
         """The plan with at most that many features, with its cost."""
@@ -122,10 +121,8 @@ class FittedSearch:
         kernel = self.sample.fit(spans)
         if kernel is None:
             return None
-        keys = float(kernel.features + self.far_keys)
-        return replace(
-            self.start, fitted=kernel, keys=keys, **self._work(spans).settings(self.head)
-        )
+        keys, work = float(kernel.features + self.far_keys), self._work(spans)
+        return replace(self.start, fitted=kernel, keys=keys, **work.settings(self.head))
 
     def _spans(self, features: int) -> tuple[int, ...]:
         return choose_spans(self.start.transform.eigenvalues, features)
@@ -144,36 +141,34 @@ class FittedSearch:
         most = bisect_left(range(min(limit, MOST) + 1), True, key=costs_too_much) - 1
         return most if most >= FEWEST else 0
 
-    def within(self, tolerance: float, check: RowCheck, speedup: float) -> FittedHead | None:
+    def within(self, check: RowCheck, speedup: float) -> FittedHead | None:
         """The plan of fewest features found whose measured error, at its upper limit, is within
         tolerance; None where there is none that is cheaper than exact attention and predicted to
         be faster than ``speedup``."""
         most = self.most(speedup)
         last = self.plan(most) if most else None
-        if last is None or self._expected(last) > MEASURED_BELOW * tolerance:
+        if last is None or not self._is_likely(last, check):
             return None
         short, features = 0, FEWEST
-        found = self._measured(self.plan(features), tolerance, check)
+        found = self._measured(self.plan(features), check)
         while found is None and features < most:
             short, features = features, min(2 * features, most)
-            found = self._measured(self.plan(features), tolerance, check)
+            found = self._measured(self.plan(features), check)
         for _ in range(BISECTIONS if found is not None and short else 0):
             middle = round(math.sqrt(short * features))
-            plan = self._measured(self.plan(middle), tolerance, check)
+            plan = self._measured(self.plan(middle), check)
             if plan is None:
                 short = middle
             else:
                 found, features = plan, middle
         return found
 
-    def _measured(
-        self, plan: FittedHead | None, tolerance: float, check: RowCheck
-    ) -> FittedHead | None:
+    def _measured(self, plan: FittedHead | None, check: RowCheck) -> FittedHead | None:
         """The plan with its measured error, if there is one and that is within tolerance."""
-        if plan is None or self._expected(plan) > MEASURED_BELOW * tolerance:
+        if plan is None or not self._is_likely(plan, check):
             return None
         measured, limit = check.error(plan)
-        return replace(plan, measured=measured) if limit <= tolerance else None
+        return replace(plan, measured=measured) if limit <= check.tolerance else None
 
-    def _expected(self, plan: FittedHead) -> float:
-        return self.sample.expected_error(plan.fitted)
+    def _is_likely(self, plan: FittedHead, check: RowCheck) -> bool:
+        return self.sample.expected_error(plan.fitted) <= MEASURED_BELOW * check.tolerance

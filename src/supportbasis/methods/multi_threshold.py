@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..accuracy.scores import ScoreSample, best_polynomial
+from ..accuracy.scores import SAMPLED_SCORES, ScoreSample, best_polynomial
 from ..components.polynomial_sum import LARGEST_REACH
 from ..errors import InputError
 from ..paper.buckets import check_ratio, edges, smallest_maximum
@@ -60,31 +59,27 @@ class MultiThreshold(Method):
     def __post_init__(self) -> None:
         check_polynomial(self.polynomial)
         self._set(ratio=check_ratio(self.ratio), degree=check_integer("degree", self.degree, 0))
-        size, seed = check_sketch_size(self.sketch_size), check_seed(self.seed)
-        self._set(sketch_size=size, seed=seed)
+        self._set(sketch_size=check_sketch_size(self.sketch_size), seed=check_seed(self.seed))
 
     def plan_head(self, head: Head) -> HeadPlan:
         if self.sketch_size is not None:
             check_rank(head.dim, self.degree)
-        keys = take(head.key_maxima, head.live_keys)
-        if not head.pairs or not len(keys):
+        maxima = take(head.key_maxima, head.live_keys)
+        if not head.pairs or not len(maxima):
             return exact_plan(head, "there are no pairs")
-        smallest = smallest_maximum(head.query_maxima, keys)
-        largest = max(float(head.query_maxima.max()), float(keys.max()))
+        smallest = smallest_maximum(head.query_maxima, maxima)
+        largest = max(float(head.query_maxima.max()), float(maxima.max()))
         row_edges = edges(head.query_maxima, smallest, largest, self.ratio)
-        key_edges = edges(keys, smallest, largest, self.ratio)
+        key_edges = edges(maxima, smallest, largest, self.ratio)
         if len(row_edges) * len(key_edges) > MOST_PAIRS:
             raise InputError(
                 f"ratio={self.ratio:g} makes {len(row_edges)} x {len(key_edges)} bucket pairs, "
                 f"more than {MOST_PAIRS}; use a larger ratio"
             )
         plan = BucketHead(n=head.n, m=head.m, row_edges=row_edges, key_edges=key_edges)
-        return self._with_pairs(plan, head)
-
-    def _with_pairs(self, plan: BucketHead, head: Head) -> HeadPlan:
         row_sets, key_sets = plan.buckets(head)
-        rows = _buckets(plan.row_edges, row_sets, head.query_norms)
-        keys = _buckets(plan.key_edges, key_sets, head.key_norms)
+        rows = _buckets(row_edges, row_sets, head.query_norms)
+        keys = _buckets(key_edges, key_sets, head.key_norms)
         powers: dict[BucketPair, int] = {}
         for (i, own), (j, other) in product(enumerate(rows), enumerate(keys)):
             reach, power = _reach_and_power(head, own, other)
@@ -93,14 +88,14 @@ class MultiThreshold(Method):
         chosen = _worth_a_polynomial(head, possible)
         work, pairs = Work(scanned=3 * (head.n + head.m) * head.dim), []
         for pair, power in powers.items():
-            its_work = pair_work(head, pair.rows, pair.keys)
-            if pair in chosen:
-                kernel = self._kernel(head, rows[pair.row], keys[pair.key], pair.reach, power)
-                pair = replace(pair, kernel=kernel)
-                its_work = kernel_work(head, pair.rows, pair.keys, kernel)
-                its_work += Work(scanned=ScoreSample.MULTIPLY_ADDS * head.dim)
-            pairs.append(pair)
-            work += its_work
+            if pair not in chosen:
+                work += pair_work(head, pair.rows * pair.keys)
+                pairs.append(pair)
+                continue
+            kernel = self._kernel(head, rows[pair.row], keys[pair.key], pair.reach, power)
+            pairs.append(replace(pair, kernel=kernel))
+            work += kernel_work(head, pair.rows, pair.keys, kernel)
+            work += Work(scanned=SAMPLED_SCORES * head.dim)
         reasons, left_out = [], len(possible) - len(chosen)
         if left_out:
             reasons.append(
@@ -119,7 +114,7 @@ class MultiThreshold(Method):
         if power > HIGHEST_POWER:
             return False
         work = sketch_work(head, pair.rows, pair.keys, power, self.sketch_size, self.degree)
-        exact = pair_work(head, pair.rows, pair.keys)
+        exact = pair_work(head, pair.rows * pair.keys)
         ratio = exact.multiply_adds(head) / work.multiply_adds(head)
         if pair.rows * pair.keys <= SMALL_SHARE * head.n * live_count(head) and ratio <= 1:
             return False
@@ -128,13 +123,10 @@ class MultiThreshold(Method):
     def _kernel(
         self, head: Head, rows: _Bucket, keys: _Bucket, reach: float, power: int
     ) -> PowerKernel:
-        sample = ScoreSample.draw(head, rows.members, keys.members)
-        inner = reach / power
+        sample, inner = ScoreSample.draw(head, rows.members, keys.members), reach / power
         poly = best_polynomial(sample, self.degree, inner, power=power, kind=self.polynomial)
-        balance = 1.0  # longest row over longest key, within what float64 holds
-        if rows.norm > 0 and keys.norm > 0:
-            log_ratio = math.log(rows.norm) - math.log(keys.norm)
-            balance = math.exp(min(max(log_ratio, -700.0), 700.0))
+        ratio = rows.norm / keys.norm if rows.norm > 0 and keys.norm > 0 else 1.0
+        balance = min(max(ratio, 1e-300), 1e300)
         # pairs of equal power share a sketch: its common factor then cancels in the division
         return PowerKernel(power, poly, self.sketch_size, self.seed, balance)
 
@@ -166,10 +158,6 @@ def _reach_and_power(head: Head, rows: _Bucket, keys: _Bucket) -> tuple[float, i
 def _worth_a_polynomial(head: Head, pairs: Sequence[BucketPair]) -> set[BucketPair]:
     """The largest pairs, and of the others those whose sums take longer than a polynomial does:
     heavy tails make thousands of pairs with a few tokens each."""
-    by_size = sorted(pairs, key=lambda pair: -pair.rows * pair.keys)
-    return {
-        pair
-        for position, pair in enumerate(by_size)
-        if position < MOST_POLYNOMIALS
-        or pair_work(head, pair.rows, pair.keys).multiply_adds(head) > POLYNOMIAL_WORK
-    }
+    largest = sorted(pairs, key=lambda pair: -pair.rows * pair.keys)[:MOST_POLYNOMIALS]
+    work = {pair: pair_work(head, pair.rows * pair.keys).multiply_adds(head) for pair in pairs}
+    return {*largest, *(pair for pair in pairs if work[pair] > POLYNOMIAL_WORK)}

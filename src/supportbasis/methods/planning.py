@@ -18,8 +18,7 @@ from ..plans import BucketHead, ExactHead, HeadPlan, ListHead, Plan, PolynomialH
 from ..problem.checks import is_tracing
 from ..problem.problem import Head, Problem
 from .auto import Auto
-from .base import Method, exact_plan
-from .exact import Exact
+from .base import Exact, Method, exact_plan
 from .polynomial import Polynomial
 from .power import PowerAttention
 
@@ -67,23 +66,16 @@ def make_plan(problem: Problem, method: Method) -> Plan:
             else plan_heads(method, [problem.head(b, number) for b in range(problem.batch)])
             for number in range(problem.heads)
         )
-    scale = -problem.scale if problem.is_flipped else problem.scale
-    plan = Plan(method, problem.query.shape[-1], heads, scale, problem.is_causal)
-    if not method.promises_error:
-        _warn_about_error(plan)
-    return plan
-
-
-def _warn_about_error(plan: Plan) -> None:
-    """Warn, once for each plan, if the largest measured error exceeds LARGE_ERROR."""
-    errors = [(head.measured or 0.0, number) for number, head in enumerate(plan.heads)]
+    errors = [(head.measured or 0.0, number) for number, head in enumerate(heads)]
     count = sum(error > LARGE_ERROR for error, _ in errors)
-    if count:
+    if count and not method.promises_error:
         error, number = max(errors)
         others = f" (and more than {LARGE_ERROR:.0%} on {count - 1} others)" if count > 1 else ""
-        text = f"{plan.method} has a measured error of {error:.2g} on head {number}{others}"
+        text = f"{method} has a measured error of {error:.2g} on head {number}{others}"
         text = f"supportbasis: {text}; give a tolerance to limit it"
-        warnings.warn(text, UserWarning, stacklevel=5)
+        warnings.warn(text, UserWarning, stacklevel=4)
+    scale = -problem.scale if problem.is_flipped else problem.scale
+    return Plan(method, problem.query.shape[-1], heads, scale, problem.is_causal)
 
 
 def _check_call(problem: Problem, method: Method) -> None:
@@ -109,10 +101,7 @@ def plan_heads(method: Method, heads: Sequence[Head]) -> HeadPlan:
     tolerance, if there is one. Otherwise the head is exact."""
     if not heads:
         return ExactHead(reason="the batch is empty", n=0, m=0)
-    return with_range(_joined(method, method.plan_batch(heads), heads), heads)
-
-
-def _joined(method: Method, plans: Sequence[HeadPlan], heads: Sequence[Head]) -> HeadPlan:
+    plans = method.plan_batch(heads)
     for plan in plans:
         if isinstance(plan, ExactHead):
             return plan
@@ -123,7 +112,8 @@ def _joined(method: Method, plans: Sequence[HeadPlan], heads: Sequence[Head]) ->
             return exact_plan(head, "no plan of one batch element serves the others")
     cost, speedup = max(each.cost for each in plans), min(each.speedup for each in plans)
     errors = [each.measured for each in plans if each.measured is not None]
-    return replace(plan, cost=cost, speedup=speedup, measured=max(errors, default=None))
+    plan = replace(plan, cost=cost, speedup=speedup, measured=max(errors, default=None))
+    return with_range(plan, heads)
 
 
 def _accuracy_rank(plan: HeadPlan) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from ..plans.supports import score_reach
 from ..polynomials.features import check_rank, largest_degree
 from ..problem.checks import check_number
 from ..problem.problem import Head
-from .base import Method, check_polynomial, degree_or_error, derived_degree, live_count, strictest
+from .base import Method, derived_degree, live_count, polynomial_settings, strictest
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,9 +38,7 @@ class Polynomial(Method):
     polynomial: str = "chebyshev"
 
     def __post_init__(self) -> None:
-        degree, epsilon = degree_or_error(self.degree, self.epsilon)
-        self._set(degree=degree, epsilon=epsilon)
-        check_polynomial(self.polynomial)
+        self._set(**polynomial_settings(self.degree, self.epsilon, self.polynomial))
         if self.bound is not None:
             self._set(bound=check_number("bound", self.bound))
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import InputError
-from ..plans import HeadPlan, PowerHead
+from ..plans import PowerHead
 from ..plans.cost import Work, kernel_work
 from ..polynomials.powers import LARGEST_POWER, PowerKernel
 from ..problem.checks import check_integer, check_seed
@@ -40,14 +40,11 @@ class PowerAttention(Method):
         size, seed = check_sketch_size(self.sketch_size), check_seed(self.seed)
         self._set(power=power, sketch_size=size, seed=seed)
 
-    def plan_head(self, head: Head) -> HeadPlan:
-        return self._plan(head, PowerKernel(self.power, None, self.sketch_size, self.seed), "")
-
-    def plan_exactly(self, head: Head, reason: str) -> HeadPlan:
-        return self._plan(head, PowerKernel(self.power, None), reason)
-
-    def _plan(self, head: Head, kernel: PowerKernel, reason: str) -> HeadPlan:
-        keys = live_count(head)
+    def plan_head(self, head: Head) -> PowerHead:
+        kernel, keys = PowerKernel(self.power, None, self.sketch_size, self.seed), live_count(head)
         read = Work(scanned=2 * (head.n + keys) * head.dim)
         work = kernel_work(head, head.n, keys, kernel) + read
-        return PowerHead(reason=reason, kernel=kernel, **work.settings(head))
+        return PowerHead(kernel=kernel, **work.settings(head))
+
+    def plan_exactly(self, head: Head, reason: str) -> PowerHead:
+        return replace(replace(self, sketch_size=None).plan_head(head), reason=reason)

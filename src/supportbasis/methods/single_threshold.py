@@ -9,25 +9,17 @@ from dataclasses import dataclass
 
 import torch
 
-from ..accuracy.scores import ScoreSample, best_polynomial
+from ..accuracy.scores import SAMPLED_SCORES, ScoreSample, best_polynomial
 from ..errors import InputError
 from ..paper import sub_gaussian
 from ..plans import ExactHead, HeadPlan, ThresholdHead
-from ..plans.cost import Work, pair_share, polynomial_work
+from ..plans.cost import Work, pair_work, polynomial_work
 from ..plans.supports import Side, entry_reach, is_empty, score_reach, split_at, take
 from ..polynomials.certified import largest_bound
 from ..polynomials.features import check_rank, largest_degree
 from ..problem.checks import check_number
 from ..problem.problem import Head
-from .base import (
-    Method,
-    check_polynomial,
-    degree_or_error,
-    derived_degree,
-    exact_plan,
-    live_count,
-    strictest,
-)
+from .base import Method, derived_degree, exact_plan, live_count, polynomial_settings, strictest
 
 EPSILON = 0.05  # certified relative error that threshold=None asks of the polynomial
 RULES = ("sqrt-log", "sub-gaussian")
@@ -63,9 +55,7 @@ class SingleThreshold(Method):
     c: float | None = None
 
     def __post_init__(self) -> None:
-        degree, epsilon = degree_or_error(self.degree, self.epsilon)
-        self._set(degree=degree, epsilon=epsilon)
-        check_polynomial(self.polynomial)
+        self._set(**polynomial_settings(self.degree, self.epsilon, self.polynomial))
         if self.c is not None:
             if self.threshold != "sqrt-log":
                 raise InputError(
@@ -151,19 +141,18 @@ def threshold_plan(
     if degree is None:
         degree = derived_degree(epsilon, reach, head.dim, kind)
     if degree is None:
-        return exact_plan(
-            head,
+        reason = (
             f"at T={threshold:.4g} scores reach {reach:.4g}, where no polynomial of degree <= "
             f"{largest_degree(head.dim)}, the highest for head dim {head.dim}, is certified to "
-            f"epsilon={epsilon:.3g}",
+            f"epsilon={epsilon:.3g}"
         )
+        return exact_plan(head, reason)
     sample = ScoreSample.draw(head, rows.small, keys.small)
     poly = best_polynomial(sample, degree, reach, epsilon, kind=kind)
-    (large_rows, small_rows), (large_keys, small_keys) = rows.count(head.n), keys.count(head.m)
-    exact = (large_rows * head.m + small_rows * large_keys) * pair_share(head)
-    read = (head.n + head.m + ScoreSample.MULTIPLY_ADDS) * head.dim
+    (large_rows, small_rows), (large_keys, small_keys) = rows.sizes(head.n), keys.sizes(head.m)
     work = polynomial_work(head, small_rows, small_keys, degree)
-    work += Work(exact_pairs=int(exact), scanned=read)
+    work += pair_work(head, large_rows * head.m + small_rows * large_keys)
+    work += Work(scanned=(head.n + head.m + SAMPLED_SCORES) * head.dim)
     large = (large_rows, large_keys)
     return ThresholdHead(polynomial=poly, threshold=threshold, large=large, **work.settings(head))
 

@@ -140,6 +140,6 @@ def _seconds_at(plan: HeadPlan, head: Head, exact: float) -> float:
         if isinstance(plan, ThresholdHead):
             rows, keys = (x * head.n // max(1, plan.n) for x in plan.large)
         small = polynomial_work(head, head.n - rows, head.m - keys, plan.degree)
-        work = small + pair_work(head, rows, head.m) + pair_work(head, head.n - rows, keys)
+        work = small + pair_work(head, rows * head.m) + pair_work(head, (head.n - rows) * keys)
         return work.seconds(head)
     return exact / plan.speedup

@@ -311,7 +311,7 @@ def _allocated(
         layer.site([next(chosen) for _ in layer.settings], mine, minimise)
         for layer, mine in zip(layers, options, strict=True)
     )
-    return ModelPlan(made, unit, limit, 0, 0.0).with_layers(made)
+    return ModelPlan(made, unit, limit, 0, sum(sum(layer.effects) for layer in made))
 
 
 @torch.no_grad()

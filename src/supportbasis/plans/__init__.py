@@ -27,18 +27,6 @@ from .heads import (
 )
 from .plan import LayerPlan, ModelPlan, Plan
 
-__all__ = [
-    "BucketHead",
-    "BucketPair",
-    "ExactHead",
-    "FittedHead",
-    "HeadPlan",
-    "LayerPlan",
-    "ListHead",
-    "ModelPlan",
-    "Plan",
-    "PolynomialHead",
-    "PowerHead",
-    "ScoreRange",
-    "ThresholdHead",
-]
+__all__ = ["BucketHead", "BucketPair", "ExactHead", "FittedHead", "HeadPlan", "LayerPlan",
+           "ListHead", "ModelPlan", "Plan", "PolynomialHead", "PowerHead", "ScoreRange",
+           "ThresholdHead"]  # fmt: skip

@@ -7,9 +7,9 @@ from __future__ import annotations
 import os
 import timeit
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,7 @@ DIMS = (4, 16, 64)  # at which exact attention is timed
 Pairs = tuple[tuple[float, float], ...]  # (dim, one exact pair at that dim), dims ascending
 
 
-@dataclass(frozen=True)
-class Rates:
+class Rates(NamedTuple):
     """Seconds of each unit of work."""
 
     pairs: Pairs

@@ -75,7 +75,7 @@ class Work:
         return Work(*(x + y for x, y in zip(astuple(self), astuple(other), strict=True)))
 
     def features(self, head: Head) -> int:
-        return self.feature_rows * true_rank(head.dim, self.degree) if self.feature_rows else 0
+        return self.feature_rows * true_rank(head.dim, self.degree)
 
     def multiply_adds(self, head: Head) -> float:
         pair = head.dim + head.value_dim
@@ -103,12 +103,10 @@ class Work:
 
     def _feature_seconds(self, head: Head, rates: Rates) -> float:
         """Features in blocks, by PyTorch operations."""
-        count = self.features(head)
-        rank = count // self.feature_rows if self.feature_rows else 1
-        blocks = math.ceil(self.feature_rows / block_rows(rank, head.dtype))
+        rows = block_rows(true_rank(head.dim, self.degree), head.dtype)
         steps = 10 + (head.dim * (self.degree - 1) if self.degree > 2 else 2)
-        formed = count * (rates.feature + rates.product * head.value_dim)
-        return formed + blocks * BLOCK_SECONDS * steps
+        formed = self.features(head) * (rates.feature + rates.product * head.value_dim)
+        return formed + math.ceil(self.feature_rows / rows) * BLOCK_SECONDS * steps
 
     def _kernel_seconds(self, head: Head, rates: Rates) -> float:
         width = head.dim + head.value_dim
@@ -145,27 +143,22 @@ def polynomial_work(head: Head, rows: int, keys: int, degree: int) -> Work:
     return Work(feature_rows=rows + keys, degree=degree, dense_pairs=dense, scanned=scanned)
 
 
-def pair_work(head: Head, rows: int, keys: int) -> Work:
-    """``rows`` rows with ``keys`` keys, exactly; of a causal head about half of the pairs."""
-    return Work(exact_pairs=int(rows * keys * pair_share(head)))
-
-
-def pair_share(head: Head) -> float:
-    """Pairs that count, of all: about half in a causal head."""
-    return head.pairs / max(1, head.n * head.m)
+def pair_work(head: Head, pairs: int) -> Work:
+    """So many pairs exactly; of those of a causal head about half count."""
+    return Work(exact_pairs=int(pairs * (head.pairs / max(1, head.n * head.m))))
 
 
 def kernel_work(head: Head, rows: int, keys: int, kernel: PowerKernel) -> Work:
     """A power of ``rows`` rows and ``keys`` keys: pair by pair, or sketched."""
     if kernel.sketch_size is None:
-        return Work(dense_pairs=pair_work(head, rows, keys).exact_pairs)
+        return Work(dense_pairs=pair_work(head, rows * keys).exact_pairs)
     degree = 1 if kernel.polynomial is None else kernel.polynomial.degree
     return sketch_work(head, rows, keys, kernel.power, kernel.sketch_size, degree)
 
 
 def sketch_work(head: Head, rows: int, keys: int, power: int, size: int, degree: int) -> Work:
     """A sketch of ``size`` rows of the power of a polynomial of ``degree``."""
-    pairs, tokens = pair_work(head, rows, keys).exact_pairs, rows + keys
+    pairs, tokens = pair_work(head, rows * keys).exact_pairs, rows + keys
     rank, packed = true_rank(head.dim, degree), true_rank(size, 2)
     sketch = PolySketch(power, size).cost(rank).multiply_adds
     return Work(
@@ -183,7 +176,7 @@ def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
     products = tokens * count * (head.value_dim + 1)
     sampled = min(head.n, TRANSFORM_TOKENS) + min(head.m, TRANSFORM_TOKENS)  # for covariances
     work = Work(
-        exact_pairs=int(far * pair_share(head)),
+        exact_pairs=pair_work(head, far).exact_pairs,
         dense_pairs=head.n * CAUSAL_CHUNK // 2 if head.is_causal else 0,
         formed=tokens * count,
         products=products + (tokens + sampled) * head.dim**2,
@@ -226,5 +219,4 @@ def list_work(head: Head, settings: ListSettings, opened: float) -> Work:
     tokens = LIST_TOKEN * (head.n + keys) + LIST_GATHERED * cells * opened * leaf
     moved = tokens * (dim + width) + LIST_TILT * tilted + LIST_EXACT * exact
     moved += LIST_COARSE * coarse * (2 if settings.strict else 1)
-    amounts = {"exact_pairs": int(exact), "products": int(made), "moved": int(moved)}
-    return Work(**amounts, direct=LIST_SECONDS)
+    return Work(int(exact), products=int(made), moved=int(moved), direct=LIST_SECONDS)

@@ -19,22 +19,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LIGHT, BLUE, RED, VIOLET = "#cfe3f5", "#4878b8", "#c44e52", "#e3d7f0"
-Labels = tuple[tuple[str, str], ...]  # what a colour stands for
-PARTS: Labels = (
-    ("small rows × small keys: polynomial", LIGHT),
-    ("small rows × large keys: exact", BLUE),
-    ("large rows × all keys: exact", RED),
-)
-LIST_PARTS: Labels = (
-    ("closed leaves: a tilted key in place of each", LIGHT),
-    ("open leaves: exact", BLUE),
-    ("own window: exact", RED),
-)
-BUCKET_PARTS: Labels = (
-    ("bucket pair: power p of a polynomial", LIGHT),
-    ("bucket pair: power p, sketched", VIOLET),
-    ("bucket pair: exact", RED),
-)
+Labels = dict[str, str]  # what a colour stands for
+SPLIT_PARTS: Labels = {
+    LIGHT: "small rows × small keys: polynomial",
+    BLUE: "small rows × large keys: exact",
+    RED: "large rows × all keys: exact",
+    VIOLET: "all rows × all keys: a power of the score",
+}
+LIST_PARTS: Labels = {
+    LIGHT: "closed leaves: a tilted key in place of each",
+    BLUE: "open leaves: exact",
+    RED: "own window: exact",
+}
+BUCKET_PARTS: Labels = {
+    LIGHT: "bucket pair: power p of a polynomial",
+    VIOLET: "bucket pair: power p, sketched",
+    RED: "bucket pair: exact",
+}
 LETTERS = {"exact": "E", "lists": "L", "fitted": "F", "polynomial": "P", "single-threshold": "T"}
 THINNEST = 1 / 256  # of a side: what fewer tokens are drawn as
 SMALLEST = 1e-3  # of the cost scale, and of the effect's share
@@ -53,18 +54,20 @@ def new_figure(width: float, height: float) -> Figure:
 def draw_supports(plan: HeadPlan, path: str | Path | None = None) -> Figure:
     """The support of each component of one head, as a picture of its score matrix."""
     figure = new_figure(6.2, 5.6)
+    from matplotlib.colors import to_hex
     from matplotlib.patches import Patch
 
     axes = figure.add_subplot()
-    axes.set(xlim=(0, max(1, plan.m)), ylim=(max(1, plan.n), 0))
+    axes.set(xlim=(0, max(1, plan.m)), ylim=(max(1, plan.n), 0), xlabel="key", ylabel="query row")
     if isinstance(plan, ListHead):
-        parts, more = _draw_lists(axes, plan), f"\n{plan.lists}"
+        labels, more = _draw_lists(axes, plan), f"\n{plan.lists}"
     elif isinstance(plan, BucketHead):
-        parts, more = _draw_buckets(axes, plan), ""
+        labels, more = _draw_buckets(axes, plan), ""
     else:
         more = f", T = {plan.threshold:.3g}" if isinstance(plan, ThresholdHead) else ""
-        parts = _draw_split(axes, plan)
-    handles = [Patch(color=colour, label=label) for label, colour in parts]
+        labels = _draw_split(axes, plan)
+    used = {to_hex(patch.get_facecolor()) for patch in axes.patches}
+    handles = [Patch(color=colour, label=labels[colour]) for colour in labels if colour in used]
     figure.legend(handles=handles, loc="outside lower center", frameon=False, fontsize=8, ncols=1)
     title = f"{plan.kind}, {plan.n} × {plan.m} pairs, cost {plan.cost:.3g} of exact{more}"
     axes.set_title(title, fontsize=10)
@@ -82,18 +85,15 @@ def _box(axes: Axes, x: float, y: float, width: float, height: float, colour: st
 
 def _draw_split(axes: Axes, plan: HeadPlan) -> Labels:
     """Large rows in red, large keys in blue, the rest light; large tokens are drawn first."""
-    axes.set(xlabel="key", ylabel="query row")
-    if isinstance(plan, PowerHead):
-        _box(axes, 0, 0, plan.m, plan.n, VIOLET)
-        return (("all rows × all keys: a power of the score", VIOLET),)
-    _box(axes, 0, 0, plan.m, plan.n, RED if isinstance(plan, ExactHead) else LIGHT)
+    colours: dict[type, str] = {ExactHead: RED, PowerHead: VIOLET}
+    _box(axes, 0, 0, plan.m, plan.n, colours.get(type(plan), LIGHT))
     if isinstance(plan, ThresholdHead):
         sizes = zip(plan.large, (plan.n, plan.m), strict=True)
         rows, keys = (max(count, total * THINNEST) if count else 0 for count, total in sizes)
         _box(axes, 0, 0, keys, plan.n, BLUE)
         _box(axes, 0, 0, plan.m, rows, RED)
         axes.set(xlabel="keys, large ones first", ylabel="query rows, large ones first")
-    return PARTS
+    return SPLIT_PARTS
 
 
 def _draw_lists(axes: Axes, plan: ListHead) -> Labels:
@@ -103,8 +103,7 @@ def _draw_lists(axes: Axes, plan: ListHead) -> Labels:
 
     n, keys, window = plan.n, plan.m, plan.lists.window
     columns, share = [(0, 0, keys, n)], plan.keys / max(1, keys)
-    label = "keys, those of open leaves first" + " in each window" * bool(window)
-    axes.set(xlabel=label, ylabel="query row")
+    axes.set(xlabel="keys, those of open leaves first" + " in each window" * bool(window))
     if window:
         keys, columns = min(n, keys), []
         for first in range(0, keys, window):  # its own rows see it exactly, later ones by lists
@@ -117,28 +116,25 @@ def _draw_lists(axes: Axes, plan: ListHead) -> Labels:
     for x, y, width, height in columns:
         _box(axes, x, y, share * width, height, BLUE)
         _box(axes, x + share * width, y, (1 - share) * width, height, LIGHT)
-    return LIST_PARTS if window else LIST_PARTS[:2]
+    return LIST_PARTS
 
 
 def _draw_buckets(axes: Axes, plan: BucketHead) -> Labels:
     """A rectangle for each pair of buckets, tokens sorted by bucket, with the pair's power."""
     rows = {pair.row: pair.rows for pair in plan.pairs}
     keys = {pair.key: pair.keys for pair in plan.pairs}
-    total_rows, total_keys, used = sum(rows.values()), sum(keys.values()), set()
     for pair in plan.pairs:
         x = sum(count for key, count in keys.items() if key < pair.key)
         y = sum(count for row, count in rows.items() if row < pair.row)
         kernel = pair.kernel
         colour = RED if kernel is None else LIGHT if kernel.sketch_size is None else VIOLET
-        used.add(colour)
         _box(axes, x, y, pair.keys, pair.rows, colour)
         axes.patches[-1].set(edgecolor="white", linewidth=0.6)
-        wide = pair.keys > 0.08 * total_keys and pair.rows > 0.05 * total_rows
-        if wide and kernel is not None:
+        if kernel is not None and pair.keys > 0.08 * plan.m and pair.rows > 0.05 * plan.n:
             middle = (x + pair.keys / 2, y + pair.rows / 2)
             axes.annotate(f"p = {kernel.power}", middle, ha="center", va="center", fontsize=8)
     axes.set(xlabel="keys, bucket by bucket", ylabel="query rows, bucket by bucket")
-    return tuple(part for part in BUCKET_PARTS if part[1] in used)
+    return BUCKET_PARTS
 
 
 def layer_panels(
@@ -169,10 +165,9 @@ def draw_model(plan: ModelPlan, path: str | Path | None = None) -> Figure:
             panels[0, row, column] = max(head.cost, SMALLEST)
             if not isinstance(head, ExactHead) and plan.predicted:
                 panels[1, row, column] = max(effect / plan.predicted, SMALLEST)
-    scales = LogNorm(SMALLEST, 1.0), LogNorm(SMALLEST, 1.0)
-    titles = "cost of exact attention", f"share of the {plan.unit}"
-    styles = list(zip(titles, scales, ("Blues", "Oranges"), strict=True))
-    left = layer_panels(figure, panels, styles)[0]
+    cost = ("cost of exact attention", LogNorm(SMALLEST, 1.0), "Blues")
+    effects = (f"share of the {plan.unit}", LogNorm(SMALLEST, 1.0), "Oranges")
+    left = layer_panels(figure, panels, (cost, effects))[0]
     style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
     for row, layer in enumerate(plan.layers):
         for column, head in enumerate(layer.heads):

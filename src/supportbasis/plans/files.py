@@ -12,7 +12,7 @@ import math
 import sys
 from dataclasses import fields
 from functools import cache
-from itertools import pairwise, product, repeat
+from itertools import product, repeat
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
@@ -79,7 +79,6 @@ Made = TypeVar("Made", bound=SomeHeads)
 
 
 def save(plan: SomeHeads, path: str | Path) -> None:
-    """Write the plan of a call or of a model."""
     try:
         content = {"format": FORMATS[type(plan)][1], **to_json(plan)}
         data = json.dumps(content, indent=1, allow_nan=False).encode()
@@ -90,7 +89,6 @@ def save(plan: SomeHeads, path: str | Path) -> None:
 
 
 def load(path: str | Path, kind: type[Made]) -> Made:
-    """Read a plan of this class, or raise an `InputError`."""
     content, (name, version) = _read_json(path), FORMATS[kind]
     found = content.pop("format", None) if isinstance(content, dict) else content
     if found != version:
@@ -135,10 +133,11 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    for (name, _), (following, _) in pairwise(sorted(pairs, key=lambda pair: pair[0])):
-        if name == following:
-            raise ValueError(f"the name {_shown(name)} is repeated")
-    return dict(pairs)
+    content: dict[str, Any] = {}
+    for name, value in pairs:
+        _require(name not in content, f"the name {_shown(name)} is repeated")
+        content[name] = value
+    return content
 
 
 # ------------------------------------------------------------------ by the annotations of a class
@@ -153,8 +152,8 @@ def _fields(kind: type) -> dict[str, Any]:
     hints = get_type_hints(kind, None, {"Method": Method})
     if kind is kinds.ScoreRange:
         return hints
-    any_kind = issubclass(kind, Method)
-    return {f.name: object if any_kind else hints[f.name] for f in fields(kind) if f.init}
+    is_method = issubclass(kind, Method)
+    return {f.name: object if is_method else hints[f.name] for f in fields(kind) if f.init}
 
 
 def to_json(value: Any) -> Any:
@@ -170,14 +169,14 @@ def to_json(value: Any) -> Any:
     if isinstance(value, tuple) and not isinstance(value, kinds.ScoreRange):
         return [to_json(one) for one in value]
     kind: Any = type(value)
-    content = {name: to_json(getattr(value, name)) for name in _fields(kind)}
+    content = {}
     for base, (tag, cases) in TAGS.items():
         if isinstance(value, base):
             name = getattr(value, tag, kind.__name__)
             known = ", ".join(cases)
             _require(cases.get(name) is kind, f"{tag} is {name!r}; expected one of {known}")
-            content = {tag: name, **content}
-    return content
+            content[tag] = name
+    return content | {name: to_json(getattr(value, name)) for name in _fields(kind)}
 
 
 def _read(kind: Any, value: Any, at: str) -> Any:
@@ -196,8 +195,7 @@ def _read(kind: Any, value: Any, at: str) -> Any:
             _refuse(at, value, "a string, a number, a boolean or null")
         return math.inf if value == "inf" else value
     if kind is Tensor:
-        row = tuple[float, ...]
-        nested = tuple[row, ...] if at.endswith("_map") else row
+        nested: Any = tuple[tuple[float, ...], ...] if at.endswith("_map") else tuple[float, ...]
         return torch.tensor(_read(nested, value, at), dtype=torch.float64)
     if kind in (bool, str):
         if type(value) is not kind or (kind is str and not value.isprintable()):
@@ -211,12 +209,11 @@ def _read_number(kind: type, value: Any, at: str) -> float:
     name = at.rpartition(".")[2].partition("[")[0]
     low, high = LIMITS.get(name, COUNTS if kind is int else AMOUNTS)
     number = math.inf if high == math.inf and value == "inf" else value
-    types = (int,) if kind is int else (int, float)
-    if type(number) not in types or not low <= number <= high:
+    if type(number) not in (int, kind) or not low <= number <= high:
         least = "" if low == -LARGEST else " > 0" if low == POSITIVE[0] else f" >= {low:g}"
         text = f"a number{least}" + ' or "inf"' * (high == math.inf)
         _refuse(at, value, f"an integer from {low} to {high}" if kind is int else text)
-    return int(number) if kind is int else float(number)
+    return kind(number)
 
 
 def _read_object(kind: type, value: Any, at: str) -> Any:

@@ -122,8 +122,17 @@ class PolynomialHead(HeadPlan):
     def polynomials(self) -> tuple[CertifiedPolynomial, ...]:
         return (self.polynomial,)
 
+    def split(self, head: Head) -> tuple[Side, Side]:
+        """Rows and live keys: large ones are exact, and there are none without a threshold."""
+        return Side(None, None), Side(None, head.live_keys)
+
+    def smooth(self, head: Head) -> tuple[Tensor | None, Tensor | None]:
+        rows, keys = self.split(head)
+        return rows.small, keys.small
+
     def basis(self, head: Head) -> list[RowGroup]:
-        return [RowGroup(None, [PolynomialSum(self.polynomial, head.live_keys)])]
+        rows, keys = self.split(head)
+        return _split_groups(head, rows, keys, PolynomialSum(self.polynomial, keys.small))
 
     def details(self) -> list[str]:
         poly = self.polynomial
@@ -142,14 +151,6 @@ class ThresholdHead(PolynomialHead):
 
     def split(self, head: Head) -> tuple[Side, Side]:
         return split_at(head, self.threshold)
-
-    def smooth(self, head: Head) -> tuple[Tensor | None, Tensor | None]:
-        rows, keys = self.split(head)
-        return rows.small, keys.small
-
-    def basis(self, head: Head) -> list[RowGroup]:
-        split = self.split(head)
-        return _split_groups(head, *split, PolynomialSum(self.polynomial, split[1].small))
 
     def details(self) -> list[str]:
         counts = f"{self.large[0]} large rows, {self.large[1]} large keys"
@@ -181,8 +182,8 @@ class FittedHead(HeadPlan):
         return sides(head, rows, keys)
 
     def basis(self, head: Head) -> list[RowGroup]:
-        split = self.split(head)
-        return _split_groups(head, *split, FittedSum(self.fitted, self.transform, split[1].small))
+        rows, keys = self.split(head)
+        return _split_groups(head, rows, keys, FittedSum(self.fitted, self.transform, keys.small))
 
     def details(self) -> list[str]:
         return [str(self.fitted)]
@@ -237,12 +238,6 @@ class BucketPair:
     reach: float  # certified range of the scores: |z| <= reach
     kernel: PowerKernel | None  # None: exact
 
-    @property
-    def way(self) -> str:
-        if self.kernel is None:
-            return "exact"
-        return "sketched" if self.kernel.sketch_size else "power"
-
     def __str__(self) -> str:
         what = "exact" if self.kernel is None else str(self.kernel)
         return f"{self.rows} rows x {self.keys} keys, scores within ±{self.reach:.3g}: {what}"
@@ -277,8 +272,10 @@ class BucketHead(HeadPlan):
         ]
 
     def details(self) -> list[str]:
-        """How many pairs are summed in which way, and their powers."""
-        ways = Counter(pair.way for pair in self.pairs)
+        kernels = (pair.kernel for pair in self.pairs)
+        ways = Counter(
+            "exact" if k is None else "sketched" if k.sketch_size else "power" for k in kernels
+        )
         text = ", ".join(f"{count} {way}" for way, count in ways.items())
         if powers := [kernel.power for kernel in self.kernels]:
             text += f", powers {min(powers)} to {max(powers)}"

@@ -117,13 +117,11 @@ class Plan(SomeHeads):
         )
 
     def with_heads(self, heads: Iterable[HeadPlan]) -> Plan:
-        """The same plan with other heads."""
         return replace(self, heads=tuple(heads))
 
     def __str__(self) -> str:
-        lines = [f"  [{number}] {head}" for number, head in enumerate(self.heads)]
         first = f"Plan: {self.method}, {self.num_heads} heads, dim {self.dim}, {self.summary}"
-        return "\n".join([first, *lines])
+        return "\n".join([first, *(f"  [{i}] {head}" for i, head in enumerate(self.heads))])
 
     __repr__ = __str__
 
@@ -219,7 +217,3 @@ class ModelPlan(SomeHeads):
         from .drawing import draw_model
 
         return draw_model(self, path)
-
-    def with_layers(self, layers: tuple[LayerPlan, ...]) -> ModelPlan:
-        predicted = sum(effect for layer in layers for effect in layer.effects)
-        return replace(self, layers=layers, predicted=predicted)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,14 +24,13 @@ class RowGroup:
     components: Sequence[Component]
 
 
-@dataclass(frozen=True, eq=False)
-class Side:
+class Side(NamedTuple):
     """One side split in two: large indices (None: there are none), small ones (None: all)."""
 
     large: Tensor | None
     small: Tensor | None
 
-    def count(self, total: int) -> tuple[int, int]:
+    def sizes(self, total: int) -> tuple[int, int]:
         large = 0 if self.large is None else len(self.large)
         return large, total - large if self.small is None else len(self.small)
 
@@ -47,14 +46,14 @@ def split_at(head: Head, threshold: float) -> tuple[Side, Side]:
 
 def sides(head: Head, rows: Tensor, keys: Tensor) -> tuple[Side, Side]:
     """Rows and live keys, given which are large, [n] and [m]."""
-    weight = head.key_log_weight
-    live = torch.ones_like(keys) if weight is None else weight > -math.inf
-    return _side(rows, torch.ones_like(rows), None), _side(keys & live, live, head.live_keys)
+    return _side(rows, None), _side(keys, head.live_keys)
 
 
-def _side(large: Tensor, live: Tensor, all_live: Tensor | None) -> Side:
-    index = large.nonzero().squeeze(1)
-    return Side(index, (live & ~large).nonzero().squeeze(1)) if len(index) else Side(None, all_live)
+def _side(is_large: Tensor, live: Tensor | None) -> Side:
+    index = torch.arange(len(is_large), device=is_large.device) if live is None else live
+    is_large = take(is_large, live)
+    large = index[is_large]
+    return Side(large, index[~is_large]) if len(large) else Side(None, live)
 
 
 def members(maxima: Tensor, edges: Sequence[float], live: Tensor | None) -> list[Tensor | None]:
