@@ -66,15 +66,6 @@ class _FittedTask(Task):
         super().__init__(head, rows, made.keys, features, coefficients)
         self.scaled = FittedKernel(tuple(coefficients), kernel.spans)
 
-    def row_shift(self, start: int, stop: int) -> Tensor:
-        return self.shift[start:stop]
-
-    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x[:, : self.features.dim] / self.norm[side], x.new_zeros(len(x))
-
-    def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
-        return pad(grad / self.norm[side], (0, x.shape[1] - self.features.dim))
-
     def kernel(self, query: Tensor, tokens: Tensor) -> Tensor:
         return self.scaled(query, tokens)
 

@@ -60,15 +60,6 @@ class _PolynomialTask(Task):
         features = FeatureMap(head.dim, poly.degree)
         super().__init__(head, rows, made.keys, features, list(coefficients))
 
-    def row_shift(self, start: int, stop: int) -> float:
-        return self.shift
-
-    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x / self.norm[side], x.new_zeros(len(x))
-
-    def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
-        return grad / self.norm[side]
-
     def magnitude(self) -> Tensor:
         norms = (take(self.head.query_norms, self.rows) / self.norm["query"]).to(self.head.dtype)
         return horner([abs(coefficient) for coefficient in self.coefficients], norms)

@@ -61,22 +61,18 @@ class _SketchTask(Task):
             coefficients, self.log_unit = list(poly.coefficients), kernel.log_unit
             if poly.bound > 0:
                 log_product = math.log(poly.bound) + math.log(kernel.power) - math.log(head.scale)
-                balance = math.log(kernel.balance)
-                self.log_units = {
-                    "query": (log_product + balance) / 2,
-                    "key": (log_product - balance) / 2,
-                }
+                for side, sign in (("query", 1), ("key", -1)):
+                    self.log_units[side] = (log_product + sign * math.log(kernel.balance)) / 2
             else:
                 coefficients = coefficients[:1]
         self.monomials = FeatureMap(head.dim, len(coefficients) - 1)
         coefficient = torch.tensor(coefficients, dtype=torch.float64)
         weight = self.monomials.multiplicity * coefficient[self.monomials.degrees]
-        self.kept = weight.nonzero().squeeze(1)
-        below = self.monomials.degree - self.monomials.degrees[self.kept]
-        device, kept = head.query.device, weight[self.kept].to(head.query.device)
-        self.kept, self.degrees_below = self.kept.to(device), below.to(device).double()
-        root = kept.abs().sqrt().to(head.dtype)
-        self.roots = {"query": root, "key": root * kept.sign().to(head.dtype)}
+        kept, device = weight.nonzero().squeeze(1), head.query.device
+        below, weight = self.monomials.degree - self.monomials.degrees[kept], weight[kept]
+        self.kept, self.degrees_below = kept.to(device), below.double().to(device)
+        roots = {"query": weight.abs().sqrt(), "key": weight.abs().sqrt() * weight.sign()}
+        self.roots = {side: root.to(device, head.dtype) for side, root in roots.items()}
         self.half = PolySketch(kernel.power, kernel.sketch_size, kernel.seed).half
         super().__init__(head, rows, component.keys, FeatureMap(self.half.size, 2), SQUARE)
 

@@ -14,7 +14,6 @@ up to twice the time.)
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import cached_property
@@ -23,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..polynomials.certified import derivative, horner
 from ..polynomials.features import Buffer, FeatureMap, block_rows
@@ -51,8 +51,12 @@ def lane_count(device: str) -> int:
     return min(MAX_LANES, torch.get_num_threads()) if device == "cpu" else 1
 
 
-class Task(ABC):
-    """One evaluation: unit tokens, block by block, and the kernel's coefficients in t."""
+class Task:
+    """One evaluation: unit tokens, block by block, and the kernel's coefficients in t. Tokens, or
+    their leading coordinates, are divided by ``norm``; sums of rows count in exp(``shift``)."""
+
+    norm: dict[str, float]  # of the longest "query" and "key"
+    shift: Tensor | float = 0.0  # of each row [rows], or of all
 
     def __init__(
         self, head: Head, rows: Index, keys: Index, features: FeatureMap, coefficients: list[float]
@@ -70,22 +74,18 @@ class Task(ABC):
         # else those of all keys, the own ones included; None: every key is here
         self.given: State | None = None
 
-    @abstractmethod
     def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of norm at most 1 [tokens, dim] of some queries or keys (``side`` is the name of
         the tensor), and the logs of their factors [tokens]."""
+        return x[:, : self.features.dim] / self.norm[side], x.new_zeros(len(x))
 
-    def row_shift(self, start: int, stop: int) -> Tensor | float:
-        """Further log-factors of some rows [rows], or of all of them."""
-        return 0.0
-
-    @abstractmethod
     def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
         """Gradients of some queries or keys from those of their unit tokens."""
+        return pad(grad / self.norm[side], (0, x.shape[1] - self.features.dim))
 
-    @abstractmethod
     def magnitude(self) -> Tensor:
         """sum_k |a_k| |x_i|^k: bounds the kernel's terms, and so its rounding, [rows]."""
+        raise NotImplementedError
 
     def kernel(self, query: Tensor, tokens: Tensor) -> Tensor:
         """The kernel of all pairs, densely."""
@@ -102,7 +102,8 @@ class Task(ABC):
         """Unit tokens of some rows, and the log of each row's factor."""
         query = take(self.head.query, self.rows, start, stop).to(self.head.dtype)
         tokens, log_factor = self.unit("query", query)
-        return tokens, log_factor + self.row_shift(start, stop)
+        shift = self.shift[start:stop] if isinstance(self.shift, Tensor) else self.shift
+        return tokens, log_factor + shift
 
     def key_block(self, start: int, stop: int) -> Block:
         """Unit tokens, log-weights and values of some keys."""
@@ -194,7 +195,7 @@ class Task(ABC):
         chunks (None: over none), and then also the keys of their own chunk, to be summed densely.
         Where the sums hold less than the tokens do, they are kept for the backward pass."""
         if not self.head.is_causal:
-            reader = self.reader or self._whole(buffer)
+            reader = self.reader or Reader.of(self.given or sum_keys(self, buffer), self)
             self.reader = reader if self.features.count <= self.key_count else None
             yield from ((rows, reader, None) for rows in spans(self.row_count, self.block))
             return
@@ -208,9 +209,6 @@ class Task(ABC):
             if block is not None:
                 state.add(self, block, self.write(block.tokens, buffer))
                 reader = None
-
-    def _whole(self, buffer: Buffer) -> Reader | None:
-        return Reader.of(sum_keys(self, buffer) if self.given is None else self.given, self)
 
     def ahead(self, rows: Span, keys: Span) -> Tensor:
         """Which keys lie ahead of which rows, [rows, keys]."""

@@ -77,7 +77,7 @@ def polynomial_factors(
 ) -> Factors:
     """p(scores) e^-lse through packed features: u_i = e^(unit - lse_i) W φ(q_i), w_j = φ(k_j)."""
     task = PolynomialSum(poly, keys).task(head, rows)
-    share = (task.row_shift(0, len(rows)) - lse).exp().unsqueeze(1)
+    share = (task.shift - lse).exp().unsqueeze(1)
 
     def features(side: str, some: Tensor) -> Tensor:
         return task.features(task.unit(side, getattr(head, side)[some])[0])
