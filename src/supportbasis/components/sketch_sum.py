@@ -123,8 +123,8 @@ class _SketchTask(Task):
         whole = x.new_zeros(len(x), self.monomials.count)
         whole[:, self.kept] = grad * (-log_norm).exp().unsqueeze(1) * weight
         buffer = self.monomials.buffer(1, len(x), x)
-        self.monomials.write(x.unsqueeze(0), buffer)
-        of_tokens = self.monomials.pull_back(buffer, lambda out: out.copy_(whole[:, 1:].T), len(x))
+        buffer.write(x.unsqueeze(0))
+        of_tokens = buffer.pull_back(lambda out: out.copy_(whole[:, 1:].T), len(x))
         return (of_tokens[0].T / divisor).to(self.head.dtype)
 
 

@@ -161,7 +161,7 @@ class Task:
 
     def write(self, tokens: Tensor, buffer: Buffer) -> Tensor:
         """Features of a block of tokens, [lanes, count - 1, rows]."""
-        return self.features.write(self.in_lanes(tokens), buffer)
+        return buffer.write(self.in_lanes(tokens))
 
     def noise(self) -> Tensor:
         """Rounding of each row's sums for keys of total weight 1: depth of the sums times the

@@ -108,8 +108,8 @@ class Backward:
         weight = torch.cat([block.value, block.column.unsqueeze(1)], 1)
         weight = task.in_lanes(weight).transpose(1, 2)
 
-        grad = task.features.pull_back(
-            self.buffer, lambda out: torch.matmul(reader.sums, weight, out=out), weight.shape[2]
+        grad = self.buffer.pull_back(
+            lambda out: torch.matmul(reader.sums, weight, out=out), weight.shape[2]
         )
         grad = grad.transpose(1, 2).flatten(0, 1)[: len(factor)]
         return torch.where(factor > 0, grad * factor, 0.0)

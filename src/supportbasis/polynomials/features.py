@@ -16,7 +16,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,11 +51,7 @@ def block_rows(rank: int, dtype: torch.dtype) -> int:
 
     A multiple of 8 for vector units, but not of 64: columns at power-of-two strides fall into the
     same cache sets, and products with the transposed features lose a third of their speed."""
-    return odd_rows(max(16, min(MAX_BLOCK, BUFFER_BYTES // (max(1, rank) * dtype.itemsize))))
-
-
-def odd_rows(rows: int) -> int:
-    """The nearest multiple of 8 below that is no multiple of 64; small numbers as they are."""
+    rows = max(16, min(MAX_BLOCK, BUFFER_BYTES // (max(1, rank) * dtype.itemsize)))
     if rows < 64:
         return rows
     rows -= rows % 8
@@ -77,10 +72,10 @@ class FeatureMap:
     """
 
     def __init__(self, dim: int, degree: int, spans: tuple[int, ...] | None = None):
-        self.dim, self.degree, full = dim, degree, (dim,) * degree
-        spans = full if spans is None else spans
-        if spans == full:
+        self.dim, self.degree = dim, degree
+        if spans in (None, (dim,) * degree):
             check_rank(dim, degree)
+        spans = spans or (dim,) * degree
         is_pairs = spans == (dim, dim)
         self._layout = _pair_layout(dim) if is_pairs else _prefix_layout(dim, spans)
         self.multiplicity, self.degrees = self._layout.multiplicity, self._layout.degrees
@@ -90,40 +85,20 @@ class FeatureMap:
         """Memory for the features of one block of tokens, and for their gradients."""
         return Buffer(self._layout, lanes, rows, like)
 
-    def write(self, x: Tensor, buffer: Buffer) -> Tensor:
-        """Features of degree >= 1 of tokens ``x`` [lanes, rows, dim]: [lanes, count - 1, rows].
-
-        The constant feature is left to the caller, for whom it is a plain sum. Degree 1 is a view
-        of ``x``; higher degrees are written into ``buffer``."""
-        if self.degree <= 1:
-            return x.mT[:, : self.dim * self.degree]
-        return buffer.write(x)
-
-    def pull_back(self, buffer: Buffer, fill: Fill, rows: int) -> Tensor:
-        """Gradient of the tokens, [lanes, dim, rows], whose features were the last to be written.
-        ``fill(out)`` writes the gradients of the features [lanes, count - 1, rows]."""
-        if self.degree == 0:
-            return buffer.memory.new_zeros(len(buffer.memory), self.dim, rows)
-        return buffer.pull_back(fill, rows)
-
     def __call__(self, x: Tensor) -> Tensor:
         """Features of all tokens at once, [rows, count], by differentiable operations."""
         tokens, spare = x.T, self._layout.spare
         made, products = torch.cat([tokens[self.dim - spare :], tokens]), list[Tensor]()
-        for step in self._layout.steps:
-            if step.right.stop > len(made):  # the products so far are factors of the next degree
+        for left, right, _ in self._layout.steps:
+            if right.stop > len(made):  # the products so far are factors of the next degree
                 made, products = torch.cat([made, *products]), []
-            products.append(made[step.left] * made[step.right])
+            products.append(made[left] * made[right])
         features = torch.cat([made, *products])[spare : self._layout.rows]
         return torch.cat([torch.ones_like(tokens[:1]), features]).T
 
 
-class _Step(NamedTuple):
-    """One product of rows of memory: of a left factor, one row or as many, and a right one."""
-
-    left: slice
-    right: slice
-    product: slice
+# one product of rows of memory: left factor, one row or as many; right factor; product
+_Step = tuple[slice, slice, slice]
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +138,12 @@ class Buffer:
         return self._views[of_gradients, rows]
 
     def write(self, x: Tensor) -> Tensor:
-        """The features of tokens ``x`` [lanes, rows, dim]: [lanes, features, rows]."""
+        """Features of degree >= 1 of tokens ``x`` [lanes, rows, dim]: [lanes, features, rows].
+
+        The constant feature is left to the caller, for whom it is a plain sum. Degree 1 is a view
+        of ``x``."""
+        if not self.layout.steps:
+            return x.mT[:, : self.layout.rows]
         rows, dim, spare = x.shape[1], self.layout.dim, self.layout.spare
         memory, steps = self.memory[:, :, :rows], self._factors(rows)
         variables = memory[:, spare : spare + dim]
@@ -180,9 +160,12 @@ class Buffer:
         return memory[:, spare:]
 
     def pull_back(self, fill: Fill, rows: int) -> Tensor:
-        """Gradient of the tokens, [lanes, dim, rows], from that of their features, which ``fill``
-        writes: each product, the last one first, adds its own to both of its factors."""
+        """Gradient of the tokens, [lanes, dim, rows], whose features were the last to be written,
+        from that of the features, which ``fill(out)`` writes: each product, the last one first,
+        adds its own to both of its factors."""
         dim, spare = self.layout.dim, self.layout.spare
+        if not self.layout.rows:  # degree 0
+            return self.memory.new_zeros(len(self.memory), dim, rows)
         grad = self._gradients[:, :, :rows]
         grad[:, :spare].zero_()
         fill(grad[:, spare:])
@@ -207,14 +190,13 @@ def _pair_layout(dim: int) -> _Layout:
     rotations, half = (dim + 1) // 2, dim // 2
     spare = max(0, rotations - 1)
     end = spare + dim
-    variables = slice(spare, end)
-    steps = []
+    steps, variables = [], slice(spare, end)
     for first in range(rotations):
-        steps.append(_Step(variables, slice(first, first + dim), slice(end, end + dim)))
+        steps.append((variables, slice(first, first + dim), slice(end, end + dim)))
         end += dim
     if dim % 2 == 0:
         opposite = slice(spare, spare + half), slice(spare + half, spare + dim)
-        steps.append(_Step(*opposite, slice(end, end + half)))
+        steps.append((*opposite, slice(end, end + half)))
     degrees = torch.tensor([0] + [1] * dim + [2] * (dim * (dim + 1) // 2))
     multiplicity = torch.where(degrees == 2, 2.0, 1.0).double()
     multiplicity[1 + rotations * dim : 1 + rotations * dim + dim] = 1.0
@@ -232,7 +214,7 @@ def _prefix_layout(dim: int, spans: tuple[int, ...]) -> _Layout:
     of degree k-1 with c factors of variable t gains the factor C(k, c+1) / C(k-1, c) = k / (c + 1).
     """
     ones = torch.ones(1 + dim, dtype=torch.float64)
-    levels, steps = [ones[:1], ones[1:]][: 1 + len(spans)], []
+    levels, steps = [ones[:1], ones[1:]][: 1 + len(spans)], list[_Step]()
     repeats = ones[1:]  # factors of each monomial's last variable
     below, end = 0, dim  # where the degree below begins, and all products so far end
     for k, span in enumerate(spans[1:], 2):
@@ -245,7 +227,7 @@ def _prefix_layout(dim: int, spans: tuple[int, ...]) -> _Layout:
             blocks.append(levels[-1][:size] * k / count)
             counts.append(count)
             left, right = slice(variable, variable + 1), slice(below, below + size)
-            steps.append(_Step(left, right, slice(end, end + size)))
+            steps.append((left, right, slice(end, end + size)))
             end += size
         levels.append(torch.cat(blocks))
         repeats, below = torch.cat(counts), first

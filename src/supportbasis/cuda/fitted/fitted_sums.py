@@ -113,7 +113,7 @@ class _Features(NamedTuple):
     def written(self, x: Tensor) -> _Written:
         """Features of tokens [tokens, dim]."""
         buffer = self.map.buffer(1, len(x), x)
-        return _Written(self.map, buffer, self.map.write(x.unsqueeze(0), buffer)[0])
+        return _Written(buffer, buffer.write(x.unsqueeze(0))[0])
 
     def state(self, key: Tensor, near: Near, unit: Tensor) -> Tensor:
         """Sums over keys of features and values (and ones), with the keys' weights in units of
@@ -128,7 +128,6 @@ class _Features(NamedTuple):
 class _Written(NamedTuple):
     """Features of some tokens; the constant one is left out."""
 
-    map: FeatureMap
     buffer: Buffer
     features: Tensor  # [count - 1, tokens]
 
@@ -150,5 +149,5 @@ class _Written(NamedTuple):
         def fill(out: Tensor) -> None:
             torch.matmul(state[1:], columns.T.unsqueeze(0), out=out)
 
-        grad = self.map.pull_back(self.buffer, fill, len(columns))[0].mT
+        grad = self.buffer.pull_back(fill, len(columns))[0].mT
         return grad.clone(memory_format=torch.contiguous_format)  # frees those of all features
