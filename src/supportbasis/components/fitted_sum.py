@@ -66,13 +66,11 @@ class _FittedTask(Task):
         super().__init__(head, rows, made.keys, features, coefficients)
         self.scaled = FittedKernel(tuple(coefficients), kernel.spans)
 
-    def kernel(self, query: Tensor, tokens: Tensor) -> Tensor:
-        return self.scaled(query, tokens)
+    def kernel(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.scaled(x, y)
 
-    def kernel_gradients(
-        self, query: Tensor, tokens: Tensor, grad: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return self.scaled.gradients(query, tokens, grad)
+    def kernel_gradients(self, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return self.scaled.gradients(x, y, grad)
 
     def magnitude(self) -> Tensor:
         """sum_k |a_k| |x_i|_k^k max_j |y_j|_k^k, norms in the leading r_k coordinates, [rows]."""

@@ -87,16 +87,14 @@ class Task:
         """sum_k |a_k| |x_i|^k: bounds the kernel's terms, and so its rounding, [rows]."""
         raise NotImplementedError
 
-    def kernel(self, query: Tensor, tokens: Tensor) -> Tensor:
+    def kernel(self, x: Tensor, y: Tensor) -> Tensor:
         """The kernel of all pairs, densely."""
-        return horner(self.coefficients, query @ tokens.T)
+        return horner(self.coefficients, x @ y.T)
 
-    def kernel_gradients(
-        self, query: Tensor, tokens: Tensor, grad: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def kernel_gradients(self, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of both sides' tokens from those of the kernel of all pairs."""
-        slope = horner(derivative(self.coefficients), query @ tokens.T).mul_(grad)
-        return slope @ tokens, slope.T @ query
+        slope = horner(derivative(self.coefficients), x @ y.T).mul_(grad)
+        return slope @ y, slope.T @ x
 
     def queries(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Unit tokens of some rows, and the log of each row's factor."""
@@ -154,8 +152,7 @@ class Task:
 
     def in_lanes(self, tokens: Tensor) -> Tensor:
         """[rows, ...] as [lanes, rows / lanes, ...], filled up with zeros."""
-        missing = -len(tokens) % self.lanes
-        if missing:
+        if missing := -len(tokens) % self.lanes:
             tokens = torch.cat([tokens, tokens.new_zeros(missing, *tokens.shape[1:])])
         return tokens.view(self.lanes, len(tokens) // self.lanes, *tokens.shape[1:])
 

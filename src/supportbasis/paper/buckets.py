@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
-from numbers import Real
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..problem.checks import check_number
 
 
 def smallest_maximum(*maxima: Tensor) -> float:
@@ -39,15 +38,13 @@ def bucket_numbers(maxima: Tensor, smallest: float, ratio: float) -> Tensor:
     [1, 1, 1, 2, 4]
     """
     maxima = maxima.double()
-    first = torch.ones_like(maxima, dtype=torch.long)
     if smallest <= 0 or ratio == math.inf:
-        return first
-    step = math.log(ratio)
-    lower = ((maxima.clamp(min=smallest).log() - math.log(smallest)) / step).floor()
+        return torch.ones_like(maxima, dtype=torch.long)
+    lower = ((maxima.clamp(min=smallest).log() - math.log(smallest)) / math.log(ratio)).floor()
     # the logarithm may be off by one unit in the last place: settle the border with powers
     lower += (_threshold(smallest, ratio, lower + 1) <= maxima).double()
     lower -= (_threshold(smallest, ratio, lower) > maxima).double()
-    return torch.maximum(lower.long() + 1, first)
+    return lower.long().add_(1).clamp_(min=1)
 
 
 def _threshold(smallest: float, ratio: float, number: Tensor) -> Tensor:
@@ -83,8 +80,7 @@ def bucket_of(maxima: Tensor, upper: Sequence[float]) -> Tensor:
 
 def check_ratio(ratio: object) -> float:
     """A ratio above 1 as a float, or an error; inf means one bucket."""
-    if isinstance(ratio, Real) and not isinstance(ratio, bool):
-        with suppress(OverflowError):
-            if float(ratio) > 1:
-                return float(ratio)
+    number = math.inf if ratio == math.inf else check_number("ratio", ratio)
+    if number > 1:
+        return number
     raise InputError(f"ratio must be a number > 1 (inf: one bucket), got {ratio!r}")

@@ -106,8 +106,8 @@ def sub_gaussian_threshold(query: Tensor, key: Tensor, alpha: float = 0.5) -> fl
 
 
 def check_entries(name: str, x: Tensor) -> None:
+    kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"{name} must be a floating-point torch.Tensor, got {kind}")
     if x.numel() == 0:
         raise InputError(f"{name} has shape {tuple(x.shape)}; expected at least one entry")
@@ -128,9 +128,8 @@ def check_pair(query: Tensor, key: Tensor) -> None:
 
 def check_threshold(threshold: float) -> None:
     """Raise `InputError` unless T > 0 (T = inf is allowed: nothing is large)."""
-    number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
-    if not number or math.isnan(threshold) or threshold <= 0:
-        raise InputError(f"threshold must be a number > 0, got {threshold!r}")
+    if threshold != math.inf:
+        check_number("threshold", threshold)
 
 
 def check_alpha(alpha: float) -> None:
