@@ -5,8 +5,8 @@ multinomial coefficients, applied once to the sum over keys instead of to every 
 degrees 0..g together have C(d+g, g) features (Lemma A.2 prints C(2(d+g), 2g)).
 
 Memory is feature-major, [lanes, features, tokens], so a product of variables is an elementwise
-product of rows, and a few such products (`_Layout.steps`) form all features. Degree 2 has a layout
-of its own (`_pair_layout`), which one operation fills. Constants are left out.
+product of rows, and a few such products form all features. Degree 2 has a layout of its own
+(`_pair_layout`), which one operation fills. Constants are left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
@@ -77,52 +76,39 @@ class FeatureMap:
             check_rank(dim, degree)
         spans = spans or (dim,) * degree
         is_pairs = spans == (dim, dim)
-        self._layout = _pair_layout(dim) if is_pairs else _prefix_layout(dim, spans)
-        self.multiplicity, self.degrees = self._layout.multiplicity, self._layout.degrees
+        layout = _pair_layout(dim) if is_pairs else _prefix_layout(dim, spans)
+        self.spare, self.steps, self.multiplicity, self.degrees = layout
         self.count = len(self.multiplicity)
 
     def buffer(self, lanes: int, rows: int, like: Tensor) -> Buffer:
         """Memory for the features of one block of tokens, and for their gradients."""
-        return Buffer(self._layout, lanes, rows, like)
+        return Buffer(self, like.new_empty(lanes, self.spare + self.count - 1, rows))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Features of all tokens at once, [rows, count], by differentiable operations."""
-        tokens, spare = x.T, self._layout.spare
+        tokens, spare = x.T, self.spare
         made, products = torch.cat([tokens[self.dim - spare :], tokens]), list[Tensor]()
-        for left, right, _ in self._layout.steps:
+        for left, right, _ in self.steps:
             if right.stop > len(made):  # the products so far are factors of the next degree
                 made, products = torch.cat([made, *products]), []
             products.append(made[left] * made[right])
-        features = torch.cat([made, *products])[spare : self._layout.rows]
+        features = torch.cat([made, *products])[spare : spare + self.count - 1]
         return torch.cat([torch.ones_like(tokens[:1]), features]).T
 
 
-# one product of rows of memory: left factor, one row or as many; right factor; product
+# Memory holds repeated variables (``spare`` rows), all variables, then products. A step is one of
+# these: rows of a left factor (one or as many), of a right one, and of the product. A layout is
+# spare, steps, and of each feature its multiplicity in a power (float64) and its degree.
 _Step = tuple[slice, slice, slice]
-
-
-@dataclass(frozen=True, eq=False)
-class _Layout:
-    """Rows of memory: repeated variables (``spare``), all variables, then products."""
-
-    dim: int
-    spare: int
-    steps: list[_Step]
-    multiplicity: Tensor  # of each feature in a power, after a constant; float64
-    degrees: Tensor  # of each feature
-
-    @property
-    def rows(self) -> int:
-        return self.spare + len(self.multiplicity) - 1
+_Layout = tuple[int, list[_Step], Tensor, Tensor]
 
 
 class Buffer:
     """Features of one block of tokens, and their gradients. Views of the memory are made once for
     each number of tokens: made anew for every block, they would take longer than the products."""
 
-    def __init__(self, layout: _Layout, lanes: int, rows: int, like: Tensor):
-        self.layout = layout
-        self.memory = like.new_empty(lanes, layout.rows, rows)
+    def __init__(self, features: FeatureMap, memory: Tensor):
+        self.map, self.memory = features, memory  # [lanes, rows of the layout, tokens]
         self._views: dict[tuple[bool, int], list[list[Tensor]]] = {}
 
     @cached_property
@@ -133,7 +119,7 @@ class Buffer:
         """Factors and products of all steps, or their gradients."""
         if (of_gradients, rows) not in self._views:
             memory = self._gradients if of_gradients else self.memory
-            views = [[memory[:, part, :rows] for part in step] for step in self.layout.steps]
+            views = [[memory[:, part, :rows] for part in step] for step in self.map.steps]
             self._views[of_gradients, rows] = views
         return self._views[of_gradients, rows]
 
@@ -142,9 +128,9 @@ class Buffer:
 
         The constant feature is left to the caller, for whom it is a plain sum. Degree 1 is a view
         of ``x``."""
-        if not self.layout.steps:
-            return x.mT[:, : self.layout.rows]
-        rows, dim, spare = x.shape[1], self.layout.dim, self.layout.spare
+        if not self.map.steps:
+            return x.mT[:, : self.map.count - 1]
+        rows, dim, spare = x.shape[1], self.map.dim, self.map.spare
         memory, steps = self.memory[:, :, :rows], self._factors(rows)
         variables = memory[:, spare : spare + dim]
         variables.copy_(x.mT)
@@ -163,8 +149,8 @@ class Buffer:
         """Gradient of the tokens, [lanes, dim, rows], whose features were the last to be written,
         from that of the features, which ``fill(out)`` writes: each product, the last one first,
         adds its own to both of its factors."""
-        dim, spare = self.layout.dim, self.layout.spare
-        if not self.layout.rows:  # degree 0
+        dim, spare = self.map.dim, self.map.spare
+        if self.map.count == 1:  # degree 0
             return self.memory.new_zeros(len(self.memory), dim, rows)
         grad = self._gradients[:, :, :rows]
         grad[:, :spare].zero_()
@@ -200,7 +186,7 @@ def _pair_layout(dim: int) -> _Layout:
     degrees = torch.tensor([0] + [1] * dim + [2] * (dim * (dim + 1) // 2))
     multiplicity = torch.where(degrees == 2, 2.0, 1.0).double()
     multiplicity[1 + rotations * dim : 1 + rotations * dim + dim] = 1.0
-    return _Layout(dim, spare, steps, multiplicity, degrees)
+    return spare, steps, multiplicity, degrees
 
 
 @lru_cache(maxsize=64)
@@ -232,4 +218,4 @@ def _prefix_layout(dim: int, spans: tuple[int, ...]) -> _Layout:
         levels.append(torch.cat(blocks))
         repeats, below = torch.cat(counts), first
     degrees = [torch.full_like(level, k) for k, level in enumerate(levels)]
-    return _Layout(dim, 0, steps, torch.cat(levels), torch.cat(degrees).long())
+    return 0, steps, torch.cat(levels), torch.cat(degrees).long()

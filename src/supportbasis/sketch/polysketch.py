@@ -226,7 +226,7 @@ class _Tree(NamedTuple):
 def _draw_tree(sketch: PolySketch, dim: int, dtype: torch.dtype, device: torch.device) -> _Tree:
     """The maps of a sketch. Its fields and ``dim`` seed one stream, which all maps share."""
     fields = (sketch.power, sketch.size, sketch.seed, sketch.base, dim)
-    source = Source.seeded(fields, dtype, device)
+    source = Source(fields, dtype, device)
     kind, size, scale = _BASES[sketch.base], sketch.size, 1.0
     if kind is not _CountSketch:  # 1/√size over the two maps of a join
         scale = size**-0.25 if sketch.power > 1 else size**-0.5
