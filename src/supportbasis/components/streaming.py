@@ -179,7 +179,9 @@ class Task:
         for rows, reader, block in self.walk(buffer):
             where, (query, log_scale) = slice(*rows), self.queries(*rows)
             if reader is not None:
-                num, den = reader.read(query, buffer)
+                features = self.write(query, buffer)
+                den = reader.den(features, len(query))
+                num = den.unsqueeze(1) if self.head.is_density else reader.num(features, len(query))
                 part = Partial(num, den, log_scale + reader.top, noise[where] * reader.mass)
                 total[where].add_(part)
             if block is not None:
@@ -287,13 +289,8 @@ class Reader:
         """None where nothing has been summed."""
         return Reader(state, task) if state.top > -math.inf else None
 
-    def read(self, query: Tensor, buffer: Buffer) -> tuple[Tensor, Tensor]:
-        """Numerator [rows, dv] and denominator [rows] of a block of queries."""
-        features, rows = self.task.write(query, buffer), len(query)
-        den = self.den(features, rows)
-        return den.unsqueeze(1) if self.task.head.is_density else self.num(features, rows), den
-
     def num(self, features: Tensor, rows: int) -> Tensor:
+        """Sums of values for the tokens of some features, [rows, dv]; `den`: of ones, [rows]."""
         return (features.mT @ self.values).flatten(0, 1)[:rows].add_(self.constant)
 
     def den(self, features: Tensor, rows: int) -> Tensor:
