@@ -85,7 +85,8 @@ class Task:
 
     def magnitude(self) -> Tensor:
         """sum_k |a_k| |x_i|^k: bounds the kernel's terms, and so its rounding, [rows]."""
-        raise NotImplementedError
+        norms = (take(self.head.query_norms, self.rows) / self.norm["query"]).to(self.head.dtype)
+        return horner([abs(coefficient) for coefficient in self.coefficients], norms)
 
     def kernel(self, x: Tensor, y: Tensor) -> Tensor:
         """The kernel of all pairs, densely."""

@@ -21,11 +21,7 @@ from ..problem.checks import check_number
 
 
 def smallest_maximum(*maxima: Tensor) -> float:
-    """b: the smallest non-zero row maximum of all sides, 0 where every row is zero.
-
-    >>> smallest_maximum(torch.tensor([0.0, 2.0]), torch.tensor([3.0]))
-    2.0
-    """
+    """b: the smallest non-zero row maximum of all sides, 0 where every row is zero."""
     together = torch.cat([side.double() for side in maxima])
     positive = together[together > 0]
     return float(positive.min()) if positive.numel() else 0.0

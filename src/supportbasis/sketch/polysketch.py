@@ -112,8 +112,6 @@ class PolySketch:
         Autograd runs through a sketch as well; this is for places that it cannot reach. Only for
         ``base="gaussian"``.
         """
-        if self.base != "gaussian":
-            raise InputError(f"base is {self.base!r}; only gaussian sketches have a pull-back")
         tree = _draw_tree(self, x.shape[-1], x.dtype, x.device)
         return tree.leaves.adjoint(tree(x)[1](grad))
 
@@ -179,8 +177,8 @@ class _Maps(ABC):
         """The images of ``x`` [..., dim]: ``count`` tensors [..., size]."""
 
     def adjoint(self, grads: Sequence[Tensor]) -> Tensor:
-        """Gradient of ``x`` from those of its images; Gaussian maps only."""
-        raise NotImplementedError
+        """Gradient of ``x`` from those of its images."""
+        raise InputError("only sketches of base 'gaussian' have a pull-back")
 
     @staticmethod
     def join(a: Tensor, b: Tensor) -> Tensor:
