@@ -53,8 +53,7 @@ class _SketchTask(Task):
 
     def __init__(self, component: SketchSum, head: Head, rows: Index):
         self.power_kernel = kernel = component.kernel
-        if kernel.sketch_size is None:
-            raise ValueError(f"{kernel} has no sketch")
+        assert kernel.sketch_size is not None, kernel
         poly, coefficients = kernel.polynomial, [0.0, 1.0]
         self.log_unit, self.log_units = math.log(head.scale), {"query": 0.0, "key": 0.0}
         if poly is not None:
