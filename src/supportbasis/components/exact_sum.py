@@ -196,8 +196,11 @@ def _by_kernel(head: Head, rows: Index, keys: Index, total: Partial, noise: Tens
                 query.expand(1, count, *query.shape), k, v,
                 None if head.key_log_weight is None else b.unsqueeze(2), head.scale, head.is_causal,
             )  # fmt: skip
-            for num, top in zip(output[0], lse[0].to(head.dtype), strict=True):
-                total[block].add_(Partial(num, torch.ones_like(top), top, noise[block]))
+            lse = lse[0].to(head.dtype)  # [pieces, rows]
+            top = lse.amax(0)
+            weight = (lse - top).exp_()
+            num, den = (output[0] * weight.unsqueeze(-1)).sum(0), weight.sum(0)
+            total[block].add_(Partial(num, den, top, den * noise[block]))
 
 
 def softmax_rounding(given: Head | Problem, reach: Tensor, keys: int) -> Tensor:
