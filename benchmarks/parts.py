@@ -37,7 +37,7 @@ def main(n: int) -> None:
     x, value = head.query[: lanes * rows], head.value[: lanes * rows]
     x, value = x.view(lanes, rows, 64), value.view(lanes, rows, 64)
     buffer = phi.buffer(lanes, rows, x)
-    written = phi.write(x, buffer)
+    written = buffer.write(x)
     state = torch.zeros(lanes, phi.count - 1, 64)
     blocks = 2 * n / (lanes * rows)  # keys and rows
     product = best(lambda: state.baddbmm_(written, value))
@@ -51,7 +51,7 @@ def main(n: int) -> None:
         "whole call": best(lambda: sb.attention(q, k, v, method=method)),
         "planning": best(lambda: sb.plan(q, k, v, method=method)),
         f"products ({flops / product / 1e9:.0f} GFLOP/s)": blocks * product,
-        "forming features": blocks * best(lambda: phi.write(x, buffer)),
+        "forming features": blocks * best(lambda: buffer.write(x)),
         "exact rectangles": exact,
     }
     for name, seconds in parts.items():

@@ -24,7 +24,8 @@ from supportbasis.analysis import (
     variance_proxy,
 )
 from supportbasis.errors import InputError
-from supportbasis.paper.split import large_rows, row_maxima, support_basis
+from supportbasis.problem.problem import largest_entries
+from supportbasis_studies.dense_splits import large_rows, support_basis
 
 properties = settings(derandomize=True, deadline=None, max_examples=60)
 SEEDS = 400
@@ -215,7 +216,7 @@ def test_chernoff_tail_exceeds_the_poisson_tail() -> None:
 
 def exact_pairs(n: int, d: int, std: float, threshold: float, seed: int) -> int:
     rows, keys = (
-        int((row_maxima(gaussian(n, d, seed=2 * seed + side, std=std)) > threshold).sum())
+        int((largest_entries(gaussian(n, d, seed=2 * seed + side, std=std)) > threshold).sum())
         for side in range(2)
     )
     return rows * n + (n - rows) * keys

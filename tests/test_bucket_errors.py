@@ -27,10 +27,9 @@ from paper_cases import (
     smallest_by_hand,
 )
 from supportbasis.components import PowerSum, evaluate
-from supportbasis.paper import buckets
-from supportbasis.paper.split import are_disjoint, support_size
 from supportbasis.polynomials import certified as polynomials
 from supportbasis.polynomials.powers import PowerKernel, normalising_constant
+from supportbasis_studies.dense_splits import are_disjoint, bucket_basis, support_size
 
 # --- Fact G.4: powers of approximations -------------------------------------------------------
 
@@ -155,7 +154,7 @@ def test_the_literal_sum_over_pieces_is_wrong_by_the_ones():
     result = sb.attention(
         q, k, v, scale=scale, plan=replace(plan, heads=(one,)), return_result=True
     )
-    pieces = [p * scale for row in buckets.support_basis(q[0, 0], k[0, 0], 2.0) for p in row]
+    pieces = [p * scale for row in bucket_basis(q[0, 0], k[0, 0], 2.0) for p in row]
     count = len(pieces)
     assert count == len(one.pairs) >= 4
     literal = torch.stack([kernel.log(piece).exp() for piece in pieces]).sum(0)

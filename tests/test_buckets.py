@@ -28,8 +28,15 @@ from paper_cases import (
 )
 from supportbasis.errors import InputError
 from supportbasis.paper import buckets
-from supportbasis.paper.split import are_disjoint, is_support_basis, row_maxima
 from supportbasis.polynomials.powers import normalising_constant
+from supportbasis.problem.problem import largest_entries
+from supportbasis_studies.dense_splits import (
+    are_disjoint,
+    bucket_basis,
+    bucket_count,
+    decompose,
+    is_support_basis,
+)
 
 # --- Definitions F.1 and G.1: rows in buckets -------------------------------------------------
 
@@ -47,14 +54,14 @@ def test_every_row_lies_whole_in_its_bucket(data, n, d, ratio, dtype):
     exponents = [-4, 0, 4] if dtype == torch.float16 else [-60, -4, 0, 4, 60]
     x = data.draw(dyadic_matrix(n, d, data.draw(st.sampled_from(exponents)))).to(dtype)
     expected = buckets_by_hand(x, smallest_by_hand(x), ratio)
-    parts = buckets.decompose(x, ratio)
+    parts = decompose(x, ratio)
     assert len(parts) == max(expected)
     assert all(part.dtype == dtype for part in parts)
     for i, l in itertools.product(range(n), range(1, len(parts) + 1)):
         row = parts[l - 1][i]
         assert torch.equal(row, x[i] if l == expected[i] else torch.zeros_like(row))
     assert torch.equal(torch.stack(parts).sum(0), x)
-    numbers = buckets.bucket_numbers(row_maxima(x), smallest_by_hand(x), ratio)
+    numbers = buckets.bucket_numbers(largest_entries(x), smallest_by_hand(x), ratio)
     assert numbers.tolist() == expected
 
 
@@ -93,22 +100,14 @@ def test_ratios_beyond_float64_still_have_their_buckets():
     maxima = torch.tensor([1e-200, 1e200], dtype=torch.float64)
     # their quotient is infinite in float64
     assert buckets.bucket_numbers(maxima, 1e-200, 2.0).tolist() == [1, 1329]
-    assert buckets.bucket_count(1e-200, 1e200, 2.0) == 1329
+    assert bucket_count(1e-200, 1e200, 2.0) == 1329
 
 
-def test_decompose_takes_one_matrix_or_says_so():
-    x = torch.tensor([[[1.0, 1.0], [4.0, 4.0]], [[8.0, 8.0], [1.0, 1.0]]])
-    with pytest.raises(InputError, match="expected one matrix"):
-        buckets.decompose(x, 2.0)
-
-
-def test_decompose_refuses_what_it_cannot_sort():
-    with pytest.raises(InputError, match=r"\bx\b"):
-        buckets.decompose(torch.ones(3), 2.0)
+def test_pieces_need_a_ratio_and_one_dimension():
     with pytest.raises(InputError, match="ratio"):
-        buckets.decompose(torch.ones(3, 2), 1.0)
+        decompose(torch.ones(3, 2), 1.0)
     with pytest.raises(InputError, match="they must agree"):
-        buckets.support_basis(torch.ones(3, 2), torch.ones(3, 3), 2.0)
+        bucket_basis(torch.ones(3, 2), torch.ones(3, 3), 2.0)
 
 
 # --- Definition F.2, Example F.3, Lemma F.4 ---------------------------------------------------
@@ -119,7 +118,7 @@ def test_decompose_refuses_what_it_cannot_sort():
 def test_pieces_are_a_support_basis(case):
     """Lemma F.4, exactly: disjoint rectangles of one common b that add up to Q K^T."""
     query, key, ratio = case
-    pieces = buckets.support_basis(query, key, ratio)
+    pieces = bucket_basis(query, key, ratio)
     smallest = smallest_by_hand(query, key)
     rows, keys = (torch.tensor(buckets_by_hand(x, smallest, ratio)) for x in (query, key))
     scores = query @ key.T
@@ -141,7 +140,7 @@ def test_the_two_threshold_example_as_printed():
     g, h, i, j, k, l = 0.75, 1.0, -1.5, 0.5, 5.0, 1.75
     query = torch.tensor([[a, b], [c, d], [e, f]])
     key = torch.tensor([[g, i, k], [h, j, l]]).T
-    (a11, a12), (a21, a22) = buckets.support_basis(query, key, ratio=2.5)
+    (a11, a12), (a21, a22) = bucket_basis(query, key, ratio=2.5)
     assert a22.tolist() == [[0, 0, 0], [0, 0, c * k + d * l], [0, 0, 0]]
     assert a21.tolist() == [[0, 0, 0], [c * g + d * h, c * i + d * j, 0], [0, 0, 0]]
     assert a12.tolist() == [[0, 0, a * k + b * l], [0, 0, 0], [0, 0, e * k + f * l]]
@@ -150,8 +149,8 @@ def test_the_two_threshold_example_as_printed():
         [0, 0, 0],
         [e * g + h * f, e * i + f * j, 0],
     ]
-    query_1, query_2 = buckets.decompose(query, 2.5)
-    key_1, key_2 = buckets.decompose(key, 2.5)
+    query_1, query_2 = decompose(query, 2.5)
+    key_1, key_2 = decompose(key, 2.5)
     assert query_1.tolist() == [[a, b], [0, 0], [e, f]]
     assert query_2.tolist() == [[0, 0], [c, d], [0, 0]]
     assert key_1.T.tolist() == [[g, i, 0], [h, j, 0]]
@@ -168,8 +167,8 @@ def test_exponentials_of_the_pieces_add_up_less_the_ones(case):
     query, key, ratio = case
     smallest = smallest_by_hand(query, key)
     largest = max(float(query.abs().max()), float(key.abs().max()))
-    m = buckets.bucket_count(smallest, largest, ratio)
-    flat = [piece for row in buckets.support_basis(query, key, ratio) for piece in row]
+    m = bucket_count(smallest, largest, ratio)
+    flat = [piece for row in bucket_basis(query, key, ratio) for piece in row]
     flat += [torch.zeros_like(flat[0])] * (m * m - len(flat))  # one side may have no large row
     assert len(flat) == m * m
     scores = query @ key.T
@@ -196,7 +195,7 @@ def test_exponentials_of_the_pieces_add_up_less_the_ones(case):
 def test_the_number_of_buckets_is_the_smallest_cover(low, more, ratio, exponent):
     """Fact G.2: T_m > B >= T_(m-1), which is floor(log_ratio(B/b)) + 1."""
     b, largest = low * 2.0**exponent, (low + more) * 2.0**exponent
-    m = buckets.bucket_count(b, largest, ratio)
+    m = bucket_count(b, largest, ratio)
     assert Fraction(b) * Fraction(ratio) ** m > Fraction(largest)
     assert Fraction(b) * Fraction(ratio) ** (m - 1) <= Fraction(largest)
     steps = math.log(largest / b) / math.log(ratio)
@@ -205,10 +204,10 @@ def test_the_number_of_buckets_is_the_smallest_cover(low, more, ratio, exponent)
 
 
 def test_one_bucket_where_there_is_nothing_to_divide():
-    assert buckets.bucket_count(0.0, 0.0, 2.0) == 1
-    assert buckets.bucket_count(3.0, 3.0, 2.0) == 1
-    assert buckets.bucket_count(1e-3, 1e3, math.inf) == 1
-    assert [part.tolist() for part in buckets.decompose(torch.zeros(2, 1), 2.0)] == [[[0], [0]]]
+    assert bucket_count(0.0, 0.0, 2.0) == 1
+    assert bucket_count(3.0, 3.0, 2.0) == 1
+    assert bucket_count(1e-3, 1e3, math.inf) == 1
+    assert [part.tolist() for part in decompose(torch.zeros(2, 1), 2.0)] == [[[0], [0]]]
 
 
 @few
@@ -220,7 +219,7 @@ def test_plans_hold_the_buckets_that_are_not_empty(case):
     plan = sb.MultiThreshold(ratio).plan_head(head)
     smallest = smallest_by_hand(query, key)
     largest = max(float(query.abs().max()), float(key.abs().max()))
-    m = buckets.bucket_count(smallest, largest, ratio)
+    m = bucket_count(smallest, largest, ratio)
     members = plan.buckets(head)
     for x, edges, sets in zip((query, key), (plan.row_edges, plan.key_edges), members, strict=True):
         numbers = buckets_by_hand(x, smallest, ratio)
@@ -255,8 +254,8 @@ def test_the_smallest_entry_makes_most_buckets_empty():
     q, k, _ = qkv(1, 1, n=4096, d=64)
     largest = max(float(q.abs().max()), float(k.abs().max()))
     by_entry = min(float(q.abs().min()), float(k.abs().min()))
-    assert buckets.bucket_count(by_entry, largest, 2.0) > 15
-    filled = buckets.bucket_numbers(row_maxima(q[0, 0]), by_entry, 2.0).unique()
+    assert bucket_count(by_entry, largest, 2.0) > 15
+    filled = buckets.bucket_numbers(largest_entries(q[0, 0]), by_entry, 2.0).unique()
     plan = sb.plan(q, k, method=sb.MultiThreshold(ratio=2.0)).heads[0]
     for count in (len(filled), len(plan.row_edges), len(plan.key_edges)):
         assert 2 <= count <= 3
@@ -271,14 +270,14 @@ def test_normalised_pieces(ratio):
     n, d = 60, 4
     query, key, _ = qkv(n=n, d=d, seed=1)
     smallest, root = smallest_by_hand(query, key), math.sqrt(math.log(n))
-    pieces = buckets.support_basis(query, key, ratio)
-    query_parts = buckets.decompose(query, ratio, smallest)
-    key_parts = buckets.decompose(key, ratio, smallest)
+    pieces = bucket_basis(query, key, ratio)
+    query_parts = decompose(query, ratio, smallest)
+    key_parts = decompose(key, ratio, smallest)
     for l, l2 in itertools.product(range(1, len(query_parts) + 1), range(1, len(key_parts) + 1)):
         edge, other = smallest * ratio**l, smallest * ratio**l2
         normalised = query_parts[l - 1] * root / edge, key_parts[l2 - 1] * root / other
         for part in normalised:
-            maxima = row_maxima(part)
+            maxima = largest_entries(part)
             assert (maxima <= root * (1 + 4 * EPS)).all()
             assert (maxima[maxima > 0] >= root / ratio * (1 - 4 * EPS)).all()
         constant = normalising_constant(edge, other, 1 / d, d, n)

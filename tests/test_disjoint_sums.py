@@ -9,14 +9,14 @@ from torch import Tensor
 
 from cases import gaussian
 from paper_cases import disjoint_matrices, integer_matrix, properties
-from supportbasis.paper.split import (
-    row_maxima,
+from supportbasis.problem.problem import largest_entries
+from supportbasis_studies.dense_splits import (
     split,
     split_entries,
     support_basis,
+    support_basis_entries,
     support_size,
 )
-from supportbasis_studies.reference import support_basis_entries
 
 # --- Facts J.1, J.2, J.9 ----------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ def literal_algorithm_3(splitter, basis, kernel, query, key, value, threshold): 
 def disjoint_rectangles(kernel, query, key, value, threshold):  # type: ignore[no-untyped-def]
     """Large rows × all and small rows × large keys exactly; small × small by the kernel."""
     scores = query @ key.T / query.shape[-1]
-    rows, keys = (row_maxima(x) > threshold for x in (query, key))
+    rows, keys = (largest_entries(x) > threshold for x in (query, key))
     small = ~rows[:, None] & ~keys[None, :]
     return torch.where(small, kernel(scores), scores.exp()) @ value
 

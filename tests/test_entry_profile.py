@@ -21,7 +21,7 @@ from supportbasis.analysis import (
     variance_proxy,
 )
 from supportbasis.errors import InputError
-from supportbasis.paper.split import support_basis
+from supportbasis_studies.dense_splits import support_basis
 
 gaussian = partial(cases.gaussian, dtype=torch.float32)
 

@@ -136,9 +136,10 @@ def test_a_key_that_is_smaller_than_the_query_is_not_read_beyond_its_end(shape):
     """PyTorch's operator does read there."""
     query, key = torch.ones(2, 3, 5, 4), torch.ones(shape)
     full = torch.ones(2, 3, 6, 4)
-    for pair in ((key, key), (key, full), (full, key)):
+    pairs = ((key, key), (key, full), (full, key))
+    for pair in pairs if shape[3] == 4 else pairs[:2]:  # values may have another dim
         with pytest.raises(AssertionError):
-            flash.attention(query, *pair, scale=1.0)
+            flash.attend(query, *pair, None, 1.0, False)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def test_a_key_that_is_smaller_than_the_query_is_not_read_beyond_its_end(shape):
 )
 def test_certificates_notice_a_broken_kernel(method, causal, monkeypatch):
     """Rows that a certificate compares with share nothing with what they are compared to."""
-    real = flash.attention
+    real = flash.attend
 
     def broken(query, key, *rest, **settings):
         return real(query, key.flip(-1), *rest, **settings)
@@ -156,7 +157,7 @@ def test_certificates_notice_a_broken_kernel(method, causal, monkeypatch):
     inputs = strided("flipped")
     honest = sb.attention(*inputs, is_causal=causal, method=method, return_result=True)
     assert float(honest.certificate.measured.max()) < 0.05
-    monkeypatch.setattr(flash, "attention", broken)
+    monkeypatch.setattr(flash, "attend", broken)
     result = sb.attention(*inputs, is_causal=causal, method=method, return_result=True)
     exact, _ = dense_attention(*(x.double() for x in inputs), is_causal=causal)
     error = (result.output - exact).norm(dim=(-2, -1)) / exact.norm(dim=(-2, -1))

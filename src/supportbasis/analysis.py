@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
-from .paper.split import check_pair, row_maxima
 from .paper.sub_gaussian import (
     check_alpha,
-    check_entries,
+    check_pair,
     chernoff_tail,
     expected_large_entries,
     log_threshold,
@@ -32,6 +31,7 @@ from .paper.sub_gaussian import (
     variance_proxy,
 )
 from .problem.checks import check_number
+from .problem.problem import largest_entries
 from .problem.rounding import compute_dtype
 
 __all__ = [
@@ -151,8 +151,6 @@ class EntryProfile:
         given = {"query": query} if key is None else {"query": query, "key": key}
         check_alpha(alpha)
         check_pair(query, query if key is None else key)
-        for name, x in given.items():
-            check_entries(name, x)
         proxies = {name: variance_proxy(x) for name, x in given.items()}
         sizes = [(x.shape[-2], x.shape[-1], proxies[name]) for name, x in given.items()]
         sharpest = max(sharpest_threshold(*size, alpha) for size in sizes)
@@ -210,7 +208,7 @@ def _side_profile(
     moments = float(mean), float(variance.sqrt())
     rms = math.hypot(*moments)
     of_counts = partial(LargeEntries.of_counts, shape=shape, proxy=proxy, rms=rms, alpha=alpha)
-    maxima = row_maxima(x)
+    maxima = largest_entries(x)
     largest, large = float(maxima.max()), []
     for threshold in thresholds:
         is_large = maxima.double() > threshold
@@ -224,7 +222,7 @@ def _side_profile(
 
 def _pair_share(query: Tensor, key: Tensor, threshold: float) -> float:
     """Mean over heads of 1 - (1 - f_Q)(1 - f_K)."""
-    rows, keys = ((row_maxima(x).double() > threshold).double().mean(-1) for x in (query, key))
+    rows, keys = ((largest_entries(x).double() > threshold).double().mean(-1) for x in (query, key))
     if rows.dim() and keys.dim() and keys.shape[-1] > 1 and rows.shape[-1] % keys.shape[-1] == 0:
         keys = keys.repeat_interleave(rows.shape[-1] // keys.shape[-1], dim=-1)
     try:

@@ -29,15 +29,7 @@ from .partial import Partial
 from .polynomial_sum import PolynomialSum
 from .sketch_sum import SketchSum
 
-__all__ = [
-    "Component",
-    "ExactSum",
-    "FittedSum",
-    "PolynomialSum",
-    "PowerSum",
-    "SketchSum",
-    "evaluate",
-]
+__all__ = ["ExactSum", "FittedSum", "PolynomialSum", "PowerSum", "SketchSum"]
 
 
 class Component(Protocol):

@@ -196,17 +196,11 @@ def _by_kernel(head: Head, rows: Index, keys: Index, total: Partial, noise: Tens
                 query.expand(1, count, *query.shape), k, v,
                 None if head.key_log_weight is None else b.unsqueeze(2), head.scale, head.is_causal,
             )  # fmt: skip
-            part = _joined(output[0], lse[0].to(head.dtype))
-            part.noise = part.den * noise[block]
-            total[block].add_(part)
-
-
-def _joined(output: Tensor, lse: Tensor) -> Partial:
-    """Pieces of keys [pieces, rows, ...] as one partial sum."""
-    top = lse.amax(0)
-    weight = (lse - top).exp_()
-    num = (output * weight.unsqueeze(-1)).sum(0)
-    return Partial(num, weight.sum(0), top, torch.zeros_like(top))
+            lse = lse[0].to(head.dtype)  # [pieces, rows]
+            top = lse.amax(0)
+            weight = (lse - top).exp_()
+            num, den = (output[0] * weight.unsqueeze(-1)).sum(0), weight.sum(0)
+            total[block].add_(Partial(num, den, top, den * noise[block]))
 
 
 def softmax_rounding(given: Head | Problem, reach: Tensor, keys: int) -> Tensor:

@@ -66,34 +66,20 @@ class _FittedTask(Task):
         super().__init__(head, rows, made.keys, features, coefficients)
         self.scaled = FittedKernel(tuple(coefficients), kernel.spans)
 
-    def row_shift(self, start: int, stop: int) -> Tensor:
-        return self.shift[start:stop]
+    def kernel(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.scaled(x, y)
 
-    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x[:, : self.features.dim] / self.norm[side], x.new_zeros(len(x))
+    def kernel_gradients(self, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return self.scaled.gradients(x, y, grad)
 
-    def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
-        return pad(grad / self.norm[side], (0, x.shape[1] - self.features.dim))
-
-    def kernel(self, query: Tensor, tokens: Tensor) -> Tensor:
-        return self.scaled(query, tokens)
-
-    def kernel_gradients(
-        self, query: Tensor, tokens: Tensor, grad: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return self.scaled.gradients(query, tokens, grad)
-
-    def magnitude(self) -> Tensor:
-        """sum_k |a_k| |x_i|_k^k max_j |y_j|_k^k, norms in the leading r_k coordinates, [rows]."""
+    def noise(self) -> Tensor:
+        """Typical rounding error of sum_k |a_k| |x_i|_k^k max_j |y_j|_k^k, norms in the leading r_k
+        coordinates, with independent errors of the terms: no bound is proved for a fitted
+        polynomial, and worst cases would exclude most rows."""
         query = take(self.head.query, self.rows)
         magnitude = query.new_full((len(query),), abs(self.fitted.coefficients[0]))
         for k, span in enumerate(self.fitted.spans, 1):
             reach = query[:, :span].norm(dim=1) * largest_norm(self.norms[1, k - 1 : k])
             magnitude += abs(self.fitted.coefficients[k]) * reach**k
-        return magnitude
-
-    def noise(self) -> Tensor:
-        """Typical rounding error, with independent errors of the terms: no bound is proved for a
-        fitted polynomial, and worst cases would exclude most rows."""
         depth = 4 * math.sqrt(self.all_keys + self.features.count)
-        return self.magnitude() * gamma(math.ceil(depth), product_roundoff(self.head.dtype))
+        return magnitude * gamma(math.ceil(depth), product_roundoff(self.head.dtype))

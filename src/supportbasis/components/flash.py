@@ -14,43 +14,29 @@ OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"  # private: another ver
 AVAILABLE = hasattr(torch.ops.aten, OPERATOR)
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None = None,
-    *,
-    scale: float,
-    is_causal: bool = False,
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Output [batch, heads, n, d] and lse [batch, heads, n] of tensors with one head dim.
+    """Output [batch, heads, n, dv] and lse [batch, heads, n], with a boolean mask or log-weights
+    [batch, heads, 1 or n, m]; a row without keys has zeros and lse -inf.
 
     The operator reads tokens as if their last stride were 1, and as many heads and entries of the
     key and value as the query has, beyond their memory too; nothing else in the library calls it.
     """
-    assert key.shape == value.shape and query.shape[:2] == key.shape[:2], (query.shape, key.shape)
+    assert key.shape[:3] == value.shape[:3] and query.shape[:2] == key.shape[:2], key.shape
     assert query.shape[3] == key.shape[3], (query.shape, key.shape)
-    operator = getattr(torch.ops.aten, OPERATOR)
-    query, key, value = (in_rows(x) for x in (query, key, value))
-    output, lse = operator(query, key, value, is_causal=is_causal, attn_mask=bias, scale=scale)
-    return output, lse
-
-
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    """The same for values of any dim, with a boolean mask or log-weights [batch, heads, 1 or n, m];
-    a row without keys has zeros and lse -inf."""
     n, dim = query.shape[2], max(query.shape[3], value.shape[3])
     # zero columns change no score and no kept output
     q, k, v = (
-        x if x.shape[3] == dim else pad(x, (0, dim - x.shape[3])) for x in (query, key, value)
+        in_rows(x if x.shape[3] == dim else pad(x, (0, dim - x.shape[3])))
+        for x in (query, key, value)
     )
     bias = mask
     if mask is not None and mask.dtype == torch.bool:
         bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -math.inf)
     bias = None if bias is None else bias.expand(-1, -1, n, -1)
-    output, lse = attention(q, k, v, bias, scale=scale, is_causal=is_causal)
+    operator = getattr(torch.ops.aten, OPERATOR)
+    output, lse = operator(q, k, v, is_causal=is_causal, attn_mask=bias, scale=scale)
     output = output[..., : value.shape[3]]
     if mask is not None:
         dead = dead_rows(mask, n, is_causal)

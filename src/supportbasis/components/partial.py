@@ -28,11 +28,9 @@ class Partial:
     @staticmethod
     def empty(rows: int, value_dim: int, like: Tensor, dtype: torch.dtype) -> Partial:
         """Sums over no key at all."""
-
-        def full(*shape: int, fill: float = 0.0) -> Tensor:
-            return torch.full(shape, fill, dtype=dtype, device=like.device)
-
-        return Partial(full(rows, value_dim), full(rows), full(rows, fill=-math.inf), full(rows))
+        num = like.new_zeros(rows, value_dim, dtype=dtype)
+        den, noise = num.new_zeros(2, rows)
+        return Partial(num, den, torch.full_like(den, -math.inf), noise)
 
     def add_(self, other: Partial) -> Partial:
         """Add the sums of the same rows over other keys, in place."""

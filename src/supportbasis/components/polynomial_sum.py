@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import InputError
-from ..polynomials.certified import CertifiedPolynomial, horner
+from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.features import FeatureMap
 from ..problem.problem import Head
 from .exact_sum import Index, take
@@ -34,10 +34,23 @@ class PolynomialSum(StreamedSum):
 
     def task(self, head: Head, rows: Index, norms: Tensor | None = None) -> Task:
         if norms is not None:
-            return _PolynomialTask(self, head, rows, norms)
+            return self._new_task(head, rows, norms)
         if not any(task.head is head and task.rows is rows for task in self.last):
-            self.last[:] = [_PolynomialTask(self, head, rows, self.norms(head, rows))]
+            self.last[:] = [self._new_task(head, rows, self.norms(head, rows))]
         return self.last[0]
+
+    def _new_task(self, head: Head, rows: Index, norms: Tensor) -> Task:
+        """Normalised queries and keys, and the polynomial in t."""
+        poly, (query_norm, key_norm) = self.polynomial, (largest_norm(norm) for norm in norms)
+        coefficients, shift = rescaled(poly, abs(head.scale) * query_norm * key_norm)
+        if not abs(shift) <= torch.finfo(head.dtype).max:
+            raise InputError(
+                f"a polynomial on ±{poly.bound:.3g} overflows {head.dtype}; use a smaller bound or "
+                "float64"
+            )
+        task = Task(head, rows, self.keys, FeatureMap(head.dim, poly.degree), list(coefficients))
+        task.norm, task.shift = {"query": query_norm, "key": key_norm}, shift
+        return task
 
     def norms(self, head: Head, rows: Index) -> Tensor:
         """Norms of the longest of these rows and of these keys, [2, 1]."""
@@ -45,38 +58,9 @@ class PolynomialSum(StreamedSum):
         return torch.stack([pad(norms, (0, 1)).max() for norms in sides]).unsqueeze(1)
 
 
-class _PolynomialTask(Task):
-    """Normalised queries and keys, and the polynomial in t."""
-
-    def __init__(self, made: PolynomialSum, head: Head, rows: Index, norms: Tensor):
-        poly, (query_norm, key_norm) = made.polynomial, (largest_norm(norm) for norm in norms)
-        self.norm = {"query": query_norm, "key": key_norm}
-        coefficients, self.shift = rescaled(poly, abs(head.scale) * query_norm * key_norm)
-        if not abs(self.shift) <= torch.finfo(head.dtype).max:
-            raise InputError(
-                f"a polynomial on ±{poly.bound:.3g} overflows {head.dtype}; use a smaller bound or "
-                "float64"
-            )
-        features = FeatureMap(head.dim, poly.degree)
-        super().__init__(head, rows, made.keys, features, list(coefficients))
-
-    def row_shift(self, start: int, stop: int) -> float:
-        return self.shift
-
-    def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x / self.norm[side], x.new_zeros(len(x))
-
-    def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
-        return grad / self.norm[side]
-
-    def magnitude(self) -> Tensor:
-        norms = (take(self.head.query_norms, self.rows) / self.norm["query"]).to(self.head.dtype)
-        return horner([abs(coefficient) for coefficient in self.coefficients], norms)
-
-
 def largest_norm(norms: Tensor) -> float:
     """Largest norm, 1 for a side that is all zeros (its t is 0 whatever the unit)."""
-    largest = float(norms.max()) if norms.numel() else 0.0
+    largest = float(norms.max())
     return largest if largest > 0 else 1.0
 
 

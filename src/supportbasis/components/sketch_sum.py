@@ -53,30 +53,25 @@ class _SketchTask(Task):
 
     def __init__(self, component: SketchSum, head: Head, rows: Index):
         self.power_kernel = kernel = component.kernel
-        if kernel.sketch_size is None:
-            raise ValueError(f"{kernel} has no sketch")
+        assert kernel.sketch_size is not None, kernel
         poly, coefficients = kernel.polynomial, [0.0, 1.0]
         self.log_unit, self.log_units = math.log(head.scale), {"query": 0.0, "key": 0.0}
         if poly is not None:
             coefficients, self.log_unit = list(poly.coefficients), kernel.log_unit
             if poly.bound > 0:
                 log_product = math.log(poly.bound) + math.log(kernel.power) - math.log(head.scale)
-                balance = math.log(kernel.balance)
-                self.log_units = {
-                    "query": (log_product + balance) / 2,
-                    "key": (log_product - balance) / 2,
-                }
+                for side, sign in (("query", 1), ("key", -1)):
+                    self.log_units[side] = (log_product + sign * math.log(kernel.balance)) / 2
             else:
                 coefficients = coefficients[:1]
         self.monomials = FeatureMap(head.dim, len(coefficients) - 1)
         coefficient = torch.tensor(coefficients, dtype=torch.float64)
         weight = self.monomials.multiplicity * coefficient[self.monomials.degrees]
-        self.kept = weight.nonzero().squeeze(1)
-        below = self.monomials.degree - self.monomials.degrees[self.kept]
-        device, kept = head.query.device, weight[self.kept].to(head.query.device)
-        self.kept, self.degrees_below = self.kept.to(device), below.to(device).double()
-        root = kept.abs().sqrt().to(head.dtype)
-        self.roots = {"query": root, "key": root * kept.sign().to(head.dtype)}
+        kept, device = weight.nonzero().squeeze(1), head.query.device
+        below, weight = self.monomials.degree - self.monomials.degrees[kept], weight[kept]
+        self.kept, self.degrees_below = kept.to(device), below.double().to(device)
+        roots = {"query": weight.abs().sqrt(), "key": weight.abs().sqrt() * weight.sign()}
+        self.roots = {side: root.to(device, head.dtype) for side, root in roots.items()}
         self.half = PolySketch(kernel.power, kernel.sketch_size, kernel.seed).half
         super().__init__(head, rows, component.keys, FeatureMap(self.half.size, 2), SQUARE)
 
@@ -127,8 +122,8 @@ class _SketchTask(Task):
         whole = x.new_zeros(len(x), self.monomials.count)
         whole[:, self.kept] = grad * (-log_norm).exp().unsqueeze(1) * weight
         buffer = self.monomials.buffer(1, len(x), x)
-        self.monomials.write(x.unsqueeze(0), buffer)
-        of_tokens = self.monomials.pull_back(buffer, lambda out: out.copy_(whole[:, 1:].T), len(x))
+        buffer.write(x.unsqueeze(0))
+        of_tokens = buffer.pull_back(lambda out: out.copy_(whole[:, 1:].T), len(x))
         return (of_tokens[0].T / divisor).to(self.head.dtype)
 
 

@@ -14,7 +14,6 @@ up to twice the time.)
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import cached_property
@@ -23,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..polynomials.certified import derivative, horner
 from ..polynomials.features import Buffer, FeatureMap, block_rows
@@ -51,8 +51,12 @@ def lane_count(device: str) -> int:
     return min(MAX_LANES, torch.get_num_threads()) if device == "cpu" else 1
 
 
-class Task(ABC):
-    """One evaluation: unit tokens, block by block, and the kernel's coefficients in t."""
+class Task:
+    """One evaluation: unit tokens, block by block, and the kernel's coefficients in t. Tokens, or
+    their leading coordinates, are divided by ``norm``; sums of rows count in exp(``shift``)."""
+
+    norm: dict[str, float]  # of the longest "query" and "key"
+    shift: Tensor | float = 0.0  # of each row [rows], or of all
 
     def __init__(
         self, head: Head, rows: Index, keys: Index, features: FeatureMap, coefficients: list[float]
@@ -70,39 +74,35 @@ class Task(ABC):
         # else those of all keys, the own ones included; None: every key is here
         self.given: State | None = None
 
-    @abstractmethod
     def unit(self, side: str, x: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of norm at most 1 [tokens, dim] of some queries or keys (``side`` is the name of
         the tensor), and the logs of their factors [tokens]."""
+        return x[:, : self.features.dim] / self.norm[side], x.new_zeros(len(x))
 
-    def row_shift(self, start: int, stop: int) -> Tensor | float:
-        """Further log-factors of some rows [rows], or of all of them."""
-        return 0.0
-
-    @abstractmethod
     def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
         """Gradients of some queries or keys from those of their unit tokens."""
+        return pad(grad / self.norm[side], (0, x.shape[1] - self.features.dim))
 
-    @abstractmethod
     def magnitude(self) -> Tensor:
         """sum_k |a_k| |x_i|^k: bounds the kernel's terms, and so its rounding, [rows]."""
+        norms = (take(self.head.query_norms, self.rows) / self.norm["query"]).to(self.head.dtype)
+        return horner([abs(coefficient) for coefficient in self.coefficients], norms)
 
-    def kernel(self, query: Tensor, tokens: Tensor) -> Tensor:
+    def kernel(self, x: Tensor, y: Tensor) -> Tensor:
         """The kernel of all pairs, densely."""
-        return horner(self.coefficients, query @ tokens.T)
+        return horner(self.coefficients, x @ y.T)
 
-    def kernel_gradients(
-        self, query: Tensor, tokens: Tensor, grad: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def kernel_gradients(self, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of both sides' tokens from those of the kernel of all pairs."""
-        slope = horner(derivative(self.coefficients), query @ tokens.T).mul_(grad)
-        return slope @ tokens, slope.T @ query
+        slope = horner(derivative(self.coefficients), x @ y.T).mul_(grad)
+        return slope @ y, slope.T @ x
 
     def queries(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Unit tokens of some rows, and the log of each row's factor."""
         query = take(self.head.query, self.rows, start, stop).to(self.head.dtype)
         tokens, log_factor = self.unit("query", query)
-        return tokens, log_factor + self.row_shift(start, stop)
+        shift = self.shift[start:stop] if isinstance(self.shift, Tensor) else self.shift
+        return tokens, log_factor + shift
 
     def key_block(self, start: int, stop: int) -> Block:
         """Unit tokens, log-weights and values of some keys."""
@@ -153,14 +153,13 @@ class Task(ABC):
 
     def in_lanes(self, tokens: Tensor) -> Tensor:
         """[rows, ...] as [lanes, rows / lanes, ...], filled up with zeros."""
-        missing = -len(tokens) % self.lanes
-        if missing:
+        if missing := -len(tokens) % self.lanes:
             tokens = torch.cat([tokens, tokens.new_zeros(missing, *tokens.shape[1:])])
         return tokens.view(self.lanes, len(tokens) // self.lanes, *tokens.shape[1:])
 
     def write(self, tokens: Tensor, buffer: Buffer) -> Tensor:
         """Features of a block of tokens, [lanes, count - 1, rows]."""
-        return self.features.write(self.in_lanes(tokens), buffer)
+        return buffer.write(self.in_lanes(tokens))
 
     def noise(self) -> Tensor:
         """Rounding of each row's sums for keys of total weight 1: depth of the sums times the
@@ -181,7 +180,9 @@ class Task(ABC):
         for rows, reader, block in self.walk(buffer):
             where, (query, log_scale) = slice(*rows), self.queries(*rows)
             if reader is not None:
-                num, den = reader.read(query, buffer)
+                features = self.write(query, buffer)
+                den = reader.den(features, len(query))
+                num = den.unsqueeze(1) if self.head.is_density else reader.num(features, len(query))
                 part = Partial(num, den, log_scale + reader.top, noise[where] * reader.mass)
                 total[where].add_(part)
             if block is not None:
@@ -194,7 +195,7 @@ class Task(ABC):
         chunks (None: over none), and then also the keys of their own chunk, to be summed densely.
         Where the sums hold less than the tokens do, they are kept for the backward pass."""
         if not self.head.is_causal:
-            reader = self.reader or self._whole(buffer)
+            reader = self.reader or Reader.of(self.given or sum_keys(self, buffer), self)
             self.reader = reader if self.features.count <= self.key_count else None
             yield from ((rows, reader, None) for rows in spans(self.row_count, self.block))
             return
@@ -208,9 +209,6 @@ class Task(ABC):
             if block is not None:
                 state.add(self, block, self.write(block.tokens, buffer))
                 reader = None
-
-    def _whole(self, buffer: Buffer) -> Reader | None:
-        return Reader.of(sum_keys(self, buffer) if self.given is None else self.given, self)
 
     def ahead(self, rows: Span, keys: Span) -> Tensor:
         """Which keys lie ahead of which rows, [rows, keys]."""
@@ -292,13 +290,8 @@ class Reader:
         """None where nothing has been summed."""
         return Reader(state, task) if state.top > -math.inf else None
 
-    def read(self, query: Tensor, buffer: Buffer) -> tuple[Tensor, Tensor]:
-        """Numerator [rows, dv] and denominator [rows] of a block of queries."""
-        features, rows = self.task.write(query, buffer), len(query)
-        den = self.den(features, rows)
-        return den.unsqueeze(1) if self.task.head.is_density else self.num(features, rows), den
-
     def num(self, features: Tensor, rows: int) -> Tensor:
+        """Sums of values for the tokens of some features, [rows, dv]; `den`: of ones, [rows]."""
         return (features.mT @ self.values).flatten(0, 1)[:rows].add_(self.constant)
 
     def den(self, features: Tensor, rows: int) -> Tensor:

@@ -73,7 +73,10 @@ class Backward:
             grad = torch.zeros_like(block.tokens)
             if reader is not None:
                 grad += self._read(reader, block)
-                self._add_row_weights(reader, block, features)
+                if self.total.query_log_weight is not None:
+                    num = reader.num(features, len(grad))
+                    weight = reader.weight_gradient(num, block, features)
+                    add_tokens(self.total.query_log_weight, task.rows, span[0], weight)
             if keys is not None:
                 grad += self._diagonal(block, keys)
             task.add_gradient(self.total, "query", span[0], grad)
@@ -104,22 +107,14 @@ class Backward:
     def _read(self, reader: Reader, block: Block) -> Tensor:
         """Gradient of a block's tokens, whose features have been written; zero where a token has
         no weight, whatever the sums are."""
-        task, factor = self.task, reader.factor(block).unsqueeze(1)
+        factor = reader.factor(block).unsqueeze(1)
         weight = torch.cat([block.value, block.column.unsqueeze(1)], 1)
-        weight = task.in_lanes(weight).transpose(1, 2)
-
-        grad = task.features.pull_back(
-            self.buffer, lambda out: torch.matmul(reader.sums, weight, out=out), weight.shape[2]
+        weight = self.task.in_lanes(weight).transpose(1, 2)
+        grad = self.buffer.pull_back(
+            lambda out: torch.matmul(reader.sums, weight, out=out), weight.shape[2]
         )
         grad = grad.transpose(1, 2).flatten(0, 1)[: len(factor)]
         return torch.where(factor > 0, grad * factor, 0.0)
-
-    def _add_row_weights(self, reader: Reader, block: Block, features: Tensor) -> None:
-        """Gradients of the rows' log-factors, if they are needed."""
-        if self.total.query_log_weight is not None:
-            value = reader.num(features, len(block.value))
-            weight = reader.weight_gradient(value, block, features)
-            add_tokens(self.total.query_log_weight, self.task.rows, block.at[0], weight)
 
     def _finish_keys(self, reader: Reader, span: Span) -> None:
         """Gradients of some keys from the state of the rows that attend to all of them."""

@@ -87,7 +87,7 @@ def weights_of(
     keys = everything[small_keys]
     # p(scores) e^-lse through packed features: u_i = e^(unit - lse_i) W φ(q_i), w_j = φ(k_j)
     task = PolynomialSum(plan.polynomial, keys).task(head, rows)
-    share = (task.row_shift(0, len(rows)) - lse).exp().unsqueeze(1)
+    share = (task.shift - lse).exp().unsqueeze(1)
 
     def left(some: Tensor) -> Tensor:
         unit, _ = task.unit("query", head.query[some])

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..problem.checks import check_finite, check_integer, check_number
-from .split import check_pair, check_threshold
 
 
 def variance_proxy(x: Tensor) -> float:
@@ -102,19 +101,35 @@ def sub_gaussian_threshold(query: Tensor, key: Tensor, alpha: float = 0.5) -> fl
     True
     """
     check_pair(query, key)
-    check_entries("query", query)
-    check_entries("key", key)
     sides = ((*x.shape[-2:], variance_proxy(x)) for x in (query, key))
     return max(sharpest_threshold(n, d, proxy, alpha) for n, d, proxy in sides)
 
 
 def check_entries(name: str, x: Tensor) -> None:
+    kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"{name} must be a floating-point torch.Tensor, got {kind}")
     if x.numel() == 0:
         raise InputError(f"{name} has shape {tuple(x.shape)}; expected at least one entry")
     check_finite(**{name: x})
+
+
+def check_pair(query: Tensor, key: Tensor) -> None:
+    """Raise `InputError` unless both are finite `[..., n, d]` with the same d."""
+    for name, x in (("query", query), ("key", key)):
+        check_entries(name, x)
+        if x.dim() < 2:
+            raise InputError(f"{name} has shape {tuple(x.shape)}; expected [..., n, d]")
+    if query.shape[-1] != key.shape[-1]:
+        raise InputError(
+            f"key has {key.shape[-1]} columns but query has {query.shape[-1]}; they must agree"
+        )
+
+
+def check_threshold(threshold: float) -> None:
+    """Raise `InputError` unless T > 0 (T = inf is allowed: nothing is large)."""
+    if threshold != math.inf:
+        check_number("threshold", threshold)
 
 
 def check_alpha(alpha: float) -> None:

@@ -76,10 +76,10 @@ def calibrate(device: str, dtype: torch.dtype) -> Rates:
     rows = 504 if device == "cpu" else 64 * 504
     x, value = (_numbers((lanes, rows, width), device) for width in (48, 64))
     buffer = features.buffer(lanes, rows, x)
-    written = features.write(x, buffer)
+    written = buffer.write(x)
     state = value.new_zeros(lanes, features.count - 1, 64)
     count = lanes * rows * features.count
-    write = _best(lambda: features.write(x, buffer), device) / count
+    write = _best(lambda: buffer.write(x), device) / count
     product = _best(lambda: state.baddbmm_(written, value), device) / count
     wide = x if device == "cpu" else written
     scan = _best(lambda: wide.abs().amax(-1), device) / wide.numel()

@@ -165,8 +165,7 @@ def _build(kind: str, degree: int, bound: float) -> CertifiedPolynomial:
     if kind != "minimax":
         return certified(kind, COEFFICIENTS[kind](degree, bound), bound)
     candidates = [_build(other, degree, bound) for other in COEFFICIENTS]
-    coefficients = remez(degree, bound)
-    if coefficients is not None:
+    if (coefficients := remez(degree, bound)) is not None:
         candidates.append(certified(kind, coefficients, bound))
     best = min(candidates, key=lambda p: p.error)
     constant = 2 * math.exp(-2 * bound) / (1 + math.exp(-2 * bound))
@@ -198,7 +197,7 @@ def smallest_degree(
     """
     epsilon, bound = check_number("epsilon", epsilon), _checked_bound(bound)
     kind, limit = _checked_kind(kind), _built_degree(limit, "limit")
-    found = first_degree(lambda degree: _build(kind, degree, bound).error, epsilon, bound, limit)
+    found = first_degree(lambda g: _build(kind, g, bound).error, epsilon, bound, limit)
     if found is not None:
         return _build(kind, found, bound)
     raise InputError(

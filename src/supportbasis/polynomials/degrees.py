@@ -87,11 +87,7 @@ def rounding_error(epsilon: float, degree: int, bound: float) -> float:
 
 
 def widest_bound(epsilon: float, degree: int) -> float:
-    """A bound beyond which no polynomial of this degree is certified to epsilon.
-
-    >>> widest_bound(0.1, 0) < 0.201 and widest_bound(1e-2, 40) < 14.0
-    True
-    """
+    """A bound beyond which no polynomial of this degree is certified to epsilon."""
     if epsilon >= 1.0:
         return math.inf
     by_degree = degree * _GROWTH + 2 * math.atanh(epsilon)

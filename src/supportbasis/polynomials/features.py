@@ -5,8 +5,8 @@ multinomial coefficients, applied once to the sum over keys instead of to every 
 degrees 0..g together have C(d+g, g) features (Lemma A.2 prints C(2(d+g), 2g)).
 
 Memory is feature-major, [lanes, features, tokens], so a product of variables is an elementwise
-product of rows, and a few such products (`_Layout.steps`) form all features. Degree 2 has a layout
-of its own (`_pair_layout`), which one operation fills. Constants are left out.
+product of rows, and a few such products form all features. Degree 2 has a layout of its own
+(`_pair_layout`), which one operation fills. Constants are left out.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,11 +50,7 @@ def block_rows(rank: int, dtype: torch.dtype) -> int:
 
     A multiple of 8 for vector units, but not of 64: columns at power-of-two strides fall into the
     same cache sets, and products with the transposed features lose a third of their speed."""
-    return odd_rows(max(16, min(MAX_BLOCK, BUFFER_BYTES // (max(1, rank) * dtype.itemsize))))
-
-
-def odd_rows(rows: int) -> int:
-    """The nearest multiple of 8 below that is no multiple of 64; small numbers as they are."""
+    rows = max(16, min(MAX_BLOCK, BUFFER_BYTES // (max(1, rank) * dtype.itemsize)))
     if rows < 64:
         return rows
     rows -= rows % 8
@@ -77,77 +71,44 @@ class FeatureMap:
     """
 
     def __init__(self, dim: int, degree: int, spans: tuple[int, ...] | None = None):
-        self.dim, self.degree, full = dim, degree, (dim,) * degree
-        spans = full if spans is None else spans
-        if spans == full:
+        self.dim, self.degree = dim, degree
+        if spans in (None, (dim,) * degree):
             check_rank(dim, degree)
+        spans = spans or (dim,) * degree
         is_pairs = spans == (dim, dim)
-        self._layout = _pair_layout(dim) if is_pairs else _prefix_layout(dim, spans)
-        self.multiplicity, self.degrees = self._layout.multiplicity, self._layout.degrees
+        layout = _pair_layout(dim) if is_pairs else _prefix_layout(dim, spans)
+        self.spare, self.steps, self.multiplicity, self.degrees = layout
         self.count = len(self.multiplicity)
 
     def buffer(self, lanes: int, rows: int, like: Tensor) -> Buffer:
         """Memory for the features of one block of tokens, and for their gradients."""
-        return Buffer(self._layout, lanes, rows, like)
-
-    def write(self, x: Tensor, buffer: Buffer) -> Tensor:
-        """Features of degree >= 1 of tokens ``x`` [lanes, rows, dim]: [lanes, count - 1, rows].
-
-        The constant feature is left to the caller, for whom it is a plain sum. Degree 1 is a view
-        of ``x``; higher degrees are written into ``buffer``."""
-        if self.degree <= 1:
-            return x.mT[:, : self.dim * self.degree]
-        return buffer.write(x)
-
-    def pull_back(self, buffer: Buffer, fill: Fill, rows: int) -> Tensor:
-        """Gradient of the tokens, [lanes, dim, rows], whose features were the last to be written.
-        ``fill(out)`` writes the gradients of the features [lanes, count - 1, rows]."""
-        if self.degree == 0:
-            return buffer.memory.new_zeros(len(buffer.memory), self.dim, rows)
-        return buffer.pull_back(fill, rows)
+        return Buffer(self, like.new_empty(lanes, self.spare + self.count - 1, rows))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Features of all tokens at once, [rows, count], by differentiable operations."""
-        tokens, spare = x.T, self._layout.spare
+        tokens, spare = x.T, self.spare
         made, products = torch.cat([tokens[self.dim - spare :], tokens]), list[Tensor]()
-        for step in self._layout.steps:
-            if step.right.stop > len(made):  # the products so far are factors of the next degree
+        for left, right, _ in self.steps:
+            if right.stop > len(made):  # the products so far are factors of the next degree
                 made, products = torch.cat([made, *products]), []
-            products.append(made[step.left] * made[step.right])
-        features = torch.cat([made, *products])[spare : self._layout.rows]
+            products.append(made[left] * made[right])
+        features = torch.cat([made, *products])[spare : spare + self.count - 1]
         return torch.cat([torch.ones_like(tokens[:1]), features]).T
 
 
-class _Step(NamedTuple):
-    """One product of rows of memory: of a left factor, one row or as many, and a right one."""
-
-    left: slice
-    right: slice
-    product: slice
-
-
-@dataclass(frozen=True, eq=False)
-class _Layout:
-    """Rows of memory: repeated variables (``spare``), all variables, then products."""
-
-    dim: int
-    spare: int
-    steps: list[_Step]
-    multiplicity: Tensor  # of each feature in a power, after a constant; float64
-    degrees: Tensor  # of each feature
-
-    @property
-    def rows(self) -> int:
-        return self.spare + len(self.multiplicity) - 1
+# Memory holds repeated variables (``spare`` rows), all variables, then products. A step is one of
+# these: rows of a left factor (one or as many), of a right one, and of the product. A layout is
+# spare, steps, and of each feature its multiplicity in a power (float64) and its degree.
+_Step = tuple[slice, slice, slice]
+_Layout = tuple[int, list[_Step], Tensor, Tensor]
 
 
 class Buffer:
     """Features of one block of tokens, and their gradients. Views of the memory are made once for
     each number of tokens: made anew for every block, they would take longer than the products."""
 
-    def __init__(self, layout: _Layout, lanes: int, rows: int, like: Tensor):
-        self.layout = layout
-        self.memory = like.new_empty(lanes, layout.rows, rows)
+    def __init__(self, features: FeatureMap, memory: Tensor):
+        self.map, self.memory = features, memory  # [lanes, rows of the layout, tokens]
         self._views: dict[tuple[bool, int], list[list[Tensor]]] = {}
 
     @cached_property
@@ -158,13 +119,18 @@ class Buffer:
         """Factors and products of all steps, or their gradients."""
         if (of_gradients, rows) not in self._views:
             memory = self._gradients if of_gradients else self.memory
-            views = [[memory[:, part, :rows] for part in step] for step in self.layout.steps]
+            views = [[memory[:, part, :rows] for part in step] for step in self.map.steps]
             self._views[of_gradients, rows] = views
         return self._views[of_gradients, rows]
 
     def write(self, x: Tensor) -> Tensor:
-        """The features of tokens ``x`` [lanes, rows, dim]: [lanes, features, rows]."""
-        rows, dim, spare = x.shape[1], self.layout.dim, self.layout.spare
+        """Features of degree >= 1 of tokens ``x`` [lanes, rows, dim]: [lanes, features, rows].
+
+        The constant feature is left to the caller, for whom it is a plain sum. Degree 1 is a view
+        of ``x``."""
+        if not self.map.steps:
+            return x.mT[:, : self.map.count - 1]
+        rows, dim, spare = x.shape[1], self.map.dim, self.map.spare
         memory, steps = self.memory[:, :, :rows], self._factors(rows)
         variables = memory[:, spare : spare + dim]
         variables.copy_(x.mT)
@@ -180,9 +146,12 @@ class Buffer:
         return memory[:, spare:]
 
     def pull_back(self, fill: Fill, rows: int) -> Tensor:
-        """Gradient of the tokens, [lanes, dim, rows], from that of their features, which ``fill``
-        writes: each product, the last one first, adds its own to both of its factors."""
-        dim, spare = self.layout.dim, self.layout.spare
+        """Gradient of the tokens, [lanes, dim, rows], whose features were the last to be written,
+        from that of the features, which ``fill(out)`` writes: each product, the last one first,
+        adds its own to both of its factors."""
+        dim, spare = self.map.dim, self.map.spare
+        if self.map.count == 1:  # degree 0
+            return self.memory.new_zeros(len(self.memory), dim, rows)
         grad = self._gradients[:, :, :rows]
         grad[:, :spare].zero_()
         fill(grad[:, spare:])
@@ -207,18 +176,17 @@ def _pair_layout(dim: int) -> _Layout:
     rotations, half = (dim + 1) // 2, dim // 2
     spare = max(0, rotations - 1)
     end = spare + dim
-    variables = slice(spare, end)
-    steps = []
+    steps, variables = [], slice(spare, end)
     for first in range(rotations):
-        steps.append(_Step(variables, slice(first, first + dim), slice(end, end + dim)))
+        steps.append((variables, slice(first, first + dim), slice(end, end + dim)))
         end += dim
     if dim % 2 == 0:
         opposite = slice(spare, spare + half), slice(spare + half, spare + dim)
-        steps.append(_Step(*opposite, slice(end, end + half)))
+        steps.append((*opposite, slice(end, end + half)))
     degrees = torch.tensor([0] + [1] * dim + [2] * (dim * (dim + 1) // 2))
     multiplicity = torch.where(degrees == 2, 2.0, 1.0).double()
     multiplicity[1 + rotations * dim : 1 + rotations * dim + dim] = 1.0
-    return _Layout(dim, spare, steps, multiplicity, degrees)
+    return spare, steps, multiplicity, degrees
 
 
 @lru_cache(maxsize=64)
@@ -232,7 +200,7 @@ def _prefix_layout(dim: int, spans: tuple[int, ...]) -> _Layout:
     of degree k-1 with c factors of variable t gains the factor C(k, c+1) / C(k-1, c) = k / (c + 1).
     """
     ones = torch.ones(1 + dim, dtype=torch.float64)
-    levels, steps = [ones[:1], ones[1:]][: 1 + len(spans)], []
+    levels, steps = [ones[:1], ones[1:]][: 1 + len(spans)], list[_Step]()
     repeats = ones[1:]  # factors of each monomial's last variable
     below, end = 0, dim  # where the degree below begins, and all products so far end
     for k, span in enumerate(spans[1:], 2):
@@ -245,9 +213,9 @@ def _prefix_layout(dim: int, spans: tuple[int, ...]) -> _Layout:
             blocks.append(levels[-1][:size] * k / count)
             counts.append(count)
             left, right = slice(variable, variable + 1), slice(below, below + size)
-            steps.append(_Step(left, right, slice(end, end + size)))
+            steps.append((left, right, slice(end, end + size)))
             end += size
         levels.append(torch.cat(blocks))
         repeats, below = torch.cat(counts), first
     degrees = [torch.full_like(level, k) for k, level in enumerate(levels)]
-    return _Layout(dim, 0, steps, torch.cat(levels), torch.cat(degrees).long())
+    return 0, steps, torch.cat(levels), torch.cat(degrees).long()

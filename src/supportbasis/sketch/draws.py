@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class Source(NamedTuple):
-    """Random numbers, drawn on the CPU in float64 so that every dtype and device gets the same."""
+class Source:
+    """Random numbers, drawn on the CPU in float64 so that every dtype and device gets the same.
 
-    generator: torch.Generator
-    dtype: torch.dtype
-    device: torch.device
+    Seeded by some fields, hashed so that sketches of different sizes are independent under one
+    seed, and to 32 bits because torch's CPU generator ignores the others."""
 
-    @staticmethod
-    def seeded(fields: tuple[object, ...], dtype: torch.dtype, device: torch.device) -> Source:
-        """A stream for these fields, hashed so that sketches of different sizes are independent
-        under one seed, and to 32 bits because torch's CPU generator ignores the others."""
+    def __init__(self, fields: tuple[object, ...], dtype: torch.dtype, device: torch.device):
         key = int.from_bytes(blake2b(repr(fields).encode(), digest_size=4).digest(), "little")
-        return Source(torch.Generator().manual_seed(key), dtype, device)
+        self.generator = torch.Generator().manual_seed(key)
+        self.dtype, self.device = dtype, device
 
     def normal(self, *shape: int, scale: float) -> Tensor:
         draw = torch.empty(shape, dtype=torch.float64, device="cpu")

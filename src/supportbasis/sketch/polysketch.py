@@ -112,8 +112,6 @@ class PolySketch:
         Autograd runs through a sketch as well; this is for places that it cannot reach. Only for
         ``base="gaussian"``.
         """
-        if self.base != "gaussian":
-            raise InputError(f"base is {self.base!r}; only gaussian sketches have a pull-back")
         tree = _draw_tree(self, x.shape[-1], x.dtype, x.device)
         return tree.leaves.adjoint(tree(x)[1](grad))
 
@@ -179,8 +177,8 @@ class _Maps(ABC):
         """The images of ``x`` [..., dim]: ``count`` tensors [..., size]."""
 
     def adjoint(self, grads: Sequence[Tensor]) -> Tensor:
-        """Gradient of ``x`` from those of its images; Gaussian maps only."""
-        raise NotImplementedError
+        """Gradient of ``x`` from those of its images."""
+        raise InputError("only sketches of base 'gaussian' have a pull-back")
 
     @staticmethod
     def join(a: Tensor, b: Tensor) -> Tensor:
@@ -226,7 +224,7 @@ class _Tree(NamedTuple):
 def _draw_tree(sketch: PolySketch, dim: int, dtype: torch.dtype, device: torch.device) -> _Tree:
     """The maps of a sketch. Its fields and ``dim`` seed one stream, which all maps share."""
     fields = (sketch.power, sketch.size, sketch.seed, sketch.base, dim)
-    source = Source.seeded(fields, dtype, device)
+    source = Source(fields, dtype, device)
     kind, size, scale = _BASES[sketch.base], sketch.size, 1.0
     if kind is not _CountSketch:  # 1/√size over the two maps of a join
         scale = size**-0.25 if sketch.power > 1 else size**-0.5

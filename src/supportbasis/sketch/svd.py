@@ -63,7 +63,7 @@ def approximate_svd(
     if min(n, m) <= size:
         left, values, right = torch.linalg.svd(matrix.to_dense(), full_matrices=False)
         return left[:, :k], values[:k], right[:k].T
-    source = Source.seeded(("svd", n, m, k, eps, seed), matrix.dtype, matrix.device)
+    source = Source(("svd", n, m, k, eps, seed), matrix.dtype, matrix.device)
     # row by row in memory, as a sparse product reads it
     basis = torch.linalg.qr(_sketch(matrix, size, _draw_buckets(n, size, source)).T).Q.contiguous()
     if (matrix._values() if matrix.is_sparse else matrix).numel() <= n * second:

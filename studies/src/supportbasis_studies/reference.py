@@ -14,7 +14,6 @@ from torch import Tensor
 from supportbasis.components.sketch_sum import SketchSum
 from supportbasis.engine.jensen import least_lse
 from supportbasis.lists.tables import SCORED_MEMBERS, ListSettings, Tables, tables
-from supportbasis.paper.split import check_pair, split_entries
 from supportbasis.plans import (
     BucketHead,
     ExactHead,
@@ -196,23 +195,3 @@ def _tilted(score: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     """Tilted key and value of a leaf, its log-mass, and the variance of its keys."""
     weight, spread = score.softmax(0), (key - key.mean(0)).square().sum(1).mean()
     return weight @ key, weight @ value, score.logsumexp(0), spread
-
-
-def support_basis_entries(query: Tensor, key: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Dense (A^(L), A^(s)) of QKᵀ, Definition B.4 to the letter, from the entrywise split.
-
-    With M = Q^(L)K^(L)ᵀ + Q^(s)K^(L)ᵀ + Q^(L)K^(s)ᵀ:  A^(L)_ij = (QKᵀ)_ij where M_ij ≠ 0, and
-    A^(s)_ij = (Q^(s)K^(s)ᵀ)_ij where M_ij = 0.
-
-    >>> q, k = torch.tensor([[3.0, 1.0], [1.0, 1.0]]), torch.tensor([[0.0, 1.0], [1.0, 1.0]])
-    >>> large, small = support_basis_entries(q, k, threshold=2.0)
-    >>> large.tolist(), small.tolist()  # score (0, 0) = 3·0 + 1·1 owes nothing to the large 3
-    ([[0.0, 4.0], [0.0, 0.0]], [[1.0, 0.0], [1.0, 2.0]])
-    """
-    check_pair(query, key)
-    query_large, query_small = split_entries(query, threshold)
-    key_large, key_small = split_entries(key, threshold)
-    mixed = query_large @ key_large.mT + query_small @ key_large.mT + query_large @ key_small.mT
-    is_large = mixed != 0
-    large = torch.where(is_large, query @ key.mT, 0.0)
-    return large, torch.where(is_large, 0.0, query_small @ key_small.mT)

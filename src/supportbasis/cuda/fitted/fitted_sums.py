@@ -115,7 +115,7 @@ class _Features(NamedTuple):
         """Features of tokens [tokens, dim] but the constant one, [count - 1, tokens], and the
         memory they are in."""
         buffer = self.map.buffer(1, len(x), x)
-        return self.map.write(x.unsqueeze(0), buffer)[0], buffer
+        return buffer.write(x.unsqueeze(0))[0], buffer
 
     def pull_back(self, buffer: Buffer, state: Tensor, columns: Tensor) -> Tensor:
         """Gradients of the tokens, given those of `_read`, ``columns`` [tokens, width]."""
@@ -123,7 +123,7 @@ class _Features(NamedTuple):
         def fill(out: Tensor) -> None:
             torch.matmul(state[1:], columns.T.unsqueeze(0), out=out)
 
-        grad = self.map.pull_back(buffer, fill, len(columns))[0].mT
+        grad = buffer.pull_back(fill, len(columns))[0].mT
         return grad.clone(memory_format=torch.contiguous_format)  # frees those of all features
 
     def state(self, key: Tensor, near: Near, unit: Tensor) -> Tensor:

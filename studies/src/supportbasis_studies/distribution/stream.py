@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from supportbasis.analysis import EntryProfile, LargeEntries, SideProfile, log_threshold
-from supportbasis.paper.split import row_maxima
+from supportbasis.problem.problem import largest_entries
 
 LOWEST, BINADES, STEPS = -32, 64, 1024  # magnitudes from 2^-32 to 2^32, in steps of 2^-10
 BINS = BINADES * STEPS
@@ -107,7 +107,7 @@ class SideStream:
         """Count [matrices, n, d]; returns the share of large rows of each matrix."""
         x = x.detach().float()
         self.sketch.add(x)
-        is_large = row_maxima(x).double() > self.threshold
+        is_large = largest_entries(x).double() > self.threshold
         self.entries += int((x[is_large].abs().double() > self.threshold).sum())
         self.rows += int(is_large.sum())
         self.matrices += len(x)

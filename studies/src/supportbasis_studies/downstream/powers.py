@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from supportbasis.paper.split import row_maxima
 from supportbasis.plans import BucketHead
 from supportbasis.polynomials.powers import PowerKernel
+from supportbasis.problem.problem import largest_entries
 
 from ..models import allowed
 
@@ -94,4 +94,4 @@ def _buckets(edges: Sequence[Sequence[float]], tokens: Tensor) -> Tensor:
     for head, upper in enumerate(edges):
         borders[head, : len(upper) - 1] = torch.tensor(upper[:-1], dtype=torch.float64)
     borders = borders.to(tokens.device).expand(len(tokens), -1, -1).contiguous()
-    return torch.searchsorted(borders, row_maxima(tokens).double(), right=True)
+    return torch.searchsorted(borders, largest_entries(tokens).double(), right=True)

@@ -18,8 +18,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from supportbasis.paper.split import row_maxima
 from supportbasis.polynomials.certified import CertifiedPolynomial, chebyshev, minimax, taylor
+from supportbasis.problem.problem import largest_entries
 
 from ..numbers import small
 from ..study import Grid, Records, Row, Tick, Unit
@@ -69,7 +69,7 @@ def measured(name: str, n: int, chosen: Sequence[float], seed: int, tick: Tick) 
     fixed = {label: _error(_value(p, score), exact, size) for label, p in whole.items()}
     rows = []
     for done, threshold in enumerate(chosen):
-        large = [row_maxima(x) > threshold for x in (query, key)]
+        large = [largest_entries(x) > threshold for x in (query, key)]
         is_large = large[0].unsqueeze(1) | large[1]
         share = float(is_large.double().mean())
         found = dict(fixed)
