@@ -74,7 +74,8 @@ def head_of(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Head:
-    return attention_problem(q, k, v, mask, 0.0, is_causal, scale, False).head(0, 0)
+    value = k if v is None else v
+    return attention_problem(q, k, value, mask, 0.0, is_causal, scale, False).head(0, 0)
 
 
 def log_weights(head: Head, plan: HeadPlan) -> Tensor:
