@@ -342,8 +342,9 @@ def test_all_parts_run_in_their_folders_and_an_index_leads_to_them(
     monkeypatch.setattr(commands, "run_downstream", run)
     monkeypatch.setattr(commands, "run_protocol", run)
     monkeypatch.setattr(commands, "run_study", run)
+    monkeypatch.setattr(commands, "run_video", run)
     result = CliRunner().invoke(commands.reproduce, ["all", "--quick", "--out", str(tmp_path)])
     assert result.exit_code == 0
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     links = re.findall(r'href="([^"]+)"', page)
-    assert len(links) == 5 and all((tmp_path / target).is_file() for target in links)
+    assert len(links) == 6 and all((tmp_path / target).is_file() for target in links)

@@ -249,21 +249,29 @@ def _chat(wish: BenchmarkWish | None, data: Path | None, device: str, tasks: str
 def everything(
     quick: Quick = False,
     redraw: Redraw = False,
+    device: Device = "cpu",
     seed: Seed = 0,
     out: Annotated[Path, typer.Option(help="Folder of the reports.")] = Path("supportbasis-out"),
 ) -> None:
-    """All five studies of the paper's claims, one after the other, each in a folder of its own."""
+    """Every study, one after the other, each in a folder of its own."""
     with friendly("reproduce all"):
         check_installed()
         writable(out)
+        chosen_device(device)
     efficiency(quick, redraw, seed, out / "efficiency")
-    distribution(quick=quick, redraw=redraw, out=out / "distribution")
-    downstream(quick=quick, redraw=redraw, out=out / "downstream")
+    distribution(device=device, quick=quick, redraw=redraw, out=out / "distribution")
+    downstream(device=device, quick=quick, redraw=redraw, out=out / "downstream")
     items = FEW_ITEMS if quick else ALL_ITEMS
     protocol = out / "downstream-protocol"
-    downstream(protocol="paper", limit=items, quick=quick, redraw=redraw, out=protocol)
+    downstream(
+        protocol="paper", limit=items, device=device, quick=quick, redraw=redraw, out=protocol
+    )
+    # these two keep no rows to draw again
     if not (redraw and (out / "polynomial-attention" / "report.html").is_file()):
         polynomial_attention(quick, seed, out / "polynomial-attention")
+    if not (redraw and (out / "video" / "report.html").is_file()):
+        clips = 1 if device == "cpu" and not quick else None  # eight would take half a day
+        video(clips=clips, device=device, quick=quick, seed=seed, out=out / "video")
     with friendly("reproduce all"):
         parts = {
             "efficiency": "time and error",
@@ -271,6 +279,7 @@ def everything(
             "downstream": "answers with approximate attention",
             "downstream-protocol": "the same in the authors' protocol",
             "polynomial-attention": "one polynomial attention against several",
+            "video": "clips of a diffusion transformer",
         }
         write_index(out, "supportbasis reproduce all", parts)
 
