@@ -306,3 +306,7 @@ def test_the_command_compares_clips_with_exact_ones(
     page = (out / "report.html").read_text()
     assert page.count("data:image/png") == 2
     assert "ModelPlan: Denoiser" in page
+    short = [*command[:-1], "1e-2", "--no-baselines"]
+    assert CliRunner().invoke(commands.reproduce, short).exit_code == 0
+    with (out / "video.csv").open() as file:
+        assert {r["method"] for r in csv.DictReader(file)} == {"exact", "plan"}

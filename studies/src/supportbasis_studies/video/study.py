@@ -25,6 +25,7 @@ FULL = Extent()
 QUICK = Extent(
     frames=8, size=32, steps=6, dense=1, parts=1, clips=2, batch=2, changes=(5e-3,)
 )  # fmt: skip
+KINDS = (SAME_TIME, CLUSTERS, TILES, SLIDING, IDEAL)
 TITLE = "supportbasis reproduce video"
 LEAD = (
     "A small diffusion transformer samples clips of moving textured shapes; every token attends to "
@@ -78,7 +79,14 @@ def step(console: Console, name: str) -> Iterator[None]:
 
 
 def run_video(
-    extent: Extent, out: Path, weights: Path, seed: int, device: torch.device, console: Console
+    extent: Extent,
+    out: Path,
+    weights: Path,
+    seed: int,
+    device: torch.device,
+    console: Console,
+    *,
+    baselines: bool = True,
 ) -> None:
     """Sample with every method; then tables, pictures and the report."""
     machine = Machine.here(str(device))
@@ -95,7 +103,7 @@ def run_video(
         with step(console, f"clips by plans, change {change:g}"):
             found.append(lab.planned(change, plans[change]))
         share = found[-1].planned / max(1e-9, found[0].planned)
-        for kind in (SAME_TIME, CLUSTERS, TILES, SLIDING, IDEAL):
+        for kind in KINDS if baselines else ():
             with step(console, findings.label(kind, change)):
                 found.append(lab.sparse(kind, change, plans[change], min(1.0, share)))
         _write(found, out, machine)
