@@ -19,12 +19,7 @@ pytest.importorskip("transformers")
 import supportbasis as sb
 from downstream_cases import random_models, saved_models
 from supportbasis import InputError, Plan
-from supportbasis_studies.downstream import (
-    documents,
-    measure,
-    methods,
-    powers,
-)
+from supportbasis_studies.downstream import documents, measure, methods, powers
 from supportbasis_studies.downstream import reuse as reuse_module
 from supportbasis_studies.downstream.emulation import emulated, emulated_weights, series
 from supportbasis_studies.downstream.reuse import Reuse

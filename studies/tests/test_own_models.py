@@ -23,14 +23,7 @@ pytest.importorskip("transformers")
 from downstream_cases import invoke, random_models
 from llada_cases import save_llada
 from supportbasis_studies import commands
-from supportbasis_studies.downstream import (
-    harness,
-    language,
-    methods,
-    models,
-    sampler,
-    study,
-)
+from supportbasis_studies.downstream import harness, language, methods, models, sampler, study
 from supportbasis_studies.downstream.diffusion import Diffusion
 
 CPU = torch.device("cpu")
