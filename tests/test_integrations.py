@@ -1,107 +1,29 @@
-"""Attention inside models of transformers and of callers of PyTorch's attention."""
+"""Attention inside models of transformers."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import supportbasis as sb
 from supportbasis.integrations.calls import Call, explicit
-from supportbasis.integrations.replacing import has_interface
+from transformer_cases import (
+    MODELS,
+    SPECIAL,
+    TOKENS,
+    both,
+    close,
+    ids,
+    inputs,
+    model_plan,
+    padded,
+    tiny,
+)
 
 transformers = pytest.importorskip("transformers")
-WORDS, TOKENS = 96, 70
-SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": WORDS}
-WIDE = {"hidden_size": 32, "intermediate_size": 48, **SIZES}
-GROUPED = {**WIDE, "num_key_value_heads": 2}
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-BOTH = {
-    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": WORDS,
-    "decoder_start_token_id": 1, **SPECIAL,
-}  # fmt: skip
-
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("LlamaForCausalLM", GROUPED),
-    "Bidirectional": ("LlamaForCausalLM", {**GROUPED, "is_causal": False}),
-    "Mistral": ("MistralForCausalLM", {**GROUPED, "sliding_window": None}),
-    "Qwen2": ("Qwen2ForCausalLM", GROUPED),
-    "Qwen3": ("Qwen3ForCausalLM", {**GROUPED, "head_dim": 16}),
-    "OPT": ("OPTForCausalLM", {
-        **SIZES, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32,
-        "max_position_embeddings": 256}),
-    "Phi": ("PhiForCausalLM", WIDE),
-    "GPT2": ("GPT2LMHeadModel", {
-        "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "vocab_size": WORDS,
-        **SPECIAL}),
-    "Bert": ("BertForMaskedLM", WIDE),
-    "ModernBert": ("ModernBertForMaskedLM", {
-        **WIDE, "num_hidden_layers": 3, "cls_token_id": 1, "sep_token_id": 2, **SPECIAL}),
-    "ViT": ("ViTForImageClassification", {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "image_size": 32, "patch_size": 4}),
-    "Whisper": ("WhisperForConditionalGeneration", {
-        **BOTH, "num_mel_bins": 8, "max_source_positions": 60, "max_target_positions": 80}),
-    "Bart": ("BartForConditionalGeneration", BOTH),
-}  # fmt: skip
-
-
-def tiny(name: str, **more: Any) -> Any:
-    """A model with random weights, large enough that attention is far from uniform."""
-    cls, given = MODELS.get(name, (name, GROUPED))
-    kind = getattr(transformers, cls)
-    torch.manual_seed(0)
-    model = kind(kind.config_class(**{**given, **more})).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight *= 5
-    return model
-
-
-def ids(batch: int = 2, tokens: int = TOKENS) -> torch.Tensor:
-    return torch.randint(3, WORDS, (batch, tokens), generator=torch.Generator().manual_seed(0))
-
-
-def inputs(name: str, tokens: int = TOKENS) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(1)
-    if name == "ViT":
-        return {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator)}
-    if name == "Whisper":
-        mel = torch.randn(2, 8, 120, generator=generator)
-        return {"input_features": mel, "decoder_input_ids": ids(tokens=40)}
-    if name == "Bart":
-        return {"input_ids": ids(), "decoder_input_ids": ids(tokens=40)}
-    return {"input_ids": ids(tokens=tokens)}
-
-
-def padded(side: str, tokens: int = TOKENS) -> torch.Tensor:
-    mask = torch.ones(2, tokens, dtype=torch.int64)
-    hidden = tokens // 3
-    mask[1, slice(0, hidden) if side == "left" else slice(tokens - hidden, tokens)] = 0
-    return mask
-
-
-@torch.no_grad()
-def both(
-    model: Any, run: Callable[[], torch.Tensor], method: Any = None
-) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """What a model computes by itself, and with a method."""
-    exact = run()
-    with sb.models.use(model, method or sb.Exact()) as answers:
-        return exact, run(), answers
-
-
-def close(one: torch.Tensor, two: torch.Tensor) -> None:
-    """To rounding of float32 in two layers, beside logits of size one to ten."""
-    assert float(one.abs().max()) > 0.1
-    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
 
 
 # ---- exactness -------------------------------------------------------------------------------
@@ -368,16 +290,6 @@ def test_registered_plans_are_taken_in_the_order_of_the_modules() -> None:
     assert (answers.exact, answers.approximated) == ({0: 6}, {1: 6})
 
 
-def model_plan(plans: list[sb.Plan], names: list[str] | None = None) -> sb.ModelPlan:
-    from supportbasis.plans import LayerPlan
-
-    layers = tuple(
-        LayerPlan(names[i] if names else f"layer {i}", plan, (0.0,) * plan.num_heads, 0)
-        for i, plan in enumerate(plans)
-    )
-    return sb.ModelPlan(layers, "kl", 1.0, 64, 0.0)
-
-
 def test_plans_find_their_modules_by_name() -> None:
     """Also where the first module that runs is not the first of the plan."""
     q = torch.randn(1, 4, 64, 8)
@@ -406,143 +318,3 @@ def test_wrong_arguments_are_named() -> None:
         register(method=sb.Exact(), plan=model_plan([]))
     with pytest.raises(sb.InputError, match="min_tokens must be"):
         register(min_tokens=-1)
-
-
-# ---- never silently --------------------------------------------------------------------------
-
-
-class OwnAttention(torch.nn.Module):
-    """A model that attends in its own way: by PyTorch's attention, or by hand."""
-
-    def __init__(self, by_hand: bool = False) -> None:
-        super().__init__()
-        self.by_hand, self.weight = by_hand, torch.nn.Parameter(torch.randn(8, 8) / 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            q = (x @ self.weight).unflatten(-1, (2, 4)).transpose(1, 2)
-            if self.by_hand:
-                y = (q @ q.mT / 2).softmax(-1) @ q
-            else:
-                y = F.scaled_dot_product_attention(q, q, q)
-            x = y.transpose(1, 2).flatten(2)
-        return x
-
-
-class Renamed(transformers.LlamaPreTrainedModel):
-    """A model of transformers with code of its own, and no class named ...Attention."""
-
-    def __init__(self, config: Any, by_hand: bool) -> None:
-        super().__init__(config)
-        self.block = OwnAttention(by_hand)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(x)
-
-
-@pytest.mark.parametrize("renamed", [False, True])
-def test_a_replaced_attention_that_is_never_called_is_an_error(renamed: bool) -> None:
-    config = transformers.LlamaConfig(**GROUPED)
-    x = torch.randn(1, 40, 8)
-    for by_hand in (False, True):
-        model = Renamed(config, by_hand) if renamed else OwnAttention(by_hand)
-        assert not has_interface(model)
-        with torch.no_grad(), sb.models.use(model, sb.Exact()) as answers:
-            if by_hand:
-                with pytest.raises(sb.InputError, match=r"no attention of \w+ arrived"):
-                    model(x)
-            else:
-                close(model(x), model(x))
-                assert answers.calls == 4
-
-
-def test_the_models_own_attention_comes_back_after_an_exception() -> None:
-    model = tiny("Llama")
-
-    def fail() -> None:
-        with sb.models.use(model, sb.Exact()):
-            raise RuntimeError("stop")
-
-    with pytest.raises(RuntimeError, match="stop"):
-        fail()
-    assert model.config._attn_implementation == "sdpa"
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
-    exact, other, _ = both(model, lambda: model(ids()).logits)  # and can be replaced again
-    close(exact, other)
-
-
-def test_a_model_is_replaced_once_at_a_time() -> None:
-    model = tiny("Llama")
-    with (
-        sb.models.use(model, sb.Exact()),
-        pytest.raises(sb.InputError, match="replaced already"),
-        sb.models.use(model, sb.Exact()),
-    ):
-        pass
-    with pytest.raises(sb.InputError, match=r"must be a torch\.nn\.Module"), sb.models.use(3):
-        pass
-    with (
-        pytest.raises(sb.InputError, match="expected one"),
-        sb.models.use(model, sb.Exact(), method=sb.Exact()),
-    ):
-        pass
-
-
-# ---- sdpa.override ---------------------------------------------------------------------------
-
-
-def test_sites_are_numbered_by_their_order_in_a_forward_pass() -> None:
-    torch.manual_seed(0)
-    model, x = OwnAttention(), torch.randn(1, 40, 8)
-    q = torch.randn(1, 2, 40, 4)
-    mean, exact = (sb.plan(q, q, q, method=m) for m in (sb.Polynomial(0), sb.Exact()))
-    plan = model_plan([mean, exact], ["call 0", "call 1"])
-    with torch.no_grad(), sb.integrations.sdpa.override(plan=plan) as answers:
-        model(x)
-        model(x)
-    assert (answers.approximated, answers.exact) == ({0: 2}, {1: 2})
-    with (
-        pytest.raises(sb.InputError, match="no multiple"),
-        sb.integrations.sdpa.override(plan=plan),
-    ):
-        F.scaled_dot_product_attention(q, q, q)
-    with pytest.raises(sb.InputError, match="was not called"), sb.integrations.sdpa.override():
-        pass
-
-
-@pytest.mark.parametrize("dims", [2, 3, 4, 5])
-def test_shapes_and_masks_of_sdpa_are_answered(dims: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, *(2,) * (dims - 2), 20, 8, generator=generator)
-    mask = torch.rand(20, 20, generator=generator) > 0.4
-    key_mask = mask[:1].expand(*(1,) * (dims - 2), 1, 20)
-    for given in ({}, {"is_causal": True}, {"attn_mask": mask}, {"attn_mask": key_mask},
-                  {"scale": 0.3}, {"attn_mask": mask.float()}):  # fmt: skip
-        exact = F.scaled_dot_product_attention(q, k, v, **given)
-        with (
-            warnings.catch_warnings(),
-            sb.integrations.sdpa.override(sb.Exact()) as answers,
-        ):
-            warnings.simplefilter("ignore")
-            other = F.scaled_dot_product_attention(q, k, v, **given)
-        torch.testing.assert_close(exact, other)
-        assert answers.calls == 1
-
-
-def test_short_calls_are_exact_where_min_tokens_says_so() -> None:
-    q = torch.randn(1, 2, 64, 8)
-    for least, approximated in ((64, 1), (65, 0)):
-        with sb.integrations.sdpa.override(sb.Polynomial(0), min_tokens=least) as answers:
-            F.scaled_dot_product_attention(q, q, q)
-        assert answers.approximated.total() == approximated
-
-
-def test_dropout_runs_exactly_and_says_so() -> None:
-    q = torch.randn(1, 2, 64, 8)
-    with (
-        pytest.warns(UserWarning, match="it has dropout"),
-        sb.integrations.sdpa.override(sb.Polynomial(0)) as answers,
-    ):
-        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
-    assert answers.exact.total() == 1

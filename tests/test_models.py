@@ -1,8 +1,7 @@
-"""`sb.models`: effects of heads on the prediction, allocation, plans of whole models."""
+"""Plans of whole models, and their evaluation."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -11,55 +10,13 @@ import torch
 import torch.nn.functional as F
 
 import supportbasis as sb
-from supportbasis.integrations.calls import Call
-from supportbasis.integrations.replacing import replaced
-from supportbasis.models import effects, ladder
-from supportbasis.models.allocation import Option, allocate
+from model_cases import TOKENS, Toy, texts, tiny_llama
+from supportbasis.models import ladder
 from supportbasis.models.evaluation import CUE, LINE, evaluate, hidden_lines
 from supportbasis.models.planning import upper_limit
-from supportbasis.models.predictions import divergences, sample_labels, visible
+from supportbasis.models.predictions import divergences
 from supportbasis.plans import ExactHead, FittedHead, ListHead
 from supportbasis.problem.validation import attention_problem
-
-transformers = pytest.importorskip("transformers")
-TOKENS, WORDS = 1536, 64
-
-
-class Toy(torch.nn.Module):
-    """One attention layer between linear maps; logits or the output itself."""
-
-    def __init__(self, is_distribution: bool = True, heads: int = 2, dim: int = 8) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        width = heads * dim
-        self.heads, self.is_distribution = heads, is_distribution
-        self.maps = torch.nn.Linear(width, 3 * width)
-        self.head = torch.nn.Linear(width, WORDS if is_distribution else width)
-
-    def forward(self, x: torch.Tensor) -> object:
-        q, k, v = self.maps(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(2 * q, k, v, is_causal=True)
-        y = self.head(mixed.transpose(1, 2).flatten(2))
-        return {"logits": y} if self.is_distribution else y
-
-
-def tiny_llama(seed: int = 0, heads: int = 2, layers: int = 2) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=1, vocab_size=WORDS, max_position_embeddings=4 * TOKENS,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "proj" in name or "head" in name:
-                weight *= 6  # attention and predictions far from uniform
-    return model
-
-
-def texts(count: int, tokens: int = TOKENS) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(WORDS, (1, tokens), generator=generator) for _ in range(count)]
 
 
 @pytest.fixture
@@ -68,165 +25,6 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "FASTER", 0.0)
     monkeypatch.setattr(ladder, "SHARES", (0.0, 0.05, 0.3))
     monkeypatch.setattr(ladder, "LEAST", 64)
-
-
-# ---- allocation ------------------------------------------------------------------------------
-
-
-def random_options(seed: int) -> list[list[Option]]:
-    generator = torch.Generator().manual_seed(seed)
-    heads = []
-    for _ in range(4):
-        drawn = torch.rand(3, 2, generator=generator).tolist()
-        heads.append([Option(1.0, 0.0), *(Option(time, effect**3) for time, effect in drawn)])
-    return heads
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("limit", [0.0, 1e-3, 0.1, 1.0, 10.0])
-def test_allocation_is_within_the_limit_and_close_to_the_best(seed: int, limit: float) -> None:
-    heads = random_options(seed)
-    chosen = allocate(heads, limit)
-    assert sum(x[i].effect for x, i in zip(heads, chosen, strict=True)) <= limit
-    time = sum(x[i].time for x, i in zip(heads, chosen, strict=True))
-    every = itertools.product(*(range(len(x)) for x in heads))
-    pairs = [[x[i] for x, i in zip(heads, all_of, strict=True)] for all_of in every]
-    best = min(
-        sum(o.time for o in options) for options in pairs if sum(o.effect for o in options) <= limit
-    )
-    assert best <= time <= best + 1.0  # one head's time: the gap of a multiplier
-    if limit in (0.0, 10.0):
-        assert time == pytest.approx(best)
-
-
-def test_infinite_effects_are_never_chosen() -> None:
-    heads = [[Option(1.0, 0.0), Option(0.1, float("inf"))]]
-    assert allocate(heads, 1e6) == [0]
-
-
-# ---- effects ---------------------------------------------------------------------------------
-
-
-def changed(model: torch.nn.Module, x: torch.Tensor, size: float) -> tuple[torch.Tensor, ...]:
-    """Exact output of a model and of one whose heads' outputs are changed, and the change."""
-    kept = {}
-
-    def handler(call: Call) -> torch.Tensor:
-        output = call.exact()
-        generator = torch.Generator().manual_seed(3)
-        scale = torch.tensor([1.0, 3.0]).view(1, 2, 1, 1)  # the second head changes three times
-        kept["change"] = size * scale * torch.randn(output.shape, generator=generator)
-        return output + kept["change"]
-
-    with torch.no_grad():
-        exact = model(x)
-        with replaced(model, handler):
-            other = model(x)
-    return exact, other, kept["change"]
-
-
-def test_predicted_divergence_is_the_measured_one() -> None:
-    """To second order, with enough samples; heads add up, and the second has 9 times the effect."""
-    model, x = Toy(), torch.randn(2, 300, 16, generator=torch.Generator().manual_seed(0))
-    exact, other, change = changed(model, x, 0.02)
-    measured = float(divergences(exact["logits"], other["logits"]).double().mean())
-    generator = torch.Generator().manual_seed(0)
-    (found,) = effects.sensitivities(model, x, [0], "kl", generator, samples=100)
-    predicted = found.effects(found.output + change)
-    assert float(predicted.sum()) == pytest.approx(measured, rel=0.1)
-    first, second = changed(model, x, 0.0)[2], predicted
-    assert float(first.abs().max()) == 0.0
-    assert float(second[1] / second[0]) == pytest.approx(9.0, rel=0.5)
-    assert found.effects(found.output).tolist() == [0.0, 0.0]
-
-
-def test_predicted_change_of_an_output_is_the_measured_one() -> None:
-    model, x = Toy(False), torch.randn(2, 300, 16, generator=torch.Generator().manual_seed(0))
-    exact, other, change = changed(model, x, 0.02)
-    measured = float((other - exact).square().sum() / exact.square().sum())
-    generator = torch.Generator().manual_seed(0)
-    (found,) = effects.sensitivities(model, x, [0], "change", generator, samples=100)
-    assert float(found.effects(found.output + change).sum()) == pytest.approx(measured, rel=0.1)
-
-
-def test_labels_follow_the_distribution_and_padding_does_not_count() -> None:
-    logits = torch.tensor([0.0, 1.0, 3.0]).expand(1, 20000, 3)
-    labels = sample_labels(logits, torch.Generator().manual_seed(0))
-    shares = labels.bincount(minlength=3) / 20000
-    torch.testing.assert_close(shares, logits[0, 0].softmax(0), atol=0.015, rtol=0)  # 4 sigma
-    mask = torch.tensor([[1, 1, 0]])
-    assert visible(logits[:, :3], {"attention_mask": mask}).tolist() == [True, True, False]
-
-
-def test_a_frozen_model_is_restored() -> None:
-    model = Toy().train()
-    model.maps.weight.requires_grad_(False)
-    seen = []
-
-    def look() -> None:
-        with effects.frozen(model):
-            seen.extend([model.training, *(x.requires_grad for x in model.parameters())])
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        look()
-    assert not any(seen)
-    assert model.training
-    assert model.maps.bias.requires_grad
-    assert not model.maps.weight.requires_grad
-
-
-def test_gradient_checkpointing_is_used_where_memory_is_short(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The same gradients; layers are computed again for each of them; then all is as it was."""
-    model, (ids,) = tiny_llama(), texts(1, 100)
-
-    def found() -> list[effects.Sensitivity]:
-        generator = torch.Generator().manual_seed(0)
-        return list(effects.sensitivities(model, ids, [0, 1], "kl", generator, samples=2))
-
-    plain, real, runs = found(), effects._sensitivities, []
-
-    def short(*given: object, checkpoint: bool = False) -> list[effects.Sensitivity]:
-        if not checkpoint:
-            raise torch.OutOfMemoryError
-        layer = model.model.layers[1]
-        hook = layer.self_attn.register_forward_pre_hook(lambda *_: runs.append(1))
-        try:
-            return real(*given, checkpoint=True)
-        finally:
-            hook.remove()
-
-    monkeypatch.setattr(effects, "_sensitivities", short)
-    for mine, other in zip(plain, found(), strict=True):
-        for one, two in zip(mine.gradients, other.gradients, strict=True):
-            torch.testing.assert_close(one, two)
-    assert len(runs) == 3  # forward, and in two backward passes
-    assert not model.is_gradient_checkpointing
-    assert not model.training
-    with pytest.raises(sb.InputError, match="do not fit into the device's memory"):
-        list(effects.sensitivities(Toy(), torch.zeros(1, 9, 16), [0], "kl", torch.Generator()))
-
-
-def test_sites_are_grouped_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.zeros(1, 2, 8, 4)
-    calls = [Call(i, "", x, x, x) for i in range(5)]
-    monkeypatch.setattr(effects, "CPU_BYTES", 2 * 6 * x.numel() * 4)
-    assert effects.groups(calls, 2) == [[0, 1], [2, 3], [4]]
-    monkeypatch.setattr(effects, "CPU_BYTES", 1)
-    assert effects.groups(calls, 2) == [[0], [1], [2], [3], [4]]
-
-
-def test_a_model_that_records_no_gradients_is_refused() -> None:
-    class Frozen(Toy):
-        @torch.no_grad()
-        def forward(self, x: torch.Tensor) -> object:
-            return super().forward(x)
-
-    x = torch.randn(1, 600, 16, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(sb.InputError, match="Frozen records no gradients as it runs"):
-        sb.models.plan(Frozen(), [x], kl=0.1, progress=False)
 
 
 # ---- plans of models -------------------------------------------------------------------------
