@@ -6,7 +6,6 @@ serves any length, and every split is a disjoint cover of all pairs.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ class ScoreRange(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class HeadPlan(ABC):
+class HeadPlan:
     """The settings of one head, with its predicted cost and the reason for the choice."""
 
     kind: ClassVar[str]
@@ -50,9 +49,24 @@ class HeadPlan(ABC):
     measured: float | None = None  # error on sampled rows, where the planner measured it
     scores: ScoreRange | None = None  # the range it was made for; None: nothing depends on it
 
-    @abstractmethod
     def basis(self, head: Head) -> list[RowGroup]:
-        """Disjoint components that cover all pairs of a head."""
+        """Disjoint components that cover all pairs of a head: large rows exactly; small rows with
+        large keys exactly, with small keys by `smooth_sum`."""
+        rows, keys = self.split(head)
+        groups = [] if rows.large is None else [RowGroup(rows.large, [self.exact(head)])]
+        if not is_empty(rows.small):
+            components = [] if is_empty(keys.small) else [self.smooth_sum(keys.small)]
+            components += [] if keys.large is None else [ExactSum(keys.large)]
+            groups.append(RowGroup(rows.small, components or [self.exact(head)]))
+        return groups
+
+    def split(self, head: Head) -> tuple[Side, Side]:
+        """Rows and live keys; none of them are large unless the kind of head says which."""
+        return Side(None, None), Side(None, head.live_keys)
+
+    def smooth_sum(self, keys: Tensor | None) -> Component:
+        """What sums small rows with these keys."""
+        return ExactSum(keys)
 
     def exact(self, head: Head) -> Component:
         """The exact component that the others approximate, over all keys."""
@@ -97,9 +111,6 @@ class ExactHead(HeadPlan):
 
     kind = "exact"
 
-    def basis(self, head: Head) -> list[RowGroup]:
-        return [RowGroup(None, [self.exact(head)])]
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PolynomialHead(HeadPlan):
@@ -122,17 +133,12 @@ class PolynomialHead(HeadPlan):
     def polynomials(self) -> tuple[CertifiedPolynomial, ...]:
         return (self.polynomial,)
 
-    def split(self, head: Head) -> tuple[Side, Side]:
-        """Rows and live keys: large ones are exact, and there are none without a threshold."""
-        return Side(None, None), Side(None, head.live_keys)
-
     def smooth(self, head: Head) -> tuple[Tensor | None, Tensor | None]:
         rows, keys = self.split(head)
         return rows.small, keys.small
 
-    def basis(self, head: Head) -> list[RowGroup]:
-        rows, keys = self.split(head)
-        return _split_groups(head, rows, keys, PolynomialSum(self.polynomial, keys.small))
+    def smooth_sum(self, keys: Tensor | None) -> PolynomialSum:
+        return PolynomialSum(self.polynomial, keys)
 
     def details(self) -> list[str]:
         poly = self.polynomial
@@ -181,9 +187,8 @@ class FittedHead(HeadPlan):
         keys = balanced.key.norm(dim=1) > self.fitted.key_radius
         return sides(head, rows, keys)
 
-    def basis(self, head: Head) -> list[RowGroup]:
-        rows, keys = self.split(head)
-        return _split_groups(head, rows, keys, FittedSum(self.fitted, self.transform, keys.small))
+    def smooth_sum(self, keys: Tensor | None) -> FittedSum:
+        return FittedSum(self.fitted, self.transform, keys)
 
     def details(self) -> list[str]:
         return [str(self.fitted)]
@@ -198,8 +203,8 @@ class ListHead(HeadPlan):
     lists: ListSettings
     keys: float = 0.0  # of open leaves, a query
 
-    def basis(self, head: Head) -> list[RowGroup]:
-        return [RowGroup(None, [ListSum(self.lists)])]
+    def smooth_sum(self, keys: Tensor | None) -> Component:
+        return ListSum(self.lists)  # which leaves out padded keys itself
 
     def details(self) -> list[str]:
         return [str(self.lists), f"{self.keys:.0f} of {self.m} keys a query in open leaves"]
@@ -217,8 +222,8 @@ class PowerHead(HeadPlan):
     def kernels(self) -> tuple[PowerKernel, ...]:
         return (self.kernel,)
 
-    def basis(self, head: Head) -> list[RowGroup]:
-        return [RowGroup(None, [_power(self.kernel, head.live_keys)])]
+    def smooth_sum(self, keys: Tensor | None) -> Component:
+        return _power(self.kernel, keys)
 
     def exact(self, head: Head) -> Component:
         return PowerSum(head.live_keys, kernel=self.kernel)
@@ -292,17 +297,6 @@ class BucketHead(HeadPlan):
 
 HEADS = (ExactHead, PolynomialHead, ThresholdHead, FittedHead, ListHead, PowerHead, BucketHead)
 KINDS: dict[str, type[HeadPlan]] = {head.kind: head for head in HEADS}
-
-
-def _split_groups(head: Head, rows: Side, keys: Side, smooth: Component) -> list[RowGroup]:
-    """Large rows exactly; small rows with large keys exactly, with small keys by ``smooth``."""
-    whole = ExactSum(head.live_keys)
-    groups = [] if rows.large is None else [RowGroup(rows.large, [whole])]
-    if not is_empty(rows.small):
-        components = [] if is_empty(keys.small) else [smooth]
-        components += [] if keys.large is None else [ExactSum(keys.large)]
-        groups.append(RowGroup(rows.small, components or [whole]))
-    return groups
 
 
 def _power(kernel: PowerKernel, keys: Tensor | None) -> Component:
