@@ -59,10 +59,13 @@ def kernel_problem(query: Tensor, key: Tensor, value: Tensor, scale: float | Non
     return replace(problem, normalise=False)
 
 
-def check_dense(name: str, tensor: Tensor) -> None:
+def _check_place(name: str, tensor: Tensor, first: str, other: Tensor) -> None:
+    """Raise if a tensor is not dense, or not on the device of another."""
     if tensor.is_nested or tensor.layout != torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise InputError(f"{name} is a {kind} tensor; expected a dense one")
+    if tensor.device != other.device:
+        raise InputError(f"{name} is on {tensor.device} but {first} is on {other.device}")
 
 
 def check_tensors(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
@@ -71,7 +74,7 @@ def check_tensors(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
     for name, tensor in zip(names, tensors, strict=True):
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        check_dense(name, tensor)
+        _check_place(name, tensor, first, query)
         if tensor.dtype not in DTYPES:
             expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise InputError(f"{name} has dtype {tensor.dtype}; expected one of {expected}")
@@ -80,8 +83,6 @@ def check_tensors(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
             raise InputError(f"{name} has shape {shape}; expected [..., heads, tokens, dim]")
         if tensor.dtype != query.dtype:
             raise InputError(f"{name} has dtype {tensor.dtype} but {first} has {query.dtype}")
-        if tensor.device != query.device:
-            raise InputError(f"{name} is on {tensor.device} but {first} is on {query.device}")
         if tensor.device.type == "meta":
             raise InputError(f"{name} is a meta tensor, which has no entries; expected a real one")
     if query.shape[-1] < 1:
@@ -128,6 +129,14 @@ def _broadcast(
         raise InputError(f"leading dims of {text} do not broadcast{hint}") from None
 
 
+def _expanded(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    try:
+        return tensor.expand(shape)
+    except RuntimeError:
+        fault = f"{name} has shape {tuple(tensor.shape)}, which does not broadcast to {shape}"
+        raise InputError(fault) from None
+
+
 def _four(tensor: Tensor, leading: Sequence[int]) -> Tensor:
     """Broadcast the leading dims and flatten them to [batch, heads]."""
     whole = tensor.expand(*leading, *tensor.shape[-2:])
@@ -152,19 +161,12 @@ def _split_mask(
         return None, None
     if not isinstance(mask, Tensor):
         raise InputError(f"attn_mask must be a torch.Tensor or None, got {type(mask).__name__}")
-    check_dense("attn_mask", mask)
+    _check_place("attn_mask", mask, "query", query)
     if finite:
         check_visible("attn_mask", mask)
-    if mask.device != query.device:
-        raise InputError(f"attn_mask is on {mask.device} but query is on {query.device}")
     if mask.dtype != torch.bool and mask.dtype not in DTYPES:
         raise InputError(f"attn_mask has dtype {mask.dtype}; expected bool or floating point")
-    try:
-        mask.expand(shape)
-    except RuntimeError:
-        raise InputError(
-            f"attn_mask has shape {tuple(mask.shape)}, which does not broadcast to {shape}"
-        ) from None
+    whole = _expanded("attn_mask", mask, shape)
     batch, heads = math.prod(shape[:-3]), shape[-3] if len(shape) > 2 else 1
     rows = mask.shape[-2] if mask.dim() >= 2 else 1
     if rows == 0:  # no queries, and a mask for each of them
@@ -176,12 +178,12 @@ def _split_mask(
                 "keys [..., 1, keys] has gradients: detach it"
             )
         check_bias(mask)
-        return None, mask.expand(shape).reshape(batch, heads, *shape[-2:])
+        return None, whole.reshape(batch, heads, *shape[-2:])
     if rows > 1:
         mask = mask[..., :1, :]
     dtype = compute_dtype(query.dtype)
     if mask.dtype == torch.bool:
-        weight = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), -math.inf)
+        weight = torch.where(mask, 0.0, -math.inf).to(dtype)
     else:
         if (finite or query.device.type == "cpu") and not is_tracing():  # else the operator does
             check_bias(mask)
@@ -251,14 +253,8 @@ def _check_weights(weights: Tensor, data: Tensor) -> Tensor:
         raise InputError(f"weights must be a floating-point tensor, got {weights!r}")
     if weights.requires_grad and torch.is_grad_enabled():
         raise InputError("weights requires grad, but densities have no gradients so far")
-    check_dense("weights", weights)
-    if weights.device != data.device:
-        raise InputError(f"weights is on {weights.device} but data is on {data.device}")
-    shape = tuple(data.shape[:-1])
-    try:
-        expanded = weights.double().expand(shape)
-    except RuntimeError:
-        raise InputError(f"weights has shape {tuple(weights.shape)}; expected {shape}") from None
+    _check_place("weights", weights, "data", data)
+    expanded = _expanded("weights", weights.double(), tuple(data.shape[:-1]))
     good = (expanded.isfinite() & (expanded >= 0)).all(-1) & (expanded.sum(-1) > 0)
     if not bool(good.all()):
         raise InputError("weights must be finite and >= 0, with a positive sum")
