@@ -74,7 +74,8 @@ class HeadPlan:
 
     def smooth(self, head: Head) -> tuple[Tensor | None, Tensor | None]:
         """Rows and keys of the pairs that are approximated (None: all)."""
-        return None, head.live_keys
+        rows, keys = self.split(head)
+        return rows.small, keys.small
 
     @property
     def kernels(self) -> tuple[PowerKernel, ...]:
@@ -132,10 +133,6 @@ class PolynomialHead(HeadPlan):
     @property
     def polynomials(self) -> tuple[CertifiedPolynomial, ...]:
         return (self.polynomial,)
-
-    def smooth(self, head: Head) -> tuple[Tensor | None, Tensor | None]:
-        rows, keys = self.split(head)
-        return rows.small, keys.small
 
     def smooth_sum(self, keys: Tensor | None) -> PolynomialSum:
         return PolynomialSum(self.polynomial, keys)
