@@ -27,7 +27,6 @@ POWERS: Part = (VIOLET, "all rows × all keys: a power of the score")
 CLOSED: Part = (LIGHT, "closed leaves: a tilted key in place of each")
 OPEN: Part = (BLUE, "open leaves: exact")
 OWN: Part = (RED, "own window: exact")
-LETTERS = {"exact": "E", "lists": "L", "fitted": "F", "polynomial": "P", "single-threshold": "T"}
 THINNEST = 1 / 256  # of a side: what fewer tokens are drawn as
 SMALLEST = 1e-3  # of the cost scale, and of the effect's share
 
@@ -145,8 +144,8 @@ def layer_panels(
 
 
 def draw_model(plan: ModelPlan, path: str | Path | None = None) -> Figure:
-    """Two panels, layer × head: the cost of each head with the letter of its kind, and its share
-    of the effect."""
+    """Two panels, layer × head: the cost of each head with the first letter of its kind, and its
+    share of the effect."""
     heads = max((len(layer.heads) for layer in plan.layers), default=1)
     figure = new_figure(3.2 + 0.75 * heads, 1.9 + 0.42 * len(plan.layers))
     from matplotlib.colors import LogNorm
@@ -164,10 +163,10 @@ def draw_model(plan: ModelPlan, path: str | Path | None = None) -> Figure:
     for row, layer in enumerate(plan.layers):
         for column, head in enumerate(layer.heads):
             colour = "white" if head.cost > 0.1 else "black"
-            left.text(column, row, LETTERS.get(head.kind, "?"), color=colour, **style)
+            left.text(column, row, head.kind[0].upper(), color=colour, **style)
     measured = "" if plan.measured is None else f"{plan.measured:.2g} measured, "
-    kinds = {head.kind for head in plan.heads}
-    legend = ", ".join(f"{letter}: {kind}" for kind, letter in LETTERS.items() if kind in kinds)
+    kinds = sorted({head.kind for head in plan.heads})
+    legend = ", ".join(f"{kind[0].upper()}: {kind}" for kind in kinds)
     figure.suptitle(
         f"{plan.model or 'model'}, {plan.tokens} tokens: cost {plan.cost:.2g}; {plan.unit} "
         f"{measured}{plan.predicted:.2g} predicted, allowed {plan.limit:.2g}\n{legend}",
