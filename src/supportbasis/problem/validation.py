@@ -53,12 +53,6 @@ def attention_problem(
     )  # fmt: skip
 
 
-def kernel_problem(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Problem:
-    """The same for an unnormalised kernel sum: no mask, no dropout, not causal."""
-    problem = attention_problem(query, key, value, None, 0.0, False, scale, False)
-    return replace(problem, normalise=False)
-
-
 def _check_place(name: str, tensor: Tensor, first: str, other: Tensor) -> None:
     """Raise if a tensor is not dense, or not on the device of another."""
     if tensor.is_nested or tensor.layout != torch.strided:
@@ -99,34 +93,26 @@ def _leading_dims(
         raise InputError(f"{key} has head dim {key_dim} but {query} has {dim}; they must agree")
     if value_m != m:
         raise InputError(f"{value} has {value_m} tokens but {key} has {m}; they must agree")
-    if not enable_gqa:
-        hint = "; for fewer key heads than query heads pass enable_gqa=True"
-        leading = _broadcast(tensors, names, 2, hint)
-        return leading, leading
-    if min(x.dim() for x in tensors) < 3:
-        raise InputError("enable_gqa=True needs a heads dim: [..., heads, tokens, dim]")
-    heads, key_heads, value_heads = (x.shape[-3] for x in tensors)
-    if key_heads != value_heads or key_heads == 0 or heads % key_heads:
-        raise InputError(
-            f"enable_gqa=True with {heads} query heads, {key_heads} key heads and {value_heads} "
-            "value heads; key and value heads must be equal and divide the query heads"
-        )
-    batch = _broadcast(tensors, names, 3, "")
-    return (*batch, heads), (*batch, key_heads)
-
-
-def _broadcast(
-    tensors: Sequence[Tensor], names: Sequence[str], last: int, hint: str
-) -> tuple[int, ...]:
-    """The common shape of all but the last dims."""
+    last, hint = 2, "; for fewer key heads than query heads pass enable_gqa=True"
+    if enable_gqa:
+        if min(x.dim() for x in tensors) < 3:
+            raise InputError("enable_gqa=True needs a heads dim: [..., heads, tokens, dim]")
+        heads, key_heads, value_heads = (x.shape[-3] for x in tensors)
+        if key_heads != value_heads or key_heads == 0 or heads % key_heads:
+            raise InputError(
+                f"enable_gqa=True with {heads} query heads, {key_heads} key heads and "
+                f"{value_heads} value heads; key and value heads must be equal and divide the "
+                "query heads"
+            )
+        last, hint = 3, ""
     shapes = [tuple(x.shape[:-last]) for x in tensors]
-    if shapes[0] == shapes[1] == shapes[2]:
-        return shapes[0]
+    same = shapes[0] == shapes[1] == shapes[2]
     try:
-        return tuple(torch.broadcast_shapes(*shapes))
+        batch = shapes[0] if same else tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError:
         text = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
         raise InputError(f"leading dims of {text} do not broadcast{hint}") from None
+    return (*batch, *tensors[0].shape[-last:-2]), (*batch, *tensors[1].shape[-last:-2])
 
 
 def _expanded(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
