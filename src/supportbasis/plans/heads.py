@@ -25,6 +25,7 @@ from ..problem.problem import Head
 from .supports import RowGroup, Side, is_empty, members, sides, split_at
 
 PRINTED_PAIRS = 8
+KINDS: dict[str, type[HeadPlan]] = {}  # by name, as files say it
 
 
 class ScoreRange(NamedTuple):
@@ -48,6 +49,10 @@ class HeadPlan:
     speedup: float = 1.0  # predicted against SDPA on this machine
     measured: float | None = None  # error on sampled rows, where the planner measured it
     scores: ScoreRange | None = None  # the range it was made for; None: nothing depends on it
+
+    def __init_subclass__(cls, kind: str) -> None:
+        cls.kind = kind
+        KINDS[kind] = cls
 
     def basis(self, head: Head) -> list[RowGroup]:
         """Disjoint components that cover all pairs of a head: large rows exactly; small rows with
@@ -107,17 +112,13 @@ class HeadPlan:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ExactHead(HeadPlan):
+class ExactHead(HeadPlan, kind="exact"):
     """All pairs are computed exactly."""
-
-    kind = "exact"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PolynomialHead(HeadPlan):
+class PolynomialHead(HeadPlan, kind="polynomial"):
     """One polynomial for all pairs."""
-
-    kind = "polynomial"
 
     polynomial: CertifiedPolynomial
 
@@ -143,11 +144,9 @@ class PolynomialHead(HeadPlan):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ThresholdHead(PolynomialHead):
+class ThresholdHead(PolynomialHead, kind="single-threshold"):
     """Large rows with all keys exactly (Case 1 of the paper), small rows with large keys exactly
     (Case 2), small rows with small keys by a polynomial."""
-
-    kind = "single-threshold"
 
     threshold: float
     large: tuple[int, int]  # rows and keys beyond the threshold when it was made
@@ -161,11 +160,9 @@ class ThresholdHead(PolynomialHead):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class FittedHead(HeadPlan):
+class FittedHead(HeadPlan, kind="fitted"):
     """Far rows with all keys and near rows with far keys exactly, near rows with near keys by a
     polynomial fitted to their scores."""
-
-    kind = "fitted"
 
     fitted: FittedKernel
     transform: Transform  # the balancing transform that it is fitted in
@@ -192,10 +189,8 @@ class FittedHead(HeadPlan):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ListHead(HeadPlan):
+class ListHead(HeadPlan, kind="lists"):
     """Lists of exact and tilted keys."""
-
-    kind = "lists"
 
     lists: ListSettings
     keys: float = 0.0  # of open leaves, a query
@@ -208,10 +203,8 @@ class ListHead(HeadPlan):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PowerHead(HeadPlan):
+class PowerHead(HeadPlan, kind="power"):
     """A power of the score instead of its exponential."""
-
-    kind = "power"
 
     kernel: PowerKernel
 
@@ -246,11 +239,9 @@ class BucketPair:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class BucketHead(HeadPlan):
+class BucketHead(HeadPlan, kind="multi-threshold"):
     """Buckets of rows and of keys by their largest entries; each pair of buckets exactly, or by a
     power of a polynomial, sketched or not."""
-
-    kind = "multi-threshold"
 
     row_edges: tuple[float, ...]  # upper thresholds of the buckets
     key_edges: tuple[float, ...]
@@ -290,10 +281,6 @@ class BucketHead(HeadPlan):
         if rest := len(self.pairs) - len(lines) + 1:
             lines.append(f"and {rest} smaller pairs")
         return "\n      ".join(lines)
-
-
-HEADS = (ExactHead, PolynomialHead, ThresholdHead, FittedHead, ListHead, PowerHead, BucketHead)
-KINDS: dict[str, type[HeadPlan]] = {head.kind: head for head in HEADS}
 
 
 def _power(kernel: PowerKernel, keys: Tensor | None) -> Component:
