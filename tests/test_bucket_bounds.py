@@ -3,6 +3,7 @@ lower bound of a row's sum."""
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from supportbasis.engine import jensen
 from supportbasis.plans import ExactHead, HeadPlan, PowerHead, supports
 from supportbasis.polynomials.powers import PowerKernel
 from supportbasis.problem.problem import Head
-from supportbasis.problem.validation import kernel_problem
+from supportbasis.problem.validation import attention_problem
 
 
 def exact_head_plan(head: Head) -> HeadPlan:
@@ -241,7 +242,8 @@ def test_jensen_is_attained_by_equal_keys(power, causal, block, monkeypatch):
 
 def test_jensen_of_a_kernel_sum_is_of_its_plain_weights():
     q, k, v = qkv(1, 1, n=14, d=3)
-    head = kernel_problem(q, k, v, None).head(0, 0)
+    problem = attention_problem(q, k, v, None, 0.0, False, None, False)
+    head = replace(problem, normalise=False).head(0, 0)
     _, exact = dense_attention(q, k, v)
     lower = jensen.lower_lse(exact_head_plan(head), head, None)
     assert (lower <= exact[0, 0]).all()

@@ -22,7 +22,7 @@ from .plans import Plan
 from .problem.checks import is_tracing
 from .problem.problem import Problem
 from .problem.result import Outcome, Result
-from .problem.validation import attention_problem, check_tensors, density_problem, kernel_problem
+from .problem.validation import attention_problem, check_tensors, density_problem
 
 
 @overload
@@ -142,7 +142,8 @@ def kernel_sum(
 
     Sums that overflow the input dtype raise; ``return_result=True`` returns them as
     ``output * exp(log_scale)`` with one log_scale for each head, and never overflows."""
-    problem = kernel_problem(query, key, value, scale)
+    problem = attention_problem(query, key, value, None, 0.0, False, scale, False)
+    problem = replace(problem, normalise=False)
     plan = plan_of(problem, method, None)
     outcome = run(problem, plan, return_result)
     if return_result:

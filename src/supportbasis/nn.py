@@ -66,7 +66,9 @@ class SupportBasisAttention(nn.Module):
         self.head_dim = _head_dim(embed_dim, num_heads, self.num_key_heads, rope)
         self.is_causal, self.rope, self.dropout = is_causal, rope, dropout
         self.kept_plan: Plan | None = None
-        self.method = _method(method, tolerance)
+        if method is not None and tolerance is not None:
+            raise InputError(f"method is {method} and tolerance is {tolerance}; give one of them")
+        self.method = method if tolerance is None else Auto(tolerance)
         key_dim = self.num_key_heads * self.head_dim
         self.query_projection = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.key_projection = nn.Linear(embed_dim, key_dim, bias=bias)
@@ -122,8 +124,10 @@ class SupportBasisAttention(nn.Module):
         return self._method
 
     @method.setter
-    def method(self, method: Method) -> None:
-        method = _method(method, None)
+    def method(self, method: Method | None) -> None:
+        method = Auto() if method is None else method
+        if not isinstance(method, Method):
+            raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
         if self.gradient == "closed-form":
             check_method(method, "gradient='closed-form'")
         self._method, self.kept_plan = method, None
@@ -247,16 +251,6 @@ def rotated(x: Tensor) -> Tensor:
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
-
-
-def _method(method: Method | None, tolerance: float | None) -> Method:
-    if method is not None and tolerance is not None:
-        raise InputError(f"method is {method} and tolerance is {tolerance}; give one of them")
-    if method is None:
-        return Auto() if tolerance is None else Auto(tolerance)
-    if not isinstance(method, Method):
-        raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
-    return method
 
 
 def _head_dim(embed_dim: int, heads: int, key_heads: int, rope: bool) -> int:

@@ -44,11 +44,9 @@ class Unit:
         """Plan, rows, keys and smooth component of a chunk that begins at ``offset``."""
         if isinstance(plan, FittedHead):
             plan = replace(plan, exact_rows=max(0, plan.exact_rows - offset))
-            rows, keys = plan.split(head)
-            return plan, rows, keys, FittedSum(plan.fitted, plan.transform, keys.small)
-        assert isinstance(plan, PolynomialHead)
+        assert isinstance(plan, (PolynomialHead, FittedHead))
         rows, keys = plan.split(head)
-        return plan, rows, keys, PolynomialSum(plan.polynomial, keys.small)
+        return plan, rows, keys, plan.smooth_sum(keys.small)
 
     @property
     def small_count(self) -> int:

@@ -49,7 +49,8 @@ def norm_sums(plan: HeadPlan, head: Head) -> Tensor:
     """Count, sum and largest of the norms of the approximated rows, of the approximated keys, of
     the transformed queries and of the transformed live keys, [4, 3] in float64. Tokens of the same
     norm in other directions may be longer after a transform. Without one the last two are zero."""
-    rows, keys = plan.smooth(head)
+    is_fitted = isinstance(plan, FittedHead)  # whose far tokens are known after the transform only
+    rows, keys = (None, head.live_keys) if is_fitted else plan.smooth(head)
     found = [take(head.query_norms, rows), take(head.key_norms, keys)]
     if isinstance(plan, FittedHead):
         with torch.no_grad():

@@ -113,7 +113,8 @@ class Answers:
                 f"({call.name}) arrived: it was made for another model"
             )
         site = self.plan.layers[number]
-        shape, made_for = (call.query.shape[1], call.query.shape[3]), (len(site.heads), site.dim)
+        shape = (call.query.shape[1], call.query.shape[3])
+        made_for = (site.plan.num_heads, site.plan.dim)
         if shape != made_for:
             raise InputError(
                 f"plan: layer {number} ({site.name}) was made for (heads, dim) = {made_for}, but "

@@ -195,15 +195,14 @@ def list_work(head: Head, settings: ListSettings, opened: float) -> Work:
     """Sorting, tilts, selection and attention by lists, with ``opened`` open leaves a row."""
     dim, width, leaf = head.dim, head.value_dim, settings.leaf
     keys = min(head.n, head.m) if settings.window else head.m
-    leaves, own = float(math.ceil(keys / leaf)), 0.0
+    leaves = float(math.ceil(keys / leaf))
     if settings.window:  # a row attends to the leaves of earlier windows, on average half of them
         windows = math.ceil(head.n / settings.window)
         leaves = min(leaves, settings.window // leaf * (windows - 1) / 2)
-        own = settings.window / 2
     cells, scored = head.n / settings.block, min(1.0, SCORED_MEMBERS / settings.block)
     tilted = cells * leaves * leaf  # pairs of mean queries and keys
     coarse = head.n * leaves  # pairs of rows and tilted keys
-    exact = head.n * (opened * leaf + own)
+    exact = head.n * (opened * leaf + settings.window / 2)  # half of its own window
     splits = 2 * math.log2(max(2.0, min(keys, SORTED) / leaf))
     sorting = (head.n + keys) * (dim * (dim + 2 * AXES) + splits * AXES * (AXES + 2))
     selected = scored * coarse  # pairs of rows and tilted keys that `select` scores

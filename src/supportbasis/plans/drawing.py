@@ -19,24 +19,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LIGHT, BLUE, RED, VIOLET = "#cfe3f5", "#4878b8", "#c44e52", "#e3d7f0"
-Labels = dict[str, str]  # what a colour stands for
-SPLIT_PARTS: Labels = {
-    LIGHT: "small rows × small keys: polynomial",
-    BLUE: "small rows × large keys: exact",
-    RED: "large rows × all keys: exact",
-    VIOLET: "all rows × all keys: a power of the score",
-}
-LIST_PARTS: Labels = {
-    LIGHT: "closed leaves: a tilted key in place of each",
-    BLUE: "open leaves: exact",
-    RED: "own window: exact",
-}
-BUCKET_PARTS: Labels = {
-    LIGHT: "bucket pair: power p of a polynomial",
-    VIOLET: "bucket pair: power p, sketched",
-    RED: "bucket pair: exact",
-}
-LETTERS = {"exact": "E", "lists": "L", "fitted": "F", "polynomial": "P", "single-threshold": "T"}
+Part = tuple[str, str]  # a colour, and what it stands for
+SMALL: Part = (LIGHT, "small rows × small keys: polynomial")
+LARGE_KEYS: Part = (BLUE, "small rows × large keys: exact")
+LARGE_ROWS: Part = (RED, "large rows × all keys: exact")
+POWERS: Part = (VIOLET, "all rows × all keys: a power of the score")
+CLOSED: Part = (LIGHT, "closed leaves: a tilted key in place of each")
+OPEN: Part = (BLUE, "open leaves: exact")
+OWN: Part = (RED, "own window: exact")
 THINNEST = 1 / 256  # of a side: what fewer tokens are drawn as
 SMALLEST = 1e-3  # of the cost scale, and of the effect's share
 
@@ -54,20 +44,19 @@ def new_figure(width: float, height: float) -> Figure:
 def draw_supports(plan: HeadPlan, path: str | Path | None = None) -> Figure:
     """The support of each component of one head, as a picture of its score matrix."""
     figure = new_figure(6.2, 5.6)
-    from matplotlib.colors import to_hex
-    from matplotlib.patches import Patch
-
     axes = figure.add_subplot()
     axes.set(xlim=(0, max(1, plan.m)), ylim=(max(1, plan.n), 0), xlabel="key", ylabel="query row")
+    more = ""
     if isinstance(plan, ListHead):
-        labels, more = _draw_lists(axes, plan), f"\n{plan.lists}"
+        more = f"\n{plan.lists}"
+        _draw_lists(axes, plan)
     elif isinstance(plan, BucketHead):
-        labels, more = _draw_buckets(axes, plan), ""
+        _draw_buckets(axes, plan)
     else:
         more = f", T = {plan.threshold:.3g}" if isinstance(plan, ThresholdHead) else ""
-        labels = _draw_split(axes, plan)
-    used = {to_hex(patch.get_facecolor()) for patch in axes.patches}
-    handles = [Patch(color=colour, label=labels[colour]) for colour in labels if colour in used]
+        _draw_split(axes, plan)
+    parts = {patch.get_label(): patch for patch in axes.patches}
+    handles = list(parts.values())
     figure.legend(handles=handles, loc="outside lower center", frameon=False, fontsize=8, ncols=1)
     title = f"{plan.kind}, {plan.n} × {plan.m} pairs, cost {plan.cost:.3g} of exact{more}"
     axes.set_title(title, fontsize=10)
@@ -76,27 +65,26 @@ def draw_supports(plan: HeadPlan, path: str | Path | None = None) -> Figure:
     return figure
 
 
-def _box(axes: Axes, x: float, y: float, width: float, height: float, colour: str) -> None:
+def _box(axes: Axes, x: float, y: float, width: float, height: float, part: Part) -> None:
     """Keys x and on, rows y and on."""
     from matplotlib.patches import Rectangle
 
-    axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor="none"))
+    axes.add_patch(Rectangle((x, y), width, height, facecolor=part[0], label=part[1]))
 
 
-def _draw_split(axes: Axes, plan: HeadPlan) -> Labels:
+def _draw_split(axes: Axes, plan: HeadPlan) -> None:
     """Large rows in red, large keys in blue, the rest light; large tokens are drawn first."""
-    colours: dict[type, str] = {ExactHead: RED, PowerHead: VIOLET}
-    _box(axes, 0, 0, plan.m, plan.n, colours.get(type(plan), LIGHT))
+    whole: dict[type, Part] = {ExactHead: LARGE_ROWS, PowerHead: POWERS}
+    _box(axes, 0, 0, plan.m, plan.n, whole.get(type(plan), SMALL))
     if isinstance(plan, ThresholdHead):
         sizes = zip(plan.large, (plan.n, plan.m), strict=True)
         rows, keys = (max(count, total * THINNEST) if count else 0 for count, total in sizes)
-        _box(axes, 0, 0, keys, plan.n, BLUE)
-        _box(axes, 0, 0, plan.m, rows, RED)
+        _box(axes, 0, 0, keys, plan.n, LARGE_KEYS)
+        _box(axes, 0, 0, plan.m, rows, LARGE_ROWS)
         axes.set(xlabel="keys, large ones first", ylabel="query rows, large ones first")
-    return SPLIT_PARTS
 
 
-def _draw_lists(axes: Axes, plan: ListHead) -> Labels:
+def _draw_lists(axes: Axes, plan: ListHead) -> None:
     """How much a row attends to exactly. Which leaves are open is decided at each call, for each
     block of queries; their mean share is drawn: windows at their positions, open leaves first."""
     from matplotlib.patches import Polygon
@@ -109,17 +97,16 @@ def _draw_lists(axes: Axes, plan: ListHead) -> Labels:
         for first in range(0, keys, window):  # its own rows see it exactly, later ones by lists
             end, last = min(keys, first + window), min(n, first + window)
             own = [(first, first), (end, end), (end, last), (first, last)]
-            axes.add_patch(Polygon(own, facecolor=RED))
+            axes.add_patch(Polygon(own, facecolor=OWN[0], label=OWN[1]))
             columns.append((first, last, end - first, n - last))
         far = sum(width * height for _, _, width, height in columns)
         share = plan.keys * n / far if far else 0.0
     for x, y, width, height in columns:
-        _box(axes, x, y, share * width, height, BLUE)
-        _box(axes, x + share * width, y, (1 - share) * width, height, LIGHT)
-    return LIST_PARTS
+        _box(axes, x, y, share * width, height, OPEN)
+        _box(axes, x + share * width, y, (1 - share) * width, height, CLOSED)
 
 
-def _draw_buckets(axes: Axes, plan: BucketHead) -> Labels:
+def _draw_buckets(axes: Axes, plan: BucketHead) -> None:
     """A rectangle for each pair of buckets, tokens sorted by bucket, with the pair's power."""
     rows = {pair.row: pair.rows for pair in plan.pairs}
     keys = {pair.key: pair.keys for pair in plan.pairs}
@@ -127,14 +114,18 @@ def _draw_buckets(axes: Axes, plan: BucketHead) -> Labels:
         x = sum(count for key, count in keys.items() if key < pair.key)
         y = sum(count for row, count in rows.items() if row < pair.row)
         kernel = pair.kernel
-        colour = RED if kernel is None else LIGHT if kernel.sketch_size is None else VIOLET
-        _box(axes, x, y, pair.keys, pair.rows, colour)
+        if kernel is None:
+            part = (RED, "bucket pair: exact")
+        elif kernel.sketch_size is None:
+            part = (LIGHT, "bucket pair: power p of a polynomial")
+        else:
+            part = (VIOLET, "bucket pair: power p, sketched")
+        _box(axes, x, y, pair.keys, pair.rows, part)
         axes.patches[-1].set(edgecolor="white", linewidth=0.6)
         if kernel is not None and pair.keys > 0.08 * plan.m and pair.rows > 0.05 * plan.n:
             middle = (x + pair.keys / 2, y + pair.rows / 2)
             axes.annotate(f"p = {kernel.power}", middle, ha="center", va="center", fontsize=8)
     axes.set(xlabel="keys, bucket by bucket", ylabel="query rows, bucket by bucket")
-    return BUCKET_PARTS
 
 
 def layer_panels(
@@ -153,8 +144,8 @@ def layer_panels(
 
 
 def draw_model(plan: ModelPlan, path: str | Path | None = None) -> Figure:
-    """Two panels, layer × head: the cost of each head with the letter of its kind, and its share
-    of the effect."""
+    """Two panels, layer × head: the cost of each head with the first letter of its kind, and its
+    share of the effect."""
     heads = max((len(layer.heads) for layer in plan.layers), default=1)
     figure = new_figure(3.2 + 0.75 * heads, 1.9 + 0.42 * len(plan.layers))
     from matplotlib.colors import LogNorm
@@ -172,10 +163,10 @@ def draw_model(plan: ModelPlan, path: str | Path | None = None) -> Figure:
     for row, layer in enumerate(plan.layers):
         for column, head in enumerate(layer.heads):
             colour = "white" if head.cost > 0.1 else "black"
-            left.text(column, row, LETTERS.get(head.kind, "?"), color=colour, **style)
+            left.text(column, row, head.kind[0].upper(), color=colour, **style)
     measured = "" if plan.measured is None else f"{plan.measured:.2g} measured, "
-    kinds = {head.kind for head in plan.heads}
-    legend = ", ".join(f"{letter}: {kind}" for kind, letter in LETTERS.items() if kind in kinds)
+    kinds = sorted({head.kind for head in plan.heads})
+    legend = ", ".join(f"{kind[0].upper()}: {kind}" for kind in kinds)
     figure.suptitle(
         f"{plan.model or 'model'}, {plan.tokens} tokens: cost {plan.cost:.2g}; {plan.unit} "
         f"{measured}{plan.predicted:.2g} predicted, allowed {plan.limit:.2g}\n{legend}",

@@ -6,7 +6,6 @@ serves any length, and every split is a disjoint cover of all pairs.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from ..problem.problem import Head
 from .supports import RowGroup, Side, is_empty, members, sides, split_at
 
 PRINTED_PAIRS = 8
+KINDS: dict[str, type[HeadPlan]] = {}  # by name, as files say it
 
 
 class ScoreRange(NamedTuple):
@@ -37,7 +37,7 @@ class ScoreRange(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class HeadPlan(ABC):
+class HeadPlan:
     """The settings of one head, with its predicted cost and the reason for the choice."""
 
     kind: ClassVar[str]
@@ -50,9 +50,28 @@ class HeadPlan(ABC):
     measured: float | None = None  # error on sampled rows, where the planner measured it
     scores: ScoreRange | None = None  # the range it was made for; None: nothing depends on it
 
-    @abstractmethod
+    def __init_subclass__(cls, kind: str) -> None:
+        cls.kind = kind
+        KINDS[kind] = cls
+
     def basis(self, head: Head) -> list[RowGroup]:
-        """Disjoint components that cover all pairs of a head."""
+        """Disjoint components that cover all pairs of a head: large rows exactly; small rows with
+        large keys exactly, with small keys by `smooth_sum`."""
+        rows, keys = self.split(head)
+        groups = [] if rows.large is None else [RowGroup(rows.large, [self.exact(head)])]
+        if not is_empty(rows.small):
+            components = [] if is_empty(keys.small) else [self.smooth_sum(keys.small)]
+            components += [] if keys.large is None else [ExactSum(keys.large)]
+            groups.append(RowGroup(rows.small, components or [self.exact(head)]))
+        return groups
+
+    def split(self, head: Head) -> tuple[Side, Side]:
+        """Rows and live keys; none of them are large unless the kind of head says which."""
+        return Side(None, None), Side(None, head.live_keys)
+
+    def smooth_sum(self, keys: Tensor | None) -> Component:
+        """What sums small rows with these keys."""
+        return ExactSum(keys)
 
     def exact(self, head: Head) -> Component:
         """The exact component that the others approximate, over all keys."""
@@ -60,7 +79,8 @@ class HeadPlan(ABC):
 
     def smooth(self, head: Head) -> tuple[Tensor | None, Tensor | None]:
         """Rows and keys of the pairs that are approximated (None: all)."""
-        return None, head.live_keys
+        rows, keys = self.split(head)
+        return rows.small, keys.small
 
     @property
     def kernels(self) -> tuple[PowerKernel, ...]:
@@ -92,20 +112,13 @@ class HeadPlan(ABC):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ExactHead(HeadPlan):
+class ExactHead(HeadPlan, kind="exact"):
     """All pairs are computed exactly."""
-
-    kind = "exact"
-
-    def basis(self, head: Head) -> list[RowGroup]:
-        return [RowGroup(None, [self.exact(head)])]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PolynomialHead(HeadPlan):
+class PolynomialHead(HeadPlan, kind="polynomial"):
     """One polynomial for all pairs."""
-
-    kind = "polynomial"
 
     polynomial: CertifiedPolynomial
 
@@ -122,17 +135,8 @@ class PolynomialHead(HeadPlan):
     def polynomials(self) -> tuple[CertifiedPolynomial, ...]:
         return (self.polynomial,)
 
-    def split(self, head: Head) -> tuple[Side, Side]:
-        """Rows and live keys: large ones are exact, and there are none without a threshold."""
-        return Side(None, None), Side(None, head.live_keys)
-
-    def smooth(self, head: Head) -> tuple[Tensor | None, Tensor | None]:
-        rows, keys = self.split(head)
-        return rows.small, keys.small
-
-    def basis(self, head: Head) -> list[RowGroup]:
-        rows, keys = self.split(head)
-        return _split_groups(head, rows, keys, PolynomialSum(self.polynomial, keys.small))
+    def smooth_sum(self, keys: Tensor | None) -> PolynomialSum:
+        return PolynomialSum(self.polynomial, keys)
 
     def details(self) -> list[str]:
         poly = self.polynomial
@@ -140,11 +144,9 @@ class PolynomialHead(HeadPlan):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ThresholdHead(PolynomialHead):
+class ThresholdHead(PolynomialHead, kind="single-threshold"):
     """Large rows with all keys exactly (Case 1 of the paper), small rows with large keys exactly
     (Case 2), small rows with small keys by a polynomial."""
-
-    kind = "single-threshold"
 
     threshold: float
     large: tuple[int, int]  # rows and keys beyond the threshold when it was made
@@ -158,11 +160,9 @@ class ThresholdHead(PolynomialHead):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class FittedHead(HeadPlan):
+class FittedHead(HeadPlan, kind="fitted"):
     """Far rows with all keys and near rows with far keys exactly, near rows with near keys by a
     polynomial fitted to their scores."""
-
-    kind = "fitted"
 
     fitted: FittedKernel
     transform: Transform  # the balancing transform that it is fitted in
@@ -181,35 +181,30 @@ class FittedHead(HeadPlan):
         keys = balanced.key.norm(dim=1) > self.fitted.key_radius
         return sides(head, rows, keys)
 
-    def basis(self, head: Head) -> list[RowGroup]:
-        rows, keys = self.split(head)
-        return _split_groups(head, rows, keys, FittedSum(self.fitted, self.transform, keys.small))
+    def smooth_sum(self, keys: Tensor | None) -> FittedSum:
+        return FittedSum(self.fitted, self.transform, keys)
 
     def details(self) -> list[str]:
         return [str(self.fitted)]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ListHead(HeadPlan):
+class ListHead(HeadPlan, kind="lists"):
     """Lists of exact and tilted keys."""
-
-    kind = "lists"
 
     lists: ListSettings
     keys: float = 0.0  # of open leaves, a query
 
-    def basis(self, head: Head) -> list[RowGroup]:
-        return [RowGroup(None, [ListSum(self.lists)])]
+    def smooth_sum(self, keys: Tensor | None) -> Component:
+        return ListSum(self.lists)  # which leaves out padded keys itself
 
     def details(self) -> list[str]:
         return [str(self.lists), f"{self.keys:.0f} of {self.m} keys a query in open leaves"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PowerHead(HeadPlan):
+class PowerHead(HeadPlan, kind="power"):
     """A power of the score instead of its exponential."""
-
-    kind = "power"
 
     kernel: PowerKernel
 
@@ -217,8 +212,8 @@ class PowerHead(HeadPlan):
     def kernels(self) -> tuple[PowerKernel, ...]:
         return (self.kernel,)
 
-    def basis(self, head: Head) -> list[RowGroup]:
-        return [RowGroup(None, [_power(self.kernel, head.live_keys)])]
+    def smooth_sum(self, keys: Tensor | None) -> Component:
+        return _power(self.kernel, keys)
 
     def exact(self, head: Head) -> Component:
         return PowerSum(head.live_keys, kernel=self.kernel)
@@ -244,11 +239,9 @@ class BucketPair:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class BucketHead(HeadPlan):
+class BucketHead(HeadPlan, kind="multi-threshold"):
     """Buckets of rows and of keys by their largest entries; each pair of buckets exactly, or by a
     power of a polynomial, sketched or not."""
-
-    kind = "multi-threshold"
 
     row_edges: tuple[float, ...]  # upper thresholds of the buckets
     key_edges: tuple[float, ...]
@@ -288,21 +281,6 @@ class BucketHead(HeadPlan):
         if rest := len(self.pairs) - len(lines) + 1:
             lines.append(f"and {rest} smaller pairs")
         return "\n      ".join(lines)
-
-
-HEADS = (ExactHead, PolynomialHead, ThresholdHead, FittedHead, ListHead, PowerHead, BucketHead)
-KINDS: dict[str, type[HeadPlan]] = {head.kind: head for head in HEADS}
-
-
-def _split_groups(head: Head, rows: Side, keys: Side, smooth: Component) -> list[RowGroup]:
-    """Large rows exactly; small rows with large keys exactly, with small keys by ``smooth``."""
-    whole = ExactSum(head.live_keys)
-    groups = [] if rows.large is None else [RowGroup(rows.large, [whole])]
-    if not is_empty(rows.small):
-        components = [] if is_empty(keys.small) else [smooth]
-        components += [] if keys.large is None else [ExactSum(keys.large)]
-        groups.append(RowGroup(rows.small, components or [whole]))
-    return groups
 
 
 def _power(kernel: PowerKernel, keys: Tensor | None) -> Component:

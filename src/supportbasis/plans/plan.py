@@ -151,10 +151,6 @@ class LayerPlan:
     def heads(self) -> tuple[HeadPlan, ...]:
         return self.plan.heads
 
-    @property
-    def dim(self) -> int:
-        return self.plan.dim
-
 
 @dataclass(frozen=True, eq=False)
 class ModelPlan(SomeHeads):

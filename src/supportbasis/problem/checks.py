@@ -114,7 +114,7 @@ def refuse_forward(ctx: Any, *tangents: Tensor | None) -> NoReturn:
 def first_order(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors for a kernel of PyTorch whose second derivative raises our error; unchanged in
     compiled graphs."""
-    if torch.compiler.is_compiling() or not all(isinstance(x, Tensor) for x in tensors):
+    if torch.compiler.is_compiling():
         return tensors
     tracing, recorded = is_tracing(), torch.is_grad_enabled()
     chosen = [tracing or (recorded and x.requires_grad) for x in tensors]

@@ -53,16 +53,13 @@ def attention_problem(
     )  # fmt: skip
 
 
-def kernel_problem(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Problem:
-    """The same for an unnormalised kernel sum: no mask, no dropout, not causal."""
-    problem = attention_problem(query, key, value, None, 0.0, False, scale, False)
-    return replace(problem, normalise=False)
-
-
-def check_dense(name: str, tensor: Tensor) -> None:
+def _check_place(name: str, tensor: Tensor, first: str, other: Tensor) -> None:
+    """Raise if a tensor is not dense, or not on the device of another."""
     if tensor.is_nested or tensor.layout != torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise InputError(f"{name} is a {kind} tensor; expected a dense one")
+    if tensor.device != other.device:
+        raise InputError(f"{name} is on {tensor.device} but {first} is on {other.device}")
 
 
 def check_tensors(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
@@ -71,7 +68,7 @@ def check_tensors(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
     for name, tensor in zip(names, tensors, strict=True):
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        check_dense(name, tensor)
+        _check_place(name, tensor, first, query)
         if tensor.dtype not in DTYPES:
             expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise InputError(f"{name} has dtype {tensor.dtype}; expected one of {expected}")
@@ -80,8 +77,6 @@ def check_tensors(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
             raise InputError(f"{name} has shape {shape}; expected [..., heads, tokens, dim]")
         if tensor.dtype != query.dtype:
             raise InputError(f"{name} has dtype {tensor.dtype} but {first} has {query.dtype}")
-        if tensor.device != query.device:
-            raise InputError(f"{name} is on {tensor.device} but {first} is on {query.device}")
         if tensor.device.type == "meta":
             raise InputError(f"{name} is a meta tensor, which has no entries; expected a real one")
     if query.shape[-1] < 1:
@@ -98,34 +93,34 @@ def _leading_dims(
         raise InputError(f"{key} has head dim {key_dim} but {query} has {dim}; they must agree")
     if value_m != m:
         raise InputError(f"{value} has {value_m} tokens but {key} has {m}; they must agree")
-    if not enable_gqa:
-        hint = "; for fewer key heads than query heads pass enable_gqa=True"
-        leading = _broadcast(tensors, names, 2, hint)
-        return leading, leading
-    if min(x.dim() for x in tensors) < 3:
-        raise InputError("enable_gqa=True needs a heads dim: [..., heads, tokens, dim]")
-    heads, key_heads, value_heads = (x.shape[-3] for x in tensors)
-    if key_heads != value_heads or key_heads == 0 or heads % key_heads:
-        raise InputError(
-            f"enable_gqa=True with {heads} query heads, {key_heads} key heads and {value_heads} "
-            "value heads; key and value heads must be equal and divide the query heads"
-        )
-    batch = _broadcast(tensors, names, 3, "")
-    return (*batch, heads), (*batch, key_heads)
-
-
-def _broadcast(
-    tensors: Sequence[Tensor], names: Sequence[str], last: int, hint: str
-) -> tuple[int, ...]:
-    """The common shape of all but the last dims."""
+    last, hint = 2, "; for fewer key heads than query heads pass enable_gqa=True"
+    if enable_gqa:
+        if min(x.dim() for x in tensors) < 3:
+            raise InputError("enable_gqa=True needs a heads dim: [..., heads, tokens, dim]")
+        heads, key_heads, value_heads = (x.shape[-3] for x in tensors)
+        if key_heads != value_heads or key_heads == 0 or heads % key_heads:
+            raise InputError(
+                f"enable_gqa=True with {heads} query heads, {key_heads} key heads and "
+                f"{value_heads} value heads; key and value heads must be equal and divide the "
+                "query heads"
+            )
+        last, hint = 3, ""
     shapes = [tuple(x.shape[:-last]) for x in tensors]
-    if shapes[0] == shapes[1] == shapes[2]:
-        return shapes[0]
+    same = shapes[0] == shapes[1] == shapes[2]
     try:
-        return tuple(torch.broadcast_shapes(*shapes))
+        batch = shapes[0] if same else tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError:
         text = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
         raise InputError(f"leading dims of {text} do not broadcast{hint}") from None
+    return (*batch, *tensors[0].shape[-last:-2]), (*batch, *tensors[1].shape[-last:-2])
+
+
+def _expanded(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    try:
+        return tensor.expand(shape)
+    except RuntimeError:
+        fault = f"{name} has shape {tuple(tensor.shape)}, which does not broadcast to {shape}"
+        raise InputError(fault) from None
 
 
 def _four(tensor: Tensor, leading: Sequence[int]) -> Tensor:
@@ -152,19 +147,12 @@ def _split_mask(
         return None, None
     if not isinstance(mask, Tensor):
         raise InputError(f"attn_mask must be a torch.Tensor or None, got {type(mask).__name__}")
-    check_dense("attn_mask", mask)
+    _check_place("attn_mask", mask, "query", query)
     if finite:
         check_visible("attn_mask", mask)
-    if mask.device != query.device:
-        raise InputError(f"attn_mask is on {mask.device} but query is on {query.device}")
     if mask.dtype != torch.bool and mask.dtype not in DTYPES:
         raise InputError(f"attn_mask has dtype {mask.dtype}; expected bool or floating point")
-    try:
-        mask.expand(shape)
-    except RuntimeError:
-        raise InputError(
-            f"attn_mask has shape {tuple(mask.shape)}, which does not broadcast to {shape}"
-        ) from None
+    whole = _expanded("attn_mask", mask, shape)
     batch, heads = math.prod(shape[:-3]), shape[-3] if len(shape) > 2 else 1
     rows = mask.shape[-2] if mask.dim() >= 2 else 1
     if rows == 0:  # no queries, and a mask for each of them
@@ -176,12 +164,12 @@ def _split_mask(
                 "keys [..., 1, keys] has gradients: detach it"
             )
         check_bias(mask)
-        return None, mask.expand(shape).reshape(batch, heads, *shape[-2:])
+        return None, whole.reshape(batch, heads, *shape[-2:])
     if rows > 1:
         mask = mask[..., :1, :]
     dtype = compute_dtype(query.dtype)
     if mask.dtype == torch.bool:
-        weight = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), -math.inf)
+        weight = torch.where(mask, 0.0, -math.inf).to(dtype)
     else:
         if (finite or query.device.type == "cpu") and not is_tracing():  # else the operator does
             check_bias(mask)
@@ -251,14 +239,8 @@ def _check_weights(weights: Tensor, data: Tensor) -> Tensor:
         raise InputError(f"weights must be a floating-point tensor, got {weights!r}")
     if weights.requires_grad and torch.is_grad_enabled():
         raise InputError("weights requires grad, but densities have no gradients so far")
-    check_dense("weights", weights)
-    if weights.device != data.device:
-        raise InputError(f"weights is on {weights.device} but data is on {data.device}")
-    shape = tuple(data.shape[:-1])
-    try:
-        expanded = weights.double().expand(shape)
-    except RuntimeError:
-        raise InputError(f"weights has shape {tuple(weights.shape)}; expected {shape}") from None
+    _check_place("weights", weights, "data", data)
+    expanded = _expanded("weights", weights.double(), tuple(data.shape[:-1]))
     good = (expanded.isfinite() & (expanded >= 0)).all(-1) & (expanded.sum(-1) > 0)
     if not bool(good.all()):
         raise InputError("weights must be finite and >= 0, with a positive sum")
