@@ -93,15 +93,14 @@ def _checked_call(
     elif not isinstance(weight_qk, Tensor):
         expected = "a tensor [d, d] or a pair (W_Q, W_K)"
         raise InputError(f"weight_qk must be {expected}, got {weight_qk!r}")
-    goals = {"target": target, "upstream": upstream}
-    goals = {name: goal for name, goal in goals.items() if goal is not None}
-    if len(goals) != 1:
-        given = "both are" if goals else "neither is"
+    if (target is None) == (upstream is None):
+        given = "neither is" if target is None else "both are"
         raise InputError(
             f"target or upstream: {given} given; expected the target of the loss, or the gradient "
             "of another loss by the output"
         )
-    tensors = {"x": x, **weights, "weight_v": weight_v, **goals}
+    goal = {"target": target} if upstream is None else {"upstream": upstream}
+    tensors = {"x": x, **weights, "weight_v": weight_v, **goal}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.is_nested:
             continue  # `check_tensors` will say so
@@ -111,26 +110,25 @@ def _checked_call(
             raise InputError(f"{name} has shape {shape}; expected {expected}, not empty")
     check_tensors(list(tensors.values()), list(tensors))
     check_finite(**tensors)
-    x, *pair, weight_v, goal = (y.detach().to(compute_dtype(y.dtype)) for y in tensors.values())
-    call = Call(x, tuple(pair), weight_v, goal)
-    _check_shapes(call, *goals)
+    x, *pair, weight_v, aim = (y.detach().to(compute_dtype(y.dtype)) for y in tensors.values())
+    call = Call(x, tuple(pair), weight_v, aim)
+    _check_shapes(call, *goal)
     return call
 
 
 def _check_shapes(call: Call, name: str) -> None:
     (n, dim), pair, weight_v = call.x.shape, call.pair, call.weight_v
-    shapes = ", ".join(str(tuple(w.shape)) for w in (*pair, weight_v))
+    shapes = [str(tuple(w.shape)) for w in (*pair, weight_v)]
     if len({w.shape[:-2] for w in (*pair, weight_v)}) > 1:
         raise InputError(
-            f"weight_qk and weight_v have shapes {shapes}, which disagree; expected all "
+            f"weight_qk and weight_v have shapes {', '.join(shapes)}, which disagree; expected all "
             f"[{dim}, ...] for one head or all [heads, {dim}, ...]"
         )
     if len(pair) == 1 and pair[0].shape[-2:] != (dim, dim):
-        shape = tuple(pair[0].shape)
-        raise InputError(f"weight_qk has shape {shape}; expected [..., {dim}, {dim}]")
+        raise InputError(f"weight_qk has shape {shapes[0]}; expected [..., {dim}, {dim}]")
     if pair[0].shape != pair[-1].shape or pair[0].shape[-2] != dim:
-        shapes = " and ".join(str(tuple(y.shape)) for y in pair)
-        raise InputError(f"weight_qk has shapes {shapes}; expected two of [..., {dim}, h]")
+        both = " and ".join(shapes[:2])
+        raise InputError(f"weight_qk has shapes {both}; expected two of [..., {dim}, h]")
     if weight_v.shape[-2] != dim:
         raise InputError(f"weight_v has {weight_v.shape[-2]} rows; expected {dim}, the width of x")
     expected = (*weight_v.shape[:-2], n, weight_v.shape[-1])
