@@ -120,12 +120,6 @@ def sparse_part(head: Head, lse: Tensor, parts: list[Exact]) -> Tensor:
     return torch.sparse_coo_tensor(where, torch.cat(values), shape, check_invariants=False)
 
 
-def sum_columns(dim: int, inputs: bool) -> int:
-    """Numbers that a feature sums: x and the upper triangle of x xᵀ; for the gradients of the keys
-    x tᵀ, x and t."""
-    return dim + dim * (dim + 1) // 2 + (dim**2 + 2 * dim if inputs else 0)
-
-
 class Sums:
     """The loss, its residual, and sums over parts of the weights, from m' [n, d] and the rows [n]
     that have weights. ``inputs``: with M and Z, which only ∂L/∂X needs."""
@@ -158,7 +152,7 @@ class Sums:
         row, column = torch.triu_indices(dim, dim, device=self.x.device).unbind(0)
         index = row.new_empty(dim, dim)  # of all d² entries in the triangle
         index[row, column] = index[column, row] = torch.arange(len(row), device=row.device)
-        moments = self.x.new_zeros(factors.rank, sum_columns(dim, inputs=False))
+        moments = self.x.new_zeros(factors.rank, dim + len(row))
         for keys in factors.keys.split(size):
             x = self.near[keys]
             moments.addmm_(factors.right(keys).T, torch.cat([x, x[:, row] * x[:, column]], 1))

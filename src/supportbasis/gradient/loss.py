@@ -23,7 +23,7 @@ from ..problem.rounding import compute_dtype
 from ..problem.validation import attention_problem, check_tensors
 from ..sketch import approximate_svd
 from .closed_attention import check_method, closed_form_attention
-from .closed_form import Call, Factors, Sums, exact_tiles, sparse_part, sum_columns, weights_of
+from .closed_form import Call, Factors, Sums, exact_tiles, sparse_part, weights_of
 from .loss_result import AttentionLossGradient, LowRankPart
 
 EPS, SEED = 0.5, 0  # of the approximate SVD
@@ -233,13 +233,14 @@ def _truncated(matrix: Tensor, rank: int) -> tuple[Factors, LowRankPart]:
 def _check_work(
     plan: HeadPlan, head_dim: int, dim: int, low_rank: int | None, inputs: bool
 ) -> None:
-    """The sums of the gradient have many more columns than those of attention."""
+    """The sums of the gradient have many more columns than those of attention: x and the upper
+    triangle of x xᵀ; for the gradients of the keys x tᵀ, x and t."""
     if low_rank is not None and plan.kind == "exact":
         raise InputError(
             f"low_rank is {low_rank}, but the exact part is the whole n x n matrix "
             f"({plan.reason}); use a larger threshold, another degree, or low_rank=None"
         )
-    columns = sum_columns(dim, inputs)
+    columns = dim + dim * (dim + 1) // 2 + inputs * (dim**2 + 2 * dim)
     rank = true_rank(head_dim, plan.degree) if isinstance(plan, PolynomialHead) else 0
     if rank * columns > STATE_LIMIT:
         raise InputError(
