@@ -90,10 +90,14 @@ class PolySketch:
 
     def __call__(self, x: Tensor) -> Tensor:
         """S x^{⊗power} of every vector in ``x`` [..., d]: [..., size]."""
-        _check_vectors(x)
+        if not isinstance(x, Tensor):
+            raise InputError(f"x must be a tensor [..., d], got {type(x).__name__}")
+        if not x.is_floating_point():
+            raise InputError(f"x must be a floating-point tensor, got {x.dtype}; use x.float()")
+        if x.dim() == 0 or x.shape[-1] == 0:
+            raise InputError(f"x has shape {tuple(x.shape)}; expected [..., d] with d >= 1")
         x = x.to(compute_dtype(x.dtype))
-        tree = _draw_tree(self, x.shape[-1], x.dtype, x.device)
-        return tree(x)[0]
+        return _draw_tree(self, x.shape[-1], x.dtype, x.device)(x)[0]
 
     def nonnegative(self, x: Tensor) -> Tensor:
         """φ'(x) = (S x^{⊗power/2})^{⊗2} of every vector in ``x`` [..., d]: [..., size²].
@@ -308,12 +312,3 @@ def _hadamard(x: Tensor) -> Tensor:
 def _logarithm(dim: int) -> int:
     """ceil(log2(dim))."""
     return (dim - 1).bit_length()
-
-
-def _check_vectors(x: object) -> None:
-    if not isinstance(x, Tensor):
-        raise InputError(f"x must be a tensor [..., d], got {type(x).__name__}")
-    if not x.is_floating_point():
-        raise InputError(f"x must be a floating-point tensor, got {x.dtype}; use x.float()")
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise InputError(f"x has shape {tuple(x.shape)}; expected [..., d] with d >= 1")
