@@ -20,7 +20,7 @@ from supportbasis.analysis import (
     sub_gaussian_threshold,
     variance_proxy,
 )
-from supportbasis.errors import InputError
+from supportbasis.errors import InputError, SupportBasisError
 from supportbasis_studies.dense_splits import support_basis
 
 gaussian = partial(cases.gaussian, dtype=torch.float32)
@@ -164,5 +164,5 @@ def test_plot_shows_entries_and_thresholds(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'pip install "supportbasis\[cli\]"'):
+    with pytest.raises(SupportBasisError, match=r'pip install "supportbasis\[cli\]"'):
         EntryProfile.of(gaussian(16, 8, seed=0)).plot()

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from .errors import InputError
 from .paper.sub_gaussian import (
-    check_alpha,
     check_pair,
     chernoff_tail,
     expected_large_entries,
@@ -30,6 +29,7 @@ from .paper.sub_gaussian import (
     support_exponent,
     variance_proxy,
 )
+from .plans.drawing import new_figure
 from .problem.checks import check_number
 from .problem.problem import largest_entries
 from .problem.rounding import compute_dtype
@@ -149,7 +149,6 @@ class EntryProfile:
         expected on either side; and `threshold` if given. n is that of the longer side. Key
         heads may be fewer than query heads (grouped-query attention)."""
         given = {"query": query} if key is None else {"query": query, "key": key}
-        check_alpha(alpha)
         check_pair(query, query if key is None else key)
         proxies = {name: variance_proxy(x) for name, x in given.items()}
         sizes = [(x.shape[-2], x.shape[-1], proxies[name]) for name, x in given.items()]
@@ -182,13 +181,7 @@ class EntryProfile:
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Draw one row per side: a histogram of the entries with red dashed lines at ±sqrt(ln n) as
         in the paper's figures, and large entries per matrix against T below their bound."""
-        try:  # not pyplot: no window, no global state, no backend to choose
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                'plotting needs matplotlib; install it with: pip install "supportbasis[cli]"'
-            ) from error
-        figure = Figure(figsize=(11.0, 3.6 * len(self.sides)), layout="constrained")
+        figure = new_figure(11.0, 3.6 * len(self.sides))
         axes = figure.subplots(len(self.sides), 2, squeeze=False)
         for side, (left, right) in zip(self.sides, axes, strict=True):
             _draw_histogram(left, side, self)

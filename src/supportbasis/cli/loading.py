@@ -25,11 +25,6 @@ class Access:
     download: bool = False
     remote_code: bool = False
 
-    @property
-    def options(self) -> dict[str, bool]:
-        """Arguments of ``from_pretrained``."""
-        return {"local_files_only": not self.download, "trust_remote_code": self.remote_code}
-
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
@@ -74,7 +69,8 @@ def load_model(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     check_folder(name)
-    device, options = torch.device(device), access.options
+    device = torch.device(device)
+    options = {"local_files_only": not access.download, "trust_remote_code": access.remote_code}
     chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
     try:
         config: Any = transformers.AutoConfig.from_pretrained(name, **options)

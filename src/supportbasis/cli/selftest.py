@@ -38,10 +38,6 @@ class Case:
     dv: int = 64
     key_heads: int = 2
 
-    @property
-    def has_lists(self) -> bool:
-        return isinstance(self.method, BlockSupport)
-
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         flags = ", causal" * self.causal + ", key biases" * self.bias
@@ -131,7 +127,8 @@ def _compared(case: Case, device: str) -> list[float]:
     settings: dict[str, Any] = {"is_causal": case.causal, "enable_gqa": True}
     on_cpu: Any = [x.cpu() for x in tensors]  # on a GPU short lists are not worth it
     settings["plan"] = plan(*on_cpu, **settings, method=case.method)
-    assert all((head.kind == "lists") == case.has_lists for head in settings["plan"].heads)
+    has_lists = isinstance(case.method, BlockSupport)
+    assert all((head.kind == "lists") == has_lists for head in settings["plan"].heads)
     shape = (1, 2, tensors[0].shape[2], case.dv)
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, case.dtype)
 
@@ -152,7 +149,7 @@ def _tensors(case: Case, device: str) -> list[Tensor]:
     dimensions and values that follow the keys."""
     normal = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     d, on_cpu = case.d, device == "cpu"
-    if case.has_lists:
+    if isinstance(case.method, BlockSupport):
         m = (512 if on_cpu else 2048) * (1 + case.causal)  # windows have 512 positions
         slope, phase = 2 * normal(2, 3, d), 6 * normal(2, 1, d)
         q, k = torch.cos(normal(2, 2, m, 3).sigmoid() @ slope + phase) * (2 * d**-0.25)

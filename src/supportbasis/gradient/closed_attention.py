@@ -93,17 +93,16 @@ def _closed(part: Component) -> Component:
 
 
 class _ClosedFormSum(PolynomialSum):
-    """Differentiated by the closed form: by values and key log-weights by p, by queries and keys by
-    P."""
+    """Differentiated by values and key log-weights by p, by queries and keys by P."""
 
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Tensor | None
     ) -> None:
-        unused = [torch.zeros_like(x) for x in (total.query, total.key, total.value)]
-        of_values = Gradients(unused[0], unused[1], total.value, total.key_log_weight)
+        unused = torch.zeros_like
+        of_values = replace(total, query=unused(total.query), key=unused(total.key))
         super().add_gradients(of_values, cotangent, head, rows)
+        of_scores = replace(total, value=unused(total.value), key_log_weight=None)
         higher = PolynomialSum(antiderivative(self.polynomial), self.keys)
-        of_scores = Gradients(total.query, total.key, unused[2], None)
         higher.add_gradients(of_scores, cotangent, head, rows)
 
 
@@ -120,5 +119,5 @@ def antiderivative(poly: CertifiedPolynomial) -> CertifiedPolynomial:
     factor = bound * math.exp(poly.bound - bound)
     kept = poly.coefficients if poly.bound else poly.coefficients[:1]
     coefficients = (0.0, *(c * factor / (k + 1) for k, c in enumerate(kept)))
-    nothing = (math.inf, (-math.inf, -math.inf))
-    return CertifiedPolynomial(poly.kind, len(kept), bound, coefficients, *nothing)
+    unknown = (math.inf, (-math.inf, -math.inf))
+    return CertifiedPolynomial(poly.kind, len(kept), bound, coefficients, *unknown)

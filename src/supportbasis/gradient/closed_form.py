@@ -120,20 +120,6 @@ def sparse_part(head: Head, lse: Tensor, parts: list[Exact]) -> Tensor:
     return torch.sparse_coo_tensor(where, torch.cat(values), shape, check_invariants=False)
 
 
-def sum_columns(dim: int, inputs: bool) -> int:
-    """Numbers that a feature sums: x and the upper triangle of x xᵀ; for the gradients of the keys
-    x tᵀ, x and t."""
-    return dim + dim * (dim + 1) // 2 + (dim**2 + 2 * dim if inputs else 0)
-
-
-def triangle(dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows and columns of the upper triangle, and the index of each of the d² entries in it."""
-    row, column = torch.triu_indices(dim, dim, device=device).unbind(0)
-    index = torch.empty(dim, dim, dtype=torch.long, device=device)
-    index[row, column] = index[column, row] = torch.arange(len(row), device=device)
-    return row, column, index.flatten()
-
-
 class Sums:
     """The loss, its residual, and sums over parts of the weights, from m' [n, d] and the rows [n]
     that have weights. ``inputs``: with M and Z, which only ∂L/∂X needs."""
@@ -163,8 +149,10 @@ class Sums:
         Σ_i u_i ⊗ (x_i ⊗ t_i, ρ_i x_i, t_i)."""
         dim = self.x.shape[1]
         size = block_rows(max(factors.rank, dim**2), self.x.dtype)
-        row, column, index = triangle(dim, self.x.device)
-        moments = self.x.new_zeros(factors.rank, sum_columns(dim, inputs=False))
+        row, column = torch.triu_indices(dim, dim, device=self.x.device).unbind(0)
+        index = row.new_empty(dim, dim)  # of all d² entries in the triangle
+        index[row, column] = index[column, row] = torch.arange(len(row), device=row.device)
+        moments = self.x.new_zeros(factors.rank, dim + len(row))
         for keys in factors.keys.split(size):
             x = self.near[keys]
             moments.addmm_(factors.right(keys).T, torch.cat([x, x[:, row] * x[:, column]], 1))
@@ -172,7 +160,7 @@ class Sums:
         for rows in factors.rows.split(size):
             left, x, t, rho = factors.left(rows), self.x[rows], self.t[rows], self.rho[rows]
             read = left @ moments
-            square = read[:, dim:].index_select(1, index).view(-1, dim, dim)
+            square = read[:, dim:].index_select(1, index.flatten()).view(-1, dim, dim)
             self.rows[rows] += (square @ t.unsqueeze(2)).squeeze(2) - rho * read[:, :dim]
             if self.inputs:
                 outer = (x.unsqueeze(2) * t.unsqueeze(1)).flatten(1)

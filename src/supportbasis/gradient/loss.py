@@ -1,15 +1,19 @@
-"""The attention loss and its gradients: check, plan, sum up block by block, assemble."""
+"""The attention loss and its gradients: check, plan, sum up block by block, assemble; and the
+result, with its error on sampled rows."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..accuracy.certificate import CONFIDENCE, SAMPLED_ROWS
+from ..accuracy.sampling import RowSample
 from ..engine.execute import execute
 from ..errors import InputError
 from ..methods import Method, SingleThreshold
@@ -17,14 +21,13 @@ from ..methods.planning import make_plan
 from ..plans import HeadPlan, Plan, PolynomialHead
 from ..polynomials.certified import true_rank
 from ..problem.checks import check_finite, check_integer
-from ..problem.problem import Problem
+from ..problem.problem import Head, Problem
 from ..problem.result import Outcome
 from ..problem.rounding import compute_dtype
 from ..problem.validation import attention_problem, check_tensors
 from ..sketch import approximate_svd
 from .closed_attention import check_method, closed_form_attention
-from .closed_form import Call, Factors, Sums, exact_tiles, sparse_part, sum_columns, weights_of
-from .loss_result import AttentionLossGradient, LowRankPart
+from .closed_form import Call, Factors, Sums, exact_tiles, row_gradients, sparse_part, weights_of
 
 EPS, SEED = 0.5, 0  # of the approximate SVD
 STATE_LIMIT = 2**28  # numbers in the sums of a polynomial's features: 1 GiB of float32
@@ -93,15 +96,14 @@ def _checked_call(
     elif not isinstance(weight_qk, Tensor):
         expected = "a tensor [d, d] or a pair (W_Q, W_K)"
         raise InputError(f"weight_qk must be {expected}, got {weight_qk!r}")
-    goals = {"target": target, "upstream": upstream}
-    goals = {name: goal for name, goal in goals.items() if goal is not None}
-    if len(goals) != 1:
-        given = "both are" if goals else "neither is"
+    if (target is None) == (upstream is None):
+        given = "neither is" if target is None else "both are"
         raise InputError(
             f"target or upstream: {given} given; expected the target of the loss, or the gradient "
             "of another loss by the output"
         )
-    tensors = {"x": x, **weights, "weight_v": weight_v, **goals}
+    goal = {"target": target} if upstream is None else {"upstream": upstream}
+    tensors = {"x": x, **weights, "weight_v": weight_v, **goal}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.is_nested:
             continue  # `check_tensors` will say so
@@ -111,26 +113,25 @@ def _checked_call(
             raise InputError(f"{name} has shape {shape}; expected {expected}, not empty")
     check_tensors(list(tensors.values()), list(tensors))
     check_finite(**tensors)
-    x, *pair, weight_v, goal = (y.detach().to(compute_dtype(y.dtype)) for y in tensors.values())
-    call = Call(x, tuple(pair), weight_v, goal)
-    _check_shapes(call, *goals)
+    x, *pair, weight_v, aim = (y.detach().to(compute_dtype(y.dtype)) for y in tensors.values())
+    call = Call(x, tuple(pair), weight_v, aim)
+    _check_shapes(call, *goal)
     return call
 
 
 def _check_shapes(call: Call, name: str) -> None:
     (n, dim), pair, weight_v = call.x.shape, call.pair, call.weight_v
-    shapes = ", ".join(str(tuple(w.shape)) for w in (*pair, weight_v))
+    shapes = [str(tuple(w.shape)) for w in (*pair, weight_v)]
     if len({w.shape[:-2] for w in (*pair, weight_v)}) > 1:
         raise InputError(
-            f"weight_qk and weight_v have shapes {shapes}, which disagree; expected all "
+            f"weight_qk and weight_v have shapes {', '.join(shapes)}, which disagree; expected all "
             f"[{dim}, ...] for one head or all [heads, {dim}, ...]"
         )
     if len(pair) == 1 and pair[0].shape[-2:] != (dim, dim):
-        shape = tuple(pair[0].shape)
-        raise InputError(f"weight_qk has shape {shape}; expected [..., {dim}, {dim}]")
+        raise InputError(f"weight_qk has shape {shapes[0]}; expected [..., {dim}, {dim}]")
     if pair[0].shape != pair[-1].shape or pair[0].shape[-2] != dim:
-        shapes = " and ".join(str(tuple(y.shape)) for y in pair)
-        raise InputError(f"weight_qk has shapes {shapes}; expected two of [..., {dim}, h]")
+        both = " and ".join(shapes[:2])
+        raise InputError(f"weight_qk has shapes {both}; expected two of [..., {dim}, h]")
     if weight_v.shape[-2] != dim:
         raise InputError(f"weight_v has {weight_v.shape[-2]} rows; expected {dim}, the width of x")
     expected = (*weight_v.shape[:-2], n, weight_v.shape[-1])
@@ -235,16 +236,106 @@ def _truncated(matrix: Tensor, rank: int) -> tuple[Factors, LowRankPart]:
 def _check_work(
     plan: HeadPlan, head_dim: int, dim: int, low_rank: int | None, inputs: bool
 ) -> None:
-    """The sums of the gradient have many more columns than those of attention."""
+    """The sums of the gradient have many more columns than those of attention: x and the upper
+    triangle of x xᵀ; for the gradients of the keys x tᵀ, x and t."""
     if low_rank is not None and plan.kind == "exact":
         raise InputError(
             f"low_rank is {low_rank}, but the exact part is the whole n x n matrix "
             f"({plan.reason}); use a larger threshold, another degree, or low_rank=None"
         )
-    columns = sum_columns(dim, inputs)
+    columns = dim + dim * (dim + 1) // 2 + inputs * (dim**2 + 2 * dim)
     rank = true_rank(head_dim, plan.degree) if isinstance(plan, PolynomialHead) else 0
     if rank * columns > STATE_LIMIT:
         raise InputError(
             f"method needs sums of {rank} features by {columns} columns, more than {STATE_LIMIT} "
             "numbers; use a lower degree, a pair weight_qk of fewer columns, or sb.Exact()"
         )
+
+
+@dataclass(frozen=True)
+class LowRankPart:
+    """The exact part B of the weights, and the rank-k matrix that replaced it.
+
+    ``residual`` is |B - L D Wᵀ|_F / |B|_F: at least Δ_k/|B|_F, and below 1 + eps times that with
+    the probability of `sb.sketch.approximate_svd`. 0 where there is no exact part."""
+
+    rank: int
+    non_zeros: int
+    residual: float
+
+    def __str__(self) -> str:
+        return f"{self.non_zeros} exact weights as rank {self.rank}, residual {self.residual:.3g}"
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """Relative Frobenius errors on sampled rows, and upper limits for all rows.
+
+    ``output`` is the error of Â X Y. ``rows`` is that of (Â∘𝒬 - diag(r) Â) X, one vector a row,
+    whose products with the tokens add up to ∂L/∂W."""
+
+    output: float
+    output_limit: float
+    rows: float
+    rows_limit: float
+    sampled: int
+    confidence: float
+
+    def __str__(self) -> str:
+        return (
+            f"error of the output {self.output:.3g} (below {self.output_limit:.3g}), of the "
+            f"gradient's rows {self.rows:.3g} (below {self.rows_limit:.3g}) with confidence "
+            f"{self.confidence:g}, {self.sampled} rows"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLossGradient:
+    """The loss |ÂXY - E|²_F, its gradients under the names of the arguments, and what ran."""
+
+    loss: Tensor | None  # None: the gradient came from above
+    weight_qk: Tensor | None  # ∂L/∂W [d, d]; None: of a pair of several heads, causal or from above
+    weight_q: Tensor | None  # ∂L/∂W_Q and ∂L/∂W_K [d, h], where W came as a pair
+    weight_k: Tensor | None
+    weight_v: Tensor  # ∂L/∂Y [d, dv]
+    x: Tensor | None  # ∂L/∂X [n, d]; None where it was not asked for
+    output: Tensor  # ÂXY [n, dv]
+    plan: Plan
+    # rows whose polynomial weights do not add up to a usable sum, of which so many were computed
+    # exactly; the others have output 0 (None: not counted, of several heads, causal ones and
+    # gradients from above; warned about)
+    invalid_rows: int | None = None
+    fallback_rows: int | None = None
+    low_rank: LowRankPart | None = None
+    _call: Call | None = None
+    _head: Head | None = None
+    _rows: Tensor | None = None  # (Â∘𝒬 - diag(r) Â) X
+
+    @cached_property
+    def error(self) -> GradientError:
+        """Errors on 256 rows against exact float64 values, measured at the first access."""
+        call, head, ours = self._call, self._head, self._rows
+        if call is None or head is None or ours is None:
+            raise InputError("error is measured for one head with a target, not causal")
+        sizes = tuple(x.double().square().sum(1) for x in (self.output, ours))
+        sample = RowSample.draw(head, SAMPLED_ROWS, seed=0, measures=sizes)
+        output, rows = row_gradients(call, head, sample.rows)
+
+        def measured(given: Tensor, exact: Tensor) -> tuple[float, float]:
+            error = (given[sample.rows].double() - exact).square().sum(1)
+            return sample.frobenius_limit(error, exact.square().sum(1))
+
+        count, limits = len(sample.rows), (*measured(self.output, output), *measured(ours, rows))
+        return GradientError(*limits, count, 1.0 if count == head.n else CONFIDENCE)
+
+    def __str__(self) -> str:
+        loss = "from above" if self.loss is None else f"loss {float(self.loss):.6g}"
+        lines = [f"AttentionLossGradient: {loss}", str(self.plan)]
+        if self.low_rank is not None:
+            lines.append(str(self.low_rank))
+        if self.invalid_rows:
+            fallback = f"{self.fallback_rows} of them computed exactly"
+            lines.append(f"{self.invalid_rows} rows without a usable sum, {fallback}")
+        return "\n".join(lines)
+
+    __repr__ = __str__

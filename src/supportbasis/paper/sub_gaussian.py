@@ -86,7 +86,8 @@ def sharpest_threshold(n: int, d: int, proxy: float, alpha: float) -> float:
     check_integer("n", n, 1)
     check_integer("d", d, 1)
     check_number("proxy", proxy, ">= 0")
-    check_alpha(alpha)
+    if not (isinstance(alpha, (int, float)) and 0 < alpha <= 1):
+        raise InputError(f"alpha must be a number in (0, 1], got {alpha!r}")
     threshold = math.sqrt(proxy * (math.log(2 * d) + (1 - alpha) * math.log(n)))
     return max(threshold, torch.finfo(torch.float32).tiny)
 
@@ -130,8 +131,3 @@ def check_threshold(threshold: float) -> None:
     """Raise `InputError` unless T > 0 (T = inf is allowed: nothing is large)."""
     if threshold != math.inf:
         check_number("threshold", threshold)
-
-
-def check_alpha(alpha: float) -> None:
-    if not (isinstance(alpha, (int, float)) and 0 < alpha <= 1):
-        raise InputError(f"alpha must be a number in (0, 1], got {alpha!r}")

@@ -18,7 +18,6 @@ self-tensor φ'(x) = (S x^{⊗p/2})^{⊗2}: its inner products are squares.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -91,10 +90,14 @@ class PolySketch:
 
     def __call__(self, x: Tensor) -> Tensor:
         """S x^{⊗power} of every vector in ``x`` [..., d]: [..., size]."""
-        _check_vectors(x)
+        if not isinstance(x, Tensor):
+            raise InputError(f"x must be a tensor [..., d], got {type(x).__name__}")
+        if not x.is_floating_point():
+            raise InputError(f"x must be a floating-point tensor, got {x.dtype}; use x.float()")
+        if x.dim() == 0 or x.shape[-1] == 0:
+            raise InputError(f"x has shape {tuple(x.shape)}; expected [..., d] with d >= 1")
         x = x.to(compute_dtype(x.dtype))
-        tree = _draw_tree(self, x.shape[-1], x.dtype, x.device)
-        return tree(x)[0]
+        return _draw_tree(self, x.shape[-1], x.dtype, x.device)(x)[0]
 
     def nonnegative(self, x: Tensor) -> Tensor:
         """φ'(x) = (S x^{⊗power/2})^{⊗2} of every vector in ``x`` [..., d]: [..., size²].
@@ -113,6 +116,8 @@ class PolySketch:
         ``base="gaussian"``.
         """
         tree = _draw_tree(self, x.shape[-1], x.dtype, x.device)
+        if not isinstance(tree.leaves, _Gaussian):
+            raise InputError("only sketches of base 'gaussian' have a pull-back")
         return tree.leaves.adjoint(tree(x)[1](grad))
 
     @property
@@ -166,32 +171,8 @@ def theory_size(power: int, epsilon: float, delta: float, pairs: int = 1) -> int
     return math.ceil(power / epsilon / epsilon * (math.log(pairs) - math.log(delta)))
 
 
-class _Maps(ABC):
-    """Some independent maps R^dim -> R^size of one kind, and how two images make a node."""
-
-    @abstractmethod
-    def __init__(self, source: Source, dim: int, size: int, count: int, scale: float): ...
-
-    @abstractmethod
-    def __call__(self, x: Tensor) -> Sequence[Tensor]:
-        """The images of ``x`` [..., dim]: ``count`` tensors [..., size]."""
-
-    def adjoint(self, grads: Sequence[Tensor]) -> Tensor:
-        """Gradient of ``x`` from those of its images."""
-        raise InputError("only sketches of base 'gaussian' have a pull-back")
-
-    @staticmethod
-    def join(a: Tensor, b: Tensor) -> Tensor:
-        """The node over two images."""
-        return a * b
-
-    @staticmethod
-    @abstractmethod
-    def work(dim: int, size: int) -> tuple[int, int]:
-        """Multiply-adds of one map, and of one `join`, for one vector."""
-
-
-Pullback = Callable[[Tensor], list[Tensor]]  # from the gradient of a node to those of its leaves
+# from the gradient of a node to those of its leaves; of Gaussian maps
+Pullback = Callable[[Tensor], list[Tensor]]
 
 
 class _Tree(NamedTuple):
@@ -201,7 +182,7 @@ class _Tree(NamedTuple):
     inner: tuple[_Maps, ...]
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Pullback]:
-        """The root over ``x``, and for Gaussian maps what takes its gradient to the leaves."""
+        """The root over ``x``, and what takes its gradient to the leaves."""
         return self._node(self.leaves(x), iter(self.inner))
 
     def _node(self, images: Sequence[Tensor], inner: Iterator[_Maps]) -> tuple[Tensor, Pullback]:
@@ -214,7 +195,7 @@ class _Tree(NamedTuple):
         node, maps = self.leaves.join(a, b), next(inner, None)
 
         def pull(grad: Tensor) -> list[Tensor]:
-            grad = grad if maps is None else maps.adjoint([grad])
+            grad = maps.adjoint([grad]) if isinstance(maps, _Gaussian) else grad
             return pull_a(grad * b) + pull_b(grad * a)
 
         return node if maps is None else maps(node)[0], pull
@@ -234,8 +215,15 @@ def _draw_tree(sketch: PolySketch, dim: int, dtype: torch.dtype, device: torch.d
     return _Tree(leaves, inner)
 
 
-class _Gaussian(_Maps):
+# Some independent maps R^dim -> R^size of one kind, how two images make a node (`join`), and the
+# multiply-adds of one map and of one join for one vector (`work`). A call takes x [..., dim] to
+# ``count`` images [..., size].
+
+
+class _Gaussian:
     """x -> Gx with independent entries N(0, scale²); one matrix product serves all maps."""
+
+    join = staticmethod(torch.mul)
 
     def __init__(self, source: Source, dim: int, size: int, count: int, scale: float):
         self.count = count
@@ -244,16 +232,19 @@ class _Gaussian(_Maps):
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         return (x @ self.matrix).chunk(self.count, -1)
 
-    def adjoint(self, grads: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(grads), -1) @ self.matrix.T
+    def adjoint(self, grads: list[Tensor]) -> Tensor:
+        """Gradient of x from those of its images."""
+        return torch.cat(grads, -1) @ self.matrix.T
 
     @staticmethod
     def work(dim: int, size: int) -> tuple[int, int]:
         return dim * size, size
 
 
-class _Srht(_Maps):
+class _Srht:
     """x -> scale · P H D x: random signs, Hadamard transform, coordinates with replacement."""
+
+    join = staticmethod(torch.mul)
 
     def __init__(self, source: Source, dim: int, size: int, count: int, scale: float):
         padded = 2 ** _logarithm(dim)
@@ -271,7 +262,7 @@ class _Srht(_Maps):
         return dim + 2 ** _logarithm(dim) * _logarithm(dim), size
 
 
-class _CountSketch(_Maps):
+class _CountSketch:
     """x -> its entries, each with a random sign, added up in random buckets."""
 
     def __init__(self, source: Source, dim: int, size: int, count: int, scale: float):
@@ -297,6 +288,7 @@ class _CountSketch(_Maps):
         return dim, 3 * size * _logarithm(size) + 4 * (size // 2 + 1)
 
 
+_Maps = _Gaussian | _Srht | _CountSketch
 _BASES: dict[str, type[_Maps]] = {
     "gaussian": _Gaussian,
     "srht": _Srht,
@@ -320,12 +312,3 @@ def _hadamard(x: Tensor) -> Tensor:
 def _logarithm(dim: int) -> int:
     """ceil(log2(dim))."""
     return (dim - 1).bit_length()
-
-
-def _check_vectors(x: object) -> None:
-    if not isinstance(x, Tensor):
-        raise InputError(f"x must be a tensor [..., d], got {type(x).__name__}")
-    if not x.is_floating_point():
-        raise InputError(f"x must be a floating-point tensor, got {x.dtype}; use x.float()")
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise InputError(f"x has shape {tuple(x.shape)}; expected [..., d] with d >= 1")

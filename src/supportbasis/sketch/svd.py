@@ -27,11 +27,11 @@ from torch import Tensor
 from ..errors import InputError
 from ..problem.checks import check_finite, check_integer, check_number, check_seed
 from ..problem.rounding import compute_dtype
+from ..problem.validation import DTYPES
 from .draws import Source
 
 STACKED = 4  # CountSketches in one sketch: q above
 ENTRIES = 2**20  # non-zeros at a time
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def approximate_svd(

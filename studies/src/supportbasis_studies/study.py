@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 
 from supportbasis import InputError
+from supportbasis.cli.loading import chosen_device
 from supportbasis.cli.report import Grid, Machine, Section, publish, write_csv, write_page
 
 from .progress import Steps, Tick
@@ -213,23 +214,6 @@ def write_index(out: Path, title: str, parts: Mapping[str, str]) -> None:
 
 
 # ---- options ---------------------------------------------------------------------------------
-
-
-def chosen_device(name: str) -> torch.device:
-    """A device of PyTorch; it must know float64, which series are computed in.
-
-    >>> chosen_device("cpu")
-    device(type='cpu')
-    """
-    try:
-        device = torch.device(name)
-        torch.zeros(1, dtype=torch.float64, device=device).item()
-    except (RuntimeError, AssertionError, TypeError):
-        raise InputError(
-            f"--device: PyTorch sees no device {name!r} here; expected cpu, or one that it sees "
-            "and that knows float64, for example cuda or cuda:1"
-        ) from None
-    return device
 
 
 def models_from_environment() -> Path | None:
