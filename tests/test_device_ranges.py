@@ -15,7 +15,7 @@ from device_cases import DEVICE, needs_triton, on_device
 from supportbasis.problem.validation import attention_problem
 
 # after the interpreter is chosen, which is read when a kernel is decorated
-from supportbasis.cuda.runtime.range_check import SECONDS, RangeCheck  # isort: skip
+from supportbasis.cuda.runtime.range_check import SECONDS, RangeCheck, reported, start  # isort: skip
 from supportbasis.cuda.runtime.lengths import large, lengths, listed, rounded_down  # isort: skip
 
 pytestmark = [
@@ -74,28 +74,29 @@ def test_limits_are_rounded_so_that_no_entry_changes_sides():
 def test_the_next_call_reports_which_heads_left_their_range(method):
     tensors = qkv(1, 2, n=70, d=5, scale=0.3, dtype=torch.float32)
     plan = sb.plan(*tensors, method=method)
-    check, device = RangeCheck(plan, torch.device(DEVICE), 1), DEVICE
 
     def call(factor):
-        q, k, v = (x.to(device) for x in tensors)
+        """What the call reports to the next one."""
+        q, k, v = (x.to(DEVICE) for x in tensors)
         q, k = q.clone(), k.clone()
         q[:, 1], k[:, 1] = (x[:, 1].sign() * 0.29 * factor for x in (q, k))
         if plan.heads[0].kind == "single-threshold":
             q[:, 0, 3], k[:, 0, 5] = 50.0, -50.0  # large tokens are exact, and do not count
-        check.last = -math.inf
-        check.start(attention_problem(q, k, v, None, 0.0, False, None, False))
+        problem = attention_problem(q, k, v, None, 0.0, False, None, False)
+        RangeCheck.of(problem, plan).last = -math.inf
+        start(problem, plan)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
+        return problem
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        call(1.0)
-        assert check.reported(plan) is plan
-        call(3.0)
+        assert reported(call(1.0), plan) is plan
+        problem = call(3.0)
     with pytest.warns(UserWarning, match=r"heads 1 leave .*in an earlier call"):
-        instead = check.reported(plan)
+        instead = reported(problem, plan)
     assert [head.kind for head in instead.heads] == [plan.heads[0].kind, "exact"]
-    assert check.reported(plan) is instead
+    assert reported(problem, plan) is instead
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -27,9 +27,9 @@ def checked(problem: Problem, plan: Plan, implementation: str) -> Plan:
     ranges.check_plan(problem, plan)
     check_entries(problem)
     if reports_later(problem, plan, implementation):
-        from ..cuda.runtime.range_check import RangeCheck
+        from ..cuda.runtime import range_check
 
-        return RangeCheck.of(plan, problem.query.device, problem.batch).reported(plan)
+        return range_check.reported(problem, plan)
     plan = ranges.in_range(problem, plan)
     check_scores(problem, plan)
     return plan
