@@ -26,7 +26,6 @@ from ..problem.problem import Problem
 from ..problem.result import Outcome
 from .execute import backward, execute
 
-IMPLEMENTATIONS = ("auto", "eager", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256  # entries of a token or a value
 EVALUATORS = {  # of a kind of head, a module of `supportbasis.cuda`
@@ -68,9 +67,9 @@ class Group:
 
 
 def check_implementation(implementation: object) -> None:
-    if implementation not in IMPLEMENTATIONS:
-        names = ", ".join(map(repr, IMPLEMENTATIONS))
-        raise InputError(f"implementation must be one of {names}, got {implementation!r}")
+    if implementation not in ("auto", "eager", "triton"):
+        wanted = "one of 'auto', 'eager', 'triton'"
+        raise InputError(f"implementation must be {wanted}, got {implementation!r}")
 
 
 _groups: WeakCache[Plan, tuple[torch.device, str, bool, bool], tuple[Group, ...]] = WeakCache()
@@ -151,10 +150,8 @@ def _grouped(
     return tuple(groups)
 
 
-@lru_cache
 def evaluator(kind: str) -> Evaluator:
-    module: Evaluator = import_module(f"supportbasis.cuda.{kind}")
-    return module
+    return cast(Evaluator, import_module(f"supportbasis.cuda.{kind}"))
 
 
 def run(problem: Problem, found: Sequence[Group]) -> Outcome:
@@ -181,13 +178,11 @@ def run(problem: Problem, found: Sequence[Group]) -> Outcome:
 
 def of_heads(problem: Problem, index: Tensor) -> Problem:
     """Some heads, each with keys of its own."""
-    query, bias, own = problem.query, problem.key_log_weight, index // problem.group
+    weight, own = problem.key_log_weight, index // problem.group
     key, value = (x.index_select(1, own) for x in (problem.key, problem.value))
-    bias = None if bias is None else bias.index_select(1, index)
-    return replace(
-        problem, query=query.index_select(1, index), key=key, value=value, key_log_weight=bias,
-        leading=(problem.batch, len(index)), kept=None,
-    )  # fmt: skip
+    query = problem.query.index_select(1, index)
+    weight = None if weight is None else weight.index_select(1, index)
+    return replace(problem, query=query, key=key, value=value, key_log_weight=weight, kept=None)
 
 
 def gradients(problem: Problem, found: Sequence[Group], saved: SavedForward) -> Gradients:
