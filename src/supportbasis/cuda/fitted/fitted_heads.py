@@ -37,7 +37,7 @@ from ..runtime.capacity import Capacity, Sizes, all_unless, enough, marked
 from ..runtime.replay import replayed
 from . import fitted_sums
 from .fitted_sums import Features, Near, finite, with_ones
-from .transformed import Transforms, transformed
+from .transformed import Side, sides_of
 
 
 def refusal(head: HeadPlan) -> None:
@@ -82,14 +82,13 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
 def _replayed(
     problem: Problem, plan: Plan, work: Callable[..., tuple[Tensor, ...]], *saved: Tensor
 ) -> tuple[Tensor, ...]:
-    """The results of ``work(problem, plan, sizes, guarded, *saved, *tokens, *transforms,
-    log-weights)`` (`Capacity.run`), by a CUDA graph, whose key has all that work takes beside
-    tensors; in the backward pass with what the forward pass ``saved``."""
+    """The results of ``work(problem, plan, sizes, guarded, *saved, *tokens, log-weights)``
+    (`Capacity.run`), by a CUDA graph; in the backward pass with what the forward pass ``saved``.
+    The key of a graph has all that it reads beside these tensors, and keeps it alive."""
     capacity = Capacity.of(plan, problem)  # may raise: before anything is copied
     weight = () if problem.key_log_weight is None else (problem.key_log_weight.float(),)
-    tokens = (problem.query, problem.key, problem.value)
-    maps, features = _table(problem, plan)  # a graph, which reads features, keeps them in its key
-    given, key = (*saved, *tokens, *maps, *weight), (work, features, precision())
+    given = (*saved, problem.query, problem.key, problem.value, *weight)
+    key = (work, _table(problem, plan), precision())
 
     def run(sizes: Sizes, guarded: bool) -> tuple[tuple[Tensor, ...], Tensor]:
         function = partial(work, problem, plan, sizes, guarded)
@@ -101,18 +100,18 @@ def _replayed(
     return capacity.run(run, backward=bool(saved))
 
 
-_Table = tuple[Transforms, tuple[Features, ...]]
+_Table = tuple[Side, Side, tuple[Features, ...]]
 _tables: WeakCache[Plan, tuple[torch.device, int, float], _Table] = WeakCache()
 
 
 def _table(problem: Problem, plan: Plan) -> _Table:
-    """The transforms and features of all heads, for every batch element."""
+    """The transforms of queries and keys and the features of all heads, for every batch element."""
     device, batch, scale = problem.query.device, problem.batch, problem.scale
 
     def make() -> _Table:
         heads = [_fitted(head) for head in plan.heads]
         features = tuple(Features.of(head.fitted, device) for head in heads)
-        return Transforms.of(heads * batch, scale, device), features * batch
+        return *sides_of(heads * batch, scale, device), features * batch
 
     return _tables.get(plan, (device, batch, scale), make)
 
@@ -122,7 +121,7 @@ def _outcome(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, lse, which rows failed, and three counts of the worst head: far keys and exact rows,
     whose capacity is ``sizes``, and failed rows."""
-    built, (_, features) = _Built.of(problem, plan, *given), _table(problem, plan)
+    built, features = _Built.of(problem, plan, *given), _table(problem, plan)[2]
     rows = built.exact_rows
     sums = [fitted_sums.sums(each, built.near(i, rows)) for i, each in enumerate(features)]
     total, unit = (torch.stack(x) for x in zip(*sums, strict=True))
@@ -151,7 +150,10 @@ def _gradients(
     """Gradients of query, key, value and log-weights, one for each head of the queries, and the
     needed capacity."""
     (output, lse, fallback, grad, grad_lse), given = given[:5], given[5:]
-    built = _Built.of(problem, plan, *given)
+    built, (query_side, key_side, features) = (
+        _Built.of(problem, plan, *given),
+        _table(problem, plan),
+    )
     far, rows = built.far_keys(sizes), built.exact_rows | fallback.flatten(0, 1)
     needed = built.needed(rows)
     fits, slope = enough(needed, sizes), slopes(grad, grad_lse, output)
@@ -163,7 +165,7 @@ def _gradients(
     log_factor = torch.where(real, built.shift - near.flatten(0, 1), -math.inf)
     parts = [
         fitted_sums.gradients(each, built.near(i, rows), both[i], log_factor[i])
-        for i, each in enumerate(_table(problem, plan)[1])
+        for i, each in enumerate(features)
     ]
     # the scores of all near keys contain the rows' shifts: those of all keys, whose gradients sum
     # to that of lse, less far keys
@@ -174,12 +176,7 @@ def _gradients(
         along = (grad.float().flatten(0, 1) * own).sum(2)
         shift = shift - share * (along + slope.flatten(0, 1))
     query, key, value, weight = map(torch.stack, zip(*parts, strict=True))
-    maps = built.transforms
-    query = query @ maps.query_map.mT
-    query += shift.unsqueeze(2) * maps.shift_map.mT
-    key = key @ maps.key_map.mT
-    key += weight.unsqueeze(2) * maps.weight_map.mT
-    made = (query, key, value, weight)
+    made = (query_side.pull_back(query, shift), key_side.pull_back(key, weight), value, weight)
     total = Totals(*(x.unflatten(0, lse.shape[:2]).contiguous() for x in made))
     add_gradients(total, grad, slope, near, far)
     add_gradients(total, grad, slope, known, replace(built.whole, rows=marked(rows, sizes[1])))
@@ -192,7 +189,6 @@ class _Built(NamedTuple):
     """Heads in their balancing transforms [heads, tokens, ...], and which tokens are exact; forward
     and backward build the same."""
 
-    transforms: Transforms
     query: Tensor
     key: Tensor
     value: Tensor  # in the input dtype
@@ -204,22 +200,21 @@ class _Built(NamedTuple):
 
     @staticmethod
     def of(
-        problem: Problem, plan: Plan, query: Tensor, key: Tensor, value: Tensor, *given: Tensor
-    ) -> _Built:
+        problem: Problem, plan: Plan, query: Tensor, key: Tensor, value: Tensor,
+        weight: Tensor | None = None,
+    ) -> _Built:  # fmt: skip
         """Transform all heads, and find the tokens beyond the radii of their polynomials."""
-        count, group = len(Transforms._fields), problem.group
-        maps, weight = Transforms(*given[:count]), given[count] if given[count:] else None
         every = whole(replace(problem, query=query, key=key, value=value, key_log_weight=weight))
+        (query_side, key_side, _), group = _table(problem, plan), problem.group
         value = value.repeat_interleave(group, 1) if group > 1 else value
-        x, shift = transformed(query.flatten(0, 1), *maps[:4])
-        y, log_weight = transformed(key.flatten(0, 1), *maps[5:9])
+        (x, shift), (y, log_weight) = query_side.apply(query), key_side.apply(key)
         if weight is not None:
             log_weight = log_weight + weight.flatten(0, 1)
-        is_far = torch.linalg.vector_norm(y, dim=2) > maps.key_radius
+        is_far = torch.linalg.vector_norm(y, dim=2) > key_side.radius
         is_far &= log_weight > -math.inf
-        rows = torch.linalg.vector_norm(x, dim=2) > maps.query_radius
+        rows = torch.linalg.vector_norm(x, dim=2) > query_side.radius
         rows |= torch.arange(problem.n, device=query.device) < _fitted(plan.heads[0]).exact_rows
-        return _Built(maps, x, y, value.flatten(0, 1), log_weight, shift, is_far, rows, every)
+        return _Built(x, y, value.flatten(0, 1), log_weight, shift, is_far, rows, every)
 
     def near(self, head: int, rows: Tensor) -> Near:
         """The tokens of one head without far keys and without these exact ``rows`` [heads, n]."""
