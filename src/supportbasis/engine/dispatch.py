@@ -8,6 +8,7 @@ dtypes, the device and the plan, never on entries, so forward and backward choos
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -100,7 +101,7 @@ def refusal(problem: Problem, implementation: str) -> str | None:
         return "the caller asked for it"
     if not has_triton():
         return "Triton is not installed (pip install 'supportbasis[triton]')"
-    if query.device.type != "cuda" and not (implementation == "triton" and _interpreted()):
+    if query.device.type != "cuda" and not (implementation == "triton" and interpreted()):
         return f"the tensors are on {query.device}, not on a CUDA device"
     if query.dtype not in DTYPES:
         return f"the dtype is {query.dtype}; kernels take float32, bfloat16 and float16"
@@ -120,10 +121,9 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _interpreted() -> bool:
-    from ..cuda.runtime.language import interpreted
-
-    return interpreted()
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def _grouped(
