@@ -135,8 +135,6 @@ def plainly(
         fits = (
             type(is_causal) is type(enable_gqa) is bool
             and (scale is None or (type(scale) is float and 1 / ORDINARY < scale < ORDINARY))
-            and query.is_floating_point()
-            and query.dtype is key.dtype is value.dtype
             and key.shape == value.shape
             and (batch, dim) == (key.shape[0], key.shape[3])
             and 0 not in (*query.shape, *key.shape)
