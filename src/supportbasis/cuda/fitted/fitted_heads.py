@@ -3,7 +3,7 @@
 Near rows read near keys through the feature sums of `fitted_sums`. Far keys, far rows and failed
 rows are exact, as many as fit into the preallocated capacity (`runtime.capacity`), so that the
 graph has fixed shapes. The number of failed rows is reported at the next call, which warns if there
-were many. Causal heads run through the component engine.
+were many.
 
 The backward pass finds far tokens again; failed rows are saved by the forward pass. Gradients of
 near rows and keys flow through the sums of their features and the balancing transforms, those of
