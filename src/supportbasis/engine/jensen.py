@@ -30,22 +30,21 @@ PRODUCTS = 128  # at most, that one sum over tokens is made of
 ENTRIES = 2**26  # of rows or keys and groups in memory at a time
 
 
-def least_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:
-    """Log of the smallest sum of the given rows (None: all) that has not failed."""
-    if isinstance(plan, FittedHead) and head.m and not head.is_causal:
+def least_lse(
+    plan: HeadPlan, head: Head, rows: Tensor | None, keys: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Log of the smallest sum of the given rows (None: all) that has not failed. For fitted heads
+    that are not causal ``keys``, transformed, and their log-weights may stand for those of the
+    head."""
+    if isinstance(plan, FittedHead) and not head.is_causal:
         balanced = transformed(head, plan.transform)
-        return least_of_groups(plan, head, rows, balanced.key, balanced.log_weights(head.dtype))
+        key, log_weight = keys or (balanced.key, balanced.log_weights(head.dtype))
+        if len(key):
+            least = grouped_lse(take(balanced.query, rows)[None], key[None], log_weight[None])[0]
+            shift = plan.transform.row_shift(head, rows)
+            return (least + shift).double() + math.log(FITTED_SHARE)
     share = FITTED_SHARE if isinstance(plan, FittedHead) else SKETCHED_SHARE
     return lower_lse(plan, head, rows) + math.log(share)
-
-
-def least_of_groups(
-    plan: FittedHead, head: Head, rows: Tensor | None, key: Tensor, log_weight: Tensor
-) -> Tensor:
-    """`least_lse` of the rows of a head by transformed keys, or by the means of their groups."""
-    query = take(transformed(head, plan.transform).query, rows)
-    least = grouped_lse(query[None], key[None], log_weight[None])
-    return (least[0] + plan.transform.row_shift(head, rows)).double() + math.log(FITTED_SHARE)
 
 
 def grouped_lse(query: Tensor, key: Tensor, log_weight: Tensor) -> Tensor:
