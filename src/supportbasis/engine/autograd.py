@@ -81,10 +81,6 @@ def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
         return outcome
     groups = dispatch.groups(problem, plan, implementation)
     with torch.cuda.device_of(problem.query):  # kernels run on the current device
-        if reports_later(problem, plan, implementation):
-            from ..cuda.runtime import range_check
-
-            range_check.start(problem, plan)
         outcome = dispatch.run(problem, groups)
     if any(group.kind is None for group in groups):
         warn_about(problem, plan, outcome)

@@ -28,7 +28,7 @@ def checked(problem: Problem, plan: Plan, implementation: str) -> Plan:
     if reports_later(problem, plan, implementation):
         from ..cuda.runtime import range_check
 
-        return range_check.reported(problem, plan)
+        return range_check.checked(problem, plan)
     plan = ranges.in_range(problem, plan)
     check_scores(problem, plan)
     return plan

@@ -39,28 +39,28 @@ class RangeCheck:
 _kept: WeakCache[Plan, tuple[torch.device, int], RangeCheck] = WeakCache()
 
 
-def start(problem: Problem, plan: Plan) -> None:
-    """Start the reduction of a call on the device, unless one of an earlier call is pending, or a
-    CUDA graph is captured."""
+def checked(problem: Problem, plan: Plan) -> Plan:
+    """The plan to use, given the last report; warns if a head left its range. Starts the reduction
+    of this call on the device, unless one of an earlier call is pending, or a CUDA graph is
+    captured."""
+    if plan.is_exact:
+        return plan
     check, now = RangeCheck.of(problem, plan), time.monotonic()
-    if check.report.pending or now - check.last < SECONDS or capturing():
-        return
-    weight = problem.key_log_weight
-    sides = ((problem.query, None), (problem.key, None if weight is None else weight.float()))
-    limit = limits(plan, problem)
-    found = [lengths(tokens, problem.heads, limit, each) for tokens, each in sides]
-    check.report.send(torch.stack(found))
-    check.scale, check.last = abs(problem.scale), now
-
-
-def reported(problem: Problem, plan: Plan) -> Plan:
-    """The plan to use, given the last report; warns if a head left its range."""
-    check = RangeCheck.of(problem, plan)
     found = check.report.read()
     left = {} if found is None else _left(plan, found, check.scale)
     if left:
         check.instead = ranges.exact_where(plan, left)
-    return plan if check.instead is None else reported(problem, check.instead)
+    if check.instead is not None:
+        return checked(problem, check.instead)
+    if not (check.report.pending or now - check.last < SECONDS or capturing()):
+        weight = problem.key_log_weight
+        sides = ((problem.query, None), (problem.key, None if weight is None else weight.float()))
+        with torch.no_grad(), torch.cuda.device_of(problem.query):
+            limit = limits(plan, problem)
+            sizes = [lengths(tokens, problem.heads, limit, each) for tokens, each in sides]
+            check.report.send(torch.stack(sizes))
+        check.scale, check.last = abs(problem.scale), now
+    return plan
 
 
 def _left(plan: Plan, found: Tensor, scale: float) -> dict[int, str]:
