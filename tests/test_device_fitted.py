@@ -30,7 +30,7 @@ from supportbasis.cuda.fitted import fitted_heads as fitted
 from supportbasis.cuda.fitted import fitted_sums
 from supportbasis.cuda.runtime import replay
 from supportbasis.cuda.runtime.capacity import Capacity, with_spare
-from supportbasis.engine import dispatch
+from supportbasis.engine import dispatch, jensen
 from supportbasis.methods.fitted import FittedSearch
 from supportbasis.plans import Plan
 from supportbasis.problem.validation import attention_problem
@@ -106,6 +106,7 @@ def small(monkeypatch):
     """In parts: what does not fit into memory at once."""
     monkeypatch.setattr(fitted_sums, "PRODUCTS", 32)
     monkeypatch.setattr(fitted_sums, "ENTRIES", 4 * 16 * max(2 * 40, 8 * 16))
+    monkeypatch.setattr(jensen, "ENTRIES", 16 * 136)
 
 
 @needs_triton

@@ -11,11 +11,12 @@ import torch
 
 import supportbasis as sb
 from cases import dense_attention, qkv
-from device_cases import DEVICE, needs_triton, on_device
+from device_cases import DEVICE, needs_triton, on_device, planned, smooth
+from supportbasis.engine import call_checks
 from supportbasis.problem.validation import attention_problem
 
 # after the interpreter is chosen, which is read when a kernel is decorated
-from supportbasis.cuda.runtime.range_check import SECONDS, RangeCheck  # isort: skip
+from supportbasis.cuda.runtime.range_check import SECONDS, RangeCheck, checked  # isort: skip
 from supportbasis.cuda.runtime.lengths import large, lengths, listed, rounded_down  # isort: skip
 
 pytestmark = [
@@ -74,28 +75,42 @@ def test_limits_are_rounded_so_that_no_entry_changes_sides():
 def test_the_next_call_reports_which_heads_left_their_range(method):
     tensors = qkv(1, 2, n=70, d=5, scale=0.3, dtype=torch.float32)
     plan = sb.plan(*tensors, method=method)
-    check, device = RangeCheck(plan, torch.device(DEVICE), 1), DEVICE
 
     def call(factor):
-        q, k, v = (x.to(device) for x in tensors)
+        """The plan that a call uses."""
+        q, k, v = (x.to(DEVICE) for x in tensors)
         q, k = q.clone(), k.clone()
         q[:, 1], k[:, 1] = (x[:, 1].sign() * 0.29 * factor for x in (q, k))
         if plan.heads[0].kind == "single-threshold":
             q[:, 0, 3], k[:, 0, 5] = 50.0, -50.0  # large tokens are exact, and do not count
-        check.last = -math.inf
-        check.start(attention_problem(q, k, v, None, 0.0, False, None, False))
+        problem = attention_problem(q, k, v, None, 0.0, False, None, False)
+        RangeCheck.of(problem, plan).last = -math.inf
+        used = checked(problem, plan)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
+        return used
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        call(1.0)
-        assert check.reported(plan) is plan
-        call(3.0)
+        assert call(1.0) is plan and call(3.0) is plan
     with pytest.warns(UserWarning, match=r"heads 1 leave .*in an earlier call"):
-        instead = check.reported(plan)
+        instead = call(1.0)
     assert [head.kind for head in instead.heads] == [plan.heads[0].kind, "exact"]
-    assert check.reported(plan) is instead
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert call(3.0) is instead
+
+
+@needs_triton
+def test_causal_lists_are_reported_too(monkeypatch):
+    """What runs is another plan, with ``strict`` settled for the call."""
+    monkeypatch.setattr(call_checks, "reports_later", lambda *call: True)
+    q, k, v = smooth(1, 2048)
+    plan = planned(q / 2, k / 2, v, is_causal=True, method=sb.BlockSupport(0.5))
+    assert plan.resolved(False) is not plan
+    sb.attention(q, k, v, is_causal=True, plan=plan)
+    with pytest.warns(UserWarning, match=r"heads 0 leave .*in an earlier call"):
+        sb.attention(q, k, v, is_causal=True, plan=plan)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import supportbasis as sb
 from cases import dense_attention, fitted_problem
 from supportbasis.accuracy.fitted_rows import RowCheck
+from supportbasis.distributed.state_bounds import group_sums, least_lse_with
 from supportbasis.engine import jensen
 from supportbasis.engine.execute import execute
 from supportbasis.engine.jensen import grouped_lse, least_lse, lower_lse
@@ -169,6 +171,14 @@ def test_sums_below_half_of_the_bound_are_exact(causal):
     least = least_lse(plan.heads[0], head, None)
     assert bool((outcome.lse[0, 0] >= least - 1e-6).all())
     assert bool((least <= (head.query @ head.key.T).logsumexp(1)).all()) or causal
+
+
+def test_rows_without_keys_on_any_rank_have_no_bound():
+    """All keys are hidden, so that no group has any weight."""
+    _, head, plan = skewed(n=256)
+    hidden = replace(head, key_log_weight=torch.full((head.m,), -math.inf))
+    sums, top = group_sums(plan.heads[0], hidden)
+    assert bool((least_lse_with(plan.heads[0], hidden, None, sums, top) == -math.inf).all())
 
 
 def test_a_fit_that_leaves_many_rows_to_exact_sums_has_failed():

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..engine.jensen import least_lse, least_of_groups, membership
+from ..engine.jensen import least_lse, membership
 from ..plans import FittedHead
 from ..polynomials.balancing import transformed
 from ..problem.problem import Head
@@ -40,7 +40,7 @@ def least_lse_with(
     some = mass > 0
     mean, log_mass = sums[some, 1:] / mass[some].unsqueeze(1), mass[some].log() + top
     if not head.is_causal:
-        return least_of_groups(plan, head, rows, mean, log_mass)
+        return least_lse(plan, head, rows, (mean, log_mass))
     if not len(mean):
         return least_lse(plan, head, rows)
     first = head.query.new_zeros(1, head.dim)

@@ -75,17 +75,12 @@ def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
     """Run every head, through kernels where they take it, and warn about failed rows.
 
     Rows made by kernels are not checked, since that would synchronise with the host."""
-    if plan.is_exact and implementation == "auto" and sdpa.can_run(problem, need_lse=True):
-        outcome = sdpa.with_lse(problem)
-        if outcome is not None:
-            check_output(problem, outcome.output)
-            return outcome
+    if plan.is_exact and implementation == "auto" and sdpa.gives_lse(problem):
+        outcome = sdpa.attend(problem, plan, need_lse=True)
+        check_output(problem, outcome.output)
+        return outcome
     groups = dispatch.groups(problem, plan, implementation)
     with torch.cuda.device_of(problem.query):  # kernels run on the current device
-        if reports_later(problem, plan, implementation):
-            from ..cuda.runtime.range_check import RangeCheck
-
-            RangeCheck.of(plan, problem.query.device, problem.batch).start(problem)
         outcome = dispatch.run(problem, groups)
     if any(group.kind is None for group in groups):
         warn_about(problem, plan, outcome)
@@ -176,7 +171,7 @@ def _call_of(*inputs: Any) -> tuple[Problem, str, str]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, ctx.settings, ctx.kept = inputs[:5], inputs[5:9], inputs[9:]
+    tensors, ctx.settings = inputs[:5], inputs[5:]
     ctx.plan = Plan.known(ctx.settings[0])  # kept until the backward pass
     ctx.for_weights = ctx.needs_input_grad[3]
     ctx.save_for_backward(*tensors, *output[:3])
@@ -190,9 +185,8 @@ def _gradients(operator: Any, ctx: Any, *grads: Tensor | None) -> tuple[Tensor |
     *tensors, output, lse, fallback = ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(output)
-    *parts, weight = operator(
-        grad, grad_lse, output, lse, fallback, ctx.for_weights, *tensors, *ctx.settings, *ctx.kept
-    )
+    saved = (output, lse, fallback, ctx.for_weights, *tensors)
+    *parts, weight = operator(grad, grad_lse, *saved, *ctx.settings)
     rest = (None,) * (len(ctx.needs_input_grad) - 4)
     return (*parts, weight if ctx.for_weights else None, *rest)
 

@@ -21,15 +21,14 @@ from . import dispatch, ranges
 
 
 def checked(problem: Problem, plan: Plan, implementation: str) -> Plan:
-    """The plan to use for a call, whose entries are checked on a CPU: heads whose scores leave the
-    range they were planned for are exact. With kernels on a GPU those that left it in
-    earlier calls are exact: checking this call would synchronise with the host."""
+    """The plan to use for a call, whose entries are checked: heads whose scores leave the range
+    they were planned for are exact, with kernels on a GPU those that left it in earlier calls."""
     ranges.check_plan(problem, plan)
     check_entries(problem)
     if reports_later(problem, plan, implementation):
-        from ..cuda.runtime.range_check import RangeCheck
+        from ..cuda.runtime import range_check
 
-        return RangeCheck.of(plan, problem.query.device, problem.batch).reported(plan)
+        return range_check.checked(problem, plan)
     plan = ranges.in_range(problem, plan)
     check_scores(problem, plan)
     return plan
@@ -43,7 +42,7 @@ def reports_later(problem: Problem, plan: Plan, implementation: str) -> bool:
 
 
 def check_entries(problem: Problem) -> None:
-    """Raise if an entry is not finite; not on a GPU, where it would synchronise with the host."""
+    """Raise if an entry is not finite; not on a GPU."""
     if problem.query.device.type == "cpu":
         if not all(map(math.isfinite, problem.largest)):  # which checks both without another pass
             check_finite(query=problem.query, key=problem.key)

@@ -8,6 +8,7 @@ dtypes, the device and the plan, never on entries, so forward and backward choos
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,7 +27,6 @@ from ..problem.problem import Problem
 from ..problem.result import Outcome
 from .execute import backward, execute
 
-IMPLEMENTATIONS = ("auto", "eager", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256  # entries of a token or a value
 EVALUATORS = {  # of a kind of head, a module of `supportbasis.cuda`
@@ -68,9 +68,9 @@ class Group:
 
 
 def check_implementation(implementation: object) -> None:
-    if implementation not in IMPLEMENTATIONS:
-        names = ", ".join(map(repr, IMPLEMENTATIONS))
-        raise InputError(f"implementation must be one of {names}, got {implementation!r}")
+    if implementation not in ("auto", "eager", "triton"):
+        wanted = "one of 'auto', 'eager', 'triton'"
+        raise InputError(f"implementation must be {wanted}, got {implementation!r}")
 
 
 _groups: WeakCache[Plan, tuple[torch.device, str, bool, bool], tuple[Group, ...]] = WeakCache()
@@ -101,7 +101,7 @@ def refusal(problem: Problem, implementation: str) -> str | None:
         return "the caller asked for it"
     if not has_triton():
         return "Triton is not installed (pip install 'supportbasis[triton]')"
-    if query.device.type != "cuda" and not (implementation == "triton" and _interpreted()):
+    if query.device.type != "cuda" and not (implementation == "triton" and interpreted()):
         return f"the tensors are on {query.device}, not on a CUDA device"
     if query.dtype not in DTYPES:
         return f"the dtype is {query.dtype}; kernels take float32, bfloat16 and float16"
@@ -121,10 +121,9 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _interpreted() -> bool:
-    from ..cuda.runtime.language import interpreted
-
-    return interpreted()
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def _grouped(
@@ -151,10 +150,8 @@ def _grouped(
     return tuple(groups)
 
 
-@lru_cache
 def evaluator(kind: str) -> Evaluator:
-    module: Evaluator = import_module(f"supportbasis.cuda.{kind}")
-    return module
+    return cast(Evaluator, import_module(f"supportbasis.cuda.{kind}"))
 
 
 def run(problem: Problem, found: Sequence[Group]) -> Outcome:
@@ -181,13 +178,11 @@ def run(problem: Problem, found: Sequence[Group]) -> Outcome:
 
 def of_heads(problem: Problem, index: Tensor) -> Problem:
     """Some heads, each with keys of its own."""
-    query, bias, own = problem.query, problem.key_log_weight, index // problem.group
+    weight, own = problem.key_log_weight, index // problem.group
     key, value = (x.index_select(1, own) for x in (problem.key, problem.value))
-    bias = None if bias is None else bias.index_select(1, index)
-    return replace(
-        problem, query=query.index_select(1, index), key=key, value=value, key_log_weight=bias,
-        leading=(problem.batch, len(index)), kept=None,
-    )  # fmt: skip
+    query = problem.query.index_select(1, index)
+    weight = None if weight is None else weight.index_select(1, index)
+    return replace(problem, query=query, key=key, value=value, key_log_weight=weight, kept=None)
 
 
 def gradients(problem: Problem, found: Sequence[Group], saved: SavedForward) -> Gradients:

@@ -1,10 +1,9 @@
 """Carry out a plan: evaluate each head's components, add the partial sums, divide once; and the
 backward pass, from gradients of output and lse to those of query, key and value.
 
-The function that is differentiated is the one that ran: supports, thresholds, polynomials and
-sketches are constants, and rows that fell back to exact sums are exact here too. Of the forward
-pass its output, its lse and which rows these are is saved, and, outside of graphs, the components
-with the sums of features over keys; weights and features are formed again in blocks.
+The function that is differentiated is the one that ran: supports, polynomials and sketches are
+constants, and failed rows are exact here too. Of the forward pass output, lse and which rows failed
+are saved, and, outside of graphs, the components with the sums of features over keys.
 """
 
 from __future__ import annotations

@@ -26,42 +26,50 @@ BLOCK = 4096  # tokens in float64 at a time
 SKETCHED_SHARE = 1 / 64  # of the bound: a row whose sketched sum is below that has failed
 FITTED_SHARE = 1 / 2  # the same for a fitted polynomial
 SIGNS = 4  # coordinates that split keys into groups
-PRODUCTS = 128  # at most, that one sum over keys is made of
+PRODUCTS = 128  # at most, that one sum over tokens is made of
+ENTRIES = 2**26  # of rows or keys and groups in memory at a time
 
 
-def least_lse(plan: HeadPlan, head: Head, rows: Tensor | None) -> Tensor:
-    """Log of the smallest sum of the given rows (None: all) that has not failed."""
-    if isinstance(plan, FittedHead) and head.m and not head.is_causal:
+def least_lse(
+    plan: HeadPlan, head: Head, rows: Tensor | None, keys: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Log of the smallest sum of the given rows (None: all) that has not failed. For fitted heads
+    that are not causal ``keys``, transformed, and their log-weights may stand for those of the
+    head."""
+    if isinstance(plan, FittedHead) and not head.is_causal:
         balanced = transformed(head, plan.transform)
-        return least_of_groups(plan, head, rows, balanced.key, balanced.log_weights(head.dtype))
+        key, log_weight = keys or (balanced.key, balanced.log_weights(head.dtype))
+        if len(key):
+            least = grouped_lse(take(balanced.query, rows)[None], key[None], log_weight[None])[0]
+            shift = plan.transform.row_shift(head, rows)
+            return (least + shift).double() + math.log(FITTED_SHARE)
     share = FITTED_SHARE if isinstance(plan, FittedHead) else SKETCHED_SHARE
     return lower_lse(plan, head, rows) + math.log(share)
-
-
-def least_of_groups(
-    plan: FittedHead, head: Head, rows: Tensor | None, key: Tensor, log_weight: Tensor
-) -> Tensor:
-    """`least_lse` of the rows of a head by transformed keys, or by the means of their groups."""
-    query = take(transformed(head, plan.transform).query, rows)
-    least = grouped_lse(query[None], key[None], log_weight[None])
-    return (least[0] + plan.transform.row_shift(head, rows)).double() + math.log(FITTED_SHARE)
 
 
 def grouped_lse(query: Tensor, key: Tensor, log_weight: Tensor) -> Tensor:
     """Log of the bound [heads, n] for transformed queries [heads, n, d] and keys [heads, m, d]. A
     group whose weight vanishes is left out."""
+    step = max(1, ENTRIES // (2**SIGNS * max(query.shape[1], key.shape[1])))  # heads at a time
+    if len(query) > step:
+        parts = (x.split(step) for x in (query, key, log_weight))
+        return torch.cat([grouped_lse(*part) for part in zip(*parts, strict=True)])
     top = log_weight.amax(1, keepdim=True)
     top = torch.where(top > -math.inf, top, 0.0)
     member = membership(key) * (log_weight - top).exp().unsqueeze(1)
     mass = member.sum(2, keepdim=True)
-    # one product so long and thin would keep few units of a GPU busy
-    parts = math.gcd(key.shape[1], PRODUCTS)
-    split = member.unflatten(2, (parts, -1)).transpose(1, 2)
-    total = (split @ key.unflatten(1, (parts, -1))).sum(1)
-    mean = total / torch.where(mass > 0, mass, 1.0)
+    mean = long_product(member, key) / torch.where(mass > 0, mass, 1.0)
     score = torch.baddbmm(mass.log() + top.unsqueeze(2), mean, query.mT)  # [heads, groups, n]
     least = score.logsumexp(1)
     return torch.where(least.isnan(), math.inf, least)  # scores that overflow: nothing is known
+
+
+def long_product(left: Tensor, right: Tensor) -> Tensor:
+    """Left [..., rows, tokens] times right [..., tokens, columns]. One product so long and thin
+    would keep few units of a GPU busy."""
+    parts = math.gcd(right.shape[-2], PRODUCTS)
+    split = left.unflatten(-1, (parts, -1)).transpose(-3, -2)
+    return (split @ right.unflatten(-2, (parts, -1))).sum(-3)
 
 
 def membership(key: Tensor) -> Tensor:

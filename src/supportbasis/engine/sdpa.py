@@ -42,41 +42,36 @@ def _is_fused(problem: Problem) -> bool:
     return problem.query.device.type == "cpu" and same_dim and problem.dropout_p == 0
 
 
+def gives_lse(problem: Problem) -> bool:
+    """Whether PyTorch has a kernel that also returns the log-sum-exp of each row."""
+    return flash.AVAILABLE and _is_fused(problem) and can_run(problem, need_lse=True)
+
+
 def attend(problem: Problem, plan: Plan, need_lse: bool) -> Outcome:
     """All heads of an exact plan; the output is differentiable."""
-    outcome = with_lse(problem) if need_lse else None
-    if outcome is not None:
-        return outcome
-    zero = noise = problem.query.new_zeros(problem.batch, problem.heads, dtype=problem.dtype)
-    lse = empty = zero.new_empty(*zero.shape, 0)
+    query, key, value, mask, causal = _operands(problem)
+    zero = noise = query.new_zeros(problem.batch, problem.heads, dtype=problem.dtype)
+    lse = zero.new_empty(*zero.shape, 0)
     if need_lse:
         noise = sdpa_noise(problem)
-        with torch.no_grad():  # no value has a part in it, nor can overflow it
-            plain = replace(problem, value=torch.zeros_like(problem.value[..., :1]))
-            lse = execute(plain, plan).lse
-    query, key, value, mask, causal = _operands(problem)
-    output = F.scaled_dot_product_attention(
-        query, key, value, mask, problem.dropout_p, causal, scale=problem.scale,
-        enable_gqa=problem.group > 1,
-    )  # fmt: skip
-    if mask is not None:
-        dead = flash.dead_rows(mask, problem.n, causal)
-        output = output.masked_fill(dead.unsqueeze(-1), 0.0)
-    output = output.to(problem.query.dtype)
-    return Outcome(output, lse, zero, zero, noise, empty.bool())
-
-
-def with_lse(problem: Problem) -> Outcome | None:
-    """The same with the log-sum-exp of each row, where PyTorch has a kernel that returns it."""
-    if not flash.AVAILABLE or not _is_fused(problem):
-        return None
-    query, key, value, mask, causal = _operands(problem)
-    if problem.group > 1:
-        key, value = (x.repeat_interleave(problem.group, 1) for x in (key, value))
-    output, lse = flash.attend(query, key, value, mask, problem.scale, causal)
-    output, lse = output.to(problem.query.dtype), lse.to(problem.dtype)
-    noise = sdpa_noise(problem)
-    zero, none = torch.zeros_like(noise), torch.zeros_like(lse, dtype=torch.bool)
+    if need_lse and gives_lse(problem):
+        if problem.group > 1:
+            key, value = (x.repeat_interleave(problem.group, 1) for x in (key, value))
+        output, lse = flash.attend(query, key, value, mask, problem.scale, causal)
+        lse = lse.to(problem.dtype)
+    else:
+        if need_lse:
+            with torch.no_grad():  # no value has a part in it, nor can overflow it
+                plain = replace(problem, value=torch.zeros_like(problem.value[..., :1]))
+                lse = execute(plain, plan).lse
+        output = F.scaled_dot_product_attention(
+            query, key, value, mask, problem.dropout_p, causal, scale=problem.scale,
+            enable_gqa=problem.group > 1,
+        )  # fmt: skip
+        if mask is not None:
+            dead = flash.dead_rows(mask, problem.n, causal)
+            output = output.masked_fill(dead.unsqueeze(-1), 0.0)
+    output, none = output.to(problem.query.dtype), torch.zeros_like(lse, dtype=torch.bool)
     return Outcome(output, lse, zero, zero, noise, none)
 
 
@@ -140,8 +135,6 @@ def plainly(
         fits = (
             type(is_causal) is type(enable_gqa) is bool
             and (scale is None or (type(scale) is float and 1 / ORDINARY < scale < ORDINARY))
-            and query.is_floating_point()
-            and query.dtype is key.dtype is value.dtype
             and key.shape == value.shape
             and (batch, dim) == (key.shape[0], key.shape[3])
             and 0 not in (*query.shape, *key.shape)

@@ -3,7 +3,7 @@
 Near rows read near keys through the feature sums of `fitted_sums`. Far keys, far rows and failed
 rows are exact, as many as fit into the preallocated capacity (`runtime.capacity`), so that the
 graph has fixed shapes. The number of failed rows is reported at the next call, which warns if there
-were many. Causal heads run through the component engine.
+were many.
 
 The backward pass finds far tokens again; failed rows are saved by the forward pass. Gradients of
 near rows and keys flow through the sums of their features and the balancing transforms, those of
@@ -17,7 +17,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple, cast
 from weakref import WeakSet
 
@@ -26,9 +26,9 @@ from torch import Tensor
 
 from ...components.cotangent import Gradients, SavedForward
 from ...engine.dispatch import Forward
-from ...engine.jensen import FITTED_SHARE, SIGNS, grouped_lse
+from ...engine.jensen import FITTED_SHARE, grouped_lse
 from ...plans import FittedHead, HeadPlan, Plan
-from ...polynomials.fitting import FittedKernel
+from ...problem.caching import WeakCache
 from ...problem.problem import Problem
 from ...problem.result import FAILED_SHARE
 from ..exact.exact_heads import finished, precision, whole
@@ -36,8 +36,8 @@ from ..exact.rectangle import Rectangle, Totals, add_gradients, exact_rows, slop
 from ..runtime.capacity import Capacity, Sizes, all_unless, enough, marked
 from ..runtime.replay import replayed
 from . import fitted_sums
-from .fitted_sums import Near, finite, with_ones
-from .transformed import Balanced, Transforms
+from .fitted_sums import Features, Near, finite, with_ones
+from .transformed import Side, sides_of
 
 
 def refusal(head: HeadPlan) -> None:
@@ -82,14 +82,13 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
 def _replayed(
     problem: Problem, plan: Plan, work: Callable[..., tuple[Tensor, ...]], *saved: Tensor
 ) -> tuple[Tensor, ...]:
-    """The results of ``work(problem, plan, sizes, guarded, *saved, *tokens, *transforms,
-    log-weights)`` (`Capacity.run`), by a CUDA graph, whose key has all that work takes beside
-    tensors; in the backward pass with what the forward pass ``saved``."""
+    """The results of ``work(problem, plan, sizes, guarded, *saved, *tokens, log-weights)``
+    (`Capacity.run`), by a CUDA graph; in the backward pass with what the forward pass ``saved``.
+    The key of a graph has all that it reads beside these tensors, and keeps it alive."""
     capacity = Capacity.of(plan, problem)  # may raise: before anything is copied
     weight = () if problem.key_log_weight is None else (problem.key_log_weight.float(),)
-    tokens = (problem.query, problem.key, problem.value)
-    given = (*saved, *tokens, *Transforms.of(problem, plan), *weight)
-    key = (work, family(plan.heads[0]), _kernels(problem, plan), problem.scale, precision())
+    given = (*saved, problem.query, problem.key, problem.value, *weight)
+    key = (work, _table(problem, plan), precision())
 
     def run(sizes: Sizes, guarded: bool) -> tuple[tuple[Tensor, ...], Tensor]:
         function = partial(work, problem, plan, sizes, guarded)
@@ -101,8 +100,20 @@ def _replayed(
     return capacity.run(run, backward=bool(saved))
 
 
-def _kernels(problem: Problem, plan: Plan) -> tuple[FittedKernel, ...]:
-    return tuple(_fitted(head).fitted for head in plan.heads) * problem.batch
+_Table = tuple[Side, Side, tuple[Features, ...]]
+_tables: WeakCache[Plan, tuple[torch.device, int, float], _Table] = WeakCache()
+
+
+def _table(problem: Problem, plan: Plan) -> _Table:
+    """The transforms of queries and keys and the features of all heads, for every batch element."""
+    device, batch, scale = problem.query.device, problem.batch, problem.scale
+
+    def make() -> _Table:
+        heads = [_fitted(head) for head in plan.heads]
+        features = tuple(Features.of(head.fitted, device) for head in heads)
+        return *sides_of(heads * batch, scale, device), features * batch
+
+    return _tables.get(plan, (device, batch, scale), make)
 
 
 def _outcome(
@@ -110,11 +121,11 @@ def _outcome(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, lse, which rows failed, and three counts of the worst head: far keys and exact rows,
     whose capacity is ``sizes``, and failed rows."""
-    built, kernels = _Built.of(problem, plan, *given), _kernels(problem, plan)
+    built, features = _Built.of(problem, plan, *given), _table(problem, plan)[2]
     rows = built.exact_rows
-    sums = [fitted_sums.sums(kernel, built.near(i, rows)) for i, kernel in enumerate(kernels)]
+    sums = [fitted_sums.sums(each, built.near(i, rows)) for i, each in enumerate(features)]
     total, unit = (torch.stack(x) for x in zip(*sums, strict=True))
-    unit = unit + built.balanced.shift
+    unit = unit + built.shift
     if sizes[0]:
         more, size = _sums_over(built.far_keys(sizes))
         top = torch.maximum(unit, size)
@@ -123,8 +134,7 @@ def _outcome(
     den = total[..., -1:]
     num = torch.where(den == 0, 0.0, total[..., :-1] / den)  # zero for a row without keys
     lse = den.squeeze(2).log() + finite(unit)
-    least = _least(built.balanced) + built.balanced.shift + math.log(FITTED_SHARE)
-    failed = ~((lse >= least) & (lse < math.inf)) & ~rows
+    failed = ~((lse >= built.least()) & (lse < math.inf)) & ~rows
     needed, shape = built.needed(rows | failed), problem.query.shape[:3]
     output, lse = num.to(problem.value.dtype).view(*shape, -1), lse.view(shape).contiguous()
     exact_rows(replace(built.whole, rows=marked(rows | failed, sizes[1])), output, lse)
@@ -140,7 +150,10 @@ def _gradients(
     """Gradients of query, key, value and log-weights, one for each head of the queries, and the
     needed capacity."""
     (output, lse, fallback, grad, grad_lse), given = given[:5], given[5:]
-    built = _Built.of(problem, plan, *given)
+    built, (query_side, key_side, features) = (
+        _Built.of(problem, plan, *given),
+        _table(problem, plan),
+    )
     far, rows = built.far_keys(sizes), built.exact_rows | fallback.flatten(0, 1)
     needed = built.needed(rows)
     fits, slope = enough(needed, sizes), slopes(grad, grad_lse, output)
@@ -149,10 +162,10 @@ def _gradients(
     real = near.isfinite().flatten(0, 1)
     both = torch.cat([grad.float(), slope.unsqueeze(3)], 3).flatten(0, 1)
     both = torch.where(real.unsqueeze(2), both, 0.0)
-    log_factor = torch.where(real, built.balanced.shift - near.flatten(0, 1), -math.inf)
+    log_factor = torch.where(real, built.shift - near.flatten(0, 1), -math.inf)
     parts = [
-        fitted_sums.gradients(kernel, built.near(i, rows), both[i], log_factor[i])
-        for i, kernel in enumerate(_kernels(problem, plan))
+        fitted_sums.gradients(each, built.near(i, rows), both[i], log_factor[i])
+        for i, each in enumerate(features)
     ]
     # the scores of all near keys contain the rows' shifts: those of all keys, whose gradients sum
     # to that of lse, less far keys
@@ -163,12 +176,7 @@ def _gradients(
         along = (grad.float().flatten(0, 1) * own).sum(2)
         shift = shift - share * (along + slope.flatten(0, 1))
     query, key, value, weight = map(torch.stack, zip(*parts, strict=True))
-    maps = built.transforms
-    query = query @ maps.query_map.mT
-    query += shift.unsqueeze(2) * maps.shift_map.mT
-    key = key @ maps.key_map.mT
-    key += weight.unsqueeze(2) * maps.weight_map.mT
-    made = (query, key, value, weight)
+    made = (query_side.pull_back(query, shift), key_side.pull_back(key, weight), value, weight)
     total = Totals(*(x.unflatten(0, lse.shape[:2]).contiguous() for x in made))
     add_gradients(total, grad, slope, near, far)
     add_gradients(total, grad, slope, known, replace(built.whole, rows=marked(rows, sizes[1])))
@@ -178,37 +186,48 @@ def _gradients(
 
 
 class _Built(NamedTuple):
-    """Transformed heads, and which tokens are exact; forward and backward build the same."""
+    """Heads in their balancing transforms [heads, tokens, ...], and which tokens are exact; forward
+    and backward build the same."""
 
-    transforms: Transforms
-    balanced: Balanced
+    query: Tensor
+    key: Tensor
+    value: Tensor  # in the input dtype
+    log_weight: Tensor
+    shift: Tensor  # scale <q, c>, which log-sums of transformed rows lack
     is_far: Tensor  # keys [heads, m]
     exact_rows: Tensor  # [heads, n]: far rows, and the first ones
     whole: Rectangle  # all rows and keys
 
     @staticmethod
     def of(
-        problem: Problem, plan: Plan, query: Tensor, key: Tensor, value: Tensor, *given: Tensor
-    ) -> _Built:
+        problem: Problem, plan: Plan, query: Tensor, key: Tensor, value: Tensor,
+        weight: Tensor | None = None,
+    ) -> _Built:  # fmt: skip
         """Transform all heads, and find the tokens beyond the radii of their polynomials."""
-        count = len(Transforms._fields)
-        transforms, weight = Transforms(*given[:count]), given[count] if given[count:] else None
-        problem = replace(problem, query=query, key=key, value=value, key_log_weight=weight)
-        balanced = Balanced.of(problem, transforms)
-        key_radius, query_radius = _radii(_kernels(problem, plan), query.device)
-        is_far = torch.linalg.vector_norm(balanced.key, dim=2) > key_radius
-        is_far &= balanced.log_weight > -math.inf
-        rows = torch.linalg.vector_norm(balanced.query, dim=2) > query_radius
+        every = whole(replace(problem, query=query, key=key, value=value, key_log_weight=weight))
+        (query_side, key_side, _), group = _table(problem, plan), problem.group
+        value = value.repeat_interleave(group, 1) if group > 1 else value
+        (x, shift), (y, log_weight) = query_side.apply(query), key_side.apply(key)
+        if weight is not None:
+            log_weight = log_weight + weight.flatten(0, 1)
+        is_far = torch.linalg.vector_norm(y, dim=2) > key_side.radius
+        is_far &= log_weight > -math.inf
+        rows = torch.linalg.vector_norm(x, dim=2) > query_side.radius
         rows |= torch.arange(problem.n, device=query.device) < _fitted(plan.heads[0]).exact_rows
-        return _Built(transforms, balanced, is_far, rows, whole(problem))
+        return _Built(x, y, value.flatten(0, 1), log_weight, shift, is_far, rows, every)
 
     def near(self, head: int, rows: Tensor) -> Near:
         """The tokens of one head without far keys and without these exact ``rows`` [heads, n]."""
-        balanced = self.balanced
-        log_weight = balanced.log_weight[head].masked_fill(self.is_far[head], -math.inf)
-        key = balanced.key[head].masked_fill((log_weight == -math.inf).unsqueeze(1), 0.0)
-        query = balanced.query[head].masked_fill(rows[head].unsqueeze(1), 0.0)
-        return Near(query, key, balanced.value[head], log_weight)
+        log_weight = self.log_weight[head].masked_fill(self.is_far[head], -math.inf)
+        key = self.key[head].masked_fill((log_weight == -math.inf).unsqueeze(1), 0.0)
+        query = self.query[head].masked_fill(rows[head].unsqueeze(1), 0.0)
+        return Near(query, key, self.value[head], log_weight)
+
+    def least(self) -> Tensor:
+        """Logs of the smallest sums of all rows [heads, n] that have not failed."""
+        key = self.key.masked_fill((self.log_weight == -math.inf).unsqueeze(2), 0.0)
+        bound = grouped_lse(self.query, key, self.log_weight)
+        return bound + self.shift + math.log(FITTED_SHARE)
 
     def needed(self, rows: Tensor) -> Tensor:
         """Far keys and exact ``rows`` of the worst head, [2]."""
@@ -226,22 +245,3 @@ def _sums_over(far: Rectangle) -> tuple[Tensor, Tensor]:
     output = lse.new_empty(*shape, problem.value.shape[3])
     exact_rows(far, output, lse)
     return output, lse
-
-
-@lru_cache(maxsize=64)
-def _radii(kernels: tuple[FittedKernel, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Norms beyond which keys and queries are far, each [heads, 1]."""
-    radii = torch.tensor([[[kernel.key_radius, kernel.query_radius]] for kernel in kernels])
-    key, query = radii.to(device).unbind(2)
-    return key, query
-
-
-def _least(balanced: Balanced) -> Tensor:
-    """Lower bound of the log-sums of all rows [heads, n] by Jensen's inequality, from mean keys of
-    groups (`grouped_lse`)."""
-    tokens = max(balanced.query.shape[1], balanced.key.shape[1])
-    step = max(1, fitted_sums.ENTRIES // (4 * 2**SIGNS * tokens))  # heads at a time
-    hidden = (balanced.log_weight == -math.inf).unsqueeze(2)
-    sides = (balanced.query, balanced.key.masked_fill(hidden, 0.0), balanced.log_weight)
-    parts = zip(*(side.split(step) for side in sides), strict=True)
-    return torch.cat([grouped_lse(*part) for part in parts])

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...engine.jensen import PRODUCTS, long_product
 from ...polynomials.features import Buffer, FeatureMap
 from ...polynomials.fitting import FittedKernel
 
 ENTRIES = 2**28  # of features in memory at a time
-PRODUCTS = 128  # at most, that one sum over tokens is made of
 
 
 class Near(NamedTuple):
@@ -32,9 +32,8 @@ class Near(NamedTuple):
     log_weight: Tensor  # [m]
 
 
-def sums(kernel: FittedKernel, near: Near) -> tuple[Tensor, Tensor]:
+def sums(features: Features, near: Near) -> tuple[Tensor, Tensor]:
     """Sums of the values and of ones [n, dv + 1], and the logarithm of each row's unit [n]."""
-    features = _Features.of(kernel, near.query.device)
     query, key = features.tokens(near)
     top = near.log_weight.max()
     state = features.state(key, near, finite(top))
@@ -44,11 +43,10 @@ def sums(kernel: FittedKernel, near: Near) -> tuple[Tensor, Tensor]:
 
 
 def gradients(
-    kernel: FittedKernel, near: Near, grad: Tensor, log_factor: Tensor
+    features: Features, near: Near, grad: Tensor, log_factor: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and log-weight from those of the rows' sums: ``grad``
     [n, dv + 1] in units of exp(log_factor) [n]; -inf: zero."""
-    features = _Features.of(kernel, near.query.device)
     query, key = features.tokens(near)
     top, value = finite(near.log_weight.max()), with_ones(near.value)
     state = features.state(key, near, top)
@@ -81,7 +79,8 @@ def finite(top: Tensor) -> Tensor:
     return torch.where(top > -math.inf, top, 0.0)
 
 
-class _Features(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Features:
     """The features of a kernel: their map, their weights, and the units of queries and keys."""
 
     map: FeatureMap
@@ -89,8 +88,7 @@ class _Features(NamedTuple):
     units: tuple[float, float]
 
     @staticmethod
-    @lru_cache(maxsize=512)  # one for each head of a model
-    def of(kernel: FittedKernel, device: torch.device) -> _Features:
+    def of(kernel: FittedKernel, device: torch.device) -> Features:
         query_unit, key_unit = (
             radius if radius < math.inf else 1.0
             for radius in (kernel.query_radius, kernel.key_radius)
@@ -98,7 +96,7 @@ class _Features(NamedTuple):
         made = FeatureMap(kernel.spans[0], kernel.degree, kernel.spans)
         scaled = [a * (query_unit * key_unit) ** k for k, a in enumerate(kernel.coefficients)]
         weights = made.multiplicity * torch.tensor(scaled, dtype=torch.float64)[made.degrees]
-        return _Features(made, weights.float().to(device).unsqueeze(1), (query_unit, key_unit))
+        return Features(made, weights.float().to(device).unsqueeze(1), (query_unit, key_unit))
 
     def tokens(self, near: Near) -> tuple[Tensor, ...]:
         """Queries and keys in their units: the leading coordinates."""
@@ -138,11 +136,7 @@ class _Features(NamedTuple):
 
 def _summed(features: Tensor, columns: Tensor) -> Tensor:
     """Features times columns [tokens, width]: [count, width]."""
-    # one product so long and thin would keep few of the device's units busy
-    parts = math.gcd(len(columns), PRODUCTS)
-    split = features.unflatten(1, (parts, -1)).transpose(0, 1)
-    rest = (split @ columns.unflatten(0, (parts, -1))).sum(0)
-    return torch.cat([columns.sum(0, keepdim=True), rest])
+    return torch.cat([columns.sum(0, keepdim=True), long_product(features, columns)])
 
 
 def _read(features: Tensor, state: Tensor) -> Tensor:

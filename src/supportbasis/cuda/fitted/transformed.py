@@ -4,85 +4,69 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ...plans import FittedHead, Plan
-from ...polynomials.balancing import Transform
-from ...problem.problem import Problem
+from ...plans import FittedHead
 from ..runtime.language import cdiv, interpreted, power_of_two
 from . import transforming_kernels as kernels
 
 ROWS, COLUMNS = 128, 64  # of the result, that one program makes
 
 
-class Transforms(NamedTuple):
-    """Balancing transforms of several heads on the device: x = q A + a, log-weights = k b + c."""
+@dataclass(frozen=True, eq=False)
+class Side:
+    """Transforms of the queries, or of the keys, of several heads on the device: tokens x become
+    x A + a, with log-weights x b + c."""
 
-    query_map: Tensor
-    query_offset: Tensor
-    shift_map: Tensor
-    zero: Tensor  # [heads]
-    key_map: Tensor
-    key_offset: Tensor
-    weight_map: Tensor
-    weight_offset: Tensor
+    matrix: Tensor  # A [heads, d, d]
+    offset: Tensor  # a [heads, 1, d]
+    line: Tensor  # b [heads, d, 1]
+    level: Tensor  # c [heads, 1, 1]
+    radius: Tensor  # [heads, 1]: longer tokens, transformed, are far
 
-    @staticmethod
-    def of(problem: Problem, plan: Plan) -> Transforms:
-        """The balancing transforms of all heads of a plan, for every batch element."""
-        transforms = tuple(head.transform for head in plan.heads if isinstance(head, FittedHead))
-        return _stack(transforms * problem.batch, problem.scale, problem.query.device)
+    def apply(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [batch, heads or fewer, tokens, d], which several heads may share, transformed
+        [heads, tokens, d], and log-weights [heads, tokens]: in float32, and products are as good
+        for any dtype of tokens."""
+        tokens, matrix = tokens.flatten(0, 1).contiguous(), self.matrix
+        heads, (count, d) = len(matrix), tokens.shape[1:]
+        out, extra = matrix.new_empty(heads, count, d), matrix.new_empty(heads, count)
+        rows = 32 if tokens.dtype == torch.float32 else ROWS
+        width = min(COLUMNS, power_of_two(d))
+        precision = "ieee" if tokens.dtype == torch.float32 else "tf32x3"
+        if tokens.dtype == torch.bfloat16 and not interpreted():  # NumPy has no such numbers
+            precision = "bf16x3"
+        kernels.transform[(cdiv(count, rows), heads, cdiv(d, width))](
+            tokens, matrix, self.offset, self.line, self.level, out, extra,
+            count, d, heads // len(tokens), rows, width, precision,
+        )  # fmt: skip
+        return out, extra
+
+    def pull_back(self, grad: Tensor, of_weights: Tensor) -> Tensor:
+        """Gradients of tokens, from those of transformed ones and of their log-weights."""
+        grad = grad @ self.matrix.mT
+        grad += of_weights.unsqueeze(2) * self.line.mT
+        return grad
 
 
-@lru_cache(maxsize=64)
-def _stack(transforms: Sequence[Transform], scale: float, device: torch.device) -> Transforms:
-    root, zero = math.sqrt(scale), torch.zeros(len(transforms))
+def sides_of(heads: Sequence[FittedHead], scale: float, device: torch.device) -> tuple[Side, Side]:
+    """Queries and keys of these heads."""
     query_map, key_map, query_centre, key_centre = (
-        torch.stack([getattr(each, name).cpu() for each in transforms])
+        torch.stack([getattr(head.transform, name).cpu() for head in heads])
         for name in ("query_map", "key_map", "query_centre", "key_centre")
     )
-    a, c = query_centre.unsqueeze(1), key_centre.unsqueeze(1)
-    of_query = (query_map * root, -(a @ query_map) * root, c.mT * scale, zero)
-    of_key = (key_map * root, -(c @ key_map) * root, a.mT * scale, -(c @ a.mT) * scale)
-    return Transforms(*(x.float().contiguous().to(device) for x in (*of_query, *of_key)))
+    root, a, c = math.sqrt(scale), query_centre.unsqueeze(1), key_centre.unsqueeze(1)
+    level = -(c @ a.mT) * scale
 
+    def side(matrix: Tensor, own: Tensor, other: Tensor, level: Tensor, radii: list[float]) -> Side:
+        parts = (matrix * root, -(own @ matrix) * root, other.mT * scale, level)
+        moved = (x.float().contiguous().to(device) for x in (*parts, torch.tensor([radii]).mT))
+        return Side(*moved)
 
-class Balanced(NamedTuple):
-    """Heads in their balancing transforms, [heads, tokens, ...]."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor  # in the input dtype
-    log_weight: Tensor
-    shift: Tensor  # scale <q, c>, which log-sums of transformed rows lack
-
-    @staticmethod
-    def of(problem: Problem, transforms: Transforms) -> Balanced:
-        value, group = problem.value, problem.group
-        value = value.repeat_interleave(group, 1) if group > 1 else value
-        query, shift = _transformed(problem.query.flatten(0, 1), *transforms[:4])
-        key, weight = _transformed(problem.key.flatten(0, 1), *transforms[4:])
-        if problem.key_log_weight is not None:
-            weight = weight + problem.key_log_weight.flatten(0, 1)
-        return Balanced(query, key, value.flatten(0, 1), weight, shift)
-
-
-def _transformed(tokens: Tensor, matrix: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-    """For ``tokens`` x [heads or fewer, tokens, d], which several heads may share, x A + a and x b
-    + c in float32; products are as good as those of float32 for any dtype of tokens."""
-    heads, (count, d) = len(matrix), tokens.shape[1:]
-    out, extra = matrix.new_empty(heads, count, d), matrix.new_empty(heads, count)
-    rows = 32 if tokens.dtype == torch.float32 else ROWS
-    width = min(COLUMNS, power_of_two(d))
-    precision = "ieee" if tokens.dtype == torch.float32 else "tf32x3"
-    if tokens.dtype == torch.bfloat16 and not interpreted():  # NumPy has no such numbers
-        precision = "bf16x3"
-    kernels.transform[(cdiv(count, rows), heads, cdiv(d, width))](
-        tokens.contiguous(), matrix, *rest, out, extra,
-        count, d, heads // len(tokens), rows, width, precision,
-    )  # fmt: skip
-    return out, extra
+    return (
+        side(query_map, a, c, torch.zeros_like(level), [x.fitted.query_radius for x in heads]),
+        side(key_map, c, a, level, [x.fitted.key_radius for x in heads]),
+    )

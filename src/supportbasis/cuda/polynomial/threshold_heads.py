@@ -30,7 +30,7 @@ from ...problem.problem import Problem
 from ..exact.exact_heads import empty_results, finished, precision, whole
 from ..exact.rectangle import Start, Tokens, Totals, add_gradients, exact_rows, slopes
 from ..runtime.capacity import Capacity, Sizes, all_unless, enough
-from ..runtime.lengths import large, listed, rounded_down, thresholds
+from ..runtime.lengths import large, limits, listed, thresholds
 from .setting import Polynomials
 from .sums import key_weights, polynomial_gradients, polynomial_sums
 
@@ -128,13 +128,13 @@ class _Sums(NamedTuple):
     def of(problem: Problem, plan: Plan, split: Split | None, for_weights: bool) -> _Sums:
         """``for_weights``: their gradients are asked for, which heads do not share."""
         query, key, value = problem.query, problem.key, problem.value
-        group, bias, limits = problem.group, problem.key_log_weight, thresholds(plan)
+        group, bias, borders = problem.group, problem.key_log_weight, thresholds(plan)
         shared = (
             not for_weights
-            and all(limit == limits[head - head % group] for head, limit in enumerate(limits))
+            and all(x == borders[head - head % group] for head, x in enumerate(borders))
             and (bias is None or bias.stride(1) == 0 or problem.heads == 1)
         )
-        (coefficients, unit, _), step = _table(problem, plan), group if shared else 1
+        (coefficients, unit), step = _table(problem, plan), group if shared else 1
         small = None if split is None else split.small_key
         weight = None if small is None else small[:, ::step]
         if bias is not None:
@@ -192,7 +192,7 @@ def _with_split(
 def _split(problem: Problem, plan: Plan, sizes: Sizes, guarded: bool) -> tuple[Split, Tensor]:
     """The split at the thresholds of a plan, with a capacity ``sizes`` for large rows and keys of a
     head; and how many there are, [2]. Where these exceed ``sizes``, all rows are large."""
-    (_, _, limit), query, weight = _table(problem, plan), problem.query, problem.key_log_weight
+    limit, query, weight = limits(plan, problem), problem.query, problem.key_log_weight
     rows = large(query, problem.heads, limit, None)
     keys = large(problem.key, problem.heads, limit, None if weight is None else weight.float())
     (row_index, row_count), (key_index, key_count) = map(listed, (rows, keys), sizes)
@@ -208,21 +208,19 @@ def _split(problem: Problem, plan: Plan, sizes: Sizes, guarded: bool) -> tuple[S
     return split, needed
 
 
-_tables: WeakCache[Plan, tuple[torch.device, int, float], tuple[Tensor, Tensor, Tensor]]
-_tables = WeakCache()
+_tables: WeakCache[Plan, tuple[torch.device, int, float], tuple[Tensor, Tensor]] = WeakCache()
 
 
-def _table(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """Coefficients, units and thresholds [batch * heads], on the device."""
+def _table(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Coefficients and units [batch * heads], on the device."""
     device, batch, scale = problem.query.device, problem.batch, problem.scale
 
-    def make() -> tuple[Tensor, Tensor, Tensor]:
+    def make() -> tuple[Tensor, Tensor]:
         coefficients = torch.tensor(
             [_coefficients(head, scale) for head in plan.heads] * batch, dtype=torch.float64
         )
         unit = torch.tensor([_polynomial(head).bound for head in plan.heads] * batch)
-        limit = rounded_down(thresholds(plan) * batch)
-        return coefficients.float().to(device), unit.to(device), limit.to(device)
+        return coefficients.float().to(device), unit.to(device)
 
     return _tables.get(plan, (device, batch, scale), make)
 

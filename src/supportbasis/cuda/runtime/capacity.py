@@ -57,21 +57,18 @@ class Capacity:
         where a count exceeds its size; otherwise the host checks the counts before it returns.
         The backward pass has the sizes of the forward pass: what overflowed there overflows here.
         (If the plan was called again in between, the sizes may be larger.)"""
-        if self.known and backward:
-            return work(self.sizes, True)[0]
-        if self.known:  # as it is while a CUDA graph is captured
-            needed_before = self._report.read()
-            if needed_before is not None:
-                self._grow(needed_before.tolist())
-            result, needed = work(self.sizes, True)
-            if not (self._report.pending or capturing()):
-                self._report.send(needed)
-            return result
-        while True:
+        while not self.known:  # which it is while a CUDA graph is captured
             result, needed = work(self.sizes, False)
             if not self._grow(needed.tolist()):
                 self.known = True
                 return result
+        needed_before = None if backward else self._report.read()
+        if needed_before is not None:
+            self._grow(needed_before.tolist())
+        result, needed = work(self.sizes, True)
+        if not (backward or self._report.pending or capturing()):
+            self._report.send(needed)
+        return result
 
     def _grow(self, needed: list[int]) -> bool:
         """Raise each size to what was needed; True if any size changed."""

@@ -8,7 +8,7 @@ compiled, so that no switch has to say it again.
 
 from __future__ import annotations
 
-import os
+from ...engine.dispatch import interpreted
 
 try:
     import triton
@@ -39,11 +39,6 @@ def store_tile(x, tile, row, here, columns, width):
     """Write rows of a contiguous matrix, in its dtype."""
     target = x + row[:, None] * width + columns[None, :]
     tl.store(target, tile.to(x.dtype.element_ty), mask=here[:, None] & (columns < width)[None, :])
-
-
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 if triton is not None and interpreted():

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ...plans import Plan, ThresholdHead
+from ...problem.caching import WeakCache
+from ...problem.problem import Problem
 from . import lengths_kernels as kernels
 from .language import cdiv, power_of_two
 
@@ -55,6 +57,17 @@ def listed(flags: Tensor, most: int) -> tuple[Tensor, Tensor]:
 def thresholds(plan: Plan) -> list[float]:
     """Of all heads; infinite where there is none."""
     return [head.threshold if isinstance(head, ThresholdHead) else math.inf for head in plan.heads]
+
+
+_limits: WeakCache[Plan, tuple[torch.device, int], Tensor] = WeakCache()
+
+
+def limits(plan: Plan, problem: Problem) -> Tensor:
+    """The thresholds of all heads [batch * heads] on the device. They are copied once: a call that
+    a CUDA graph captures could not do it."""
+    device, batch = problem.query.device, problem.batch
+    exact = thresholds(plan) * batch
+    return _limits.get(plan, (device, batch), lambda: rounded_down(exact).to(device))
 
 
 def rounded_down(limits: Sequence[float]) -> Tensor:

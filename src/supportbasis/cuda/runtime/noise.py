@@ -33,9 +33,9 @@ def with_noise(problem: Problem, found: Sequence[Group], outcome: Outcome) -> Ou
     """The outcome with its failed rows counted and its rounding bounded."""
     with torch.no_grad():
         failed = outcome.lse == -math.inf
-        if problem.key_log_weight is not None:  # a row without keys has not failed
-            log_weight = problem.key_log_weight.unsqueeze(2)
-            failed &= ~dead_rows(log_weight, problem.n, problem.is_causal)
+        weight = problem.key_log_weight
+        if weight is not None:  # a row without keys has not failed
+            failed &= ~dead_rows(weight.unsqueeze(2), problem.n, problem.is_causal)
         exact = sdpa.sdpa_noise(problem)
         rounding = outcome.rounding.clone()
         invalid = failed.sum(-1).to(outcome.invalid_rows.dtype) + outcome.fallback_rows

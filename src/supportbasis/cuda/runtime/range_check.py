@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,55 +18,49 @@ from ...engine import ranges
 from ...plans import Plan, ScoreRange
 from ...problem.caching import WeakCache
 from ...problem.problem import Problem
-from .lengths import lengths, rounded_down, thresholds
+from .lengths import lengths, limits
 from .reporting import Report, capturing
 
 SECONDS = 0.1  # between two calls that are checked
 
 
 class RangeCheck:
-    """The range check of the calls of one plan on one device."""
+    """What the calls of one plan on one device report."""
 
-    def __init__(self, plan: Plan, device: torch.device, batch: int) -> None:
-        self.limits, self.device, self.batch = thresholds(plan) * batch, device, batch
+    def __init__(self) -> None:
         self.report, self.scale, self.last = Report(), 1.0, -math.inf
         self.instead: Plan | None = None  # with the heads exact that have left their range
 
-    @cached_property
-    def limit(self) -> Tensor:
-        """The thresholds on the device, copied by the first call that is checked: one that a CUDA
-        graph captures could not copy them."""
-        return rounded_down(self.limits).to(self.device)
-
     @staticmethod
-    def of(plan: Plan, device: torch.device, batch: int) -> RangeCheck:
-        """The check that calls of a plan share."""
-        return _kept.get(plan, (device, batch), lambda: RangeCheck(plan, device, batch))
-
-    def start(self, problem: Problem) -> None:
-        """Start the reduction of a call on the device, unless one of an earlier call is pending, or
-        a CUDA graph is captured."""
-        now = time.monotonic()
-        if self.report.pending or now - self.last < SECONDS or capturing():
-            return
-        weight = problem.key_log_weight
-        sides = ((problem.query, None), (problem.key, None if weight is None else weight.float()))
-        found = [lengths(tokens, problem.heads, self.limit, each) for tokens, each in sides]
-        self.report.send(torch.stack(found))
-        self.scale, self.last = abs(problem.scale), now
-
-    def reported(self, plan: Plan) -> Plan:
-        """The plan to use, given the last report; warns if a head left its range."""
-        found = self.report.read()
-        left = {} if found is None else _left(plan, found, self.scale)
-        if left:
-            self.instead = ranges.exact_where(plan, left)
-        if self.instead is None:
-            return plan
-        return RangeCheck.of(self.instead, self.device, self.batch).reported(self.instead)
+    def of(problem: Problem, plan: Plan) -> RangeCheck:
+        return _kept.get(plan, (problem.query.device, problem.batch), RangeCheck)
 
 
 _kept: WeakCache[Plan, tuple[torch.device, int], RangeCheck] = WeakCache()
+
+
+def checked(problem: Problem, plan: Plan) -> Plan:
+    """The plan to use, given the last report; warns if a head left its range. Starts the reduction
+    of this call on the device, unless one of an earlier call is pending, or a CUDA graph is
+    captured."""
+    if plan.is_exact:
+        return plan
+    check, now = RangeCheck.of(problem, plan), time.monotonic()
+    found = check.report.read()
+    left = {} if found is None else _left(plan, found, check.scale)
+    if left:
+        check.instead = ranges.exact_where(plan, left)
+    if check.instead is not None:
+        return checked(problem, check.instead)
+    if not (check.report.pending or now - check.last < SECONDS or capturing()):
+        weight = problem.key_log_weight
+        sides = ((problem.query, None), (problem.key, None if weight is None else weight.float()))
+        with torch.no_grad(), torch.cuda.device_of(problem.query):
+            limit = limits(plan, problem)
+            sizes = [lengths(tokens, problem.heads, limit, each) for tokens, each in sides]
+            check.report.send(torch.stack(sizes))
+        check.scale, check.last = abs(problem.scale), now
+    return plan
 
 
 def _left(plan: Plan, found: Tensor, scale: float) -> dict[int, str]:

@@ -61,7 +61,8 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 _graphs: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
-_uncaptured: Counter[Hashable] = Counter()  # calls that ran without a graph since it was evicted
+# calls that ran without a graph since it was evicted, by the hash of a key, which may hold tensors
+_uncaptured: Counter[int] = Counter()
 _inputs: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()  # by stream and shape
 _lock = Lock()
 
@@ -99,14 +100,14 @@ def replayed(key: Hashable, function: Function, *given: Tensor) -> tuple[Tensor,
     stream = (current.device, current.cuda_stream)
     key = (key, stream, tuple((x.shape, x.dtype) for x in given))
     with _lock:
-        if key not in _graphs and _uncaptured[key] in (0, PATIENCE):
-            _uncaptured[key] = 0
+        if key not in _graphs and _uncaptured[hash(key)] in (0, PATIENCE):
+            _uncaptured[hash(key)] = 0
             with suppress(torch.OutOfMemoryError):
                 _graphs[key] = CapturedGraph.of(function, given, stream)
             if len(_graphs) > MOST_GRAPHS:
-                _uncaptured[_graphs.popitem(last=False)[0]] = 1
+                _uncaptured[hash(_graphs.popitem(last=False)[0])] = 1
         if key in _graphs:
             _graphs.move_to_end(key)
             return _graphs[key].replay(given)
-        _uncaptured[key] += 1
+        _uncaptured[hash(key)] += 1
     return function(*given)
