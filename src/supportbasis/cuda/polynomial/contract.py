@@ -38,11 +38,10 @@ def _rows_of_pair(state, p, to, cols, pairs, d, D: tl.constexpr, E: tl.constexpr
 
 @jit
 def contract(
-    x, words, u, h, state, vectors, matrix, y, v, w, row_weight, coefficients, out,
-    heads, n, padded, d, dv, pairs, blocks, chunk, ratio,
-    other_heads, m, members,
-    x_b, x_h, x_n, u_b, u_h, u_n, y_b, y_h, y_n, v_b, v_h, v_n,
-    D: tl.constexpr, DB: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x, words, state, vectors, matrix, y, v, w, row_weight, coefficients, u, h, out,
+    heads, n, padded, d, dv, pairs, blocks, chunk, ratio, other_heads, m, members,
+    x_b, x_h, x_n, y_b, y_h, y_n, v_b, v_h, v_n, u_b, u_h, u_n,
+    D: tl.constexpr, E: tl.constexpr, DB: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     DEGREE: tl.constexpr, SCAN: tl.constexpr, QUERIES: tl.constexpr,
     PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -60,8 +59,6 @@ def contract(
         scale = tl.load(row_weight + bh * n + start + near, mask=live, other=0.0)
         live = live & (scale != 0.0)
     x += (bh // heads) * x_b + (bh % heads) * x_h + start * x_n
-    if words is not None:
-        words += bh * d * padded + start
     u += (bh // heads) * u_b + (bh % heads) * u_h + start * u_n
     tokens = tile_of(x, near, live, dims, x_n, d).to(OPERAND)
     direction = tile_of(u, near, live, cols, u_n, dv).to(OPERAND)
@@ -78,6 +75,7 @@ def contract(
 
     total = tl.zeros((BM, DB), dtype=tl.float32)
     if DEGREE == 2:
+        words += bh * d * padded + start
         for p in range(d):
             gathered = _rows_of_pair(state, p, to, cols, pairs, d, D, E)
             f = times(direction, entry(words, p, padded, near, PACKED), PACKED)

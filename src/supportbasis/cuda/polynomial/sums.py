@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from ...problem.problem import in_rows
 from ..exact.rectangle import slopes
 from ..runtime.language import cdiv, power_of_two
 from . import contract, folded, moments
-from .setting import Polynomials, Setting, operands
+from .setting import Polynomials, Setting, Tile, operands
 
 PAD = 128  # transposed tokens are padded to a multiple of this
 PROGRAMS = 2048  # of the state kernel, at least, by cutting the keys into splits
@@ -164,29 +164,45 @@ def read(
     """Sums of every row of ``rows`` (their weight multiplies them), and those of weights or slopes,
     unless no ``normaliser`` is asked for; with a ``unit`` their quotients, and the logarithms of
     the denominators."""
-    (x, y, u), (batch, heads, n, d) = (rows.tokens, other.tokens, other.values), rows.tokens.shape
-    queries = other.slope is None
-    shape, sizes = setting.tiles.read, pair_sizes(rows, other, setting)
-    out = torch.empty(batch, heads, n, setting.value_dim, dtype=dtype, device=x.device)
-    den = torch.empty(batch, heads, n, dtype=torch.float32, device=x.device)
-    folded.read_out[(cdiv(n, shape.rows), cdiv(setting.value_width, shape.columns), batch * heads)](
-        x, rows.words, *state, fold_masks(d, x.device), y, u,
-        other.weight, other.slope if normaliser else None, rows.weight,
-        setting.coefficients, unit, out, den if normaliser else None,
-        *sizes, *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
-        setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
-        min(setting.width, 64), setting.degree, setting.scan(queries), queries, setting.packed,
-        **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
+    shape, x = rows.tokens.shape[:3], rows.tokens
+    out = torch.empty(*shape, setting.value_dim, dtype=dtype, device=x.device)
+    den = torch.empty(shape, dtype=torch.float32, device=x.device)
+    given = (
+        fold_masks(x.shape[3], x.device), other.slope if normaliser else None, unit,
+        out, den if normaliser else None,
     )  # fmt: skip
+    launch(folded.read_out, setting.tiles.read, setting.value_width, rows, state, other, setting,
+           given)  # fmt: skip
     return out, den
 
 
-def pair_sizes(rows: Side, other: Side, setting: Setting) -> tuple[int, ...]:
-    """What kernels take whose rows read the sums of another side."""
-    (heads, n, d), (other_heads, m) = rows.tokens.shape[1:], other.tokens.shape[1:3]
-    return (
+def token_gradient(
+    rows: Side, state: State, other: Side, setting: Setting, dtype: torch.dtype
+) -> Tensor:
+    """Gradient of the tokens of ``rows``, whose values are the directions (see `contract`)."""
+    u, slope = rows.values, other.slope if rows.slope is None else rows.slope
+    out = torch.empty(rows.tokens.shape, dtype=dtype, device=u.device)
+    launch(contract.contract, setting.tiles.contract, setting.width, rows, state, other, setting,
+           (u, slope, out), u.stride()[:3])  # fmt: skip
+    return out
+
+
+def launch(
+    kernel: Any, shape: Tile, width: int, rows: Side, state: State, other: Side, setting: Setting,
+    given: tuple[Tensor | None, ...], strides: tuple[int, ...] = (),
+) -> None:  # fmt: skip
+    """Launch a kernel whose rows read the sums of another side, ``width`` columns, with the
+    arguments that all of them share and those that are given."""
+    (x, y, v), (batch, heads, n, d) = (rows.tokens, other.tokens, other.values), rows.tokens.shape
+    (other_heads, m), queries = y.shape[1:3], other.slope is None
+    kernel[(cdiv(n, shape.rows), cdiv(width, shape.columns), batch * heads)](
+        x, rows.words, *state, y, v, other.weight, rows.weight, setting.coefficients, *given,
         heads, n, rows.padded, d, setting.value_dim, setting.pairs, setting.blocks, setting.chunk,
         cdiv(heads, other_heads), other_heads, m, cdiv(other_heads, heads),
+        *x.stride()[:3], *y.stride()[:3], *v.stride()[:3], *strides,
+        setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
+        setting.degree, setting.scan(queries), queries, setting.packed,
+        **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
 
 
@@ -216,26 +232,6 @@ def polynomial_sums(
     queries = prepared(query, value, None, setting, read=True)
     out, den = read(queries, state, keys, setting, unit=unit, dtype=dtype)
     return out[..., :columns], den
-
-
-def token_gradient(
-    rows: Side, state: State, other: Side, setting: Setting, dtype: torch.dtype
-) -> Tensor:
-    """Gradient of the tokens of ``rows``, whose values are the directions (see `contract`)."""
-    x, u, y, v = rows.tokens, rows.values, other.tokens, other.values
-    queries = rows.slope is not None
-    slope = rows.slope if queries else other.slope
-    shape, (batch, heads, n, d) = setting.tiles.contract, x.shape
-    out = torch.empty(batch, heads, n, d, dtype=dtype, device=x.device)
-    contract.contract[(cdiv(n, shape.rows), cdiv(setting.width, shape.columns), batch * heads)](
-        x, rows.words, u, slope, *state, y, v, other.weight, rows.weight, setting.coefficients, out,
-        *pair_sizes(rows, other, setting),
-        *x.stride()[:3], *u.stride()[:3], *y.stride()[:3], *v.stride()[:3],
-        setting.width, shape.columns, setting.value_width, shape.rows, shape.tokens,
-        setting.degree, setting.scan(queries), queries, setting.packed,
-        **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
-    )  # fmt: skip
-    return out
 
 
 def polynomial_gradients(
