@@ -73,10 +73,8 @@ def square_state(
     last = tl.minimum(first + span, n)
     xt += bh * d * padded
     v += (bh // heads) * v_b + (bh % heads) * v_h
-    sum0 = tl.zeros((DB, EB), dtype=tl.float32)
-    sum1 = tl.zeros((DB, EB), dtype=tl.float32)
-    sum2 = tl.zeros((DB, EB), dtype=tl.float32)
-    sum3 = tl.zeros((DB, EB), dtype=tl.float32)
+    zero = tl.zeros((DB, EB), dtype=tl.float32)
+    sum0, sum1, sum2, sum3 = zero, zero, zero, zero
     forward = xt + rows[:, None] * padded
     backward = xt + (d - 1 - rows)[:, None] * padded
     known = (rows < d)[:, None]
