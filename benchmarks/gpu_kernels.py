@@ -31,12 +31,12 @@ def sweep(d: int) -> None:
         if 64 <= rows * d * pairs // (warps * 32) <= 128:  # registers of the sums
             state = Tile(rows, d, tokens, warps, stages, pairs)
             setting.tiles = known._replace(state=state)
-            side = polynomial.prepared(k, v, None, setting, summed=True)
-            show(state, partial(polynomial.sums_over, side, setting))
+            side = polynomial.Side(k, v, None, setting, summed=True)
+            show(state, partial(polynomial.sums_over, side, setting, LONG))
     setting.tiles = known
-    keys = polynomial.prepared(k, v, None, setting, summed=True)
-    queries = polynomial.prepared(q, v, None, setting, read=True)
-    sums = polynomial.sums_over(keys, setting)
+    keys = polynomial.Side(k, v, None, setting, summed=True)
+    queries = polynomial.Side(q, v, None, setting, read=True)
+    sums = polynomial.sums_over(keys, setting, LONG)
     for (count, warps), columns, stages in itertools.product(
         ((64, 4), (128, 8), (128, 4), (256, 8)), {64, d}, (2, 3, 4)
     ):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..runtime.language import cdiv, interpreted, power_of_two, tl
+from ..runtime.language import interpreted, power_of_two, tl
 
 CHUNK = 1024  # tokens of a causal chunk
 
@@ -86,10 +86,6 @@ class Setting:
     def scan(self, before: bool) -> int:
         """1: rows attend to tokens not after them, -1: not before them; 0: to all."""
         return (1 if before else -1) if self.causal else 0
-
-    def states(self, rows: Tensor) -> int:
-        """Sums of the other side that these rows [..., n, d] read: one for each chunk."""
-        return cdiv(rows.shape[-2], self.chunk) if self.causal else 1
 
 
 def operands(x: Tensor, causal: bool) -> Tensor:
