@@ -59,6 +59,8 @@ def contract(
         scale = tl.load(row_weight + bh * n + start + near, mask=live, other=0.0)
         live = live & (scale != 0.0)
     x += (bh // heads) * x_b + (bh % heads) * x_h + start * x_n
+    if words is not None:
+        words += bh * d * padded + start
     u += (bh // heads) * u_b + (bh % heads) * u_h + start * u_n
     tokens = tile_of(x, near, live, dims, x_n, d).to(OPERAND)
     direction = tile_of(u, near, live, cols, u_n, dv).to(OPERAND)
@@ -75,15 +77,12 @@ def contract(
 
     total = tl.zeros((BM, DB), dtype=tl.float32)
     if DEGREE == 2:
-        words += bh * d * padded + start
         for p in range(d):
             gathered = _rows_of_pair(state, p, to, cols, pairs, d, D, E)
             f = times(direction, entry(words, p, padded, near, PACKED), PACKED)
             total = tl.dot(f, gathered, total, input_precision=PRECISION)
-        part = tl.dot(
-            direction, tl.load(state + pairs * (D * E) + to[None, :] * E + cols[:, None]),
-            input_precision=PRECISION,
-        )  # fmt: skip
+        squares = tl.load(state + pairs * (D * E) + to[None, :] * E + cols[:, None])
+        part = tl.dot(direction, squares, input_precision=PRECISION)
         again = tile_of(x, near, live, to, x_n, d)
         total += 2.0 * part * again.to(tl.float32)
         columns = matrix + dims[:, None] * D + to[None, :]

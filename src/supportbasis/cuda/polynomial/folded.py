@@ -232,6 +232,8 @@ def read_out(
         scale = tl.load(row_weight + bh * n + start + near, mask=live, other=0.0)
         live = live & (scale != 0.0)
     x += (bh // heads) * x_b + (bh % heads) * x_h + start * x_n
+    if words is not None:
+        words += bh * d * padded + start
     tokens = tile_of(x, near, live, dims, x_n, d).to(OPERAND)
     own = start // chunk if SCAN != 0 else start * 0
     offset = own * (tl.num_programs(2) // ratio) + bh // ratio
@@ -243,7 +245,6 @@ def read_out(
 
     total = tl.zeros((BM, EB), dtype=tl.float32)
     if DEGREE == 2:
-        words += bh * d * padded + start
         known = live[:, None] & (dims < d)[None, :]
         reverse = x + near[:, None] * x_n + (d - 1 - dims)[None, :]
         reverse = tl.load(reverse, mask=known, other=0.0).to(OPERAND)

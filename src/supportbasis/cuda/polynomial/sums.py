@@ -249,7 +249,7 @@ def polynomial_gradients(
         dtype=torch.float32 if saved.for_weights else dtype,
     )  # fmt: skip
     made = (grad_query[..., :dim], grad_key[..., :dim], grad_value[..., :columns].to(dtype))
-    if not saved.for_weights:
+    if weight is None or not saved.for_weights:
         return Gradients(*made, None)
-    slope = (grad_value * value).sum(-1) + (slope if weight is None else weight * slope)
-    return Gradients(*made, slope if weight is None else torch.where(weight > 0, slope, 0.0))
+    slope = (grad_value * value).sum(-1) + weight * slope
+    return Gradients(*made, torch.where(weight > 0, slope, 0.0))
