@@ -79,12 +79,9 @@ def value_moments(
     for start in range(first, last, BN):
         at = tl.cast(start, tl.int64)
         live = start + near < last
-        tokens = tl.load(
-            x + at * x_n + near[None, :] * x_n + rows[:, None] * x_d,
-            mask=live[None, :] & (rows[:, None] < d), other=0.0,
-        )  # fmt: skip
+        source = x + at * x_n + near[None, :] * x_n + rows[:, None] * x_d
+        tokens = tl.load(source, mask=live[None, :] & (rows[:, None] < d), other=0.0).to(OPERAND)
         value = tile_of(v + at * v_n, near, live, cols, v_n, dv).to(OPERAND)
-        tokens = tokens.to(OPERAND)
         linear = tl.dot(tokens, value, linear, input_precision=PRECISION)
         if SQUARES:
             square = tl.dot(tokens * tokens, value, square, input_precision=PRECISION)
@@ -123,15 +120,12 @@ def weight_moments(
     first = split * span
     last = tl.minimum(first + span, n)
     xt += bh * d * padded
+    xt_rows, xt_cols = xt + rows[:, None] * padded, xt + cols[None, :] * padded
     total = tl.zeros((DB, DB), dtype=tl.float32)
     for start in range(first, last, BN):
         token = start + near
-        left = tl.load(
-            xt + rows[:, None] * padded + token[None, :], mask=rows[:, None] < d, other=0.0
-        )
-        right = tl.load(
-            xt + cols[None, :] * padded + token[:, None], mask=cols[None, :] < d, other=0.0
-        )
+        left = tl.load(xt_rows + token[None, :], mask=rows[:, None] < d, other=0.0)
+        right = tl.load(xt_cols + token[:, None], mask=cols[None, :] < d, other=0.0)
         if w is not None:
             weight = tl.load(w + bh * n + token, mask=token < n, other=0.0)
             weighted = left.to(tl.float32) * weight[None, :]
