@@ -49,7 +49,7 @@ def bias_of(log_weight, start, token, here):
 def attend(
     q, k, v, log_weight, rows, row_count, keys, key_count,
     num, den, unit, out, lse, masses,
-    heads, key_heads, n, m, d, dv, most_rows, most_keys, span, scale,
+    heads, group, n, m, d, dv, most_rows, most_keys, span, scale,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, w_b, w_h,
     D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -62,13 +62,12 @@ def attend(
     """
     split, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, h = bh // heads, bh % heads
-    kh = h // (heads // key_heads)
     dims, cols = tl.arange(0, D), tl.arange(0, E)
     slot = tl.program_id(0) * BM + tl.arange(0, BM)
     row, live = tokens_at(rows, row_count, bh, slot, most_rows, n)
     query = tile_of(q + b * q_b + h * q_h, row, live, dims, q_n, d)
-    k += b * k_b + kh * k_h
-    v += b * v_b + kh * v_h
+    k += b * k_b + h // group * k_h
+    v += b * v_b + h // group * v_h
     top = tl.full((BM,), float("-inf"), dtype=tl.float32)
     mass = tl.zeros((BM,), dtype=tl.float32)
     total = tl.zeros((BM, E), dtype=tl.float32)
@@ -177,7 +176,7 @@ def _row_side(lse, slope, bh, n, row, live):
 def query_gradient(
     q, k, v, log_weight, rows, row_count, keys, key_count,
     grad, lse, slope, out,
-    heads, key_heads, n, m, d, dv, most_rows, most_keys, span, scale,
+    heads, group, n, m, d, dv, most_rows, most_keys, span, scale,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, w_b, w_h, g_b, g_h, g_n,
     D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -185,15 +184,14 @@ def query_gradient(
     """The same walk as `attend`; a split of the keys writes its part to the slots of the rows."""
     split, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, h = bh // heads, bh % heads
-    kh = h // (heads // key_heads)
     dims, cols = tl.arange(0, D), tl.arange(0, E)
     slot = tl.program_id(0) * BM + tl.arange(0, BM)
     row, live = tokens_at(rows, row_count, bh, slot, most_rows, n)
     query = tile_of(q + b * q_b + h * q_h, row, live, dims, q_n, d)
     direction = tile_of(grad + b * g_b + h * g_h, row, live, cols, g_n, dv)
     size, change = _row_side(lse, slope, bh, n, row, live)
-    k += b * k_b + kh * k_h
-    v += b * v_b + kh * v_h
+    k += b * k_b + h // group * k_h
+    v += b * v_b + h // group * v_h
     total = tl.zeros((BM, D), dtype=tl.float32)
     end = end_of_keys(rows, row_count, keys, key_count, bh, row, live, m, BM, CAUSAL)
     for start in range(split * span, tl.minimum((split + 1) * span, end), BN):
@@ -216,7 +214,7 @@ def query_gradient(
 def key_gradient(
     q, k, v, log_weight, rows, row_count, keys, key_count,
     grad, lse, slope, key_out, value_out, weight_out,
-    heads, key_heads, n, m, d, dv, most_rows, most_keys, span, scale,
+    heads, group, n, m, d, dv, most_rows, most_keys, span, scale,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, w_b, w_h, g_b, g_h, g_n,
     D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -224,12 +222,11 @@ def key_gradient(
     """A block of keys over a split of the rows: gradients of keys, values and log-weights."""
     split, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, h = bh // heads, bh % heads
-    kh = h // (heads // key_heads)
     dims, cols = tl.arange(0, D), tl.arange(0, E)
     slot = tl.program_id(0) * BN + tl.arange(0, BN)
     key, here = tokens_at(keys, key_count, bh, slot, most_keys, m)
-    key_tile = tile_of(k + b * k_b + kh * k_h, key, here, dims, k_n, d)
-    value = tile_of(v + b * v_b + kh * v_h, key, here, cols, v_n, dv)
+    key_tile = tile_of(k + b * k_b + h // group * k_h, key, here, dims, k_n, d)
+    value = tile_of(v + b * v_b + h // group * v_h, key, here, cols, v_n, dv)
     bias = bias_of(log_weight, b * w_b + h * w_h, key, here)
     q += b * q_b + h * q_h
     grad += b * g_b + h * g_h

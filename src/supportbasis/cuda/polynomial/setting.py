@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ..runtime.language import interpreted, power_of_two, tl
 
-CHUNK = 1024  # tokens of a causal chunk
-
 
 class Tile(NamedTuple):
     """Of one kernel: rows and columns that a program writes, tokens that it reads at a time."""
@@ -61,7 +59,7 @@ class Polynomials:
     degree: int  # 1 or 2
     weight: Tensor | None = None  # [batch, key heads, m]; 0: a masked key
     causal: bool = False
-    chunk: int = CHUNK  # a multiple of the rows of all tiles
+    chunk: int = 1024  # tokens of a causal chunk: a multiple of the rows of all tiles
     precision: str = "tf32x3"  # of float32 products
 
 

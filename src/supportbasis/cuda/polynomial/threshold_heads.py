@@ -59,7 +59,7 @@ class Split(NamedTuple):
 
     rows: Tokens = Tokens(0)
     keys: Tokens = Tokens(0)
-    large_row: Tensor | None = None  # [batch, heads, n] bool: exact over all keys
+    large_row: Tensor | None = None  # [batch, heads, n] bool: exact over all keys; None: none is
     small_key: Tensor | None = None  # [batch, heads, m] float32: 0 where a key is large
     fits: Tensor | None = None  # whether the capacity was enough; None: the host checks it
 
