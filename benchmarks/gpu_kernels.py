@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
 
 from supportbasis.cuda.polynomial import sums as polynomial
-from supportbasis.cuda.polynomial.setting import Setting, Tile, choose_tiles
+from supportbasis.cuda.polynomial.setting import Setting, Tile
 from supportbasis_studies.gpu.cases import LONG, PAPER, gaussian
 from supportbasis_studies.gpu.measure import milliseconds
 
@@ -24,24 +23,25 @@ def sweep(d: int) -> None:
     q, k, v = gaussian(PAPER)(8, LONG, d)
     table = torch.tensor([[1.0, 0.1, 0.005]], device="cuda").expand(8, 3).contiguous()
     given = polynomial.Polynomials(table, torch.zeros(8, device="cuda"), 2)
-    known = choose_tiles(d, d, False)
+    setting = Setting(q, v, given)
+    known = setting.tiles
     for rows, pairs, (tokens, stages), warps in itertools.product(
         {64, d}, (1, 2, 4), ((64, 3), (32, 4), (64, 2)), (4, 8)
     ):
         if 64 <= rows * d * pairs // (warps * 32) <= 128:  # registers of the sums
             state = Tile(rows, d, tokens, warps, stages, pairs)
-            setting = Setting(q, v, replace(given, tiles=known._replace(state=state)))
-            side = polynomial.prepared(k, v, None, setting, summed=True)
-            show(state, partial(polynomial.sums_over, side, setting))
-    setting = Setting(q, v, given)
-    keys = polynomial.prepared(k, v, None, setting, summed=True)
-    queries = polynomial.prepared(q, v, None, setting, read=True)
-    sums = polynomial.sums_over(keys, setting)
+            setting.tiles = known._replace(state=state)
+            side = polynomial.Side(k, v, None, setting, summed=True)
+            show(state, partial(polynomial.sums_over, side, setting, LONG))
+    setting.tiles = known
+    keys = polynomial.Side(k, v, None, setting, summed=True)
+    queries = polynomial.Side(q, v, None, setting, read=True)
+    sums = polynomial.sums_over(keys, setting, LONG)
     for (count, warps), columns, stages in itertools.product(
         ((64, 4), (128, 8), (128, 4), (256, 8)), {64, d}, (2, 3, 4)
     ):
         read = Tile(count, columns, 64, warps, stages)
-        setting = Setting(q, v, replace(given, tiles=known._replace(read=read)))
+        setting.tiles = known._replace(read=read)
         show(read, partial(polynomial.read, queries, sums, keys, setting))
 
 

@@ -9,7 +9,9 @@ exp(-lse_i): a log-scale, like that of the sums themselves.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +28,12 @@ class SavedForward:
     grad_lse: Tensor | None
     for_weights: bool  # whether the gradient of the key log-weights is asked for
 
-    def of_heads(self, index: Tensor) -> SavedForward:
-        """The same for some heads."""
-        parts = (self.output, self.lse, self.fallback, self.grad)
-        output, lse, fallback, grad = (x.index_select(1, index) for x in parts)
-        grad_lse = None if self.grad_lse is None else self.grad_lse.index_select(1, index)
-        return SavedForward(output, lse, fallback, grad, grad_lse, self.for_weights)
+    def map(self, change: Callable[[Tensor], Tensor]) -> SavedForward:
+        """The same with every tensor changed."""
+        changed: dict[str, Any] = {
+            name: change(x) if isinstance(x, Tensor) else x for name, x in vars(self).items()
+        }
+        return SavedForward(**changed)
 
     def cotangent(self, at: tuple[int, int]) -> Cotangent:
         """Gradients of the sums of one head."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol, cast
@@ -197,7 +197,8 @@ def gradients(problem: Problem, found: Sequence[Group], saved: SavedForward) -> 
     total = Gradients(query, key, value, weight)
     for group in found:
         index = cast(Tensor, group.index)
-        part = gradients(of_heads(problem, index), (group,), saved.of_heads(index))
+        own = saved.map(partial(torch.index_select, dim=1, index=index))
+        part = gradients(of_heads(problem, index), (group,), own)
         for name, whole in vars(total).items():
             piece = getattr(part, name)
             if whole is not None and piece is not None:

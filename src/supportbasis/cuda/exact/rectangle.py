@@ -112,10 +112,10 @@ class Rectangle:
         problem, rows, keys = self.problem, self.rows, self.keys
         query, key, value = problem.query, problem.key, problem.value
         weight = problem.key_log_weight
-        (_, heads, n, d), (_, key_heads, m, dv) = query.shape, value.shape
+        (heads, n, d), (m, dv) = query.shape[1:], value.shape[2:]
         kernel[grid](
             query, key, value, weight, rows.index, rows.count, keys.index, keys.count, *given,
-            heads, key_heads, n, m, d, dv, rows.most, keys.most, span, scale,
+            heads, problem.group, n, m, d, dv, rows.most, keys.most, span, scale,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             *((0, 0) if weight is None else weight.stride()[:2]),
             *strides, power_of_two(d), power_of_two(dv), tile.rows, tile.keys,

@@ -23,6 +23,19 @@ def tokens_at(index, count, bh, at, most, total):
 
 
 @jit
+def end_of_keys(rows, row_count, keys, key_count, bh, row, live, m, BM, CAUSAL: tl.constexpr):
+    """Where the keys end that a block of BM rows attends to."""
+    end = m
+    if keys is not None:
+        end = tl.load(key_count + bh)
+    elif CAUSAL:
+        end = tl.minimum(m, tl.max(tl.where(live, row, -1), 0).to(tl.int32) + 1)
+    if rows is not None:  # a block without rows has nothing to do
+        end = tl.where(tl.program_id(0) * BM < tl.load(row_count + bh), end, 0)
+    return end
+
+
+@jit
 def bias_of(log_weight, start, token, here):
     """Log-weights of keys, counted from ``start``, to base 2; -inf where there is none."""
     bias = tl.where(here, 0.0, float("-inf"))
@@ -36,7 +49,7 @@ def bias_of(log_weight, start, token, here):
 def attend(
     q, k, v, log_weight, rows, row_count, keys, key_count,
     num, den, unit, out, lse, masses,
-    heads, key_heads, n, m, d, dv, most_rows, most_keys, span, scale,
+    heads, group, n, m, d, dv, most_rows, most_keys, span, scale,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, w_b, w_h,
     D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -49,15 +62,12 @@ def attend(
     """
     split, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, h = bh // heads, bh % heads
-    kh = h // (heads // key_heads)
     dims, cols = tl.arange(0, D), tl.arange(0, E)
     slot = tl.program_id(0) * BM + tl.arange(0, BM)
     row, live = tokens_at(rows, row_count, bh, slot, most_rows, n)
     query = tile_of(q + b * q_b + h * q_h, row, live, dims, q_n, d)
-    k += b * k_b + kh * k_h
-    v += b * v_b + kh * v_h
-    if log_weight is not None:
-        log_weight += b * w_b + h * w_h
+    k += b * k_b + h // group * k_h
+    v += b * v_b + h // group * v_h
     top = tl.full((BM,), float("-inf"), dtype=tl.float32)
     mass = tl.zeros((BM,), dtype=tl.float32)
     total = tl.zeros((BM, E), dtype=tl.float32)
@@ -65,19 +75,12 @@ def attend(
         mass = tl.load(den + bh * n + row, mask=live, other=0.0)
         total = tile_of(num, bh * n + row, live, cols, dv, dv)
         top = tl.where(mass != 0.0, tl.load(unit + bh) * 1.4426950408889634, float("-inf"))
-    if keys is not None:
-        end = tl.load(key_count + bh)
-    else:
-        end = m
-        if CAUSAL:
-            end = tl.minimum(m, tl.max(tl.where(live, row, -1), 0).to(tl.int32) + 1)
-    if rows is not None:  # a block without rows has nothing to do
-        end = tl.where(tl.program_id(0) * BM < tl.load(row_count + bh), end, 0)
+    end = end_of_keys(rows, row_count, keys, key_count, bh, row, live, m, BM, CAUSAL)
     for start in range(split * span, tl.minimum((split + 1) * span, end), BN):
         key, here = tokens_at(keys, key_count, bh, start + tl.arange(0, BN), most_keys, m)
         key_tile = tile_of(k, key, here, dims, k_n, d)
         score = tl.dot(query, tl.trans(key_tile), input_precision=PRECISION)
-        score = score * scale + bias_of(log_weight, 0, key, here)[None, :]
+        score = score * scale + bias_of(log_weight, b * w_b + h * w_h, key, here)[None, :]
         if CAUSAL:
             score = tl.where(key[None, :] <= row[:, None], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
@@ -173,7 +176,7 @@ def _row_side(lse, slope, bh, n, row, live):
 def query_gradient(
     q, k, v, log_weight, rows, row_count, keys, key_count,
     grad, lse, slope, out,
-    heads, key_heads, n, m, d, dv, most_rows, most_keys, span, scale,
+    heads, group, n, m, d, dv, most_rows, most_keys, span, scale,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, w_b, w_h, g_b, g_h, g_n,
     D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -181,32 +184,22 @@ def query_gradient(
     """The same walk as `attend`; a split of the keys writes its part to the slots of the rows."""
     split, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, h = bh // heads, bh % heads
-    kh = h // (heads // key_heads)
     dims, cols = tl.arange(0, D), tl.arange(0, E)
     slot = tl.program_id(0) * BM + tl.arange(0, BM)
     row, live = tokens_at(rows, row_count, bh, slot, most_rows, n)
     query = tile_of(q + b * q_b + h * q_h, row, live, dims, q_n, d)
     direction = tile_of(grad + b * g_b + h * g_h, row, live, cols, g_n, dv)
     size, change = _row_side(lse, slope, bh, n, row, live)
-    k += b * k_b + kh * k_h
-    v += b * v_b + kh * v_h
-    if log_weight is not None:
-        log_weight += b * w_b + h * w_h
+    k += b * k_b + h // group * k_h
+    v += b * v_b + h // group * v_h
     total = tl.zeros((BM, D), dtype=tl.float32)
-    if keys is not None:
-        end = tl.load(key_count + bh)
-    else:
-        end = m
-        if CAUSAL:
-            end = tl.minimum(m, tl.max(tl.where(live, row, -1), 0).to(tl.int32) + 1)
-    if rows is not None:
-        end = tl.where(tl.program_id(0) * BM < tl.load(row_count + bh), end, 0)
+    end = end_of_keys(rows, row_count, keys, key_count, bh, row, live, m, BM, CAUSAL)
     for start in range(split * span, tl.minimum((split + 1) * span, end), BN):
         key, here = tokens_at(keys, key_count, bh, start + tl.arange(0, BN), most_keys, m)
         key_tile = tile_of(k, key, here, dims, k_n, d)
         score = tl.dot(query, tl.trans(key_tile), input_precision=PRECISION)
         score = score * (scale * 1.4426950408889634)
-        score += bias_of(log_weight, 0, key, here)[None, :] - size[:, None]
+        score += bias_of(log_weight, b * w_b + h * w_h, key, here)[None, :] - size[:, None]
         if CAUSAL:
             score = tl.where(key[None, :] <= row[:, None], score, float("-inf"))
         value = tile_of(v, key, here, cols, v_n, dv)
@@ -221,7 +214,7 @@ def query_gradient(
 def key_gradient(
     q, k, v, log_weight, rows, row_count, keys, key_count,
     grad, lse, slope, key_out, value_out, weight_out,
-    heads, key_heads, n, m, d, dv, most_rows, most_keys, span, scale,
+    heads, group, n, m, d, dv, most_rows, most_keys, span, scale,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, w_b, w_h, g_b, g_h, g_n,
     D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -229,15 +222,12 @@ def key_gradient(
     """A block of keys over a split of the rows: gradients of keys, values and log-weights."""
     split, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, h = bh // heads, bh % heads
-    kh = h // (heads // key_heads)
     dims, cols = tl.arange(0, D), tl.arange(0, E)
     slot = tl.program_id(0) * BN + tl.arange(0, BN)
     key, here = tokens_at(keys, key_count, bh, slot, most_keys, m)
-    key_tile = tile_of(k + b * k_b + kh * k_h, key, here, dims, k_n, d)
-    value = tile_of(v + b * v_b + kh * v_h, key, here, cols, v_n, dv)
-    if log_weight is not None:
-        log_weight += b * w_b + h * w_h
-    bias = bias_of(log_weight, 0, key, here)
+    key_tile = tile_of(k + b * k_b + h // group * k_h, key, here, dims, k_n, d)
+    value = tile_of(v + b * v_b + h // group * v_h, key, here, cols, v_n, dv)
+    bias = bias_of(log_weight, b * w_b + h * w_h, key, here)
     q += b * q_b + h * q_h
     grad += b * g_b + h * g_h
     to_key = tl.zeros((BN, D), dtype=tl.float32)

@@ -111,13 +111,7 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
 
 def _add_own_windows(total: Gradients, problem: Problem, width: int, saved: SavedForward) -> None:
     """Gradients of exact attention within windows, given the whole output and lse of the rows."""
-
-    def cut(x: Tensor) -> Tensor:
-        return _cut(x, problem, width, problem.n).contiguous()
-
-    grad_lse = None if saved.grad_lse is None else cut(saved.grad_lse)
-    output, lse, fallback, grad = map(cut, (saved.output, saved.lse, saved.fallback, saved.grad))
-    own = SavedForward(output, lse, fallback, grad, grad_lse, saved.for_weights)
+    own = saved.map(lambda x: _cut(x, problem, width, problem.n).contiguous())
     part = exact.gradients(_windows(problem, width), _EXACT, own)
     for name, piece in vars(part).items():
         if piece is not None:

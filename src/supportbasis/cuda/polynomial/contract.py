@@ -38,11 +38,10 @@ def _rows_of_pair(state, p, to, cols, pairs, d, D: tl.constexpr, E: tl.constexpr
 
 @jit
 def contract(
-    x, words, u, h, state, vectors, matrix, y, v, w, row_weight, coefficients, out,
-    heads, n, padded, d, dv, pairs, blocks, chunk, ratio,
-    other_heads, m, members,
-    x_b, x_h, x_n, u_b, u_h, u_n, y_b, y_h, y_n, v_b, v_h, v_n,
-    D: tl.constexpr, DB: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x, words, state, vectors, matrix, y, v, w, row_weight, coefficients, u, h, out,
+    heads, n, padded, d, dv, pairs, blocks, chunk, ratio, other_heads, m, members,
+    x_b, x_h, x_n, y_b, y_h, y_n, v_b, v_h, v_n, u_b, u_h, u_n,
+    D: tl.constexpr, E: tl.constexpr, DB: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     DEGREE: tl.constexpr, SCAN: tl.constexpr, QUERIES: tl.constexpr,
     PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -82,10 +81,8 @@ def contract(
             gathered = _rows_of_pair(state, p, to, cols, pairs, d, D, E)
             f = times(direction, entry(words, p, padded, near, PACKED), PACKED)
             total = tl.dot(f, gathered, total, input_precision=PRECISION)
-        part = tl.dot(
-            direction, tl.load(state + pairs * (D * E) + to[None, :] * E + cols[:, None]),
-            input_precision=PRECISION,
-        )  # fmt: skip
+        squares = tl.load(state + pairs * (D * E) + to[None, :] * E + cols[:, None])
+        part = tl.dot(direction, squares, input_precision=PRECISION)
         again = tile_of(x, near, live, to, x_n, d)
         total += 2.0 * part * again.to(tl.float32)
         columns = matrix + dims[:, None] * D + to[None, :]

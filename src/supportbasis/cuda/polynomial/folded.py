@@ -73,10 +73,8 @@ def square_state(
     last = tl.minimum(first + span, n)
     xt += bh * d * padded
     v += (bh // heads) * v_b + (bh % heads) * v_h
-    sum0 = tl.zeros((DB, EB), dtype=tl.float32)
-    sum1 = tl.zeros((DB, EB), dtype=tl.float32)
-    sum2 = tl.zeros((DB, EB), dtype=tl.float32)
-    sum3 = tl.zeros((DB, EB), dtype=tl.float32)
+    zero = tl.zeros((DB, EB), dtype=tl.float32)
+    sum0, sum1, sum2, sum3 = zero, zero, zero, zero
     forward = xt + rows[:, None] * padded
     backward = xt + (d - 1 - rows)[:, None] * padded
     known = (rows < d)[:, None]
@@ -188,10 +186,11 @@ def visible_pairs(row, index, here, SCAN: tl.constexpr):
 @jit
 def normaliser(
     x, rows, tokens, vectors, matrix, n, d, dv, x_n, c0, c1, c2,
-    D: tl.constexpr, CB: tl.constexpr, DEGREE: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DEGREE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Denominator of each row from the moments: c0 s + c1 s' x + c2 x' M x, M in two operands."""
     dims = tl.arange(0, D)
+    CB: tl.constexpr = D if D < 64 else 64
     first = tl.load(vectors + dv + dims, mask=dims < d, other=0.0)
     den = c1 * tl.sum(tokens.to(tl.float32) * first[None, :], 1)
     den += c0 * tl.load(vectors + dv + d)
@@ -208,17 +207,16 @@ def normaliser(
 
 @jit
 def read_out(
-    x, words, state, vectors, matrix, masks, y, u, w, slope, row_weight, coefficients, unit,
-    out, den,
-    heads, n, padded, d, dv, pairs, blocks, chunk, ratio,
-    other_heads, m, members,
-    x_b, x_h, x_n, y_b, y_h, y_n, u_b, u_h, u_n,
+    x, words, state, vectors, matrix, y, v, w, row_weight, coefficients,
+    masks, slope, unit, out, den,
+    heads, n, padded, d, dv, pairs, blocks, chunk, ratio, other_heads, m, members,
+    x_b, x_h, x_n, y_b, y_h, y_n, v_b, v_h, v_n,
     D: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CB: tl.constexpr, DEGREE: tl.constexpr, SCAN: tl.constexpr,
-    QUERIES: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    DEGREE: tl.constexpr, SCAN: tl.constexpr, QUERIES: tl.constexpr,
+    PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sums of every row of ``x``: features times state, and with SCAN != 0 the row's own chunk of
-    (y, u) by the polynomial itself. One epilogue divides (with a ``unit``, which it adds to the
+    (y, v) by the polynomial itself. One epilogue divides (with a ``unit``, which it adds to the
     logarithms in ``den``) or writes the sums. Without ``den`` no denominators are summed.
 
     A head of ``x`` reads the state of head // ratio; the tokens of its chunk come from
@@ -238,8 +236,7 @@ def read_out(
         words += bh * d * padded + start
     tokens = tile_of(x, near, live, dims, x_n, d).to(OPERAND)
     own = start // chunk if SCAN != 0 else start * 0
-    state_heads = tl.num_programs(2) // ratio
-    offset = own * state_heads + bh // ratio
+    offset = own * (tl.num_programs(2) // ratio) + bh // ratio
     state += offset * (blocks * D * E)
     vectors += offset * (dv + d + 1)
     matrix += offset * (2 * D * D)
@@ -272,7 +269,7 @@ def read_out(
     if den is not None:
         weight_sum = normaliser(
             x, near, tokens, vectors, matrix, n - start, d, dv, x_n, c0, c1, c2,
-            D, CB, DEGREE, PRECISION,
+            D, DEGREE, PRECISION,
         )  # fmt: skip
 
     if SCAN != 0:
@@ -280,7 +277,7 @@ def read_out(
         for step in range(steps * members):
             other = (bh // ratio) * members + step // steps
             ys = y + (other // other_heads) * y_b + (other % other_heads) * y_h
-            us = u + (other // other_heads) * u_b + (other % other_heads) * u_h
+            vs = v + (other // other_heads) * v_b + (other % other_heads) * v_h
             index = low + (step % steps) * BN + tl.arange(0, BN)
             here = index < m
             if w is not None:
@@ -288,16 +285,15 @@ def read_out(
                 here = here & (weight != 0.0)
             ty = tile_of(ys, index, here, dims, y_n, d).to(OPERAND)
             z = tl.dot(tokens, tl.trans(ty), input_precision=PRECISION)
-            if QUERIES:
-                z = c0 + z * (c1 + c2 * z)
-            else:
+            a0, a1, a2 = c0, c1, c2
+            if not QUERIES:
                 a0, a1, a2 = head_coefficients(coefficients, other, True)
-                z = a0 + z * (a1 + a2 * z)
+            z = a0 + z * (a1 + a2 * z)
             if w is not None:
                 z = z * weight[None, :]
             z = tl.where(visible_pairs(start + near, index, here, SCAN), z, 0.0)
-            tu = tile_of(us, index, here, cols, u_n, dv).to(OPERAND)
-            total = tl.dot(z.to(OPERAND), tu, total, input_precision=PRECISION)
+            tv = tile_of(vs, index, here, cols, v_n, dv).to(OPERAND)
+            total = tl.dot(z.to(OPERAND), tv, total, input_precision=PRECISION)
             if slope is not None:  # of queries: they weigh the denominator alone
                 z *= tl.load(slope + other * m + index, mask=here, other=0.0)[None, :]
             weight_sum += tl.sum(z, 1)

@@ -36,17 +36,13 @@ def prepare(
     dims = tl.arange(0, D)
     source = x + (bh // heads) * x_b + (bh % heads) * x_h + start * x_n
     tile = tile_of(source, near, live, dims, x_n, d)
+    target = bh * d * padded + start + dims[:, None] * padded + near[None, :]
+    inside = dims[:, None] < d
     if xt is not None:
-        tl.store(
-            xt + bh * d * padded + start + dims[:, None] * padded + near[None, :],
-            tl.trans(tile).to(xt.dtype.element_ty), mask=dims[:, None] < d,
-        )  # fmt: skip
+        tl.store(xt + target, tl.trans(tile).to(xt.dtype.element_ty), mask=inside)
     if words is not None:
         bits = tile.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
-        tl.store(
-            words + bh * d * padded + start + dims[:, None] * padded + near[None, :],
-            tl.trans(bits), mask=dims[:, None] < d,
-        )  # fmt: skip
+        tl.store(words + target, tl.trans(bits), mask=inside)
     if w is not None:
         cols = tl.arange(0, E)
         source = v + (bh // heads) * v_b + (bh % heads) * v_h + start * v_n
@@ -83,12 +79,9 @@ def value_moments(
     for start in range(first, last, BN):
         at = tl.cast(start, tl.int64)
         live = start + near < last
-        tokens = tl.load(
-            x + at * x_n + near[None, :] * x_n + rows[:, None] * x_d,
-            mask=live[None, :] & (rows[:, None] < d), other=0.0,
-        )  # fmt: skip
+        source = x + at * x_n + near[None, :] * x_n + rows[:, None] * x_d
+        tokens = tl.load(source, mask=live[None, :] & (rows[:, None] < d), other=0.0).to(OPERAND)
         value = tile_of(v + at * v_n, near, live, cols, v_n, dv).to(OPERAND)
-        tokens = tokens.to(OPERAND)
         linear = tl.dot(tokens, value, linear, input_precision=PRECISION)
         if SQUARES:
             square = tl.dot(tokens * tokens, value, square, input_precision=PRECISION)
@@ -100,13 +93,12 @@ def value_moments(
         token_sum += tl.sum(tokens.to(tl.float32) * weight[None, :], 1)
         weight_sum += weight
     inside = (rows[:, None] < d) & (cols[None, :] < dv)
-    total_heads = tl.num_programs(2)
-    base = (split.to(tl.int64) * total_heads + bh) * blocks * d * dv
-    tile = rows[:, None] * dv + cols[None, :]
-    tl.store(part + base + (blocks - 1) * d * dv + tile, linear, mask=inside)
+    offset = split.to(tl.int64) * tl.num_programs(2) + bh
+    part += (offset * blocks + blocks - 1) * d * dv + rows[:, None] * dv + cols[None, :]
+    tl.store(part, linear, mask=inside)
     if SQUARES:
-        tl.store(part + base + (blocks - 2) * d * dv + tile, square, mask=inside)
-    flat += (split.to(tl.int64) * total_heads + bh) * flat_size + flat_at
+        tl.store(part - d * dv, square, mask=inside)
+    flat += offset * flat_size + flat_at
     tl.store(flat + cols, value_sum, mask=(cols < dv) & (row_tile == 0))
     tl.store(flat + dv + rows, token_sum, mask=(rows < d) & (col_tile == 0))
     if (row_tile == 0) & (col_tile == 0):
@@ -128,15 +120,12 @@ def weight_moments(
     first = split * span
     last = tl.minimum(first + span, n)
     xt += bh * d * padded
+    xt_rows, xt_cols = xt + rows[:, None] * padded, xt + cols[None, :] * padded
     total = tl.zeros((DB, DB), dtype=tl.float32)
     for start in range(first, last, BN):
         token = start + near
-        left = tl.load(
-            xt + rows[:, None] * padded + token[None, :], mask=rows[:, None] < d, other=0.0
-        )
-        right = tl.load(
-            xt + cols[None, :] * padded + token[:, None], mask=cols[None, :] < d, other=0.0
-        )
+        left = tl.load(xt_rows + token[None, :], mask=rows[:, None] < d, other=0.0)
+        right = tl.load(xt_cols + token[:, None], mask=cols[None, :] < d, other=0.0)
         if w is not None:
             weight = tl.load(w + bh * n + token, mask=token < n, other=0.0)
             weighted = left.to(tl.float32) * weight[None, :]

@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..runtime.language import cdiv, interpreted, power_of_two, tl
-
-CHUNK = 1024  # tokens of a causal chunk
+from ..runtime.language import interpreted, power_of_two, tl
 
 
 class Tile(NamedTuple):
@@ -34,7 +32,7 @@ class Tiles(NamedTuple):
     small: int  # rows, columns of the small moments
 
 
-def choose_tiles(dim: int, value_dim: int, full_precision: bool, causal: bool = False) -> Tiles:
+def choose_tiles(dim: int, value_dim: int, full_precision: bool, causal: bool) -> Tiles:
     """The fastest tiles for keys of ``dim`` and values of ``value_dim`` entries."""
     d, e = power_of_two(dim), power_of_two(value_dim)
     narrow, wide = max(d, e) <= 64, max(d, e) > 128
@@ -61,9 +59,8 @@ class Polynomials:
     degree: int  # 1 or 2
     weight: Tensor | None = None  # [batch, key heads, m]; 0: a masked key
     causal: bool = False
-    chunk: int = CHUNK  # a multiple of the rows of all tiles
+    chunk: int = 1024  # tokens of a causal chunk: a multiple of the rows of all tiles
     precision: str = "tf32x3"  # of float32 products
-    tiles: Tiles | None = None
 
 
 class Setting:
@@ -82,24 +79,18 @@ class Setting:
         self.precision = polynomials.precision if full else None  # of float32 products
         operand = tl.float32 if full else tl.bfloat16
         self.switches = {"OPERAND": operand, "PRECISION": self.precision}
-        self.tiles = polynomials.tiles or choose_tiles(dim, self.value_dim, full, self.causal)
+        self.tiles = choose_tiles(dim, self.value_dim, full, self.causal)
 
     def scan(self, before: bool) -> int:
         """1: rows attend to tokens not after them, -1: not before them; 0: to all."""
         return (1 if before else -1) if self.causal else 0
-
-    def states(self, rows: Tensor) -> int:
-        """Sums of the other side that these rows [..., n, d] read: one for each chunk."""
-        return cdiv(rows.shape[-2], self.chunk) if self.causal else 1
 
 
 def operands(x: Tensor, causal: bool) -> Tensor:
     """Rows of 16-bit tokens as the kernels take them: in bfloat16, since that is what products
     have, and for causal sums filled up with zeros to a power of two (docs/gpu-notes.md, "Traps",
     says what Triton 3.6 makes of other rows)."""
-    width = power_of_two(x.shape[-1])
     if x.dtype == torch.float16 and not interpreted():
         x = x.bfloat16()
-    if not causal or x.dtype == torch.float32 or width == x.shape[-1]:
-        return x
-    return F.pad(x, (0, width - x.shape[-1]))
+    extra = power_of_two(x.shape[-1]) - x.shape[-1]
+    return F.pad(x, (0, extra)) if causal and extra and x.dtype != torch.float32 else x

@@ -16,9 +16,8 @@ float32 inputs are three TF32 products in place of one ("tf32x3"), one ("tf32"),
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from ...problem.problem import in_rows
 from ..exact.rectangle import slopes
 from ..runtime.language import cdiv, power_of_two
 from . import contract, folded, moments
-from .setting import Polynomials, Setting, operands
+from .setting import Polynomials, Setting, Tile, operands
 
 PAD = 128  # transposed tokens are padded to a multiple of this
 PROGRAMS = 2048  # of the state kernel, at least, by cutting the keys into splits
@@ -49,55 +48,44 @@ def fold_masks(dim: int, device: torch.device) -> Tensor:
     return -(torch.arange(power_of_two(dim), device=device) >= p).to(torch.int32)
 
 
-@dataclass(eq=False)
 class Side:
     """Tokens, values and weights of one side, [batch, heads, n, ...], and the copies of them that
-    the kernels read."""
+    the kernels read. ``summed``: it is to be summed over; ``read``: its rows read sums of the
+    other side."""
 
-    tokens: Tensor
-    values: Tensor
-    weight: Tensor | None = None  # of keys
-    slope: Tensor | None = None  # of queries whose values are gradients: those of the denominators
-    transposed: Tensor | None = None  # tokens, [batch, heads, d, padded]: what sums need
-    words: Tensor | None = None  # the same in words of 32 bits: what rows need
-    weighted: Tensor | None = None  # values times weights
-
-    @property
-    def padded(self) -> int:
-        return cdiv(self.tokens.shape[2], PAD) * PAD
-
-
-def prepared(
-    tokens: Tensor, values: Tensor, weight: Tensor | None, setting: Setting, *,
-    summed: bool = False, read: bool = False, slope: Tensor | None = None,
-) -> Side:  # fmt: skip
-    """One side. ``summed``: it is to be summed over; ``read``: its rows read sums of the other
-    side."""
-    side = Side(in_rows(tokens), in_rows(values), weight, slope)
-    if setting.degree == 1 and weight is None:
-        return side
-    x, v, padded = side.tokens, side.values, side.padded
-    batch, heads, n, d = x.shape
-    if summed or not setting.packed:
-        side.transposed = x.new_empty((batch, heads, d, padded), dtype=setting.dtype)
-    if read and setting.packed:
-        side.words = x.new_empty((batch, heads, d, padded), dtype=torch.int32)
-    if weight is not None:
-        side.weighted = x.new_empty(v.shape, dtype=setting.dtype)
-    at_once = 64 if max(setting.width, setting.value_width) <= 128 else 32
-    moments.prepare[(padded // at_once, batch * heads)](
-        x, v, weight, side.transposed, side.words, side.weighted,
-        heads, n, padded, d, setting.value_dim, *x.stride()[:3], *v.stride()[:3],
-        setting.width, setting.value_width, at_once,
-    )  # fmt: skip
-    if side.words is None:
-        side.words = side.transposed
-    return side
+    def __init__(
+        self, tokens: Tensor, values: Tensor, weight: Tensor | None, setting: Setting, *,
+        summed: bool = False, read: bool = False, slope: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.tokens, self.values = x, v = in_rows(tokens), in_rows(values)
+        self.weight = weight  # of keys
+        self.slope = slope  # of queries whose values are gradients: those of the denominators
+        (batch, heads, n, d), packed = x.shape, setting.packed
+        self.padded = padded = cdiv(n, PAD) * PAD
+        self.transposed: Tensor | None = None  # tokens, [batch, heads, d, padded]: what sums need
+        self.words: Tensor | None = None  # the same in words of 32 bits: what rows need
+        self.weighted: Tensor | None = None  # values times weights
+        if setting.degree == 1 and weight is None:
+            return
+        if summed or not packed:
+            self.transposed = x.new_empty((batch, heads, d, padded), dtype=setting.dtype)
+        if read and packed:
+            self.words = x.new_empty((batch, heads, d, padded), dtype=torch.int32)
+        if weight is not None:
+            self.weighted = x.new_empty(v.shape, dtype=setting.dtype)
+        at_once = 64 if max(setting.width, setting.value_width) <= 128 else 32
+        moments.prepare[(padded // at_once, batch * heads)](
+            x, v, weight, self.transposed, self.words, self.weighted,
+            heads, n, padded, d, setting.value_dim, *x.stride()[:3], *v.stride()[:3],
+            setting.width, setting.value_width, at_once,
+        )  # fmt: skip
+        if not packed:
+            self.words = self.transposed
 
 
-def sums_over(side: Side, setting: Setting, *, states: int = 1, group: int = 1) -> State:
-    """Sums over the tokens of ``side``, over ``group`` heads together: of their values, which
-    weights multiply but slopes do not, and of weights or slopes."""
+def sums_over(side: Side, setting: Setting, rows: int, group: int = 1) -> State:
+    """Sums over the tokens of ``side``, over ``group`` heads together, for this number of rows: of
+    their values, which weights multiply but slopes do not, and of weights or slopes."""
     x, padded, queries = side.tokens, side.padded, side.slope is not None
     value = side.values if side.weighted is None else side.weighted
     batch, heads, n, d = x.shape
@@ -108,12 +96,12 @@ def sums_over(side: Side, setting: Setting, *, states: int = 1, group: int = 1) 
     row_tiles, col_tiles = cdiv(width, shape.rows), cdiv(value_width, shape.columns)
     groups, scan = cdiv(setting.pairs, shape.pairs), setting.scan(not queries)
     if scan:
-        span, splits = setting.chunk, cdiv(n, setting.chunk)
+        span, splits, states = setting.chunk, cdiv(n, setting.chunk), cdiv(rows, setting.chunk)
     else:
         programs = max(groups, 4) * row_tiles * col_tiles * all_heads
         splits = min(cdiv(PROGRAMS, programs), cdiv(n, 1024))
         span = cdiv(cdiv(n, splits), PAD) * PAD
-        splits = cdiv(n, span)
+        splits, states = cdiv(n, span), 1
     flat_at = d * d if square else 0
     flat_size = flat_at + dv + d + 1
     new = partial(torch.empty, dtype=torch.float32, device=x.device)
@@ -142,12 +130,12 @@ def sums_over(side: Side, setting: Setting, *, states: int = 1, group: int = 1) 
     # add up the splits, those of queries with their coefficients
     features = new(states, own, blocks, width, value_width, dtype=setting.dtype)
     vectors = new(states, own, dv + d + 1)
-    size, rows = width if square else 0, min(width, 16)
+    size, at_once = width if square else 0, min(width, 16)
     matrix = new(states, own, 2, size, size, dtype=setting.dtype) if square else vectors
-    folded.finish_state[(blocks * width // rows, own)](
+    folded.finish_state[(blocks * width // at_once, own)](
         part, features, setting.coefficients,
         splits, states, group, setting.pairs, blocks, d, dv,
-        width, value_width, rows, scan, queries,
+        width, value_width, at_once, scan, queries,
     )  # fmt: skip
     moments.finish_moments[(size + 1, own)](
         flat, vectors, matrix, setting.coefficients,
@@ -164,29 +152,45 @@ def read(
     """Sums of every row of ``rows`` (their weight multiplies them), and those of weights or slopes,
     unless no ``normaliser`` is asked for; with a ``unit`` their quotients, and the logarithms of
     the denominators."""
-    (x, y, u), (batch, heads, n, d) = (rows.tokens, other.tokens, other.values), rows.tokens.shape
-    queries = other.slope is None
-    shape, sizes = setting.tiles.read, pair_sizes(rows, other, setting)
-    out = torch.empty(batch, heads, n, setting.value_dim, dtype=dtype, device=x.device)
-    den = torch.empty(batch, heads, n, dtype=torch.float32, device=x.device)
-    folded.read_out[(cdiv(n, shape.rows), cdiv(setting.value_width, shape.columns), batch * heads)](
-        x, rows.words, *state, fold_masks(d, x.device), y, u,
-        other.weight, other.slope if normaliser else None, rows.weight,
-        setting.coefficients, unit, out, den if normaliser else None,
-        *sizes, *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
-        setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
-        min(setting.width, 64), setting.degree, setting.scan(queries), queries, setting.packed,
-        **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
+    shape, x = rows.tokens.shape[:3], rows.tokens
+    out = torch.empty(*shape, setting.value_dim, dtype=dtype, device=x.device)
+    den = torch.empty(shape, dtype=torch.float32, device=x.device)
+    given = (
+        fold_masks(x.shape[3], x.device), other.slope if normaliser else None, unit,
+        out, den if normaliser else None,
     )  # fmt: skip
+    launch(folded.read_out, setting.tiles.read, setting.value_width, rows, state, other, setting,
+           given)  # fmt: skip
     return out, den
 
 
-def pair_sizes(rows: Side, other: Side, setting: Setting) -> tuple[int, ...]:
-    """What kernels take whose rows read the sums of another side."""
-    (heads, n, d), (other_heads, m) = rows.tokens.shape[1:], other.tokens.shape[1:3]
-    return (
+def token_gradient(
+    rows: Side, state: State, other: Side, setting: Setting, dtype: torch.dtype
+) -> Tensor:
+    """Gradient of the tokens of ``rows``, whose values are the directions (see `contract`)."""
+    u, slope = rows.values, other.slope if rows.slope is None else rows.slope
+    out = torch.empty(rows.tokens.shape, dtype=dtype, device=u.device)
+    launch(contract.contract, setting.tiles.contract, setting.width, rows, state, other, setting,
+           (u, slope, out), u.stride()[:3])  # fmt: skip
+    return out
+
+
+def launch(
+    kernel: Any, shape: Tile, width: int, rows: Side, state: State, other: Side, setting: Setting,
+    given: tuple[Tensor | None, ...], strides: tuple[int, ...] = (),
+) -> None:  # fmt: skip
+    """Launch a kernel whose rows read the sums of another side, ``width`` columns, with the
+    arguments that all of them share and those that are given."""
+    (x, y, v), (batch, heads, n, d) = (rows.tokens, other.tokens, other.values), rows.tokens.shape
+    (other_heads, m), queries = y.shape[1:3], other.slope is None
+    kernel[(cdiv(n, shape.rows), cdiv(width, shape.columns), batch * heads)](
+        x, rows.words, *state, y, v, other.weight, rows.weight, setting.coefficients, *given,
         heads, n, rows.padded, d, setting.value_dim, setting.pairs, setting.blocks, setting.chunk,
         cdiv(heads, other_heads), other_heads, m, cdiv(other_heads, heads),
+        *x.stride()[:3], *y.stride()[:3], *v.stride()[:3], *strides,
+        setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
+        setting.degree, setting.scan(queries), queries, setting.packed,
+        **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
 
 
@@ -211,31 +215,11 @@ def polynomial_sums(
     unit, dtype = (polynomials.unit, query.dtype) if divide else (None, torch.float32)
     query, key, value = (operands(x, causal) for x in (query, key, value))
     setting = Setting(query, value, polynomials)
-    keys = prepared(key, value, polynomials.weight, setting, summed=True)
-    state = sums_over(keys, setting, states=setting.states(query))
-    queries = prepared(query, value, None, setting, read=True)
+    keys = Side(key, value, polynomials.weight, setting, summed=True)
+    state = sums_over(keys, setting, query.shape[2])
+    queries = Side(query, value, None, setting, read=True)
     out, den = read(queries, state, keys, setting, unit=unit, dtype=dtype)
     return out[..., :columns], den
-
-
-def token_gradient(
-    rows: Side, state: State, other: Side, setting: Setting, dtype: torch.dtype
-) -> Tensor:
-    """Gradient of the tokens of ``rows``, whose values are the directions (see `contract`)."""
-    x, u, y, v = rows.tokens, rows.values, other.tokens, other.values
-    queries = rows.slope is not None
-    slope = rows.slope if queries else other.slope
-    shape, (batch, heads, n, d) = setting.tiles.contract, x.shape
-    out = torch.empty(batch, heads, n, d, dtype=dtype, device=x.device)
-    contract.contract[(cdiv(n, shape.rows), cdiv(setting.width, shape.columns), batch * heads)](
-        x, rows.words, u, slope, *state, y, v, other.weight, rows.weight, setting.coefficients, out,
-        *pair_sizes(rows, other, setting),
-        *x.stride()[:3], *u.stride()[:3], *y.stride()[:3], *v.stride()[:3],
-        setting.width, shape.columns, setting.value_width, shape.rows, shape.tokens,
-        setting.degree, setting.scan(queries), queries, setting.packed,
-        **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
-    )  # fmt: skip
-    return out
 
 
 def polynomial_gradients(
@@ -254,10 +238,10 @@ def polynomial_gradients(
     g = value.new_empty(output.shape, dtype=setting.dtype)
     h = slopes(grad, saved.grad_lse, output, saved.lse, polynomials.unit, g)
     group = query.shape[1] // key.shape[1]
-    keys = prepared(key, value, weight, setting, summed=True, read=True)
-    queries = prepared(query, g, None, setting, summed=True, read=True, slope=h)
-    state = sums_over(keys, setting, states=setting.states(query))
-    of_queries = sums_over(queries, setting, states=setting.states(key), group=group)
+    keys = Side(key, value, weight, setting, summed=True, read=True)
+    queries = Side(query, g, None, setting, summed=True, read=True, slope=h)
+    state = sums_over(keys, setting, query.shape[2])
+    of_queries = sums_over(queries, setting, key.shape[2], group)
     grad_query = token_gradient(queries, state, keys, setting, dtype)
     grad_key = token_gradient(keys, of_queries, queries, setting, dtype)
     grad_value, slope = read(
@@ -265,7 +249,7 @@ def polynomial_gradients(
         dtype=torch.float32 if saved.for_weights else dtype,
     )  # fmt: skip
     made = (grad_query[..., :dim], grad_key[..., :dim], grad_value[..., :columns].to(dtype))
-    if not saved.for_weights:
+    if weight is None or not saved.for_weights:
         return Gradients(*made, None)
-    slope = (grad_value * value).sum(-1) + (slope if weight is None else weight * slope)
-    return Gradients(*made, slope if weight is None else torch.where(weight > 0, slope, 0.0))
+    slope = (grad_value * value).sum(-1) + weight * slope
+    return Gradients(*made, torch.where(weight > 0, slope, 0.0))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -57,32 +57,31 @@ def family(head: HeadPlan) -> object:
 class Split(NamedTuple):
     """Large tokens of a call, on the device."""
 
-    rows: Tokens
-    keys: Tokens
-    large_row: Tensor  # [batch, heads, n] bool: exact over all keys
-    small_key: Tensor | None  # [batch, heads, m] float32: 0 where a key is large; None: nowhere
-    fits: Tensor | None  # whether the capacity was enough; None: the host checks it
+    rows: Tokens = Tokens(0)
+    keys: Tokens = Tokens(0)
+    large_row: Tensor | None = None  # [batch, heads, n] bool: exact over all keys; None: none is
+    small_key: Tensor | None = None  # [batch, heads, m] float32: 0 where a key is large
+    fits: Tensor | None = None  # whether the capacity was enough; None: the host checks it
 
 
 def forward(problem: Problem, plan: Plan) -> Forward:
     return (*_with_split(problem, plan, _attended), None)
 
 
-def _attended(problem: Problem, plan: Plan, split: Split | None) -> tuple[Tensor, Tensor]:
+def _attended(problem: Problem, plan: Plan, split: Split) -> tuple[Tensor, Tensor]:
     """Output and lse of all rows."""
     sums, every = _Sums.of(problem, plan, split, False), whole(problem)
-    if split is None or not split.keys.most:
-        shape, made = problem.query.shape[:3], polynomial_sums(*sums, divide=True)
-        output, lse = (x.reshape(shape + x.shape[3:]).contiguous() for x in made)
-    else:
+    if split.keys.most:
         output, lse = empty_results(problem)
         num, den = polynomial_sums(*sums)
         start = Start(num.contiguous(), den, sums.polynomials.unit)
         exact_rows(replace(every, keys=split.keys), output, lse, start)
-    if split is not None:
-        exact_rows(replace(every, rows=split.rows), output, lse)
-        if split.fits is not None:
-            exact_rows(all_unless(split.fits, every), output, lse)
+    else:
+        shape, made = problem.query.shape[:3], polynomial_sums(*sums, divide=True)
+        output, lse = (x.reshape(shape + x.shape[3:]).contiguous() for x in made)
+    exact_rows(replace(every, rows=split.rows), output, lse)
+    if split.fits is not None:
+        exact_rows(all_unless(split.fits, every), output, lse)
     return output, lse
 
 
@@ -90,13 +89,11 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
     return _with_split(problem, plan, _pulled_back, saved)
 
 
-def _pulled_back(
-    problem: Problem, plan: Plan, split: Split | None, saved: SavedForward
-) -> Gradients:
+def _pulled_back(problem: Problem, plan: Plan, split: Split, saved: SavedForward) -> Gradients:
     """Gradients through sums and rectangles, or through all rows exactly where the capacity was
     exceeded."""
     sums = _Sums.of(problem, plan, split, saved.for_weights)
-    if split is None or not (split.keys.most or split.rows.most or split.fits is not None):
+    if split.large_row is None:
         return sums.gradients(problem, saved, problem.query.dtype)
     lse, of_small = saved.lse, saved.lse.masked_fill(split.large_row, math.inf)
     made = sums.gradients(problem, replace(saved, lse=of_small), torch.float32)
@@ -125,7 +122,7 @@ class _Sums(NamedTuple):
     polynomials: Polynomials
 
     @staticmethod
-    def of(problem: Problem, plan: Plan, split: Split | None, for_weights: bool) -> _Sums:
+    def of(problem: Problem, plan: Plan, split: Split, for_weights: bool) -> _Sums:
         """``for_weights``: their gradients are asked for, which heads do not share."""
         query, key, value = problem.query, problem.key, problem.value
         group, bias, borders = problem.group, problem.key_log_weight, thresholds(plan)
@@ -135,8 +132,7 @@ class _Sums(NamedTuple):
             and (bias is None or bias.stride(1) == 0 or problem.heads == 1)
         )
         (coefficients, unit), step = _table(problem, plan), group if shared else 1
-        small = None if split is None else split.small_key
-        weight = None if small is None else small[:, ::step]
+        weight = None if split.small_key is None else split.small_key[:, ::step]
         if bias is not None:
             factor, shift = key_weights(bias[:, ::step])
             weight = factor if weight is None else factor * weight
@@ -157,12 +153,8 @@ class _Sums(NamedTuple):
     def gradients(self, problem: Problem, saved: SavedForward, dtype: torch.dtype) -> Gradients:
         """Of the call's tokens."""
         shape = self.query.shape[:2]
-        parts: dict[str, Any] = {
-            name: x.reshape(*shape, *x.shape[2:])
-            for name, x in vars(saved).items()
-            if isinstance(x, Tensor)
-        }
-        made = polynomial_gradients(*self, replace(saved, **parts), dtype)
+        own = saved.map(lambda x: x.reshape(*shape, *x.shape[2:]))
+        made = polynomial_gradients(*self, own, dtype)
         if self.key.shape[:2] != problem.key.shape[:2]:
             made.key, made.value = (
                 x.float().sum(1).view(problem.batch, -1, *x.shape[2:])
@@ -177,10 +169,10 @@ class _Sums(NamedTuple):
 def _with_split(
     problem: Problem, plan: Plan, work: Callable[..., Result], *saved: SavedForward
 ) -> Result:
-    """``work(problem, plan, split, *saved)``, split at the thresholds of a plan, or None if it has
-    none; in the backward pass with what the forward pass ``saved``."""
+    """``work(problem, plan, split, *saved)``, split at the thresholds of a plan; in the backward
+    pass with what the forward pass ``saved``."""
     if not any(isinstance(head, ThresholdHead) for head in plan.heads):
-        return work(problem, plan, None, *saved)
+        return work(problem, plan, Split(), *saved)
 
     def run(sizes: Sizes, guarded: bool) -> tuple[Result, Tensor]:
         split, needed = _split(problem, plan, sizes, guarded)
@@ -201,7 +193,7 @@ def _split(problem: Problem, plan: Plan, sizes: Sizes, guarded: bool) -> tuple[S
     split = Split(
         Tokens(sizes[0], row_index, row_count.clamp(max=sizes[0]) * fits),
         Tokens(sizes[1], key_index, key_count.clamp(max=sizes[1])),
-        (rows | ~fits).view(query.shape[:3]),
+        (rows | ~fits).view(query.shape[:3]) if guarded or any(sizes) else None,
         1.0 - keys.view(*query.shape[:2], -1).float() if sizes[1] else None,
         fits if guarded else None,
     )
