@@ -85,15 +85,9 @@ class FeatureMap:
         return Buffer(self, like.new_empty(lanes, self.spare + self.count - 1, rows))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Features of all tokens at once, [rows, count], by differentiable operations."""
-        tokens, spare = x.T, self.spare
-        made, products = torch.cat([tokens[self.dim - spare :], tokens]), list[Tensor]()
-        for left, right, _ in self.steps:
-            if right.stop > len(made):  # the products so far are factors of the next degree
-                made, products = torch.cat([made, *products]), []
-            products.append(made[left] * made[right])
-        features = torch.cat([made, *products])[spare : spare + self.count - 1]
-        return torch.cat([torch.ones_like(tokens[:1]), features]).T
+        """Features of all tokens at once, [rows, count]."""
+        features = self.buffer(1, len(x), x).write(x.unsqueeze(0))[0]
+        return torch.cat([x.new_ones(1, len(x)), features]).T
 
 
 # Memory holds repeated variables (``spare`` rows), all variables, then products. A step is one of
