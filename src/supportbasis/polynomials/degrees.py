@@ -5,7 +5,6 @@ do. For epsilon >= 1 nothing is known: p = 0 has an error of 1.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable
 from itertools import takewhile
 
@@ -17,14 +16,8 @@ _GROWTH = math.acosh(3.0)  # T_g(3) <= e^{g acosh 3}
 def first_degree(
     error: Callable[[int], float], epsilon: float, bound: float, limit: int
 ) -> int | None:
-    """The smallest degree <= limit with error(degree) <= epsilon on [-bound, bound], or None.
-
-    By halves, since the error falls with the degree; one by one near the floor of rounding, where
-    it may rise again."""
+    """The smallest degree <= limit with error(degree) <= epsilon on [-bound, bound], or None."""
     degrees = range(least_degree(epsilon, bound), _highest_useful(epsilon, bound, limit) + 1)
-    if degrees and rounding_error(epsilon, degrees[-1], bound) < epsilon / 8:
-        at = bisect_left(degrees, True, key=lambda degree: error(degree) <= epsilon)
-        return degrees[at] if at < len(degrees) else None
     usable = takewhile(lambda degree: rounding_error(epsilon, degree, bound) <= epsilon, degrees)
     return next((degree for degree in usable if error(degree) <= epsilon), None)
 
