@@ -38,7 +38,7 @@ class SketchSum(StreamedSum):
     kernel: PowerKernel
     keys: Index = None
 
-    def task(self, head: Head, rows: Index, norms: Tensor | None = None) -> Task:
+    def task(self, head: Head, rows: Index) -> Task:
         return _SketchTask(self, head, rows)
 
 

@@ -14,7 +14,7 @@ up to twice the time.)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import cached_property
 from itertools import pairwise
@@ -53,15 +53,16 @@ def lane_count(device: str) -> int:
 
 class Task:
     """One evaluation: unit tokens, block by block, and the kernel's coefficients in t. Tokens, or
-    their leading coordinates, are divided by ``norm``; sums of rows count in exp(``shift``)."""
-
-    norm: dict[str, float]  # of the longest "query" and "key"
-    shift: Tensor | float = 0.0  # of each row [rows], or of all
+    their leading coordinates, are divided by ``units``, the norms of the longest query and key;
+    sums of rows count in exp(``shift``), of each row [rows] or of all."""
 
     def __init__(
-        self, head: Head, rows: Index, keys: Index, features: FeatureMap, coefficients: list[float]
-    ):
-        self.head, self.rows, self.keys = head, rows, keys
+        self, head: Head, rows: Index, keys: Index, features: FeatureMap,
+        coefficients: Sequence[float], units: tuple[float, float] = (1.0, 1.0),
+        shift: Tensor | float = 0.0,
+    ):  # fmt: skip
+        self.head, self.rows, self.keys, self.shift = head, rows, keys, shift
+        self.norm = dict(zip(("query", "key"), units, strict=True))
         self.row_count = head.n if rows is None else rows.numel()
         self.key_count = head.m if keys is None else keys.numel()
         self.features, self.coefficients = features, coefficients

@@ -28,8 +28,8 @@ from .streaming import Block, Reader, State, Task, spans
 class StreamedSum:
     """A component whose sums are streamed."""
 
-    def task(self, head: Head, rows: Index, norms: Tensor | None = None) -> Task:
-        """The evaluation for some rows, in units of the given norms (None: of their own)."""
+    def task(self, head: Head, rows: Index) -> Task:
+        """The evaluation for some rows."""
         raise NotImplementedError
 
     def add_to(self, total: Partial, head: Head, rows: Index) -> None:
