@@ -20,13 +20,12 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..problem.checks import check_integer, check_number
-from .coefficients import COEFFICIENTS, remez
+from .coefficients import COEFFICIENTS, WIDEST, remez
 from .degrees import first_degree, last_within, widest_bound
 from .proofs import TINY, UNIT, certify, exp
 
 LARGEST_DEGREE = 256  # certification takes (degree + 1)^3 numbers, 185 MiB at twice this degree
 KINDS = (*COEFFICIENTS, "minimax")
-_WIDEST = 300.0  # `largest_bound` does not search further
 
 
 def horner(coefficients: Sequence[float], t: Tensor) -> Tensor:
@@ -153,18 +152,15 @@ def minimax(degree: int, bound: float) -> CertifiedPolynomial:
     return built("minimax", degree, bound)
 
 
+@lru_cache(maxsize=4096, typed=True)
 def built(kind: str, degree: int, bound: float) -> CertifiedPolynomial:
     """The polynomial of a kind, one of KINDS."""
-    return _build(_checked_kind(kind), _built_degree(degree), _checked_bound(bound))
-
-
-@lru_cache(maxsize=4096)
-def _build(kind: str, degree: int, bound: float) -> CertifiedPolynomial:
+    kind, degree, bound = _checked_kind(kind), _built_degree(degree), _checked_bound(bound)
     if bound == 0.0:
         return certified(kind, (1.0,) + (0.0,) * degree, 0.0)
     if kind != "minimax":
         return certified(kind, COEFFICIENTS[kind](degree, bound), bound)
-    candidates = [_build(other, degree, bound) for other in COEFFICIENTS]
+    candidates = [built(other, degree, bound) for other in COEFFICIENTS]
     if (coefficients := remez(degree, bound)) is not None:
         candidates.append(certified(kind, coefficients, bound))
     best = min(candidates, key=lambda p: p.error)
@@ -196,14 +192,14 @@ def smallest_degree(
     3
     """
     epsilon, bound = check_number("epsilon", epsilon), _checked_bound(bound)
-    kind, limit = _checked_kind(kind), _built_degree(limit, "limit")
-    found = first_degree(lambda g: _build(kind, g, bound).error, epsilon, bound, limit)
+    limit = _built_degree(limit, "limit")
+    found = first_degree(lambda g: built(kind, g, bound).error, epsilon, bound, limit)
     if found is not None:
-        return _build(kind, found, bound)
+        return built(kind, found, bound)
     raise InputError(
         f"epsilon={epsilon:g} is not reached by a {kind} polynomial of degree <= {limit} on "
         f"[-{bound:g}, {bound:g}]: at degree {limit} the certified error is "
-        f"{_build(kind, limit, bound).error:.3g}. Use a larger epsilon, a smaller bound or a "
+        f"{built(kind, limit, bound).error:.3g}. Use a larger epsilon, a smaller bound or a "
         "larger limit (float64 rounding sets a floor near 1e-15 e^(2 bound))."
     )
 
@@ -218,13 +214,13 @@ def largest_bound(
     >>> minimax(2, b).error <= 0.05 < minimax(2, 1.001 * b).error
     True
     """
-    degree, kind = _built_degree(degree), _checked_kind(kind)
-    epsilon, tolerance = check_number("epsilon", epsilon), check_number("tolerance", tolerance)
+    degree, tolerance = _built_degree(degree), check_number("tolerance", tolerance)
+    epsilon = check_number("epsilon", epsilon)
 
     def error(bound: float) -> float:
-        return _build(kind, degree, bound).error
+        return built(kind, degree, bound).error
 
-    widest = min(_WIDEST, widest_bound(epsilon, degree))
+    widest = min(WIDEST, widest_bound(epsilon, degree))
     low = high = min(1.0, widest)
     while high < widest and error(high) <= epsilon:
         low, high = high, min(2 * high, widest)
