@@ -6,7 +6,6 @@ do. For epsilon >= 1 nothing is known: p = 0 has an error of 1.
 
 import math
 from collections.abc import Callable
-from itertools import takewhile
 
 from .proofs import UNIT, margin_operations
 
@@ -17,20 +16,18 @@ def first_degree(
     error: Callable[[int], float], epsilon: float, bound: float, limit: int
 ) -> int | None:
     """The smallest degree <= limit with error(degree) <= epsilon on [-bound, bound], or None."""
-    degrees = range(least_degree(epsilon, bound), _highest_useful(epsilon, bound, limit) + 1)
-    usable = takewhile(lambda degree: rounding_error(epsilon, degree, bound) <= epsilon, degrees)
-    return next((degree for degree in usable if error(degree) <= epsilon), None)
-
-
-def _highest_useful(epsilon: float, bound: float, limit: int) -> int:
-    """The first degree <= limit at which truncation, at most 2 e^{2B} B^{g+1} / (g+1)! for all
-    kinds, is below epsilon / 70: a higher one has little to gain but rounding."""
     log_bound = math.log(bound) if bound > 0.0 else -math.inf
     log_goal = math.log(epsilon) - 5 - 2 * bound
-    for degree in range(limit):
-        if (degree + 1) * log_bound - math.lgamma(degree + 2) <= log_goal:
+    for degree in range(least_degree(epsilon, bound), limit + 1):
+        if rounding_error(epsilon, degree, bound) > epsilon:
+            return None
+        if error(degree) <= epsilon:
             return degree
-    return limit
+        # truncation is at most 2 e^{2B} B^{g+1} / (g+1)! for all kinds: where that is below
+        # epsilon / 70, a higher degree has little to gain but rounding
+        if (degree + 1) * log_bound - math.lgamma(degree + 2) <= log_goal:
+            return None
+    return None
 
 
 def last_within(

@@ -25,7 +25,6 @@ from .certified import LARGEST_DEGREE, true_rank
 RANK_LIMIT = 2**18  # 64 MiB of float32 state at 64 value columns
 BUFFER_BYTES = 9 * 2**19  # of one lane
 MAX_BLOCK = 8192
-Fill = Callable[[Tensor], object]  # writes the gradients of features
 
 
 def check_rank(dim: int, degree: int) -> int:
@@ -139,7 +138,7 @@ class Buffer:
             torch.mul(left, right, out=product)
         return memory[:, spare:]
 
-    def pull_back(self, fill: Fill, rows: int) -> Tensor:
+    def pull_back(self, fill: Callable[[Tensor], object], rows: int) -> Tensor:
         """Gradient of the tokens, [lanes, dim, rows], whose features were the last to be written,
         from that of the features, which ``fill(out)`` writes: each product, the last one first,
         adds its own to both of its factors."""

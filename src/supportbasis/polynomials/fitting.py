@@ -157,10 +157,9 @@ class PairSample:
     def fit(self, spans: tuple[int, ...]) -> FittedKernel | None:
         """Least squares for the weights of every row relative to their norm, as random values would
         weigh them; None where the normal equations are singular or overflow."""
-        if not len(self.query) or not len(self.key) or not spans:
+        if not spans:
             return None
-        size = (self.exact * self._share).norm(dim=1, keepdim=True)
-        share = self._share * self.row_count.sqrt().unsqueeze(1) / size
+        share = self._share / (self.exact * self.key_count.rsqrt()).norm(dim=1, keepdim=True)
         unit = self.unit * share
         columns = [unit, *(power * unit for power in _powers(self.query, self.key, spans))]
         design, target = torch.stack(columns).flatten(1), (self.exact * share).flatten()
@@ -179,14 +178,14 @@ class PairSample:
         """Relative root-mean-square error of the weights: of the output, for random values."""
         given = kernel(self.query, self.key) * self.unit
         given = given / given.sum(1, keepdim=True)
-        share = self._share * self.row_count.sqrt().unsqueeze(1)
-        error = ((given - self.exact) * share).norm() / (self.exact * share).norm()
+        error = ((given - self.exact) * self._share).norm() / (self.exact * self._share).norm()
         return float(error.nan_to_num(math.inf))
 
-    @property
+    @cached_property
     def _share(self) -> Tensor:
-        """Factor for the error of a sampled key that represents several independent ones."""
-        return self.key_count.rsqrt()
+        """Factors of the errors of pairs [rows, keys], whose rows and keys represent several: rows
+        alike, and keys of independent errors."""
+        return self.key_count.rsqrt() * self.row_count.sqrt().unsqueeze(1)
 
     @cached_property
     def unit(self) -> Tensor:
