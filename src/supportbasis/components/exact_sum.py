@@ -197,8 +197,7 @@ def _by_kernel(head: Head, rows: Index, keys: Index, total: Partial, noise: Tens
 
 
 def softmax_rounding(given: Head | Problem, reach: Tensor, keys: int) -> Tensor:
-    """Relative rounding error of sums of exp(score), where |<q, k>| scale is at most ``reach``: of
-    the scores, then of the sum."""
+    """Relative rounding error of scores of at most ``reach``, and of sums of their exp."""
     unit = product_roundoff(given.dtype)
     score = reach * gamma(given.query.shape[-1] + 6, unit)
     for bias in (given.key_log_weight, given.mask):

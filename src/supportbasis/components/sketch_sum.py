@@ -8,8 +8,7 @@ exist for one block of tokens only.
 
 The degrees of s are weighed by the kernel alone, never by the lengths of the tokens of a call: a
 row's sum depends on no other row, and its gradient is exact. Each token is divided by its own norm,
-before and after the sketch, and the norms are kept as logarithms: nothing overflows, however large
-the power.
+before and after the sketch, and norms are kept as logarithms: no power is so large as to overflow.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ class SketchSum(StreamedSum):
 
 
 class _SketchTask(Task):
-    """Queries x and keys y as unit vectors with log-factors: the weight of a pair is
-    ``exp(log_x + log_y) * <x, y>^2``.
+    """Unit vectors x, y with log-factors: a pair has the weight exp(log_x + log_y) <x, y>^2.
 
     With t = z / (p bound) = <q / a, k / b>, a b = p bound / scale and a / b the kernel's balance,
     the monomials of degree k are sqrt|c_k| times those of q / a and of k / b. A kernel without
@@ -111,9 +109,8 @@ class _SketchTask(Task):
     def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
         """Gradient of some tokens from that of their unit vectors.
 
-        Sums are of degree 2 in the sketched token and the sketch is homogeneous too, so the
-        gradients through the lengths and through their logarithms cancel: every length is a plain
-        divisor.
+        Sums are of degree 2 in the sketched token and the sketch is homogeneous too, so gradients
+        through lengths and through their logarithms cancel: every length is a plain divisor.
         """
         x, divisor, weight, _ = self._scaled(side, x)
         features, log_norm = _unit(self.monomials(x)[:, self.kept] * weight)

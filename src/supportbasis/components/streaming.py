@@ -7,8 +7,7 @@ and evaluate the kernel densely within one chunk. A `Task` defines x, y and the 
 themselves for a polynomial, sketched tokens for a sketch.
 
 Tokens are divided into lanes, one for each thread: the thread that writes a lane's features also
-multiplies them, and they stay in its cache. (Features written by one core and read by another cost
-up to twice the time.)
+multiplies them. (Features written by one core and read by another cost up to twice the time.)
 """
 
 from __future__ import annotations
@@ -165,8 +164,7 @@ class Task:
     def noise(self) -> Tensor:
         """Rounding of each row's sums for keys of total weight 1: depth of the sums times the
         magnitude of their terms, and times the smallest normal number, the most that underflow
-        takes from one of them. So the reciprocal of a denominator above it is finite, and gradients
-        can use it."""
+        takes from a term. So gradients can use the reciprocal of a denominator above it."""
         depth = sum_depth(self.all_keys, self.block) + self.features.count
         depth += 2 * self.features.degree + self.head.dim + 16
         dtype = self.head.dtype

@@ -105,8 +105,7 @@ class Backward:
         return Block(span, tokens, log_factor + part.log_scale, part.num, part.den)
 
     def _read(self, reader: Reader, block: Block) -> Tensor:
-        """Gradient of a block's tokens, whose features have been written; zero where a token has
-        no weight, whatever the sums are."""
+        """Gradient of a block's tokens, whose features have been written; zero without weight."""
         factor = reader.factor(block).unsqueeze(1)
         weight = torch.cat([block.value, block.column.unsqueeze(1)], 1)
         weight = self.task.in_lanes(weight).transpose(1, 2)

@@ -93,8 +93,7 @@ def prefix_of(head: Head) -> int | None:
 
 
 def balancing_transform(head: Head) -> Transform:
-    """The transform of a head, from at most TRANSFORM_TOKENS evenly spaced tokens, of a causal head
-    from those of its prefix.
+    """The transform of a head, from evenly spaced tokens; of a causal head, from its prefix.
 
     With covariances Lq Lq^T and Lk Lk^T and the singular values U S V^T of Lq^T Lk, the maps
     A = Lq^-T U S^1/2 and B = Lk^-T V S^1/2 give both sides the covariance S, and A B^T = I.

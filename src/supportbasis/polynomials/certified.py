@@ -5,9 +5,8 @@ A polynomial is kept in t = z / B and divided by e^B, so that nothing overflows:
     p(z) = e^B * s(t),    s(t) = sum_k c_k t^k,    t = z / B in [-1, 1].
 
 `certify` proves bounds on the ratio r = p(z) e^{-z} = e^{B (1 - t)} s(t) for the float64
-coefficients that are returned, however they were found, so the builders (`taylor`, `chebyshev`,
-`minimax`) need not be trusted. This is Lemma A.3 of the paper ("Corollary 2.2 in AS23") with
-numbers instead of Theta(.).
+coefficients that are returned, however they were found. This is Lemma A.3 of the paper
+("Corollary 2.2 in AS23") with numbers instead of Theta(.).
 """
 
 import math
@@ -47,8 +46,7 @@ def derivative(coefficients: Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class CertifiedPolynomial:
-    """p(z) = exp(bound) * sum_k coefficients[k] * (z / bound)^k, with proven bounds on p(z) e^{-z}
-    over [-bound, bound].
+    """p(z) = exp(bound) * sum_k coefficients[k] * (z / bound)^k, with proven bounds on p(z) e^{-z}.
 
     `bound == 0` means the single point z = 0: then t := 0 and only coefficients[0] matters.
 

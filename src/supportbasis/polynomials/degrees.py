@@ -34,8 +34,7 @@ def last_within(
     error: Callable[[float], float], epsilon: float, low: float, high: float, tolerance: float
 ) -> float:
     """The largest bound (to the tolerance, from below) with error(bound) <= epsilon, between low,
-    where it is, and high. The error is nearly a power of the bound: the Illinois method finds it in
-    a few steps on logarithms."""
+    where it is, and high: by the Illinois method on logarithms, which are nearly linear."""
 
     def log_ratio(bound: float) -> float:
         return math.log(max(error(bound), 1e-300) / epsilon)

@@ -59,8 +59,7 @@ def block_rows(rank: int, dtype: torch.dtype) -> int:
 class FeatureMap:
     """Monomials of degree 0..``degree`` in ``dim`` variables, written feature-major.
 
-    ``spans`` r_1 >= r_2 >= ... (r_1 = dim) leave of degree k only the monomials in the first r_k
-    variables.
+    ``spans`` r_1 >= r_2 >= ... (r_1 = dim) restrict degree k to the first r_k variables.
 
     >>> phi = FeatureMap(dim=2, degree=2)
     >>> phi(torch.tensor([[2.0, 3.0]]))          # 1, x, y, x*x, y*y, x*y
@@ -119,8 +118,8 @@ class Buffer:
     def write(self, x: Tensor) -> Tensor:
         """Features of degree >= 1 of tokens ``x`` [lanes, rows, dim]: [lanes, features, rows].
 
-        The constant feature is left to the caller, for whom it is a plain sum. Degree 1 is a view
-        of ``x``."""
+        The constant feature is left to the caller: it is a plain sum. Degree 1 is a view of ``x``.
+        """
         if not self.map.steps:
             return x.mT[:, : self.map.count - 1]
         rows, dim, spare = x.shape[1], self.map.dim, self.map.spare

@@ -2,8 +2,7 @@
 
 After a balancing transform (`balancing`) both sides have variance s_i in coordinate i, s
 descending, and a monomial of degree k in certain coordinates contributes the product of their s_i
-to the exponential of the scores. So the kernel of degree k is taken in the leading r_k coordinates
-only,
+to the exponential of the scores. So degree k is taken in the leading r_k coordinates only,
 
     p(x, y) = sum_k a_k <x, y>_k ^ k,    <x, y>_k the inner product in the leading r_k coordinates,
 
@@ -88,8 +87,7 @@ def choose_spans(eigenvalues: Tensor, features: int) -> tuple[int, ...]:
     """Directions of each degree, at most ``features`` monomials in all.
 
     Degree k in one more direction r adds s_r^2 h_(k-1)(s_1^2, ..., s_r^2) to the squared kernel,
-    h the complete symmetric polynomial, for C(r + k - 2, k - 1) monomials. The best ratio is taken
-    while the budget allows it.
+    h the complete symmetric polynomial, for C(r + k - 2, k - 1) monomials: the best ratio first.
 
     >>> choose_spans(torch.tensor([0.1, 0.1, 0.0], dtype=torch.float64), 6)
     (2, 2)
