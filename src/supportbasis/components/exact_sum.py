@@ -106,10 +106,9 @@ class ExactSum:
 def _row_tiles(
     head: Head, rows: Index, count: int, keys: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Rows whose scores with all keys, or with as many as a tile holds, are formed at a time: which
-    of the given ones, their queries and their positions."""
-    least = 32 if head.is_causal else 128  # short tiles skip more of what lies ahead
-    step = least if keys > KEY_TILE else max(least, min(8192, TILE // max(1, keys)))
+    """Rows whose scores with a tile of keys are formed at a time: which of the given ones, their
+    queries and their positions."""
+    step = min(8192, TILE // max(1, min(keys, KEY_TILE)))
     for start in range(0, count, step):
         stop = min(count, start + step)
         query = take(head.query, rows, start, stop).to(head.dtype)

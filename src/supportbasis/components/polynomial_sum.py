@@ -77,7 +77,7 @@ class FittedSum(StreamedSum):
         return _FittedTask(self, transformed(head, self.transform), rows, shift, norms)
 
     def norms(self, head: Head, rows: Index) -> Tensor:
-        """The same in the leading coordinates of each degree, [2, degree]."""
+        """The same norms in the leading coordinates of each degree, [2, degree]."""
         balanced = transformed(head, self.transform)
         sides = (take(balanced.query, rows), take(balanced.key, self.keys))
         return _longest([x[:, :span].norm(dim=1) for x in sides for span in self.kernel.spans])

@@ -70,11 +70,10 @@ class FeatureMap:
 
     def __init__(self, dim: int, degree: int, spans: tuple[int, ...] | None = None):
         self.dim, self.degree = dim, degree
-        if spans in (None, (dim,) * degree):
-            check_rank(dim, degree)
         spans = spans or (dim,) * degree
-        is_pairs = spans == (dim, dim)
-        layout = _pair_layout(dim) if is_pairs else _prefix_layout(dim, spans)
+        if spans == (dim,) * degree:
+            check_rank(dim, degree)
+        layout = _pair_layout(dim) if spans == (dim, dim) else _prefix_layout(dim, spans)
         self.spare, self.steps, self.multiplicity, self.degrees = layout
         self.count = len(self.multiplicity)
 
@@ -83,9 +82,15 @@ class FeatureMap:
         return Buffer(self, like.new_empty(lanes, self.spare + self.count - 1, rows))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Features of all tokens at once, [rows, count]."""
-        features = self.buffer(1, len(x), x).write(x.unsqueeze(0))[0]
-        return torch.cat([x.new_ones(1, len(x)), features]).T
+        """Features of all tokens at once, [rows, count], by differentiable operations."""
+        tokens, spare = x.T, self.spare
+        made, products = torch.cat([tokens[self.dim - spare :], tokens]), list[Tensor]()
+        for left, right, _ in self.steps:
+            if right.stop > len(made):  # the products so far are factors of the next degree
+                made, products = torch.cat([made, *products]), []
+            products.append(made[left] * made[right])
+        features = torch.cat([made, *products])[spare : spare + self.count - 1]
+        return torch.cat([torch.ones_like(tokens[:1]), features]).T
 
 
 # Memory holds repeated variables (``spare`` rows), all variables, then products. A step is one of
@@ -118,8 +123,7 @@ class Buffer:
     def write(self, x: Tensor) -> Tensor:
         """Features of degree >= 1 of tokens ``x`` [lanes, rows, dim]: [lanes, features, rows].
 
-        The constant feature is left to the caller: it is a plain sum. Degree 1 is a view of ``x``.
-        """
+        The constant feature is left to the caller, as a plain sum. Degree 1 is a view of ``x``."""
         if not self.map.steps:
             return x.mT[:, : self.map.count - 1]
         rows, dim, spare = x.shape[1], self.map.dim, self.map.spare

@@ -143,11 +143,14 @@ class PairSample:
     @staticmethod
     def draw(head: Head, seed: int) -> PairSample:
         """Sample the tokens within the radius of a head with queries and live keys."""
-        query_radius, key_radius = _radius(head.query), _radius(head.key)
-        visible = min(head.n, head.m) if head.is_causal else head.m  # keys of the last row
-        log_weight = head.log_weights(torch.float64)[:visible]
-        row, row_count = _pick(head.query, query_radius, None, ROWS, seed)
-        key, key_count = _pick(head.key[:visible], key_radius, log_weight, KEYS, seed + 1)
+        query_norms, key_norms = (x.norm(dim=1) for x in (head.query, head.key))
+        query_radius, key_radius = _radius(query_norms), _radius(key_norms)
+        log_weight = head.log_weights(torch.float64)
+        near = (key_norms <= key_radius) & (log_weight > -math.inf)
+        if head.is_causal:
+            near[head.n :] = False  # after the last row
+        row, row_count = _pick(query_norms, query_norms <= query_radius, ROWS, seed)
+        key, key_count = _pick(key_norms, near, KEYS, seed + 1)
         tokens = head.query[row].double(), head.key[key].double()
         weight = key_count.log() + log_weight[key]
         return PairSample(*tokens, weight, row_count, key_count, query_radius, key_radius)
@@ -197,14 +200,9 @@ class PairSample:
         return (self.query @ self.key.T + self.log_weight).softmax(1)
 
 
-def _pick(
-    tokens: Tensor, radius: float, log_weight: Tensor | None, count: int, seed: int
-) -> tuple[Tensor, Tensor]:
-    """Indices of the longest live tokens within the radius and of a random sample of the others,
-    and how many tokens each represents."""
-    norms = tokens.norm(dim=1)
-    near = norms <= radius
-    near = near if log_weight is None else near & (log_weight > -math.inf)
+def _pick(norms: Tensor, near: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Indices of the longest near tokens and of a random sample of the others, and how many tokens
+    each represents."""
     index = near.nonzero().squeeze(1)
     if len(index) <= count:
         return index, torch.ones_like(index, dtype=torch.float64)
@@ -212,13 +210,12 @@ def _pick(
     longest, others = index[: count // LONGEST], index[count // LONGEST :]
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(others), generator=generator)[: count - len(longest)]
-    each = torch.ones(count, dtype=torch.float64, device=tokens.device)
+    each = torch.ones(count, dtype=torch.float64, device=norms.device)
     each[len(longest) :] = len(others) / len(chosen)
-    return torch.cat([longest, others[chosen.to(tokens.device)]]), each
+    return torch.cat([longest, others[chosen.to(norms.device)]]), each
 
 
-def _radius(tokens: Tensor) -> float:
+def _radius(norms: Tensor) -> float:
     """The norm beyond which a token is far: 1.5 times the 0.99 quantile."""
-    norms = tokens.norm(dim=1)
     rank = max(1, math.ceil(RADIUS_QUANTILE * len(norms)))
     return RADIUS_FACTOR * float(norms.kthvalue(rank).values)
