@@ -236,8 +236,7 @@ class PowerSum(ExactSum):
         has no usable denominator.
 
         An error e of every s changes a sum of m terms s^p by at most p e sum s^(p-1), and
-        sum s^(p-1) <= m^(1/p) (sum s^p)^(1 - 1/p), so by the share p e (m / sum s^p)^(1/p).
-        """
+        sum s^(p-1) <= m^(1/p) (sum s^p)^(1 - 1/p), so by the share p e (m / sum s^p)^(1/p)."""
         empty = (part.log_scale > -math.inf) & (part.log_scale < NOTHING / 2)
         part.num[empty], part.den[empty], part.log_scale[empty] = 0.0, 0.0, 0.0
         power, unit = self.kernel.power, unit_roundoff(head.dtype)

@@ -137,8 +137,7 @@ def rescaled(poly: CertifiedPolynomial, reach: float) -> tuple[tuple[float, ...]
 
     That unit keeps sums, and the reciprocals of denominators that gradients are made of, within
     the range of float32: coefficients divided by exp(bound) alone are far below it where the range
-    is wide, and far above it where a plan meets scores beyond its range.
-    """
+    is wide, and far above it where a plan meets scores beyond its range."""
     log_ratio = -math.inf
     if poly.bound > 0 and reach > 0:
         log_ratio = math.log(min(reach, LARGEST_REACH)) - math.log(poly.bound)

@@ -46,8 +46,7 @@ class _SketchTask(Task):
 
     With t = z / (p bound) = <q / a, k / b>, a b = p bound / scale and a / b the kernel's balance,
     the monomials of degree k are sqrt|c_k| times those of q / a and of k / b. A kernel without
-    polynomial is t itself: it has one degree, and its units cancel.
-    """
+    polynomial is t itself: it has one degree, and its units cancel."""
 
     def __init__(self, component: SketchSum, head: Head, rows: Index):
         self.power_kernel = kernel = component.kernel
@@ -91,8 +90,7 @@ class _SketchTask(Task):
         features [tokens, kept], and the logarithm of the divisor of these weights.
 
         A token whose entries exceed the unit u is divided by its largest entry instead, m u, and
-        the weights of degree k by m^(g - k): all its features are then m^g times too small.
-        """
+        the weights of degree k by m^(g - k): all its features are then m^g times too small."""
         log_unit = self.log_units[side]
         largest = tokens.detach().abs().amax(1, keepdim=True).double()
         log_divisor = largest.log()
@@ -110,8 +108,7 @@ class _SketchTask(Task):
         """Gradient of some tokens from that of their unit vectors.
 
         Sums are of degree 2 in the sketched token and the sketch is homogeneous too, so gradients
-        through lengths and through their logarithms cancel: every length is a plain divisor.
-        """
+        through lengths and through their logarithms cancel: every length is a plain divisor."""
         x, divisor, weight, _ = self._scaled(side, x)
         features, log_norm = _unit(self.monomials(x)[:, self.kept] * weight)
         _, log_sketched = _unit(self.half(features))

@@ -56,8 +56,7 @@ class Backward:
     """One evaluation: the task, its cotangent, the total to add to, and memory for a block.
 
     First `add_rows`, then `add_keys` with the state of the rows that attend to all keys. Between
-    the two, rows on other devices can be added to that state.
-    """
+    the two, rows on other devices can be added to that state."""
 
     def __init__(self, task: Task, total: Gradients, cotangent: Cotangent):
         self.task, self.total, self.cotangent = task, total, cotangent

@@ -96,8 +96,7 @@ def balancing_transform(head: Head) -> Transform:
     """The transform of a head, from evenly spaced tokens; of a causal head, from its prefix.
 
     With covariances Lq Lq^T and Lk Lk^T and the singular values U S V^T of Lq^T Lk, the maps
-    A = Lq^-T U S^1/2 and B = Lk^-T V S^1/2 give both sides the covariance S, and A B^T = I.
-    """
+    A = Lq^-T U S^1/2 and B = Lk^-T V S^1/2 give both sides the covariance S, and A B^T = I."""
     tokens = prefix_of(head)
     query, key = head.query[:tokens], head.key[:tokens]
     if head.key_log_weight is not None:
