@@ -15,7 +15,7 @@ from supportbasis.components import streaming
 from supportbasis.lists.tables import ListSettings
 from supportbasis.methods.fitted import FittedSearch
 from supportbasis.polynomials import features
-from supportbasis.polynomials.features import FeatureMap
+from supportbasis.polynomials.features import Buffer, FeatureMap
 
 MASKS = ("none", "causal", "padding", "bias", "causal-bias")
 SHAPES = {
@@ -284,7 +284,7 @@ def test_features_pull_gradients_back(dim, degree, rows, lanes, seed):
     grad = torch.randn(lanes, phi.count - 1, rows, generator=generator, dtype=torch.float64)
     leaf = x.flatten(0, 1).requires_grad_()
     whole = phi(leaf)
-    buffer = phi.buffer(lanes, rows + 2, x)
+    buffer = Buffer(phi, lanes, rows + 2, x)
     features = buffer.write(x)
     torch.testing.assert_close(features.transpose(1, 2).flatten(0, 1), whole[:, 1:].detach())
     expected = torch.zeros_like(leaf)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..polynomials.features import FeatureMap
+from ..polynomials.features import Buffer, FeatureMap
 from ..polynomials.powers import PowerKernel
 from ..problem.problem import Head
 from ..sketch import PolySketch
@@ -115,7 +115,7 @@ class _SketchTask(Task):
         grad = self.half.pull_back(features, grad * (-log_sketched).exp().unsqueeze(1))
         whole = x.new_zeros(len(x), self.monomials.count)
         whole[:, self.kept] = grad * (-log_norm).exp().unsqueeze(1) * weight
-        buffer = self.monomials.buffer(1, len(x), x)
+        buffer = Buffer(self.monomials, 1, len(x), x)
         buffer.write(x.unsqueeze(0))
         of_tokens = buffer.pull_back(lambda out: out.copy_(whole[:, 1:].T), len(x))
         return (of_tokens[0].T / divisor).to(self.head.dtype)

@@ -138,7 +138,8 @@ class Task:
 
     def buffer(self) -> Buffer:
         """Memory for the features of a block."""
-        return self.features.buffer(self.lanes, math.ceil(self.block / self.lanes), self.weights)
+        rows = math.ceil(self.block / self.lanes)
+        return Buffer(self.features, self.lanes, rows, self.weights)
 
     def chunks(self) -> list[tuple[Span | None, Span | None]]:
         """Rows and keys at the positions of each block."""

@@ -77,10 +77,6 @@ class FeatureMap:
         self.spare, self.steps, self.multiplicity, self.degrees = layout
         self.count = len(self.multiplicity)
 
-    def buffer(self, lanes: int, rows: int, like: Tensor) -> Buffer:
-        """Memory for the features of one block of tokens, and for their gradients."""
-        return Buffer(self, like.new_empty(lanes, self.spare + self.count - 1, rows))
-
     def __call__(self, x: Tensor) -> Tensor:
         """Features of all tokens at once, [rows, count], by differentiable operations."""
         tokens, spare = x.T, self.spare
@@ -101,11 +97,12 @@ _Layout = tuple[int, list[_Step], Tensor, Tensor]
 
 
 class Buffer:
-    """Features of one block of tokens, and their gradients. Views of the memory are made once for
-    each number of tokens: made anew for every block, they would take longer than the products."""
+    """Memory for the features of one block of tokens, and for their gradients. Views are made once
+    for each number of tokens: anew for every block, they would take longer than the products."""
 
-    def __init__(self, features: FeatureMap, memory: Tensor):
-        self.map, self.memory = features, memory  # [lanes, rows of the layout, tokens]
+    def __init__(self, features: FeatureMap, lanes: int, rows: int, like: Tensor):
+        self.map = features
+        self.memory = like.new_empty(lanes, features.spare + features.count - 1, rows)
         self._views: dict[tuple[bool, int], list[list[Tensor]]] = {}
 
     @cached_property
