@@ -38,15 +38,12 @@ class PolynomialSum(StreamedSum):
     last: list[Task] = field(default_factory=list, init=False, repr=False)  # for the backward pass
 
     def task(self, head: Head, rows: Index, norms: Tensor | None = None) -> Task:
-        """In units of the given norms (None: of their own)."""
-        if norms is not None:
-            return self._new_task(head, rows, norms)
-        if not any(task.head is head and task.rows is rows for task in self.last):
-            self.last[:] = [self._new_task(head, rows, self.norms(head, rows))]
-        return self.last[0]
-
-    def _new_task(self, head: Head, rows: Index, norms: Tensor) -> Task:
-        """Normalised queries and keys, and the polynomial in t."""
+        """Normalised queries and keys, in units of the given norms (None: of their own), and the
+        polynomial in t."""
+        if norms is None:
+            if any(task.head is head and task.rows is rows for task in self.last):
+                return self.last[0]
+            norms = self.norms(head, rows)
         poly, (query_norm, key_norm) = self.polynomial, (largest_norm(norm) for norm in norms)
         coefficients, shift = rescaled(poly, abs(head.scale) * query_norm * key_norm)
         if not abs(shift) <= torch.finfo(head.dtype).max:
@@ -55,7 +52,8 @@ class PolynomialSum(StreamedSum):
                 "float64"
             )
         features, units = FeatureMap(head.dim, poly.degree), (query_norm, key_norm)
-        return Task(head, rows, self.keys, features, coefficients, units, shift)
+        self.last[:] = [Task(head, rows, self.keys, features, coefficients, units, shift)]
+        return self.last[0]
 
     def norms(self, head: Head, rows: Index) -> Tensor:
         """Norms of the longest of these rows and of these keys, [2, 1]."""
