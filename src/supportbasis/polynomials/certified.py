@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..problem.checks import check_integer, check_number
 from .coefficients import COEFFICIENTS, WIDEST, remez
-from .degrees import first_degree, last_within, widest_bound
+from .degrees import first_degree, widest_bound
 from .proofs import TINY, UNIT, certify, exp
 
 LARGEST_DEGREE = 256  # certification takes (degree + 1)^3 numbers, 185 MiB at twice this degree
@@ -215,18 +215,31 @@ def largest_bound(
     degree, tolerance = _built_degree(degree), check_number("tolerance", tolerance)
     epsilon = check_number("epsilon", epsilon)
 
-    def error(bound: float) -> float:
-        return built(kind, degree, bound).error
+    def log_ratio(bound: float) -> float:
+        return math.log(max(built(kind, degree, bound).error, 1e-300) / epsilon)
 
     widest = min(WIDEST, widest_bound(epsilon, degree))
     low = high = min(1.0, widest)
-    while high < widest and error(high) <= epsilon:
+    while high < widest and log_ratio(high) <= 0.0:
         low, high = high, min(2 * high, widest)
-    while error(low) > epsilon:
+    while log_ratio(low) > 0.0:
         low, high = low / 2, low
         if low < 1e-17:
             return 0.0
-    return last_within(error, epsilon, low, high, tolerance)
+    ends, logs, last = [low, high], [log_ratio(low), log_ratio(high)], -1
+    if logs[1] <= 0.0:
+        return high
+    # the error is nearly a power of the bound: the Illinois method takes few steps on logarithms
+    while ends[1] - ends[0] > tolerance * ends[0]:
+        bound = ends[0] * (ends[1] / ends[0]) ** (logs[0] / (logs[0] - logs[1]))
+        if not ends[0] < bound < ends[1]:
+            bound = 0.5 * sum(ends)
+        log = log_ratio(bound)
+        side = int(log > 0.0)
+        if side == last:  # twice on one side: give less weight to the other end
+            logs[1 - side] /= 2
+        ends[side], logs[side], last = bound, log, side
+    return ends[0]
 
 
 def paper_degree(epsilon: float, bound: float) -> float:

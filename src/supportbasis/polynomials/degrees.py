@@ -30,30 +30,6 @@ def first_degree(
     return None
 
 
-def last_within(
-    error: Callable[[float], float], epsilon: float, low: float, high: float, tolerance: float
-) -> float:
-    """The largest bound (to the tolerance, from below) with error(bound) <= epsilon, between low,
-    where it is, and high: by the Illinois method on logarithms, which are nearly linear."""
-
-    def log_ratio(bound: float) -> float:
-        return math.log(max(error(bound), 1e-300) / epsilon)
-
-    ends, logs, last = [low, high], [log_ratio(low), log_ratio(high)], -1
-    if logs[1] <= 0.0:
-        return high
-    while ends[1] - ends[0] > tolerance * ends[0]:
-        bound = ends[0] * (ends[1] / ends[0]) ** (logs[0] / (logs[0] - logs[1]))
-        if not ends[0] < bound < ends[1]:
-            bound = 0.5 * sum(ends)
-        log = log_ratio(bound)
-        side = int(log > 0.0)
-        if side == last:  # twice on one side: give less weight to the other end
-            logs[1 - side] /= 2
-        ends[side], logs[side], last = bound, log, side
-    return ends[0]
-
-
 def least_degree(epsilon: float, bound: float) -> int:
     """A degree that no polynomial within epsilon of exp on [-bound, bound] is below.
 
