@@ -195,16 +195,17 @@ class Task:
         chunks (None: over none), and then also the keys of their own chunk, to be summed densely.
         Where the sums hold less than the tokens do, they are kept for the backward pass."""
         if not self.head.is_causal:
-            reader = self.reader or Reader.of(self.given or sum_keys(self, buffer), self)
-            self.reader = reader if self.features.count <= self.key_count else None
-            yield from ((rows, reader, None) for rows in spans(self.row_count, self.block))
+            whole = self.reader or Reader(self.given or sum_keys(self, buffer), self)
+            self.reader = whole if self.features.count <= self.key_count else None
+            yield from ((rows, whole, None) for rows in spans(self.row_count, self.block))
             return
         state = State(self) if self.given is None else deepcopy(self.given)
         reader = None
         for rows, keys in self.chunks():
             block = None if keys is None else self.key_block(*keys)
             if rows is not None:
-                reader = reader or Reader.of(state, self)
+                if reader is None and state.top > -math.inf:
+                    reader = Reader(state, self)
                 yield rows, reader, block
             if block is not None:
                 state.add(self, block, self.write(block.tokens, buffer))
@@ -284,11 +285,6 @@ class Reader:
         self.values = state.values.sum(0).mul_(weights)
         self.ones = state.ones.sum(0).mul_(weights)
         self.constant, self.mass = state.constant * task.weights[0], state.mass
-
-    @staticmethod
-    def of(state: State, task: Task) -> Reader | None:
-        """None where nothing has been summed."""
-        return Reader(state, task) if state.top > -math.inf else None
 
     def num(self, features: Tensor, rows: int) -> Tensor:
         """Sums of values for the tokens of some features, [rows, dv]; `den`: of ones, [rows]."""
