@@ -73,17 +73,12 @@ class Transform:
         return (query @ self.key_centre.to(query)) * head.scale
 
 
-_transformed: WeakCache[Head, Transform, Head] = WeakCache()
+transformed_heads: WeakCache[Head, Transform, Head] = WeakCache()
 
 
 def transformed(head: Head, transform: Transform) -> Head:
     """The transformed head, computed once for each head and transform."""
-    return _transformed.get(head, transform, lambda: transform.apply(head))
-
-
-def release(head: Head) -> None:
-    """Drop the transformed heads that are cached for a head."""
-    _transformed.drop(head)
+    return transformed_heads.get(head, transform, lambda: transform.apply(head))
 
 
 def prefix_of(head: Head) -> int | None:
