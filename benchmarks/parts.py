@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import supportbasis as sb
 from supportbasis.components import ExactSum, evaluate
 from supportbasis.components.streaming import lane_count
-from supportbasis.polynomials.features import FeatureMap, block_rows
+from supportbasis.polynomials.features import Buffer, FeatureMap, block_rows
 from supportbasis.problem.validation import attention_problem
 
 
@@ -36,7 +36,7 @@ def main(n: int) -> None:
     rows = block_rows(phi.count, torch.float32)
     x, value = head.query[: lanes * rows], head.value[: lanes * rows]
     x, value = x.view(lanes, rows, 64), value.view(lanes, rows, 64)
-    buffer = phi.buffer(lanes, rows, x)
+    buffer = Buffer(phi, lanes, rows, x)
     written = buffer.write(x)
     state = torch.zeros(lanes, phi.count - 1, 64)
     blocks = 2 * n / (lanes * rows)  # keys and rows

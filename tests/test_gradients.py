@@ -15,7 +15,7 @@ from supportbasis.components import streaming
 from supportbasis.lists.tables import ListSettings
 from supportbasis.methods.fitted import FittedSearch
 from supportbasis.polynomials import features
-from supportbasis.polynomials.features import FeatureMap
+from supportbasis.polynomials.features import Buffer, FeatureMap
 
 MASKS = ("none", "causal", "padding", "bias", "causal-bias")
 SHAPES = {
@@ -131,6 +131,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(streaming, "lane_count", lambda device: 3)
     monkeypatch.setattr(features, "BUFFER_BYTES", 16 * 8)
     monkeypatch.setattr(exact, "KEY_TILE", 16)
+    monkeypatch.setattr(exact, "TILE", 16 * 32)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -283,7 +284,7 @@ def test_features_pull_gradients_back(dim, degree, rows, lanes, seed):
     grad = torch.randn(lanes, phi.count - 1, rows, generator=generator, dtype=torch.float64)
     leaf = x.flatten(0, 1).requires_grad_()
     whole = phi(leaf)
-    buffer = phi.buffer(lanes, rows + 2, x)
+    buffer = Buffer(phi, lanes, rows + 2, x)
     features = buffer.write(x)
     torch.testing.assert_close(features.transpose(1, 2).flatten(0, 1), whole[:, 1:].detach())
     expected = torch.zeros_like(leaf)

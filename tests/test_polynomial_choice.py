@@ -190,7 +190,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return original(degree, bound)
 
     monkeypatch.setattr(certified, "remez", remez)
-    certified._build.cache_clear()
+    certified.built.cache_clear()
     return degrees
 
 
@@ -200,7 +200,7 @@ def test_what_rounding_rules_out_builds_no_polynomial(
 ) -> None:
     built = counted(monkeypatch)
     assert all(derived_degree(0.1, reach, dim, kind) is None for kind in ("auto", *KINDS))
-    assert not built and not certified._build.cache_info().misses
+    assert not built and not certified.built.cache_info().misses
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,8 +7,7 @@ of one row set have disjoint keys that together cover all of them.
 `partial`             `Partial`: sums of rows, and the one division
 `cotangent`           `Cotangent` and `Gradients`: the same for the backward pass
 `exact_sum`           exp(score), or a power of it; `flash`: by PyTorch's CPU kernel
-`polynomial_sum`      a certified polynomial of the score
-`fitted_sum`          a polynomial fitted to transformed scores
+`polynomial_sum`      a polynomial of the score, certified or fitted
 `sketch_sum`          a power of the score through a sketch
 `streaming`           sums of features in blocks of rows; `streaming_backward`: gradients
 ====================  ====================================================================
@@ -24,9 +23,8 @@ from torch import Tensor
 from ..problem.problem import Head
 from .cotangent import Cotangent, Gradients
 from .exact_sum import ExactSum, PowerSum
-from .fitted_sum import FittedSum
 from .partial import Partial
-from .polynomial_sum import PolynomialSum
+from .polynomial_sum import FittedSum, PolynomialSum
 from .sketch_sum import SketchSum
 
 __all__ = ["ExactSum", "FittedSum", "PolynomialSum", "PowerSum", "SketchSum"]

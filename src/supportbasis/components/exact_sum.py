@@ -25,7 +25,6 @@ from .partial import Partial
 KEY_TILE = 4096
 TILE = 2**19  # scores at a time
 SUM_BLOCK = 1024  # keys added up at a time, which bounds the rounding of the sum
-KERNEL_ROWS = 16384
 KERNEL_KEYS = 2048  # few rows are spread over the cores by handing out keys in pieces
 
 Span = tuple[int, int]  # tokens, from and to
@@ -42,7 +41,9 @@ class ExactSum:
         key_at = take_index(self.keys, 0, head.m, head.query)
         if not len(key_at) or not len(total.den):
             return
-        rounding = self._rounding(head, rows, len(key_at))
+        live = head.live_keys if self.keys is None else self.keys
+        reach = abs(head.scale) * take(head.query_norms, rows) * take(head.key_norms, live).max()
+        rounding = self._rounding(head, reach, len(key_at))
         if type(self) is ExactSum and _kernel_takes(head, rows, self.keys):
             _by_kernel(head, rows, self.keys, total, rounding)
             return
@@ -91,18 +92,13 @@ class ExactSum:
         """Log-weights of the scores: softmax takes the scores themselves."""
         return score
 
-    def _reach(self, head: Head, rows: Index) -> Tensor:
-        """Upper bounds of the |score| of each row, by norms."""
-        live = head.live_keys if self.keys is None else self.keys
-        return abs(head.scale) * take(head.query_norms, rows) * take(head.key_norms, live).max()
-
     def _set_noise(self, head: Head, part: Partial, rounding: Tensor, keys: int) -> None:
         """Set the rounding of a tile's sums."""
         part.noise = part.den * rounding
 
-    def _rounding(self, head: Head, rows: Index, keys: int) -> Tensor:
-        """Relative rounding error of each row's sums."""
-        relative = softmax_rounding(head, self._reach(head, rows), keys)
+    def _rounding(self, head: Head, reach: Tensor, keys: int) -> Tensor:
+        """Relative rounding error of each row's sums, whose |scores| are at most ``reach``."""
+        relative = softmax_rounding(head, reach, keys)
         # the relative error of a weighted mean is at most 1; that of a sum is not
         return (relative.clamp(max=1.0) if head.normalise else relative).to(head.dtype)
 
@@ -110,10 +106,9 @@ class ExactSum:
 def _row_tiles(
     head: Head, rows: Index, count: int, keys: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Rows whose scores with all keys, or with as many as a tile holds, are formed at a time: which
-    of the given ones, their queries and their positions."""
-    least = 32 if head.is_causal else 128  # short tiles skip more of what lies ahead
-    step = least if keys > KEY_TILE else max(least, min(8192, TILE // max(1, keys)))
+    """Rows whose scores with a tile of keys are formed at a time: which of the given ones, their
+    queries and their positions."""
+    step = min(8192, TILE // max(1, min(keys, KEY_TILE)))
     for start in range(0, count, step):
         stop = min(count, start + step)
         query = take(head.query, rows, start, stop).to(head.dtype)
@@ -181,31 +176,27 @@ def _by_kernel(head: Head, rows: Index, keys: Index, total: Partial, noise: Tens
     key, value, bias = (
         take(x, keys).to(head.dtype) for x in (head.key, head.value, head.log_weights(head.dtype))
     )
-    step = len(total.den) if head.is_causal else KERNEL_ROWS
-    for start in range(0, len(total.den), step):
-        block = slice(start, start + step)
-        query = take(head.query, rows, start, start + step).to(head.dtype)
-        few = len(query) <= KERNEL_KEYS and not head.is_causal
-        whole = len(key) // KERNEL_KEYS if few else 0
-        edge = whole * KERNEL_KEYS
-        for piece, count in ((slice(0, edge), whole), (slice(edge, None), 1)):
-            if not len(key[piece]):
-                continue
-            k, v, b = (x[piece].unflatten(0, (count, -1)).unsqueeze(0) for x in (key, value, bias))
-            output, lse = flash.attend(
-                query.expand(1, count, *query.shape), k, v,
-                None if head.key_log_weight is None else b.unsqueeze(2), head.scale, head.is_causal,
-            )  # fmt: skip
-            lse = lse[0].to(head.dtype)  # [pieces, rows]
-            top = lse.amax(0)
-            weight = (lse - top).exp_()
-            num, den = (output[0] * weight.unsqueeze(-1)).sum(0), weight.sum(0)
-            total[block].add_(Partial(num, den, top, den * noise[block]))
+    query = take(head.query, rows).to(head.dtype)
+    few = len(query) <= KERNEL_KEYS and not head.is_causal
+    whole = len(key) // KERNEL_KEYS if few else 0
+    edge = whole * KERNEL_KEYS
+    for piece, count in ((slice(0, edge), whole), (slice(edge, None), 1)):
+        if not len(key[piece]):
+            continue
+        k, v, b = (x[piece].unflatten(0, (count, -1)).unsqueeze(0) for x in (key, value, bias))
+        output, lse = flash.attend(
+            query.expand(1, count, *query.shape), k, v,
+            None if head.key_log_weight is None else b.unsqueeze(2), head.scale, head.is_causal,
+        )  # fmt: skip
+        lse = lse[0].to(head.dtype)  # [pieces, rows]
+        top = lse.amax(0)
+        weight = (lse - top).exp_()
+        num, den = (output[0] * weight.unsqueeze(-1)).sum(0), weight.sum(0)
+        total.add_(Partial(num, den, top, den * noise))
 
 
 def softmax_rounding(given: Head | Problem, reach: Tensor, keys: int) -> Tensor:
-    """Relative rounding error of sums of exp(score), where |<q, k>| scale is at most ``reach``: of
-    the scores, then of the sum."""
+    """Relative rounding error of scores of at most ``reach``, and of sums of their exp."""
     unit = product_roundoff(given.dtype)
     score = reach * gamma(given.query.shape[-1] + 6, unit)
     for bias in (given.key_log_weight, given.mask):
@@ -231,9 +222,8 @@ class PowerSum(ExactSum):
     def _log_slope(self, score: Tensor) -> Tensor | None:
         return self.kernel.log_slope(score)
 
-    def _rounding(self, head: Head, rows: Index, keys: int) -> Tensor:
+    def _rounding(self, head: Head, reach: Tensor, keys: int) -> Tensor:
         """Rounding of each row's inner values s(z), in units of exp(log_unit)."""
-        reach = self._reach(head, rows)
         unit, poly = product_roundoff(head.dtype), self.kernel.polynomial
         if poly is None:
             return (reach * gamma(head.dim + 6, unit)).to(head.dtype)
@@ -246,8 +236,7 @@ class PowerSum(ExactSum):
         has no usable denominator.
 
         An error e of every s changes a sum of m terms s^p by at most p e sum s^(p-1), and
-        sum s^(p-1) <= m^(1/p) (sum s^p)^(1 - 1/p), so by the share p e (m / sum s^p)^(1/p).
-        """
+        sum s^(p-1) <= m^(1/p) (sum s^p)^(1 - 1/p), so by the share p e (m / sum s^p)^(1/p)."""
         empty = (part.log_scale > -math.inf) & (part.log_scale < NOTHING / 2)
         part.num[empty], part.den[empty], part.log_scale[empty] = 0.0, 0.0, 0.0
         power, unit = self.kernel.power, unit_roundoff(head.dtype)

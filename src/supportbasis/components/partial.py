@@ -17,8 +17,7 @@ class Partial:
     ``exp(log_scale_i) * den_i = sum_j a_ij``. A row without keys has ``den = 0`` and
     ``log_scale = -inf``. ``noise`` bounds the rounding error of ``den``, and of ``num`` divided
     by the largest |v|, in the same units: it grows with the sum of the magnitudes of the terms,
-    so a row whose terms cancel is detected.
-    """
+    so a row whose terms cancel is detected."""
 
     num: Tensor  # [rows, dv]
     den: Tensor  # [rows]
@@ -61,8 +60,7 @@ class Partial:
         """Rows whose sums are finite and whose denominator exceeds its rounding error.
 
         ``noise`` is a worst case; rounding errors of independent sign are far smaller, so a
-        denominator is unusable only below a sixteenth of it.
-        """
+        denominator is unusable only below a sixteenth of it."""
         return self.finite & (self.den > self.noise / 16)
 
     @property

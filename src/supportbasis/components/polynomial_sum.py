@@ -1,7 +1,8 @@
-"""The polynomial component: p(scores) through packed features.
+"""Polynomial components: a certified or a fitted polynomial of the score, through packed features.
 
 With t = <q, k> / (max|q| max|k|) in [-1, 1] and p = sum_k a_k t^k the tokens of `streaming` are
-x = q / max|q| and y = k / max|k|.
+x = q / max|q| and y = k / max|k|. Those of a fitted polynomial are the leading coordinates of the
+balancing transform: its degrees are high, in few directions.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import InputError
+from ..polynomials.balancing import Transform, transformed
 from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.features import FeatureMap
+from ..polynomials.fitting import FittedKernel
 from ..problem.problem import Head
+from ..problem.rounding import gamma, product_roundoff
+from .cotangent import Gradients
 from .exact_sum import Index, take
 from .streaming import Task
 from .streaming_backward import StreamedSum
@@ -33,14 +38,12 @@ class PolynomialSum(StreamedSum):
     last: list[Task] = field(default_factory=list, init=False, repr=False)  # for the backward pass
 
     def task(self, head: Head, rows: Index, norms: Tensor | None = None) -> Task:
-        if norms is not None:
-            return self._new_task(head, rows, norms)
-        if not any(task.head is head and task.rows is rows for task in self.last):
-            self.last[:] = [self._new_task(head, rows, self.norms(head, rows))]
-        return self.last[0]
-
-    def _new_task(self, head: Head, rows: Index, norms: Tensor) -> Task:
-        """Normalised queries and keys, and the polynomial in t."""
+        """Normalised queries and keys, in units of the given norms (None: of their own), and the
+        polynomial in t."""
+        if norms is None:
+            if any(task.head is head and task.rows is rows for task in self.last):
+                return self.last[0]
+            norms = self.norms(head, rows)
         poly, (query_norm, key_norm) = self.polynomial, (largest_norm(norm) for norm in norms)
         coefficients, shift = rescaled(poly, abs(head.scale) * query_norm * key_norm)
         if not abs(shift) <= torch.finfo(head.dtype).max:
@@ -48,20 +51,83 @@ class PolynomialSum(StreamedSum):
                 f"a polynomial on ±{poly.bound:.3g} overflows {head.dtype}; use a smaller bound or "
                 "float64"
             )
-        task = Task(head, rows, self.keys, FeatureMap(head.dim, poly.degree), list(coefficients))
-        task.norm, task.shift = {"query": query_norm, "key": key_norm}, shift
-        return task
+        features, units = FeatureMap(head.dim, poly.degree), (query_norm, key_norm)
+        self.last[:] = [Task(head, rows, self.keys, features, coefficients, units, shift)]
+        return self.last[0]
 
     def norms(self, head: Head, rows: Index) -> Tensor:
         """Norms of the longest of these rows and of these keys, [2, 1]."""
-        sides = (take(head.query_norms, rows), take(head.key_norms, self.keys))
-        return torch.stack([pad(norms, (0, 1)).max() for norms in sides]).unsqueeze(1)
+        return _longest([take(head.query_norms, rows), take(head.key_norms, self.keys)])
 
 
-def largest_norm(norms: Tensor) -> float:
-    """Largest norm, 1 for a side that is all zeros (its t is 0 whatever the unit)."""
-    largest = float(norms.max())
-    return largest if largest > 0 else 1.0
+@dataclass(frozen=True, eq=False)
+class FittedSum(StreamedSum):
+    """p(x, y) instead of exp(score) over ``keys`` (sorted indices of live keys; None: all)."""
+
+    kernel: FittedKernel
+    transform: Transform
+    keys: Index = None
+
+    def task(self, head: Head, rows: Index, norms: Tensor | None = None) -> Task:
+        """In units of the given norms (None: of their own)."""
+        norms = self.norms(head, rows) if norms is None else norms
+        shift = self.transform.row_shift(head, rows)
+        return _FittedTask(self, transformed(head, self.transform), rows, shift, norms)
+
+    def norms(self, head: Head, rows: Index) -> Tensor:
+        """The same norms in the leading coordinates of each degree, [2, degree]."""
+        balanced = transformed(head, self.transform)
+        sides = (take(balanced.query, rows), take(balanced.key, self.keys))
+        return _longest([x[:, :span].norm(dim=1) for x in sides for span in self.kernel.spans])
+
+    def inner_gradients(self, total: Gradients, head: Head) -> Gradients:
+        query, key = torch.zeros_like(total.query), torch.zeros_like(total.key)
+        return Gradients(query, key, total.value, key.new_zeros(head.m), query.new_zeros(head.n))
+
+    def pull_back(self, inner: Gradients, total: Gradients, head: Head) -> None:
+        self.transform.pull_back(inner, total, head.scale)
+
+
+class _FittedTask(Task):
+    """Coordinates in units of the longest query and key, and the kernel in these units."""
+
+    def __init__(self, made: FittedSum, head: Head, rows: Index, shift: Tensor, norms: Tensor):
+        self.fitted, self.norms = made.kernel, norms
+        units, spans = (largest_norm(norms[0, :1]), largest_norm(norms[1, :1])), made.kernel.spans
+        unit = math.prod(units)
+        coefficients = tuple(a * unit**k for k, a in enumerate(made.kernel.coefficients))
+        features = FeatureMap(spans[0], len(spans), spans)
+        super().__init__(head, rows, made.keys, features, coefficients, units, shift)
+        self.scaled = FittedKernel(coefficients, spans)
+
+    def kernel(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.scaled(x, y)
+
+    def kernel_gradients(self, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return self.scaled.gradients(x, y, grad)
+
+    def noise(self) -> Tensor:
+        """Typical rounding error of sum_k |a_k| |x_i|_k^k max_j |y_j|_k^k, norms in the leading r_k
+        coordinates, with independent errors of the terms: no bound is proved for a fitted
+        polynomial, and worst cases would exclude most rows."""
+        query = take(self.head.query, self.rows)
+        magnitude = query.new_full((len(query),), abs(self.fitted.coefficients[0]))
+        for k, span in enumerate(self.fitted.spans, 1):
+            reach = query[:, :span].norm(dim=1) * largest_norm(self.norms[1, k - 1 : k])
+            magnitude += abs(self.fitted.coefficients[k]) * reach**k
+        depth = 4 * math.sqrt(self.all_keys + self.features.count)
+        return magnitude * gamma(math.ceil(depth), product_roundoff(self.head.dtype))
+
+
+def _longest(norms: list[Tensor]) -> Tensor:
+    """The largest norm of each set of tokens (0: it is empty), of queries and then of keys."""
+    return torch.stack([pad(norm, (0, 1)).max() for norm in norms]).view(2, -1)
+
+
+def largest_norm(norm: Tensor) -> float:
+    """A norm as a unit; 1 for a side that is all zeros (its t is 0 whatever the unit)."""
+    length = float(norm)
+    return length if length > 0 else 1.0
 
 
 def rescaled(poly: CertifiedPolynomial, reach: float) -> tuple[tuple[float, ...], float]:
@@ -69,8 +135,7 @@ def rescaled(poly: CertifiedPolynomial, reach: float) -> tuple[tuple[float, ...]
 
     That unit keeps sums, and the reciprocals of denominators that gradients are made of, within
     the range of float32: coefficients divided by exp(bound) alone are far below it where the range
-    is wide, and far above it where a plan meets scores beyond its range.
-    """
+    is wide, and far above it where a plan meets scores beyond its range."""
     log_ratio = -math.inf
     if poly.bound > 0 and reach > 0:
         log_ratio = math.log(min(reach, LARGEST_REACH)) - math.log(poly.bound)

@@ -8,8 +8,7 @@ exist for one block of tokens only.
 
 The degrees of s are weighed by the kernel alone, never by the lengths of the tokens of a call: a
 row's sum depends on no other row, and its gradient is exact. Each token is divided by its own norm,
-before and after the sketch, and the norms are kept as logarithms: nothing overflows, however large
-the power.
+before and after the sketch, and norms are kept as logarithms: no power is so large as to overflow.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..polynomials.features import FeatureMap
+from ..polynomials.features import Buffer, FeatureMap
 from ..polynomials.powers import PowerKernel
 from ..problem.problem import Head
 from ..sketch import PolySketch
@@ -38,18 +37,16 @@ class SketchSum(StreamedSum):
     kernel: PowerKernel
     keys: Index = None
 
-    def task(self, head: Head, rows: Index, norms: Tensor | None = None) -> Task:
+    def task(self, head: Head, rows: Index) -> Task:
         return _SketchTask(self, head, rows)
 
 
 class _SketchTask(Task):
-    """Queries x and keys y as unit vectors with log-factors: the weight of a pair is
-    ``exp(log_x + log_y) * <x, y>^2``.
+    """Unit vectors x, y with log-factors: a pair has the weight exp(log_x + log_y) <x, y>^2.
 
     With t = z / (p bound) = <q / a, k / b>, a b = p bound / scale and a / b the kernel's balance,
     the monomials of degree k are sqrt|c_k| times those of q / a and of k / b. A kernel without
-    polynomial is t itself: it has one degree, and its units cancel.
-    """
+    polynomial is t itself: it has one degree, and its units cancel."""
 
     def __init__(self, component: SketchSum, head: Head, rows: Index):
         self.power_kernel = kernel = component.kernel
@@ -93,8 +90,7 @@ class _SketchTask(Task):
         features [tokens, kept], and the logarithm of the divisor of these weights.
 
         A token whose entries exceed the unit u is divided by its largest entry instead, m u, and
-        the weights of degree k by m^(g - k): all its features are then m^g times too small.
-        """
+        the weights of degree k by m^(g - k): all its features are then m^g times too small."""
         log_unit = self.log_units[side]
         largest = tokens.detach().abs().amax(1, keepdim=True).double()
         log_divisor = largest.log()
@@ -111,17 +107,15 @@ class _SketchTask(Task):
     def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
         """Gradient of some tokens from that of their unit vectors.
 
-        Sums are of degree 2 in the sketched token and the sketch is homogeneous too, so the
-        gradients through the lengths and through their logarithms cancel: every length is a plain
-        divisor.
-        """
+        Sums are of degree 2 in the sketched token and the sketch is homogeneous too, so gradients
+        through lengths and through their logarithms cancel: every length is a plain divisor."""
         x, divisor, weight, _ = self._scaled(side, x)
         features, log_norm = _unit(self.monomials(x)[:, self.kept] * weight)
         _, log_sketched = _unit(self.half(features))
         grad = self.half.pull_back(features, grad * (-log_sketched).exp().unsqueeze(1))
         whole = x.new_zeros(len(x), self.monomials.count)
         whole[:, self.kept] = grad * (-log_norm).exp().unsqueeze(1) * weight
-        buffer = self.monomials.buffer(1, len(x), x)
+        buffer = Buffer(self.monomials, 1, len(x), x)
         buffer.write(x.unsqueeze(0))
         of_tokens = buffer.pull_back(lambda out: out.copy_(whole[:, 1:].T), len(x))
         return (of_tokens[0].T / divisor).to(self.head.dtype)

@@ -7,14 +7,13 @@ and evaluate the kernel densely within one chunk. A `Task` defines x, y and the 
 themselves for a polynomial, sketched tokens for a sketch.
 
 Tokens are divided into lanes, one for each thread: the thread that writes a lane's features also
-multiplies them, and they stay in its cache. (Features written by one core and read by another cost
-up to twice the time.)
+multiplies them. (Features written by one core and read by another cost up to twice the time.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import cached_property
 from itertools import pairwise
@@ -53,15 +52,16 @@ def lane_count(device: str) -> int:
 
 class Task:
     """One evaluation: unit tokens, block by block, and the kernel's coefficients in t. Tokens, or
-    their leading coordinates, are divided by ``norm``; sums of rows count in exp(``shift``)."""
-
-    norm: dict[str, float]  # of the longest "query" and "key"
-    shift: Tensor | float = 0.0  # of each row [rows], or of all
+    their leading coordinates, are divided by ``units``, the norms of the longest query and key;
+    sums of rows count in exp(``shift``), of each row [rows] or of all."""
 
     def __init__(
-        self, head: Head, rows: Index, keys: Index, features: FeatureMap, coefficients: list[float]
-    ):
-        self.head, self.rows, self.keys = head, rows, keys
+        self, head: Head, rows: Index, keys: Index, features: FeatureMap,
+        coefficients: Sequence[float], units: tuple[float, float] = (1.0, 1.0),
+        shift: Tensor | float = 0.0,
+    ):  # fmt: skip
+        self.head, self.rows, self.keys, self.shift = head, rows, keys, shift
+        self.norm = dict(zip(("query", "key"), units, strict=True))
         self.row_count = head.n if rows is None else rows.numel()
         self.key_count = head.m if keys is None else keys.numel()
         self.features, self.coefficients = features, coefficients
@@ -138,7 +138,8 @@ class Task:
 
     def buffer(self) -> Buffer:
         """Memory for the features of a block."""
-        return self.features.buffer(self.lanes, math.ceil(self.block / self.lanes), self.weights)
+        rows = math.ceil(self.block / self.lanes)
+        return Buffer(self.features, self.lanes, rows, self.weights)
 
     def chunks(self) -> list[tuple[Span | None, Span | None]]:
         """Rows and keys at the positions of each block."""
@@ -164,8 +165,7 @@ class Task:
     def noise(self) -> Tensor:
         """Rounding of each row's sums for keys of total weight 1: depth of the sums times the
         magnitude of their terms, and times the smallest normal number, the most that underflow
-        takes from one of them. So the reciprocal of a denominator above it is finite, and gradients
-        can use it."""
+        takes from a term. So gradients can use the reciprocal of a denominator above it."""
         depth = sum_depth(self.all_keys, self.block) + self.features.count
         depth += 2 * self.features.degree + self.head.dim + 16
         dtype = self.head.dtype
@@ -195,16 +195,17 @@ class Task:
         chunks (None: over none), and then also the keys of their own chunk, to be summed densely.
         Where the sums hold less than the tokens do, they are kept for the backward pass."""
         if not self.head.is_causal:
-            reader = self.reader or Reader.of(self.given or sum_keys(self, buffer), self)
-            self.reader = reader if self.features.count <= self.key_count else None
-            yield from ((rows, reader, None) for rows in spans(self.row_count, self.block))
+            whole = self.reader or Reader(self.given or sum_keys(self, buffer), self)
+            self.reader = whole if self.features.count <= self.key_count else None
+            yield from ((rows, whole, None) for rows in spans(self.row_count, self.block))
             return
         state = State(self) if self.given is None else deepcopy(self.given)
         reader = None
         for rows, keys in self.chunks():
             block = None if keys is None else self.key_block(*keys)
             if rows is not None:
-                reader = reader or Reader.of(state, self)
+                if reader is None and state.top > -math.inf:
+                    reader = Reader(state, self)
                 yield rows, reader, block
             if block is not None:
                 state.add(self, block, self.write(block.tokens, buffer))
@@ -284,11 +285,6 @@ class Reader:
         self.values = state.values.sum(0).mul_(weights)
         self.ones = state.ones.sum(0).mul_(weights)
         self.constant, self.mass = state.constant * task.weights[0], state.mass
-
-    @staticmethod
-    def of(state: State, task: Task) -> Reader | None:
-        """None where nothing has been summed."""
-        return Reader(state, task) if state.top > -math.inf else None
 
     def num(self, features: Tensor, rows: int) -> Tensor:
         """Sums of values for the tokens of some features, [rows, dv]; `den`: of ones, [rows]."""

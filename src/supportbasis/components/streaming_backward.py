@@ -28,8 +28,8 @@ from .streaming import Block, Reader, State, Task, spans
 class StreamedSum:
     """A component whose sums are streamed."""
 
-    def task(self, head: Head, rows: Index, norms: Tensor | None = None) -> Task:
-        """The evaluation for some rows, in units of the given norms (None: of their own)."""
+    def task(self, head: Head, rows: Index) -> Task:
+        """The evaluation for some rows."""
         raise NotImplementedError
 
     def add_to(self, total: Partial, head: Head, rows: Index) -> None:
@@ -56,8 +56,7 @@ class Backward:
     """One evaluation: the task, its cotangent, the total to add to, and memory for a block.
 
     First `add_rows`, then `add_keys` with the state of the rows that attend to all keys. Between
-    the two, rows on other devices can be added to that state.
-    """
+    the two, rows on other devices can be added to that state."""
 
     def __init__(self, task: Task, total: Gradients, cotangent: Cotangent):
         self.task, self.total, self.cotangent = task, total, cotangent
@@ -105,8 +104,7 @@ class Backward:
         return Block(span, tokens, log_factor + part.log_scale, part.num, part.den)
 
     def _read(self, reader: Reader, block: Block) -> Tensor:
-        """Gradient of a block's tokens, whose features have been written; zero where a token has
-        no weight, whatever the sums are."""
+        """Gradient of a block's tokens, whose features have been written; zero without weight."""
         factor = reader.factor(block).unsqueeze(1)
         weight = torch.cat([block.value, block.column.unsqueeze(1)], 1)
         weight = self.task.in_lanes(weight).transpose(1, 2)

@@ -20,7 +20,7 @@ from ..components.partial import Partial
 from ..errors import InputError
 from ..plans import HeadPlan, Plan, PolynomialHead, ThresholdHead
 from ..plans.supports import RowGroup
-from ..polynomials.balancing import release
+from ..polynomials.balancing import transformed_heads
 from ..problem.problem import Head, Problem
 from ..problem.result import Outcome
 from ..problem.rounding import unit_roundoff
@@ -38,7 +38,7 @@ def execute(problem: Problem, plan: Plan) -> Outcome:
         run_head(head, plan.heads[h], basis, outcome, (b, h))
         if problem.kept is not None:
             problem.kept[b, h] = (head, basis)
-            release(head)  # only tokens are saved for the backward pass
+            transformed_heads.drop(head)  # only tokens are saved for the backward pass
     return outcome
 
 

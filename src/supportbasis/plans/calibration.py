@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..components.streaming import lane_count
-from ..polynomials.features import FeatureMap
+from ..polynomials.features import Buffer, FeatureMap
 from ..problem.problem import Head
 
 ROUNDS, REPEATS = 4, 3  # of timings: rounds over all dims, calls in each
@@ -75,7 +75,7 @@ def calibrate(device: str, dtype: torch.dtype) -> Rates:
     features, lanes = FeatureMap(48, 2), lane_count(device)
     rows = 504 if device == "cpu" else 64 * 504
     x, value = (_numbers((lanes, rows, width), device) for width in (48, 64))
-    buffer = features.buffer(lanes, rows, x)
+    buffer = Buffer(features, lanes, rows, x)
     written = buffer.write(x)
     state = value.new_zeros(lanes, features.count - 1, 64)
     count = lanes * rows * features.count

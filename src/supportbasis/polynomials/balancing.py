@@ -73,17 +73,12 @@ class Transform:
         return (query @ self.key_centre.to(query)) * head.scale
 
 
-_transformed: WeakCache[Head, Transform, Head] = WeakCache()
+transformed_heads: WeakCache[Head, Transform, Head] = WeakCache()
 
 
 def transformed(head: Head, transform: Transform) -> Head:
     """The transformed head, computed once for each head and transform."""
-    return _transformed.get(head, transform, lambda: transform.apply(head))
-
-
-def release(head: Head) -> None:
-    """Drop the transformed heads that are cached for a head."""
-    _transformed.drop(head)
+    return transformed_heads.get(head, transform, lambda: transform.apply(head))
 
 
 def prefix_of(head: Head) -> int | None:
@@ -93,12 +88,10 @@ def prefix_of(head: Head) -> int | None:
 
 
 def balancing_transform(head: Head) -> Transform:
-    """The transform of a head, from at most TRANSFORM_TOKENS evenly spaced tokens, of a causal head
-    from those of its prefix.
+    """The transform of a head, from evenly spaced tokens; of a causal head, from its prefix.
 
     With covariances Lq Lq^T and Lk Lk^T and the singular values U S V^T of Lq^T Lk, the maps
-    A = Lq^-T U S^1/2 and B = Lk^-T V S^1/2 give both sides the covariance S, and A B^T = I.
-    """
+    A = Lq^-T U S^1/2 and B = Lk^-T V S^1/2 give both sides the covariance S, and A B^T = I."""
     tokens = prefix_of(head)
     query, key = head.query[:tokens], head.key[:tokens]
     if head.key_log_weight is not None:

@@ -5,9 +5,8 @@ A polynomial is kept in t = z / B and divided by e^B, so that nothing overflows:
     p(z) = e^B * s(t),    s(t) = sum_k c_k t^k,    t = z / B in [-1, 1].
 
 `certify` proves bounds on the ratio r = p(z) e^{-z} = e^{B (1 - t)} s(t) for the float64
-coefficients that are returned, however they were found, so the builders (`taylor`, `chebyshev`,
-`minimax`) need not be trusted. This is Lemma A.3 of the paper ("Corollary 2.2 in AS23") with
-numbers instead of Theta(.).
+coefficients that are returned, however they were found. This is Lemma A.3 of the paper
+("Corollary 2.2 in AS23") with numbers instead of Theta(.).
 """
 
 import math
@@ -20,13 +19,12 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..problem.checks import check_integer, check_number
-from .coefficients import COEFFICIENTS, remez
-from .degrees import first_degree, last_within, widest_bound
+from .coefficients import COEFFICIENTS, WIDEST, remez
+from .degrees import first_degree, widest_bound
 from .proofs import TINY, UNIT, certify, exp
 
 LARGEST_DEGREE = 256  # certification takes (degree + 1)^3 numbers, 185 MiB at twice this degree
 KINDS = (*COEFFICIENTS, "minimax")
-_WIDEST = 300.0  # `largest_bound` does not search further
 
 
 def horner(coefficients: Sequence[float], t: Tensor) -> Tensor:
@@ -48,8 +46,7 @@ def derivative(coefficients: Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class CertifiedPolynomial:
-    """p(z) = exp(bound) * sum_k coefficients[k] * (z / bound)^k, with proven bounds on p(z) e^{-z}
-    over [-bound, bound].
+    """p(z) = exp(bound) * sum_k coefficients[k] * (z / bound)^k, with proven bounds on p(z) e^{-z}.
 
     `bound == 0` means the single point z = 0: then t := 0 and only coefficients[0] matters.
 
@@ -153,18 +150,15 @@ def minimax(degree: int, bound: float) -> CertifiedPolynomial:
     return built("minimax", degree, bound)
 
 
+@lru_cache(maxsize=4096, typed=True)
 def built(kind: str, degree: int, bound: float) -> CertifiedPolynomial:
     """The polynomial of a kind, one of KINDS."""
-    return _build(_checked_kind(kind), _built_degree(degree), _checked_bound(bound))
-
-
-@lru_cache(maxsize=4096)
-def _build(kind: str, degree: int, bound: float) -> CertifiedPolynomial:
+    kind, degree, bound = _checked_kind(kind), _built_degree(degree), _checked_bound(bound)
     if bound == 0.0:
         return certified(kind, (1.0,) + (0.0,) * degree, 0.0)
     if kind != "minimax":
         return certified(kind, COEFFICIENTS[kind](degree, bound), bound)
-    candidates = [_build(other, degree, bound) for other in COEFFICIENTS]
+    candidates = [built(other, degree, bound) for other in COEFFICIENTS]
     if (coefficients := remez(degree, bound)) is not None:
         candidates.append(certified(kind, coefficients, bound))
     best = min(candidates, key=lambda p: p.error)
@@ -196,14 +190,14 @@ def smallest_degree(
     3
     """
     epsilon, bound = check_number("epsilon", epsilon), _checked_bound(bound)
-    kind, limit = _checked_kind(kind), _built_degree(limit, "limit")
-    found = first_degree(lambda g: _build(kind, g, bound).error, epsilon, bound, limit)
+    limit = _built_degree(limit, "limit")
+    found = first_degree(lambda g: built(kind, g, bound).error, epsilon, bound, limit)
     if found is not None:
-        return _build(kind, found, bound)
+        return built(kind, found, bound)
     raise InputError(
         f"epsilon={epsilon:g} is not reached by a {kind} polynomial of degree <= {limit} on "
         f"[-{bound:g}, {bound:g}]: at degree {limit} the certified error is "
-        f"{_build(kind, limit, bound).error:.3g}. Use a larger epsilon, a smaller bound or a "
+        f"{built(kind, limit, bound).error:.3g}. Use a larger epsilon, a smaller bound or a "
         "larger limit (float64 rounding sets a floor near 1e-15 e^(2 bound))."
     )
 
@@ -218,21 +212,34 @@ def largest_bound(
     >>> minimax(2, b).error <= 0.05 < minimax(2, 1.001 * b).error
     True
     """
-    degree, kind = _built_degree(degree), _checked_kind(kind)
-    epsilon, tolerance = check_number("epsilon", epsilon), check_number("tolerance", tolerance)
+    degree, tolerance = _built_degree(degree), check_number("tolerance", tolerance)
+    epsilon = check_number("epsilon", epsilon)
 
-    def error(bound: float) -> float:
-        return _build(kind, degree, bound).error
+    def log_ratio(bound: float) -> float:
+        return math.log(max(built(kind, degree, bound).error, 1e-300) / epsilon)
 
-    widest = min(_WIDEST, widest_bound(epsilon, degree))
+    widest = min(WIDEST, widest_bound(epsilon, degree))
     low = high = min(1.0, widest)
-    while high < widest and error(high) <= epsilon:
+    while high < widest and log_ratio(high) <= 0.0:
         low, high = high, min(2 * high, widest)
-    while error(low) > epsilon:
+    while log_ratio(low) > 0.0:
         low, high = low / 2, low
         if low < 1e-17:
             return 0.0
-    return last_within(error, epsilon, low, high, tolerance)
+    ends, logs, last = [low, high], [log_ratio(low), log_ratio(high)], -1
+    if logs[1] <= 0.0:
+        return high
+    # the error is nearly a power of the bound: the Illinois method takes few steps on logarithms
+    while ends[1] - ends[0] > tolerance * ends[0]:
+        bound = ends[0] * (ends[1] / ends[0]) ** (logs[0] / (logs[0] - logs[1]))
+        if not ends[0] < bound < ends[1]:
+            bound = 0.5 * sum(ends)
+        log = log_ratio(bound)
+        side = int(log > 0.0)
+        if side == last:  # twice on one side: give less weight to the other end
+            logs[1 - side] /= 2
+        ends[side], logs[side], last = bound, log, side
+    return ends[0]
 
 
 def paper_degree(epsilon: float, bound: float) -> float:

@@ -12,9 +12,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .proofs import CELLS, WIDTH, exp, grid_exponents
+from .proofs import CELLS, EXPONENTS, WIDTH, exp
 
-_REMEZ_BOUND = 300.0  # beyond, e^{2B} leaves float64 and the exchange cannot evaluate the ratio
+WIDEST = 300.0  # bound; beyond, e^{2B} leaves float64 and the exchange cannot evaluate the ratio
 
 
 def _taylor(degree: int, bound: float) -> tuple[float, ...]:
@@ -35,7 +35,7 @@ COEFFICIENTS = {"taylor": _taylor, "chebyshev": _chebyshev}
 
 def remez(degree: int, bound: float) -> tuple[float, ...] | None:
     """Best iterate of the exchange, or None where the ratio overflows float64."""
-    if bound > _REMEZ_BOUND:
+    if bound > WIDEST:
         return None
     best, best_peak, last_level = None, math.inf, 0.0
     reference = [-math.cos(math.pi * i / (degree + 1)) for i in range(degree + 2)]
@@ -76,11 +76,11 @@ def _deviation(nodes: Sequence[float], newton: Sequence[Decimal], bound: float) 
 
     From the Newton form with ascending nodes: s is e^{-2B} times smaller on the left than on the
     right, and this form keeps relative accuracy there, which powers of t would lose."""
-    grid = 1.0 - grid_exponents()
+    grid = 1.0 - EXPONENTS
     s = torch.full_like(grid, float(newton[-1]))
     for node, d in zip(reversed(nodes[: len(newton) - 1]), reversed(newton[:-1]), strict=True):
         s = s * (grid - node) + float(d)
-    return torch.exp(grid_exponents() * bound) * s - 1.0
+    return torch.exp(EXPONENTS * bound) * s - 1.0
 
 
 def _extrema(deviation: Tensor) -> list[float]:

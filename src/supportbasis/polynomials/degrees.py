@@ -5,9 +5,7 @@ do. For epsilon >= 1 nothing is known: p = 0 has an error of 1.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable
-from itertools import takewhile
 
 from .proofs import UNIT, margin_operations
 
@@ -17,52 +15,19 @@ _GROWTH = math.acosh(3.0)  # T_g(3) <= e^{g acosh 3}
 def first_degree(
     error: Callable[[int], float], epsilon: float, bound: float, limit: int
 ) -> int | None:
-    """The smallest degree <= limit with error(degree) <= epsilon on [-bound, bound], or None.
-
-    By halves, since the error falls with the degree; one by one near the floor of rounding, where
-    it may rise again."""
-    degrees = range(least_degree(epsilon, bound), _highest_useful(epsilon, bound, limit) + 1)
-    if degrees and rounding_error(epsilon, degrees[-1], bound) < epsilon / 8:
-        at = bisect_left(degrees, True, key=lambda degree: error(degree) <= epsilon)
-        return degrees[at] if at < len(degrees) else None
-    usable = takewhile(lambda degree: rounding_error(epsilon, degree, bound) <= epsilon, degrees)
-    return next((degree for degree in usable if error(degree) <= epsilon), None)
-
-
-def _highest_useful(epsilon: float, bound: float, limit: int) -> int:
-    """The first degree <= limit at which truncation, at most 2 e^{2B} B^{g+1} / (g+1)! for all
-    kinds, is below epsilon / 70: a higher one has little to gain but rounding."""
+    """The smallest degree <= limit with error(degree) <= epsilon on [-bound, bound], or None."""
     log_bound = math.log(bound) if bound > 0.0 else -math.inf
     log_goal = math.log(epsilon) - 5 - 2 * bound
-    for degree in range(limit):
-        if (degree + 1) * log_bound - math.lgamma(degree + 2) <= log_goal:
+    for degree in range(least_degree(epsilon, bound), limit + 1):
+        if rounding_error(epsilon, degree, bound) > epsilon:
+            return None
+        if error(degree) <= epsilon:
             return degree
-    return limit
-
-
-def last_within(
-    error: Callable[[float], float], epsilon: float, low: float, high: float, tolerance: float
-) -> float:
-    """The largest bound (to the tolerance, from below) with error(bound) <= epsilon, between low,
-    where it is, and high. The error is nearly a power of the bound: the Illinois method finds it in
-    a few steps on logarithms."""
-
-    def log_ratio(bound: float) -> float:
-        return math.log(max(error(bound), 1e-300) / epsilon)
-
-    ends, logs, last = [low, high], [log_ratio(low), log_ratio(high)], -1
-    if logs[1] <= 0.0:
-        return high
-    while ends[1] - ends[0] > tolerance * ends[0]:
-        bound = ends[0] * (ends[1] / ends[0]) ** (logs[0] / (logs[0] - logs[1]))
-        if not ends[0] < bound < ends[1]:
-            bound = 0.5 * sum(ends)
-        log = log_ratio(bound)
-        side = int(log > 0.0)
-        if side == last:  # twice on one side: give less weight to the other end
-            logs[1 - side] /= 2
-        ends[side], logs[side], last = bound, log, side
-    return ends[0]
+        # truncation is at most 2 e^{2B} B^{g+1} / (g+1)! for all kinds: where that is below
+        # epsilon / 70, a higher degree has little to gain but rounding
+        if (degree + 1) * log_bound - math.lgamma(degree + 2) <= log_goal:
+            return None
+    return None
 
 
 def least_degree(epsilon: float, bound: float) -> int:

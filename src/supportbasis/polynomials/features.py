@@ -25,7 +25,6 @@ from .certified import LARGEST_DEGREE, true_rank
 RANK_LIMIT = 2**18  # 64 MiB of float32 state at 64 value columns
 BUFFER_BYTES = 9 * 2**19  # of one lane
 MAX_BLOCK = 8192
-Fill = Callable[[Tensor], object]  # writes the gradients of features
 
 
 def check_rank(dim: int, degree: int) -> int:
@@ -60,8 +59,7 @@ def block_rows(rank: int, dtype: torch.dtype) -> int:
 class FeatureMap:
     """Monomials of degree 0..``degree`` in ``dim`` variables, written feature-major.
 
-    ``spans`` r_1 >= r_2 >= ... (r_1 = dim) leave of degree k only the monomials in the first r_k
-    variables.
+    ``spans`` r_1 >= r_2 >= ... (r_1 = dim) restrict degree k to the first r_k variables.
 
     >>> phi = FeatureMap(dim=2, degree=2)
     >>> phi(torch.tensor([[2.0, 3.0]]))          # 1, x, y, x*x, y*y, x*y
@@ -72,17 +70,12 @@ class FeatureMap:
 
     def __init__(self, dim: int, degree: int, spans: tuple[int, ...] | None = None):
         self.dim, self.degree = dim, degree
-        if spans in (None, (dim,) * degree):
-            check_rank(dim, degree)
         spans = spans or (dim,) * degree
-        is_pairs = spans == (dim, dim)
-        layout = _pair_layout(dim) if is_pairs else _prefix_layout(dim, spans)
+        if spans == (dim,) * degree:
+            check_rank(dim, degree)
+        layout = _pair_layout(dim) if spans == (dim, dim) else _prefix_layout(dim, spans)
         self.spare, self.steps, self.multiplicity, self.degrees = layout
         self.count = len(self.multiplicity)
-
-    def buffer(self, lanes: int, rows: int, like: Tensor) -> Buffer:
-        """Memory for the features of one block of tokens, and for their gradients."""
-        return Buffer(self, like.new_empty(lanes, self.spare + self.count - 1, rows))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Features of all tokens at once, [rows, count], by differentiable operations."""
@@ -104,11 +97,12 @@ _Layout = tuple[int, list[_Step], Tensor, Tensor]
 
 
 class Buffer:
-    """Features of one block of tokens, and their gradients. Views of the memory are made once for
-    each number of tokens: made anew for every block, they would take longer than the products."""
+    """Memory for the features of one block of tokens, and for their gradients. Views are made once
+    for each number of tokens: anew for every block, they would take longer than the products."""
 
-    def __init__(self, features: FeatureMap, memory: Tensor):
-        self.map, self.memory = features, memory  # [lanes, rows of the layout, tokens]
+    def __init__(self, features: FeatureMap, lanes: int, rows: int, like: Tensor):
+        self.map = features
+        self.memory = like.new_empty(lanes, features.spare + features.count - 1, rows)
         self._views: dict[tuple[bool, int], list[list[Tensor]]] = {}
 
     @cached_property
@@ -126,8 +120,7 @@ class Buffer:
     def write(self, x: Tensor) -> Tensor:
         """Features of degree >= 1 of tokens ``x`` [lanes, rows, dim]: [lanes, features, rows].
 
-        The constant feature is left to the caller, for whom it is a plain sum. Degree 1 is a view
-        of ``x``."""
+        The constant feature is left to the caller, as a plain sum. Degree 1 is a view of ``x``."""
         if not self.map.steps:
             return x.mT[:, : self.map.count - 1]
         rows, dim, spare = x.shape[1], self.map.dim, self.map.spare
@@ -145,7 +138,7 @@ class Buffer:
             torch.mul(left, right, out=product)
         return memory[:, spare:]
 
-    def pull_back(self, fill: Fill, rows: int) -> Tensor:
+    def pull_back(self, fill: Callable[[Tensor], object], rows: int) -> Tensor:
         """Gradient of the tokens, [lanes, dim, rows], whose features were the last to be written,
         from that of the features, which ``fill(out)`` writes: each product, the last one first,
         adds its own to both of its factors."""

@@ -2,8 +2,7 @@
 
 After a balancing transform (`balancing`) both sides have variance s_i in coordinate i, s
 descending, and a monomial of degree k in certain coordinates contributes the product of their s_i
-to the exponential of the scores. So the kernel of degree k is taken in the leading r_k coordinates
-only,
+to the exponential of the scores. So degree k is taken in the leading r_k coordinates only,
 
     p(x, y) = sum_k a_k <x, y>_k ^ k,    <x, y>_k the inner product in the leading r_k coordinates,
 
@@ -88,8 +87,7 @@ def choose_spans(eigenvalues: Tensor, features: int) -> tuple[int, ...]:
     """Directions of each degree, at most ``features`` monomials in all.
 
     Degree k in one more direction r adds s_r^2 h_(k-1)(s_1^2, ..., s_r^2) to the squared kernel,
-    h the complete symmetric polynomial, for C(r + k - 2, k - 1) monomials. The best ratio is taken
-    while the budget allows it.
+    h the complete symmetric polynomial, for C(r + k - 2, k - 1) monomials: the best ratio first.
 
     >>> choose_spans(torch.tensor([0.1, 0.1, 0.0], dtype=torch.float64), 6)
     (2, 2)
@@ -145,11 +143,14 @@ class PairSample:
     @staticmethod
     def draw(head: Head, seed: int) -> PairSample:
         """Sample the tokens within the radius of a head with queries and live keys."""
-        query_radius, key_radius = _radius(head.query), _radius(head.key)
-        visible = min(head.n, head.m) if head.is_causal else head.m  # keys of the last row
-        log_weight = head.log_weights(torch.float64)[:visible]
-        row, row_count = _pick(head.query, query_radius, None, ROWS, seed)
-        key, key_count = _pick(head.key[:visible], key_radius, log_weight, KEYS, seed + 1)
+        query_norms, key_norms = (x.norm(dim=1) for x in (head.query, head.key))
+        query_radius, key_radius = _radius(query_norms), _radius(key_norms)
+        log_weight = head.log_weights(torch.float64)
+        near = (key_norms <= key_radius) & (log_weight > -math.inf)
+        if head.is_causal:
+            near[head.n :] = False  # after the last row
+        row, row_count = _pick(query_norms, query_norms <= query_radius, ROWS, seed)
+        key, key_count = _pick(key_norms, near, KEYS, seed + 1)
         tokens = head.query[row].double(), head.key[key].double()
         weight = key_count.log() + log_weight[key]
         return PairSample(*tokens, weight, row_count, key_count, query_radius, key_radius)
@@ -157,10 +158,9 @@ class PairSample:
     def fit(self, spans: tuple[int, ...]) -> FittedKernel | None:
         """Least squares for the weights of every row relative to their norm, as random values would
         weigh them; None where the normal equations are singular or overflow."""
-        if not len(self.query) or not len(self.key) or not spans:
+        if not spans:
             return None
-        size = (self.exact * self._share).norm(dim=1, keepdim=True)
-        share = self._share * self.row_count.sqrt().unsqueeze(1) / size
+        share = self._share / (self.exact * self.key_count.rsqrt()).norm(dim=1, keepdim=True)
         unit = self.unit * share
         columns = [unit, *(power * unit for power in _powers(self.query, self.key, spans))]
         design, target = torch.stack(columns).flatten(1), (self.exact * share).flatten()
@@ -179,14 +179,14 @@ class PairSample:
         """Relative root-mean-square error of the weights: of the output, for random values."""
         given = kernel(self.query, self.key) * self.unit
         given = given / given.sum(1, keepdim=True)
-        share = self._share * self.row_count.sqrt().unsqueeze(1)
-        error = ((given - self.exact) * share).norm() / (self.exact * share).norm()
+        error = ((given - self.exact) * self._share).norm() / (self.exact * self._share).norm()
         return float(error.nan_to_num(math.inf))
 
-    @property
+    @cached_property
     def _share(self) -> Tensor:
-        """Factor for the error of a sampled key that represents several independent ones."""
-        return self.key_count.rsqrt()
+        """Factors of the errors of pairs [rows, keys], whose rows and keys represent several: rows
+        alike, and keys of independent errors."""
+        return self.key_count.rsqrt() * self.row_count.sqrt().unsqueeze(1)
 
     @cached_property
     def unit(self) -> Tensor:
@@ -200,14 +200,9 @@ class PairSample:
         return (self.query @ self.key.T + self.log_weight).softmax(1)
 
 
-def _pick(
-    tokens: Tensor, radius: float, log_weight: Tensor | None, count: int, seed: int
-) -> tuple[Tensor, Tensor]:
-    """Indices of the longest live tokens within the radius and of a random sample of the others,
-    and how many tokens each represents."""
-    norms = tokens.norm(dim=1)
-    near = norms <= radius
-    near = near if log_weight is None else near & (log_weight > -math.inf)
+def _pick(norms: Tensor, near: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Indices of the longest near tokens and of a random sample of the others, and how many tokens
+    each represents."""
     index = near.nonzero().squeeze(1)
     if len(index) <= count:
         return index, torch.ones_like(index, dtype=torch.float64)
@@ -215,13 +210,12 @@ def _pick(
     longest, others = index[: count // LONGEST], index[count // LONGEST :]
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(others), generator=generator)[: count - len(longest)]
-    each = torch.ones(count, dtype=torch.float64, device=tokens.device)
+    each = torch.ones(count, dtype=torch.float64, device=norms.device)
     each[len(longest) :] = len(others) / len(chosen)
-    return torch.cat([longest, others[chosen.to(tokens.device)]]), each
+    return torch.cat([longest, others[chosen.to(norms.device)]]), each
 
 
-def _radius(tokens: Tensor) -> float:
+def _radius(norms: Tensor) -> float:
     """The norm beyond which a token is far: 1.5 times the 0.99 quantile."""
-    norms = tokens.norm(dim=1)
     rank = max(1, math.ceil(RADIUS_QUANTILE * len(norms)))
     return RADIUS_FACTOR * float(norms.kthvalue(rank).values)

@@ -12,6 +12,7 @@ from torch import Tensor
 CELLS = 2048  # a power of two: grid points, 1 - t and the cell width are exact in float64
 WIDTH = 2.0 / CELLS
 UNIT = 2.0**-53  # unit roundoff of float64
+EXPONENTS = torch.linspace(2.0, 0.0, CELLS + 1, dtype=torch.float64)  # 1 - t on the grid, exact
 TINY = 2.0**-1022  # smallest normal number: bounds the absolute error of an underflow
 
 
@@ -28,7 +29,7 @@ def certify(
     if bound == 0.0:
         return _certify_point(coefficients[0], slack)
     low, high = _enclose(torch.tensor(coefficients, dtype=torch.float64), bound, slack)
-    exponents = grid_exponents()[:-1] * bound
+    exponents = EXPONENTS[:-1] * bound
     upper = _log_product(exponents, high, 1.0).max().item()
     lower = _log_product(exponents, low, -1.0).min().item()
     below = -math.expm1(lower)
@@ -116,7 +117,7 @@ def _tables(degree: int) -> tuple[Tensor, Tensor, Tensor]:
 
     shifts[j] maps the coefficients of q to those of q^(j) / j! (h/2)^j; tail[k] is the sum over
     the j left out, sum_{j >= J} C(k, j) (h/2)^j."""
-    grid = 1.0 - grid_exponents()
+    grid = 1.0 - EXPONENTS
     powers = torch.stack([torch.ones_like(grid), *[grid] * degree], 1).cumprod(1)
     kept = min(degree + 1, 3 + degree // 6)
     shifts = torch.zeros(kept, degree + 1, degree + 1, dtype=torch.float64)
@@ -127,12 +128,6 @@ def _tables(degree: int) -> tuple[Tensor, Tensor, Tensor]:
             shifts[j, k - j, k] = term
         tail[k] = sum(terms[kept:])
     return powers, shifts, tail
-
-
-@lru_cache(maxsize=1)
-def grid_exponents() -> Tensor:
-    """1 - t on the grid, exact."""
-    return 2.0 - torch.arange(CELLS + 1, dtype=torch.float64) * WIDTH
 
 
 def exp(x: float) -> float:

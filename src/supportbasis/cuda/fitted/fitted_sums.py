@@ -112,7 +112,7 @@ class Features:
     def written(self, x: Tensor) -> tuple[Tensor, Buffer]:
         """Features of tokens [tokens, dim] but the constant one, [count - 1, tokens], and the
         memory they are in."""
-        buffer = self.map.buffer(1, len(x), x)
+        buffer = Buffer(self.map, 1, len(x), x)
         return buffer.write(x.unsqueeze(0))[0], buffer
 
     def pull_back(self, buffer: Buffer, state: Tensor, columns: Tensor) -> Tensor:
