@@ -15,7 +15,7 @@ from ..problem.problem import Head, Problem
 from ..problem.result import FAILED_SHARE, Outcome
 from ..problem.rounding import unit_roundoff
 from .bounds import distortion
-from .density import NormBins
+from .density import largest_error
 from .sampling import RowSample, Sketch, exact_rows
 
 SAMPLED_ROWS, SEED = 256, 0
@@ -154,8 +154,7 @@ def sampled_error(
         return measured, math.inf if failed else measured
     # the weights' error is bounded for all rows; twice the measured one is left for rounding
     if isinstance(plan, PolynomialHead):
-        bins = NormBins(head, plan, math.log(peak) + log_scale)
-        return measured, 2 * measured + bins.error(plan.polynomial)
+        return measured, 2 * measured + largest_error(head, plan, math.log(peak) + log_scale)
     relative = distortion(head, plan).error
     largest = float(outcome.output[at].double().abs().max()) / peak
     bound = relative / (1 - relative) * largest if relative < 1 else math.inf

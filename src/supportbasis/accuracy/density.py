@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..components import ExactSum, evaluate
-from ..plans import HeadPlan
+from ..plans import PolynomialHead
 from ..plans.supports import take
 from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.proofs import exp
@@ -34,27 +34,23 @@ def density_scale(head: Head, seed: int) -> float:
     return float((total.num.abs().amax(1).log() + total.log_scale + factor).max())
 
 
-class NormBins:
-    """The small rows and keys of a plan, binned by norm, for all polynomials of that split."""
-
-    def __init__(self, head: Head, plan: HeadPlan, log_peak: float):
-        rows, keys = plan.smooth(head)
-        log_weight = take(head.log_weights(torch.float64), keys)
-        top = float(log_weight.max()) if len(log_weight) else 0.0
-        weight = take(head.value, keys).abs().amax(1).double() * (log_weight - top).exp()
-        row_bin, row_norm = _bins(take(head.query_norms, rows))
-        key_bin, key_norm = _bins(take(head.key_norms, keys))
-        assert head.query_log_weight is not None  # of a density
-        row_weight = take(head.query_log_weight.double(), rows) + (top - log_peak)
-        self.row_weight = torch.full_like(row_norm, -math.inf)
-        self.row_weight.scatter_reduce_(0, row_bin, row_weight, "amax")
-        self.key_weight = torch.zeros_like(key_norm).scatter_add_(0, key_bin, weight)
-        self.reach = abs(head.scale) * row_norm.unsqueeze(1) * key_norm
-
-    def error(self, poly: CertifiedPolynomial) -> float:
-        """Upper bound on the largest error of this polynomial in units of ``exp(log_peak)``."""
-        error = _error_within(poly, self.reach) @ self.key_weight
-        return exp(float((error.log() + poly.bound + self.row_weight).max()))
+def largest_error(head: Head, plan: PolynomialHead, log_peak: float) -> float:
+    """Upper bound on the largest error of a plan in units of ``exp(log_peak)``."""
+    poly, (rows, keys) = plan.polynomial, plan.smooth(head)
+    log_weight = take(head.log_weights(torch.float64), keys)
+    top = float(log_weight.max()) if len(log_weight) else 0.0
+    weight = take(head.value, keys).abs().amax(1).double() * (log_weight - top).exp()
+    row_bin, row_norm = _bins(take(head.query_norms, rows))
+    key_bin, key_norm = _bins(take(head.key_norms, keys))
+    assert head.query_log_weight is not None  # of a density
+    row_weight = take(head.query_log_weight.double(), rows) + (top - log_peak)
+    row_weight = torch.full_like(row_norm, -math.inf).scatter_reduce_(
+        0, row_bin, row_weight, "amax"
+    )
+    key_weight = torch.zeros_like(key_norm).scatter_add_(0, key_bin, weight)
+    reach = abs(head.scale) * row_norm.unsqueeze(1) * key_norm
+    error = _error_within(poly, reach) @ key_weight
+    return exp(float((error.log() + poly.bound + row_weight).max()))
 
 
 def _error_within(poly: CertifiedPolynomial, reach: Tensor) -> Tensor:
