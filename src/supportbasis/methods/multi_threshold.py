@@ -86,16 +86,16 @@ class MultiThreshold(Method):
             powers[BucketPair(i, j, own.size, other.size, reach, None)] = power
         possible = [pair for pair, power in powers.items() if self._is_power(head, pair, power)]
         chosen = _worth_a_polynomial(head, possible)
-        work, pairs = Work(scanned=3 * (head.n + head.m) * head.dim), []
+        scanned = 3 * (head.n + head.m) + SAMPLED_SCORES * len(chosen)
+        work, pairs = Work(scanned=scanned * head.dim), []
         for pair, power in powers.items():
-            if pair not in chosen:
+            if pair in chosen:
+                kernel = self._kernel(head, rows[pair.row], keys[pair.key], pair.reach, power)
+                pair = replace(pair, kernel=kernel)
+                work += kernel_work(head, pair.rows, pair.keys, kernel)
+            else:
                 work += pair_work(head, pair.rows * pair.keys)
-                pairs.append(pair)
-                continue
-            kernel = self._kernel(head, rows[pair.row], keys[pair.key], pair.reach, power)
-            pairs.append(replace(pair, kernel=kernel))
-            work += kernel_work(head, pair.rows, pair.keys, kernel)
-            work += Work(scanned=SAMPLED_SCORES * head.dim)
+            pairs.append(pair)
         reasons, left_out = [], len(possible) - len(chosen)
         if left_out:
             reasons.append(
@@ -109,16 +109,16 @@ class MultiThreshold(Method):
 
     def _is_power(self, head: Head, pair: BucketPair, power: int) -> bool:
         """Whether a power sums a pair at lower cost than exact sums."""
-        if self.sketch_size is None or power >= LARGEST_POWER:
+        if self.sketch_size is None:
             return power < LARGEST_POWER
         if power > HIGHEST_POWER:
             return False
         work = sketch_work(head, pair.rows, pair.keys, power, self.sketch_size, self.degree)
         exact = pair_work(head, pair.rows * pair.keys)
         ratio = exact.multiply_adds(head) / work.multiply_adds(head)
-        if pair.rows * pair.keys <= SMALL_SHARE * head.n * live_count(head) and ratio <= 1:
-            return False
-        return power <= HIGH_POWER or ratio > EXACT_OVER_SKETCH
+        is_small = pair.rows * pair.keys <= SMALL_SHARE * head.n * live_count(head)
+        least = EXACT_OVER_SKETCH if power > HIGH_POWER else 1.0 if is_small else 0.0
+        return ratio > least
 
     def _kernel(
         self, head: Head, rows: _Bucket, keys: _Bucket, reach: float, power: int

@@ -98,24 +98,22 @@ class SingleThreshold(Method):
     def _cheapest(self, head: Head) -> HeadPlan:
         """The cheapest threshold whose polynomial is certified, of all degrees if none is given."""
         kind, keys, given = strictest(self.polynomial), live_count(head), self.degree
-        best: ExactHead | ThresholdHead | None = None
+        plans: list[ExactHead | ThresholdHead] = []
         last = -1.0
         for degree in range(largest_degree(head.dim) + 1) if given is None else (given,):
-            least = 1.0 if best is None else best.cost
+            least = min((plan.cost for plan in plans), default=1.0)
             if given is None and polynomial_work(head, head.n, keys, degree).cost(head) > least:
                 break  # of a split the cost is more still, or that of exact attention
             reach = largest_bound(degree, self._epsilon, kind)
             if reach <= last:
                 break  # rounding, not the degree, limits the range
             last = reach
-            threshold = largest_threshold(head, reach)
-            if threshold is None:
-                continue
-            plan = self._at(head, threshold, degree)
-            best = plan if best is None or plan.cost < best.cost else best
-        if best is None:
+            if (threshold := largest_threshold(head, reach)) is not None:
+                plans.append(self._at(head, threshold, degree))
+        if not plans:
             which = "polynomial" if given is None else f"degree-{given} polynomial"
             return exact_plan(head, f"no threshold has a {which} within {self._epsilon:.3g}")
+        best = min(plans, key=lambda plan: plan.cost)
         if isinstance(best, ThresholdHead) and best.cost >= 1:
             reason = f"T={best.threshold:.4g} would cost {best.cost:.3g} times exact attention"
             return exact_plan(head, reason)
