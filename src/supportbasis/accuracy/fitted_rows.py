@@ -12,7 +12,7 @@ from ..plans import FittedHead, PolynomialHead, ThresholdHead
 from ..polynomials.balancing import transformed
 from ..problem.problem import Head
 from ..problem.result import FAILED_SHARE
-from .sampling import RowSample
+from .sampling import RowSample, log_weights
 
 ROWS, FEWEST, SHARE = 256, 128, 64  # at most and at least; one of so many in between
 ENTRIES = 2**24
@@ -29,12 +29,9 @@ class RowCheck:
         self.sample = RowSample.draw(head, count, seed)
         self.rows, self.value = self.sample.rows, head.value.to(dtype)
         self.scores = (head.query[self.rows].to(dtype) * head.scale) @ head.key.to(dtype).T
-        weight = head.key_log_weight  # [m]; of pairs [rows, m] in a causal head
-        self.log_weight = self.scores.new_zeros(1) if weight is None else weight.to(dtype)
-        if head.is_causal:
-            later = torch.arange(head.m, device=head.key.device) > self.rows.unsqueeze(1)
-            self.log_weight = self.log_weight.masked_fill(later, -math.inf)
-        total = self.scores + self.log_weight
+        every = torch.arange(head.m, device=self.rows.device)
+        total = log_weights(head, self.rows, every, dtype)
+        self.log_weight = total - self.scores
         self.top = total.amax(1, keepdim=True)
         self.top.masked_fill_(self.top == -math.inf, 0.0)
         self.weight = (total - self.top).exp_()
@@ -57,7 +54,7 @@ class RowCheck:
         if isinstance(plan, FittedHead):
             log_sum = weight.sum(1).log().double() + self.top.squeeze(1)
             failed = ~(log_sum >= least_lse(plan, self.head, self.rows))
-            if self.sample.total(failed.double()) > FAILED_SHARE * self.sample.n:
+            if self.sample.total(failed.double()) > FAILED_SHARE * self.head.n:
                 return math.inf, math.inf  # too many exact rows: the cost would be wrong
             weight[failed] = self.weight[failed]
         squared = (self._output(weight) - self.exact).double().square().sum(-1)

@@ -92,8 +92,7 @@ def spread_out(tokens: Tensor) -> Tensor:
 
 def _sketch(head: Head, seed: int) -> Sketch:
     query, key = head.query.detach(), head.key.detach()
-    top = float(head.query_norms.max()) if head.n else 1.0
-    lengths = (head.query_norms / max(top, 1e-300)).pow(LENGTH_POWER)
+    lengths = (head.query_norms / head.query_norms.max().clamp(min=1e-300)).pow(LENGTH_POWER)
     rare = spread_out(query)
     live = head.live_keys
     live = torch.arange(head.m, device=key.device) if live is None else live
@@ -128,7 +127,7 @@ def _found_keys(head: Head, live: Tensor, value_size: Tensor, rows: Tensor) -> T
     """Keys with the largest share in the output of some pilot row."""
     best = value_size.new_zeros(len(live))
     for some in rows.split(32):
-        weight = _log_weights(head, some, live, head.dtype).softmax(1).nan_to_num_(0.0)
+        weight = log_weights(head, some, live, head.dtype).softmax(1).nan_to_num_(0.0)
         part = weight.mul_(value_size.sqrt().to(weight)).square_()
         largest, at = part.topk(min(2, len(live)), 1)
         share = largest.double() / part.sum(1, keepdim=True).double().clamp(min=1e-300)
@@ -154,7 +153,7 @@ def _estimate(
     count[len(special) :] = max(1.0, len(index) / max(1, drawn))
     parts, sums = [], []
     for rows in torch.arange(head.n, device=live.device).split(PIECE[live.is_cuda]):
-        score = _log_weights(head, rows, keys, head.dtype)
+        score = log_weights(head, rows, keys, head.dtype)
         top = score.amax(1)
         weight = score.sub_(top.unsqueeze(1)).exp_()
         total = weight @ count
@@ -175,7 +174,6 @@ class RowSample(NamedTuple):
 
     rows: Tensor  # sorted
     weight: Tensor  # float64: 1 / probability of each of the rows
-    n: int  # rows in all
 
     @staticmethod
     def draw(head: Head, count: int, seed: int, measures: tuple[Tensor, ...] = ()) -> RowSample:
@@ -183,10 +181,10 @@ class RowSample(NamedTuple):
         estimate the squared errors of rows and raise their probabilities."""
         even = torch.ones(head.n, dtype=torch.float64, device=head.query.device)
         if head.n <= count:
-            return RowSample(torch.arange(head.n, device=even.device), even, head.n)
+            return RowSample(torch.arange(head.n, device=even.device), even)
         chance = probabilities(even, Sketch.of(head, seed).measures + measures, count)
         rows = draw_rows(chance, count, seed)
-        return RowSample(rows, 1 / chance[rows], head.n)
+        return RowSample(rows, 1 / chance[rows])
 
     def total(self, x: Tensor) -> float:
         """Estimated sum over all rows of ``x`` [rows], measured on these."""
@@ -228,7 +226,7 @@ def exact_rows(
     with torch.autocast(rows.device.type, enabled=False):
         for start in range(0, shown, step):
             keys = torch.arange(start, min(shown, start + step), device=rows.device)
-            log_weight = _log_weights(head, rows, keys, dtype, kernel)
+            log_weight = log_weights(head, rows, keys, dtype, kernel)
             peak = torch.maximum(top, log_weight.amax(1, keepdim=True))
             unit = torch.where(peak > -math.inf, peak, 0.0)
             weight, shrink = (log_weight - unit).exp(), (top - unit).exp()
@@ -241,7 +239,7 @@ def exact_rows(
     return num * (top - log_scale).exp()
 
 
-def _log_weights(
+def log_weights(
     head: Head, rows: Tensor, keys: Tensor, dtype: torch.dtype, kernel: PowerKernel | None = None
 ) -> Tensor:
     """Log-weights of some pairs; -inf for those that do not count."""

@@ -20,8 +20,7 @@ class ScoreSample(NamedTuple):
 
     scores: Tensor  # [rows, keys]
     log_weight: Tensor  # [rows, keys]
-    normalise: bool
-    is_density: bool
+    head: Head
 
     @staticmethod
     def draw(head: Head, rows: Tensor | None, keys: Tensor | None) -> ScoreSample:
@@ -31,7 +30,7 @@ class ScoreSample(NamedTuple):
         log_weight = head.log_weights(torch.float64)[key].expand_as(scores)
         if head.query_log_weight is not None:
             log_weight = log_weight + head.query_log_weight[row].unsqueeze(1)
-        return ScoreSample(scores, log_weight, head.normalise, head.is_density)
+        return ScoreSample(scores, log_weight, head)
 
     def expected_error(self, poly: CertifiedPolynomial, power: int = 1) -> float:
         """Relative root-mean-square error of the weights poly(z / power)^power: of the output,
@@ -39,11 +38,11 @@ class ScoreSample(NamedTuple):
         if not self.scores.numel():
             return 0.0
         total = self.scores + self.log_weight
-        top = total.amax(1, keepdim=True) if self.normalise else total.max()
+        top = total.amax(1, keepdim=True) if self.head.normalise else total.max()
         exact = (total - top).exp()
         unit = (poly.bound + (self.log_weight - top) / power).exp()
         given = (poly(self.scores / power) * unit).pow_(power)
-        if self.normalise:
+        if self.head.normalise:
             exact = exact / exact.sum(1, keepdim=True)
             given = given / given.sum(1, keepdim=True)
         error = (given - exact).square().sum() / exact.square().sum()
@@ -73,7 +72,7 @@ def best_polynomial(
     """
     if kind != "auto":
         return built(kind, degree, reach)
-    any_sign = sample.is_density
+    any_sign = sample.head.is_density
     kinds = KINDS[:2] if any_sign and epsilon == math.inf else KINDS
     candidates = [built(kind, degree, reach) for kind in kinds]
     if usable := [p for p in candidates if (p.positive or any_sign) and p.error <= epsilon]:
