@@ -20,7 +20,7 @@ class ScoreSample(NamedTuple):
 
     scores: Tensor  # [rows, keys]
     log_weight: Tensor  # [rows, keys]
-    head: Head
+    normalise: bool
 
     @staticmethod
     def draw(head: Head, rows: Tensor | None, keys: Tensor | None) -> ScoreSample:
@@ -30,7 +30,7 @@ class ScoreSample(NamedTuple):
         log_weight = head.log_weights(torch.float64)[key].expand_as(scores)
         if head.query_log_weight is not None:
             log_weight = log_weight + head.query_log_weight[row].unsqueeze(1)
-        return ScoreSample(scores, log_weight, head)
+        return ScoreSample(scores, log_weight, head.normalise)
 
     def expected_error(self, poly: CertifiedPolynomial, power: int = 1) -> float:
         """Relative root-mean-square error of the weights poly(z / power)^power: of the output,
@@ -38,11 +38,11 @@ class ScoreSample(NamedTuple):
         if not self.scores.numel():
             return 0.0
         total = self.scores + self.log_weight
-        top = total.amax(1, keepdim=True) if self.head.normalise else total.max()
+        top = total.amax(1, keepdim=True) if self.normalise else total.max()
         exact = (total - top).exp()
         unit = (poly.bound + (self.log_weight - top) / power).exp()
         given = (poly(self.scores / power) * unit).pow_(power)
-        if self.head.normalise:
+        if self.normalise:
             exact = exact / exact.sum(1, keepdim=True)
             given = given / given.sum(1, keepdim=True)
         error = (given - exact).square().sum() / exact.square().sum()
@@ -59,20 +59,20 @@ def _pick(index: Tensor | None, tokens: Tensor, count: int, seed: int) -> Tensor
 
 
 def best_polynomial(
-    sample: ScoreSample, degree: int, reach: float, epsilon: float = math.inf, power: int = 1,
-    kind: str = "auto",
+    head: Head, rows: Tensor | None, keys: Tensor | None, degree: int, reach: float,
+    epsilon: float = math.inf, power: int = 1, kind: str = "auto",
 ) -> CertifiedPolynomial:  # fmt: skip
     """Of Taylor, Chebyshev and relative minimax on [-reach, reach], the one of least expected
-    error on the sample among those certified positive and, if epsilon is given, to epsilon; if
-    there is none, the one of least certified error. With a power, of z / power on that range. A
-    ``kind`` other than "auto" is taken as it is.
+    error on sampled scores of these rows and keys (None: all) among those certified positive and,
+    if epsilon is given, to epsilon; if there is none, the one of least certified error. With a
+    power, of z / power on that range. A ``kind`` other than "auto" is taken as it is.
 
     The sum of a density has no denominator to lose: there any sign will do, and minimax, which
     weighs all scores equally, is left out unless epsilon is given.
     """
     if kind != "auto":
         return built(kind, degree, reach)
-    any_sign = sample.head.is_density
+    any_sign, sample = head.is_density, ScoreSample.draw(head, rows, keys)
     kinds = KINDS[:2] if any_sign and epsilon == math.inf else KINDS
     candidates = [built(kind, degree, reach) for kind in kinds]
     if usable := [p for p in candidates if (p.positive or any_sign) and p.error <= epsilon]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..accuracy.scores import SAMPLED_SCORES, ScoreSample, best_polynomial
+from ..accuracy.scores import SAMPLED_SCORES, best_polynomial
 from ..components.polynomial_sum import LARGEST_REACH
 from ..errors import InputError
 from ..paper.buckets import check_ratio, edges, smallest_maximum
@@ -123,8 +123,8 @@ class MultiThreshold(Method):
     def _kernel(
         self, head: Head, rows: _Bucket, keys: _Bucket, reach: float, power: int
     ) -> PowerKernel:
-        sample, inner = ScoreSample.draw(head, rows.members, keys.members), reach / power
-        poly = best_polynomial(sample, self.degree, inner, power=power, kind=self.polynomial)
+        sets, inner = (rows.members, keys.members), reach / power
+        poly = best_polynomial(head, *sets, self.degree, inner, power=power, kind=self.polynomial)
         ratio = rows.norm / keys.norm if rows.norm > 0 and keys.norm > 0 else 1.0
         balance = min(max(ratio, 1e-300), 1e300)
         # pairs of equal power share a sketch: its common factor then cancels in the division

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..accuracy.scores import SAMPLED_SCORES, ScoreSample, best_polynomial
+from ..accuracy.scores import SAMPLED_SCORES, best_polynomial
 from ..errors import InputError
 from ..paper import sub_gaussian
 from ..plans import ExactHead, HeadPlan, ThresholdHead
@@ -76,12 +76,11 @@ class SingleThreshold(Method):
             return self._cheapest(head)
         return self._at(head, self._threshold(head), self.degree)
 
-    def plan_batch(self, heads: Sequence[Head]) -> list[HeadPlan]:
+    def shared(self, heads: Sequence[Head], plans: Sequence[HeadPlan]) -> Sequence[HeadPlan]:
         """With the smallest threshold of all batch elements, beyond which more is exact."""
-        plans = super().plan_batch(heads)
         found = [plan for plan in plans if isinstance(plan, ThresholdHead)]
-        least = min((plan.threshold for plan in found), default=None)
-        if least is None or len(found) < len(plans) or all(p.threshold == least for p in found):
+        least = min(plan.threshold for plan in found)
+        if all(plan.threshold == least for plan in found):
             return plans
         highest = max(plan.degree for plan in found)
         degree = highest if self.threshold is None else self.degree
@@ -145,8 +144,7 @@ def threshold_plan(
             f"epsilon={epsilon:.3g}"
         )
         return exact_plan(head, reason)
-    sample = ScoreSample.draw(head, rows.small, keys.small)
-    poly = best_polynomial(sample, degree, reach, epsilon, kind=kind)
+    poly = best_polynomial(head, rows.small, keys.small, degree, reach, epsilon, kind=kind)
     (large_rows, small_rows), (large_keys, small_keys) = rows.sizes(head.n), keys.sizes(head.m)
     work = polynomial_work(head, small_rows, small_keys, degree)
     work += pair_work(head, large_rows * head.m + small_rows * large_keys)
