@@ -99,14 +99,12 @@ class _Search:
 
     def fitted(self, speedup: float) -> HeadPlan | None:
         search = FittedSearch.of(self.head, self.seed)
-        if isinstance(search, str):
-            return None
-        return search.within(self.check, speedup)
+        return None if isinstance(search, str) else search.within(self.check, speedup)
 
     def lists(self, speedup: float) -> ListHead | None:
         """Where few leaves have to be open, wider blocks are tried first: they cost less."""
         head, tolerance, wide = self.head, self.tolerance, fastest_lists(self.head, WIDE_BLOCK)
-        if head.is_density or max(fastest_lists(head), wide) <= speedup:
+        if max(fastest_lists(head), wide) <= speedup:
             return None
         search = ListSearch.of(head, None, None, self.seed, tolerance)
         if isinstance(search, str) or (likely := search.likely(tolerance)) is None:

@@ -72,9 +72,15 @@ class SingleThreshold(Method):
             check_rank(head.dim, self.degree)
         if not head.pairs or not live_count(head):
             return exact_plan(head, "there are no pairs")
-        if self.threshold is None:
+        threshold = self.threshold
+        if threshold is None:
             return self._cheapest(head)
-        return self._at(head, self._threshold(head), self.degree)
+        if threshold == "sqrt-log":
+            threshold = sub_gaussian.log_threshold(max(2, head.n, head.m), self.c or 1.0)
+        elif isinstance(threshold, str):
+            keys = take(head.key, head.live_keys)
+            threshold = sub_gaussian.sub_gaussian_threshold(head.query, keys)
+        return self._at(head, threshold, self.degree)
 
     def shared(self, heads: Sequence[Head], plans: Sequence[HeadPlan]) -> Sequence[HeadPlan]:
         """With the smallest threshold of all batch elements, beyond which more is exact."""
@@ -118,13 +124,6 @@ class SingleThreshold(Method):
             return exact_plan(head, reason)
         return best
 
-    def _threshold(self, head: Head) -> float:
-        if isinstance(self.threshold, (int, float)):
-            return float(self.threshold)
-        if self.threshold == "sqrt-log":
-            return sub_gaussian.log_threshold(max(2, head.n, head.m), self.c or 1.0)
-        return sub_gaussian.sub_gaussian_threshold(head.query, take(head.key, head.live_keys))
-
 
 def threshold_plan(
     head: Head, threshold: float, degree: int | None, epsilon: float = math.inf, kind: str = "auto"
@@ -135,8 +134,7 @@ def threshold_plan(
     if is_empty(rows.small) or is_empty(keys.small):
         return exact_plan(head, f"at T={threshold:.4g} every row or every key is large")
     reach = small_reach(head, threshold, rows, keys)
-    if degree is None:
-        degree = derived_degree(epsilon, reach, head.dim, kind)
+    degree = derived_degree(epsilon, reach, head.dim, kind) if degree is None else degree
     if degree is None:
         reason = (
             f"at T={threshold:.4g} scores reach {reach:.4g}, where no polynomial of degree <= "
