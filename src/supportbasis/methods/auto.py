@@ -11,7 +11,7 @@ import torch
 
 from ..accuracy.density import density_scale, largest_error
 from ..accuracy.fitted_rows import RowCheck
-from ..accuracy.scores import ScoreSample
+from ..accuracy.scores import expected_error
 from ..plans import HeadPlan, ListHead, PolynomialHead, ThresholdHead
 from ..plans.cost import exact_seconds, polynomial_work
 from ..plans.supports import take
@@ -153,7 +153,7 @@ class _Search:
         if head.is_density:
             return largest_error(head, plan, self.log_peak)
         share = self.check.small_share(plan) if head.normalise and plan.large[1] else 1.0
-        return share * ScoreSample.draw(head, *plan.smooth(head)).expected_error(plan.polynomial)
+        return share * expected_error(head, *plan.smooth(head), plan.polynomial)
 
     def verified(self, plan: ThresholdHead) -> PolynomialHead | None:
         """The plan with its error on sampled rows against all keys, if that is within tolerance at
