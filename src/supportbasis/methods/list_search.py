@@ -81,9 +81,7 @@ class Curves:
     def highest(self, tolerance: float, most: int) -> int:
         """Index of the highest price, up to ``most``, whose error at its upper limit is within
         tolerance; -1: none. The error grows with the price."""
-        if self.error(most)[1] <= tolerance:
-            return most
-        return bisect_left(range(most), True, key=lambda at: self.error(at)[1] > tolerance) - 1
+        return bisect_left(range(most + 1), True, key=lambda at: self.error(at)[1] > tolerance) - 1
 
 
 class ListSearch:
