@@ -30,8 +30,8 @@ def density_scale(head: Head, seed: int) -> float:
     """Log of the largest sum among sampled rows: a lower estimate of the largest of all."""
     picked = RowSample.draw(head, PEAK_ROWS, seed).rows
     total = evaluate([ExactSum(head.live_keys)], head, picked)
-    factor = 0.0 if head.query_log_weight is None else head.query_log_weight[picked]
-    return float((total.num.abs().amax(1).log() + total.log_scale + factor).max())
+    assert head.query_log_weight is not None  # of a density
+    return float((total.num[:, 0].log() + total.log_scale + head.query_log_weight[picked]).max())
 
 
 def largest_error(head: Head, plan: PolynomialHead, log_peak: float) -> float:
@@ -39,15 +39,13 @@ def largest_error(head: Head, plan: PolynomialHead, log_peak: float) -> float:
     poly, (rows, keys) = plan.polynomial, plan.smooth(head)
     log_weight = take(head.log_weights(torch.float64), keys)
     top = float(log_weight.max()) if len(log_weight) else 0.0
-    weight = take(head.value, keys).abs().amax(1).double() * (log_weight - top).exp()
     row_bin, row_norm = _bins(take(head.query_norms, rows))
     key_bin, key_norm = _bins(take(head.key_norms, keys))
     assert head.query_log_weight is not None  # of a density
     row_weight = take(head.query_log_weight.double(), rows) + (top - log_peak)
-    row_weight = torch.full_like(row_norm, -math.inf).scatter_reduce_(
-        0, row_bin, row_weight, "amax"
-    )
-    key_weight = torch.zeros_like(key_norm).scatter_add_(0, key_bin, weight)
+    none = torch.full_like(row_norm, -math.inf)
+    row_weight = none.scatter_reduce_(0, row_bin, row_weight, "amax")
+    key_weight = torch.zeros_like(key_norm).scatter_add_(0, key_bin, (log_weight - top).exp())
     reach = abs(head.scale) * row_norm.unsqueeze(1) * key_norm
     error = _error_within(poly, reach) @ key_weight
     return exp(float((error.log() + poly.bound + row_weight).max()))
@@ -59,7 +57,7 @@ def _error_within(poly: CertifiedPolynomial, reach: Tensor) -> Tensor:
     grid = torch.linspace(0.0, top, GRID, dtype=torch.float64, device=reach.device)
     both = torch.stack([grid, -grid])
     error = (poly(both) - (both - poly.bound).exp()).abs().amax(0).cummax(0).values
-    step = reach * ((GRID - 1) / top) if top > 0 else torch.zeros_like(reach)
+    step = reach * ((GRID - 1) / max(top, 1e-300))
     return error[step.ceil().long().clamp(max=GRID - 1)]
 
 
