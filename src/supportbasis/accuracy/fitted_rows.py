@@ -12,7 +12,7 @@ from ..plans import FittedHead, PolynomialHead, ThresholdHead
 from ..polynomials.balancing import transformed
 from ..problem.problem import Head
 from ..problem.result import FAILED_SHARE
-from .sampling import RowSample, log_weights
+from .sampling import RowSample
 
 ROWS, FEWEST, SHARE = 256, 128, 64  # at most and at least; one of so many in between
 ENTRIES = 2**24
@@ -29,9 +29,11 @@ class RowCheck:
         self.sample = RowSample.draw(head, count, seed)
         self.rows, self.value = self.sample.rows, head.value.to(dtype)
         self.scores = (head.query[self.rows].to(dtype) * head.scale) @ head.key.to(dtype).T
-        every = torch.arange(head.m, device=self.rows.device)
-        total = log_weights(head, self.rows, every, dtype)
-        self.log_weight = total - self.scores
+        self.log_weight = head.log_weights(dtype)  # [m]; of pairs [rows, m] in a causal head
+        if head.is_causal:
+            later = torch.arange(head.m, device=head.key.device) > self.rows.unsqueeze(1)
+            self.log_weight = self.log_weight.masked_fill(later, -math.inf)
+        total = self.scores + self.log_weight
         self.top = total.amax(1, keepdim=True)
         self.top.masked_fill_(self.top == -math.inf, 0.0)
         self.weight = (total - self.top).exp_()

@@ -127,7 +127,7 @@ def _found_keys(head: Head, live: Tensor, value_size: Tensor, rows: Tensor) -> T
     """Keys with the largest share in the output of some pilot row."""
     best = value_size.new_zeros(len(live))
     for some in rows.split(32):
-        weight = log_weights(head, some, live, head.dtype).softmax(1).nan_to_num_(0.0)
+        weight = _log_weights(head, some, live, head.dtype).softmax(1).nan_to_num_(0.0)
         part = weight.mul_(value_size.sqrt().to(weight)).square_()
         largest, at = part.topk(min(2, len(live)), 1)
         share = largest.double() / part.sum(1, keepdim=True).double().clamp(min=1e-300)
@@ -153,7 +153,7 @@ def _estimate(
     count[len(special) :] = max(1.0, len(index) / max(1, drawn))
     parts, sums = [], []
     for rows in torch.arange(head.n, device=live.device).split(PIECE[live.is_cuda]):
-        score = log_weights(head, rows, keys, head.dtype)
+        score = _log_weights(head, rows, keys, head.dtype)
         top = score.amax(1)
         weight = score.sub_(top.unsqueeze(1)).exp_()
         total = weight @ count
@@ -226,7 +226,7 @@ def exact_rows(
     with torch.autocast(rows.device.type, enabled=False):
         for start in range(0, shown, step):
             keys = torch.arange(start, min(shown, start + step), device=rows.device)
-            log_weight = log_weights(head, rows, keys, dtype, kernel)
+            log_weight = _log_weights(head, rows, keys, dtype, kernel)
             peak = torch.maximum(top, log_weight.amax(1, keepdim=True))
             unit = torch.where(peak > -math.inf, peak, 0.0)
             weight, shrink = (log_weight - unit).exp(), (top - unit).exp()
@@ -239,7 +239,7 @@ def exact_rows(
     return num * (top - log_scale).exp()
 
 
-def log_weights(
+def _log_weights(
     head: Head, rows: Tensor, keys: Tensor, dtype: torch.dtype, kernel: PowerKernel | None = None
 ) -> Tensor:
     """Log-weights of some pairs; -inf for those that do not count."""
