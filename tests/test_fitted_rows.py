@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import supportbasis as sb
 from cases import dense_attention, fitted_problem
-from supportbasis.accuracy.fitted_rows import RowCheck
+from supportbasis.accuracy.estimates import RowCheck
 from supportbasis.engine import jensen
 from supportbasis.engine.execute import execute
 from supportbasis.engine.jensen import grouped_lse, least_lse, lower_lse

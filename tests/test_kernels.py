@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import supportbasis as sb
 from cases import qkv
-from supportbasis.accuracy.density import GRID, _error_within, largest_error
+from supportbasis.accuracy.estimates import GRID, _error_within, largest_error
 from supportbasis.plans import PolynomialHead
 from supportbasis.polynomials.certified import taylor
 from supportbasis.problem.validation import density_problem

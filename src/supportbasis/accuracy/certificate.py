@@ -15,7 +15,7 @@ from ..problem.problem import Head, Problem
 from ..problem.result import FAILED_SHARE, Outcome
 from ..problem.rounding import unit_roundoff
 from .bounds import distortion
-from .density import largest_error
+from .estimates import largest_error
 from .sampling import RowSample, Sketch, exact_rows
 
 SAMPLED_ROWS, SEED = 256, 0

@@ -9,9 +9,7 @@ from functools import cached_property
 
 import torch
 
-from ..accuracy.density import density_scale, largest_error
-from ..accuracy.fitted_rows import RowCheck
-from ..accuracy.scores import expected_error
+from ..accuracy.estimates import RowCheck, density_scale, expected_error, largest_error
 from ..plans import HeadPlan, ListHead, PolynomialHead, ThresholdHead
 from ..plans.cost import exact_seconds, polynomial_work
 from ..plans.supports import take

@@ -8,7 +8,7 @@ from itertools import product
 
 from torch import Tensor
 
-from ..accuracy.scores import SAMPLED_SCORES, best_polynomial
+from ..accuracy.estimates import SAMPLED_SCORES, best_polynomial
 from ..errors import InputError
 from ..paper.buckets import check_ratio, edges, smallest_maximum
 from ..plans import BucketHead, BucketPair, HeadPlan

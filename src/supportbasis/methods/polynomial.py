@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..accuracy.scores import best_polynomial
+from ..accuracy.estimates import best_polynomial
 from ..errors import InputError
 from ..plans import HeadPlan, PolynomialHead
 from ..plans.cost import polynomial_work

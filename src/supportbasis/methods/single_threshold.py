@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..accuracy.scores import SAMPLED_SCORES, best_polynomial
+from ..accuracy.estimates import SAMPLED_SCORES, best_polynomial
 from ..errors import InputError
 from ..paper import sub_gaussian
 from ..plans import ExactHead, HeadPlan, ThresholdHead

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from supportbasis.accuracy.scores import best_polynomial
+from supportbasis.accuracy.estimates import best_polynomial
 from supportbasis.methods import Method, MultiThreshold, Polynomial, PowerAttention
 from supportbasis.methods.multi_threshold import MOST_PAIRS
 from supportbasis.plans import BucketHead, BucketPair, HeadPlan, PowerHead
