@@ -94,8 +94,7 @@ def _sketch(head: Head, seed: int) -> Sketch:
     query, key = head.query.detach(), head.key.detach()
     lengths = (head.query_norms / head.query_norms.max().clamp(min=1e-300)).pow(LENGTH_POWER)
     rare = spread_out(query)
-    live = head.live_keys
-    live = torch.arange(head.m, device=key.device) if live is None else live
+    live = torch.arange(head.m, device=key.device) if head.live_keys is None else head.live_keys
     if head.is_causal:
         live = live[live < head.n]
     if not len(live):

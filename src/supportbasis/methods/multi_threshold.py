@@ -27,7 +27,6 @@ SMALL_SHARE = 1 / 16  # of all pairs: a smaller bucket pair is exact where that 
 HIGH_POWER = 8  # sketches of higher powers are inaccurate: exact up to
 EXACT_OVER_SKETCH = 4.0  # times the work of the sketch
 HIGHEST_POWER = 64  # that is sketched
-Members = Sequence[Tensor | None]  # of each bucket
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,16 +75,15 @@ class MultiThreshold(Method):
                 f"more than {MOST_PAIRS}; use a larger ratio"
             )
         plan = BucketHead(n=head.n, m=head.m, row_edges=row_edges, key_edges=key_edges)
-        row_sets, key_sets = plan.buckets(head)
-        powers = _powers(head, plan, row_sets, key_sets)
+        rows, keys = plan.buckets(head)
+        powers = _powers(head, plan, rows, keys)
         possible = [pair for pair, power in powers.items() if self._is_power(head, pair, power)]
         chosen = _worth_a_polynomial(head, possible)
         scanned = 3 * (head.n + head.m) + SAMPLED_SCORES * len(chosen)
         work, pairs = Work(scanned=scanned * head.dim), []
         for pair, power in powers.items():
             if pair in chosen:
-                sets = row_sets[pair.row], key_sets[pair.key]
-                kernel = self._kernel(head, *sets, pair.reach, power)
+                kernel = self._kernel(head, rows[pair.row], keys[pair.key], pair.reach, power)
                 pair = replace(pair, kernel=kernel)
                 work += kernel_work(head, pair.rows, pair.keys, kernel)
             else:
@@ -128,12 +126,10 @@ class MultiThreshold(Method):
         return PowerKernel(power, poly, self.sketch_size, self.seed, balance)
 
 
-def _powers(
-    head: Head, plan: BucketHead, row_sets: Members, key_sets: Members
-) -> dict[BucketPair, int]:
+def _powers(head: Head, plan: BucketHead, *sets: Sequence[Tensor | None]) -> dict[BucketPair, int]:
     """Every pair of buckets, with the certified range of its scores, and its power."""
     powers, n = {}, max(head.n, live_count(head))
-    for (i, rows), (j, keys) in product(enumerate(row_sets), enumerate(key_sets)):
+    for (i, rows), (j, keys) in product(*map(enumerate, sets)):
         upper = plan.row_edges[i], plan.key_edges[j]
         by_entry = abs(head.scale) * head.dim * upper[0] * upper[1]
         reach = min(by_entry, score_reach(head, rows, keys))
