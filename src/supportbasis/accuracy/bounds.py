@@ -26,7 +26,7 @@ class Distortion(NamedTuple):
 
 
 def distortion(head: Head, plan: HeadPlan) -> Distortion:
-    if isinstance(plan, ExactHead):
+    if isinstance(plan, ExactHead) or not head.n or not head.m:
         return Distortion(0.0, 0.0, True)
     if isinstance(plan, PowerHead):
         error = math.inf if plan.is_sketched else 0.0  # a weight may be zero: nothing is relative
@@ -46,8 +46,6 @@ def _of_lists(head: Head, plan: ListHead) -> Distortion:
     closed leaf, its mean value errs by 2 tanh(r / 4) max|V| at most, and its mass before the factor
     1 + s / 2 is at least exp(-r^2 / 8) of the true one; log(1 + s / 2) <= s / 2 <= r^2 / 8d,
     because a variance is at most the square of half a diameter."""
-    if not head.n or not head.m:
-        return Distortion(0.0, 0.0, True)
     widest = abs(head.scale) * list_reach(head, plan.lists)
     mass = (1 + 1 / max(1, head.dim)) * widest**2 / 8
     bound = 2 * math.tanh(widest / 4) + 2 * math.tanh(mass / 4)
