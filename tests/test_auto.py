@@ -8,7 +8,7 @@ import torch
 
 import supportbasis as sb
 from cases import dense_attention, qkv
-from supportbasis.accuracy.fitted_rows import RowCheck
+from supportbasis.accuracy.estimates import RowCheck
 from supportbasis.methods import auto
 from supportbasis.problem.validation import attention_problem
 

@@ -145,7 +145,7 @@ def test_the_limit_covers_the_true_error_as_often_as_it_says(tail):
     limits = []
     for _ in range(trials):
         rows = torch.randperm(n, generator=generator)[:SAMPLED_ROWS].sort().values
-        sample = RowSample(rows, torch.full((len(rows),), n / len(rows), dtype=torch.float64), n)
+        sample = RowSample(rows, torch.full((len(rows),), n / len(rows), dtype=torch.float64))
         _, limit = sample.frobenius_limit(squared[rows], size[rows])
         covered += limit >= true
         limits.append(limit)

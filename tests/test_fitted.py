@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import supportbasis as sb
 from cases import beyond, dense_attention, fitted_problem, in_turn, qkv, relative
-from supportbasis.accuracy.fitted_rows import RowCheck
+from supportbasis.accuracy.estimates import RowCheck
 from supportbasis.engine.execute import execute
 from supportbasis.engine.jensen import FITTED_SHARE
 from supportbasis.methods.fitted import FittedSearch

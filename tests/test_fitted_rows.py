@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import supportbasis as sb
 from cases import dense_attention, fitted_problem
-from supportbasis.accuracy.fitted_rows import RowCheck
+from supportbasis.accuracy.estimates import RowCheck
 from supportbasis.distributed.state_bounds import group_sums, least_lse_with
 from supportbasis.engine import jensen
 from supportbasis.engine.execute import execute

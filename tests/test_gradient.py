@@ -288,7 +288,7 @@ def test_rows_that_a_threshold_loses_are_computed_exactly(monkeypatch):
     data = problem(111, outliers=4)
     monkeypatch.setattr(  # the planner's own choice would not lose any
         "supportbasis.methods.single_threshold.best_polynomial",
-        lambda sample, degree, reach, epsilon, kind: chebyshev(degree, reach),
+        lambda head, rows, keys, degree, reach, epsilon, kind: chebyshev(degree, reach),
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")

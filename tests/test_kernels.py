@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import supportbasis as sb
 from cases import qkv
-from supportbasis.accuracy.density import GRID, NormBins, _error_within
+from supportbasis.accuracy.estimates import GRID, _error_within, largest_error
 from supportbasis.plans import PolynomialHead
 from supportbasis.polynomials.certified import taylor
 from supportbasis.problem.validation import density_problem
@@ -192,7 +192,7 @@ def test_the_bound_over_norm_bins_is_attained():
     plan = PolynomialHead(n=1, m=2, cost=1.0, speedup=1.0, polynomial=poly)
     z = torch.tensor([1.0, -1.0], dtype=torch.float64)
     true = abs(float((poly(z) * math.e - z.exp()).sum())) * math.exp(-1.0)  # times both weights
-    bound = NormBins(head, plan, 0.0).error(poly)
+    bound = largest_error(head, plan, 0.0)
     assert true <= bound <= 1.5 * true
 
 

@@ -78,7 +78,7 @@ def test_totals_have_no_bias():
 def test_the_limit_is_that_of_a_plain_sample_and_one_missed_row():
     generator = torch.Generator().manual_seed(0)
     squared, size = torch.rand(2, 100, generator=generator, dtype=torch.float64).unbind(0)
-    sample = RowSample(torch.arange(100), torch.full((100,), 7.0, dtype=torch.float64), 700)
+    sample = RowSample(torch.arange(100), torch.full((100,), 7.0, dtype=torch.float64))
     measured, limit = sample.frobenius_limit(squared, size)
     ratio = float(squared.sum() / size.sum())
     assert measured == pytest.approx(math.sqrt(ratio))
@@ -87,7 +87,7 @@ def test_the_limit_is_that_of_a_plain_sample_and_one_missed_row():
     missed = 6 * float(squared.max()) / (7 * float(size.sum()))
     expected = ratio * math.exp(QUANTILE * standard / ratio) + missed
     assert limit == pytest.approx(math.sqrt(expected))
-    everyone = RowSample(torch.arange(100), torch.ones(100, dtype=torch.float64), 100)
+    everyone = RowSample(torch.arange(100), torch.ones(100, dtype=torch.float64))
     everyone = everyone.frobenius_limit(squared, size)
     assert everyone == (pytest.approx(measured), pytest.approx(measured))
 

@@ -26,7 +26,7 @@ class Distortion(NamedTuple):
 
 
 def distortion(head: Head, plan: HeadPlan) -> Distortion:
-    if isinstance(plan, ExactHead):
+    if isinstance(plan, ExactHead) or not head.n or not head.m:
         return Distortion(0.0, 0.0, True)
     if isinstance(plan, PowerHead):
         error = math.inf if plan.is_sketched else 0.0  # a weight may be zero: nothing is relative
@@ -42,14 +42,10 @@ def distortion(head: Head, plan: HeadPlan) -> Distortion:
 
 
 def _of_lists(head: Head, plan: ListHead) -> Distortion:
-    """Tilted keys. Let r be the range of scale <q - m, k> over the keys k of a closed leaf, for a
-    row q with the list of a cell of mean m. The weights within the leaf are those of m instead of
-    q, whose logarithms differ by a range of r; so its mean value errs by 2 tanh(r / 4) max|V| at
-    most. Its mass before the factor 1 + s / 2 is at most the true one (Jensen) and at least
-    exp(-r^2 / 8) of it (Hoeffding); and log(1 + s / 2) <= s / 2 <= r^2 / 8d, because a variance is
-    at most the square of half a diameter."""
-    if not head.n or not head.m:
-        return Distortion(0.0, 0.0, True)
+    """Tilted keys, as derived in `docs/guarantees.md`: with r the widest range of scores within a
+    closed leaf, its mean value errs by 2 tanh(r / 4) max|V| at most, and its mass before the factor
+    1 + s / 2 is at least exp(-r^2 / 8) of the true one; log(1 + s / 2) <= s / 2 <= r^2 / 8d,
+    because a variance is at most the square of half a diameter."""
     widest = abs(head.scale) * list_reach(head, plan.lists)
     mass = (1 + 1 / max(1, head.dim)) * widest**2 / 8
     bound = 2 * math.tanh(widest / 4) + 2 * math.tanh(mass / 4)

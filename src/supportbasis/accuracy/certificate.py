@@ -15,7 +15,7 @@ from ..problem.problem import Head, Problem
 from ..problem.result import FAILED_SHARE, Outcome
 from ..problem.rounding import unit_roundoff
 from .bounds import distortion
-from .density import NormBins
+from .estimates import largest_error
 from .sampling import RowSample, Sketch, exact_rows
 
 SAMPLED_ROWS, SEED = 256, 0
@@ -121,24 +121,21 @@ def error_bound(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int
     return min(trivial, max(total, 1.0) if invalid else total)
 
 
-def _sample(head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]) -> RowSample:
-    """Error estimates of all rows from the outcome: large outputs, sums that differ from those
-    estimated over a few keys, and weight on tilted keys."""
+def sampled_error(
+    head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]
+) -> tuple[float, float]:
+    """Measured error on sampled rows, and its upper limit for all rows."""
     output = outcome.output[at].to(head.dtype)
+    # estimates of every row's error: large outputs, sums that differ from those estimated over a
+    # few keys, and weight on tilted keys
     measures = [(output - output.mean(0)).square().sum(1).double()]
     if not isinstance(plan, PowerHead) and head.normalise and head.n > SAMPLED_ROWS:
         away = (Sketch.of(head, SEED).lse - outcome.lse[at].double()).abs()
         measures.append(away.nan_to_num(0.0, FURTHEST).clamp(max=FURTHEST).expm1().square())
     if isinstance(plan, ListHead) and head.n > SAMPLED_ROWS and head.m:
         measures.append(row_risks(head, plan.lists))
-    return RowSample.draw(head, SAMPLED_ROWS, SEED, tuple(measures))
-
-
-def sampled_error(
-    head: Head, plan: HeadPlan, outcome: Outcome, at: tuple[int, int]
-) -> tuple[float, float]:
-    """Measured error on sampled rows, and its upper limit for all rows."""
-    sample, log_scale = _sample(head, plan, outcome, at), float(outcome.log_scale[at])
+    sample = RowSample.draw(head, SAMPLED_ROWS, SEED, tuple(measures))
+    log_scale = float(outcome.log_scale[at])
     kernel = plan.kernel if isinstance(plan, PowerHead) else None
     exact = exact_rows(head, sample.rows, log_scale, kernel)
     error = outcome.output[at][sample.rows].double() - exact
@@ -154,8 +151,7 @@ def sampled_error(
         return measured, math.inf if failed else measured
     # the weights' error is bounded for all rows; twice the measured one is left for rounding
     if isinstance(plan, PolynomialHead):
-        bins = NormBins(head, plan, math.log(peak) + log_scale)
-        return measured, 2 * measured + bins.error(plan.polynomial)
+        return measured, 2 * measured + largest_error(head, plan, math.log(peak) + log_scale)
     relative = distortion(head, plan).error
     largest = float(outcome.output[at].double().abs().max()) / peak
     bound = relative / (1 - relative) * largest if relative < 1 else math.inf

@@ -92,11 +92,9 @@ def spread_out(tokens: Tensor) -> Tensor:
 
 def _sketch(head: Head, seed: int) -> Sketch:
     query, key = head.query.detach(), head.key.detach()
-    top = float(head.query_norms.max()) if head.n else 1.0
-    lengths = (head.query_norms / max(top, 1e-300)).pow(LENGTH_POWER)
+    lengths = (head.query_norms / head.query_norms.max().clamp(min=1e-300)).pow(LENGTH_POWER)
     rare = spread_out(query)
-    live = head.live_keys
-    live = torch.arange(head.m, device=key.device) if live is None else live
+    live = torch.arange(head.m, device=key.device) if head.live_keys is None else head.live_keys
     if head.is_causal:
         live = live[live < head.n]
     if not len(live):
@@ -175,7 +173,6 @@ class RowSample(NamedTuple):
 
     rows: Tensor  # sorted
     weight: Tensor  # float64: 1 / probability of each of the rows
-    n: int  # rows in all
 
     @staticmethod
     def draw(head: Head, count: int, seed: int, measures: tuple[Tensor, ...] = ()) -> RowSample:
@@ -183,10 +180,10 @@ class RowSample(NamedTuple):
         estimate the squared errors of rows and raise their probabilities."""
         even = torch.ones(head.n, dtype=torch.float64, device=head.query.device)
         if head.n <= count:
-            return RowSample(torch.arange(head.n, device=even.device), even, head.n)
+            return RowSample(torch.arange(head.n, device=even.device), even)
         chance = probabilities(even, Sketch.of(head, seed).measures + measures, count)
         rows = draw_rows(chance, count, seed)
-        return RowSample(rows, 1 / chance[rows], head.n)
+        return RowSample(rows, 1 / chance[rows])
 
     def total(self, x: Tensor) -> float:
         """Estimated sum over all rows of ``x`` [rows], measured on these."""

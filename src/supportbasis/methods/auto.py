@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
 
-from ..accuracy.density import NormBins, density_scale
-from ..accuracy.fitted_rows import RowCheck
-from ..accuracy.scores import ScoreSample
+from ..accuracy.estimates import RowCheck, density_scale, expected_error, largest_error
 from ..plans import HeadPlan, ListHead, PolynomialHead, ThresholdHead
 from ..plans.cost import exact_seconds, polynomial_work
 from ..plans.supports import take
-from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.features import largest_degree
 from ..problem.checks import check_number, check_seed
 from ..problem.problem import Head
@@ -76,7 +73,6 @@ class _Search:
         self.limit = exact_seconds(head)
         keys = take(head.key_maxima, head.live_keys)
         self.maxima = torch.cat([head.query_maxima, keys]).sort().values
-        self.estimates: dict[float, tuple[float, Callable[[CertifiedPolynomial], float]]] = {}
         self.top_degree, highest = 0, largest_degree(head.dim)
         while self.top_degree < highest and self.feature_seconds(self.top_degree + 1) < self.limit:
             self.top_degree += 1  # to the last whose features alone are faster than exact attention
@@ -101,14 +97,12 @@ class _Search:
 
     def fitted(self, speedup: float) -> HeadPlan | None:
         search = FittedSearch.of(self.head, self.seed)
-        if isinstance(search, str):
-            return None
-        return search.within(self.check, speedup)
+        return None if isinstance(search, str) else search.within(self.check, speedup)
 
     def lists(self, speedup: float) -> ListHead | None:
         """Where few leaves have to be open, wider blocks are tried first: they cost less."""
         head, tolerance, wide = self.head, self.tolerance, fastest_lists(self.head, WIDE_BLOCK)
-        if head.is_density or max(fastest_lists(head), wide) <= speedup:
+        if max(fastest_lists(head), wide) <= speedup:
             return None
         search = ListSearch.of(head, None, None, self.seed, tolerance)
         if isinstance(search, str) or (likely := search.likely(tolerance)) is None:
@@ -124,6 +118,10 @@ class _Search:
     def check(self) -> RowCheck:
         return RowCheck(self.head, self.tolerance, self.seed)
 
+    @cached_property
+    def log_peak(self) -> float:
+        return density_scale(self.head, self.seed)
+
     def feature_seconds(self, degree: int) -> float:
         return polynomial_work(self.head, self.head.n, self.head.m, degree).seconds(self.head)
 
@@ -135,14 +133,10 @@ class _Search:
     def smallest_degree(self, threshold: float) -> int:
         """The least degree whose estimated error, which falls with the degree, is within the
         margin; beyond the highest where there is none."""
-        low, high = 0, self.top_degree
-        while low <= high:
-            degree = (low + high) // 2
-            if self.is_within(self.plan(threshold, degree)):
-                high = degree - 1
-            else:
-                low = degree + 1
-        return low
+        degrees = range(self.top_degree + 1)
+        return bisect_left(
+            degrees, True, key=lambda degree: self.is_within(self.plan(threshold, degree))
+        )
 
     def plan(self, threshold: float, degree: int) -> ThresholdHead | None:
         plan = threshold_plan(self.head, threshold, degree) if degree <= self.top_degree else None
@@ -152,19 +146,12 @@ class _Search:
         return plan is not None and self.estimate(plan) <= MARGIN * self.tolerance
 
     def estimate(self, plan: ThresholdHead) -> float:
-        """Expected error from scores that are sampled once for each threshold; for a density, an
-        upper bound."""
+        """Expected error from sampled scores; for a density, an upper bound."""
         head = self.head
-        if plan.threshold not in self.estimates:
-            error: Callable[[CertifiedPolynomial], float]
-            if head.is_density:
-                error = NormBins(head, plan, density_scale(head, self.seed)).error
-            else:
-                error = ScoreSample.draw(head, *plan.smooth(head)).expected_error
-            share = self.check.small_share(plan) if head.normalise and plan.large[1] else 1.0
-            self.estimates[plan.threshold] = share, error
-        share, error = self.estimates[plan.threshold]
-        return share * error(plan.polynomial)
+        if head.is_density:
+            return largest_error(head, plan, self.log_peak)
+        share = self.check.small_share(plan) if head.normalise and plan.large[1] else 1.0
+        return share * expected_error(head, *plan.smooth(head), plan.polynomial)
 
     def verified(self, plan: ThresholdHead) -> PolynomialHead | None:
         """The plan with its error on sampled rows against all keys, if that is within tolerance at

@@ -49,9 +49,9 @@ class Method(ABC):
     @abstractmethod
     def plan_head(self, head: Head) -> HeadPlan: ...
 
-    def plan_batch(self, heads: Sequence[Head]) -> list[HeadPlan]:
-        """Plans of one head for each batch element, of which one will serve all of them."""
-        return [self.plan_head(head) for head in heads]
+    def shared(self, heads: Sequence[Head], plans: Sequence[HeadPlan]) -> Sequence[HeadPlan]:
+        """Approximate plans of one head for its batch elements, of which one will serve all."""
+        return plans
 
     def plan_exactly(self, head: Head, reason: str) -> HeadPlan:
         """The plan of one head when no approximation applies to the call."""

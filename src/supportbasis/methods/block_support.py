@@ -56,13 +56,12 @@ class BlockSupport(Method):
             raise InputError(f"strict must be True, False or None, got {self.strict!r}")
         self._set(seed=check_seed(self.seed))
 
-    def plan_batch(self, heads: Sequence[Head]) -> list[HeadPlan]:
+    def shared(self, heads: Sequence[Head], plans: Sequence[HeadPlan]) -> Sequence[HeadPlan]:
         """Plans by budget share the highest price of all batch elements: none costs more."""
-        plans = super().plan_batch(heads)
-        lists = [plan for plan in plans if isinstance(plan, ListHead)]
-        if self.budget is None or len(plans) == 1 or len(lists) < len(plans):
+        if self.budget is None:
             return plans
-        shared = max(lists, key=lambda plan: (plan.lists.block, plan.lists.price)).lists
+        lists = (plan.lists for plan in plans if isinstance(plan, ListHead))
+        shared = max(lists, key=lambda settings: (settings.block, settings.price))
         searches = [self._search(head, shared.block) for head in heads]
         return [search.at(shared.price) for search in searches if isinstance(search, ListSearch)]
 
@@ -70,15 +69,15 @@ class BlockSupport(Method):
         return ListSearch.of(head, block, self.strict, self.seed, self.tolerance or 1.0)
 
     def plan_head(self, head: Head) -> HeadPlan:
-        if self.budget is not None and self.budget >= 1:
-            return exact_plan(head, f"a budget of {self.budget:g} covers all keys")
+        budget = self.budget or BUDGET
+        if budget >= 1:
+            return exact_plan(head, f"a budget of {budget:g} covers all keys")
         search = self._search(head, self.block_size)
         if isinstance(search, str):
             return exact_plan(head, search)
         if self.tolerance is not None:
             reason = f"no lists within {self.tolerance:g} are cheaper than exact attention"
             return search.within(self.tolerance) or exact_plan(head, reason)
-        budget = BUDGET if self.budget is None else self.budget
         plan = search.affordable(budget)
         while plan is None and self.block_size is None and 2 * search.settings.block <= WIDE_BLOCK:
             wider = self._search(head, 2 * search.settings.block)  # and cheaper

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from ..accuracy.fitted_rows import RowCheck
+from ..accuracy.estimates import RowCheck
 from ..errors import InputError
 from ..plans import FittedHead, HeadPlan
 from ..plans.cost import Work, fitted_work

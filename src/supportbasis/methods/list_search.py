@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from ..accuracy.sampling import RowSample
 from ..lists.list_sum import ENTRIES, coarse_weights, own_windows, row_risks
-from ..lists.tables import ListSettings, Tables, Tilts, importance, rows_of, tables, tilt
+from ..lists.tables import ListSettings, importance, rows_of, tables, tilt
 from ..plans import ListHead
 from ..plans.cost import list_work
 from ..problem.problem import Head
@@ -81,23 +81,23 @@ class Curves:
     def highest(self, tolerance: float, most: int) -> int:
         """Index of the highest price, up to ``most``, whose error at its upper limit is within
         tolerance; -1: none. The error grows with the price."""
-        if self.error(most)[1] <= tolerance:
-            return most
-        return bisect_left(range(most), True, key=lambda at: self.error(at)[1] > tolerance) - 1
+        return bisect_left(range(most + 1), True, key=lambda at: self.error(at)[1] > tolerance) - 1
 
 
-@dataclass(frozen=True, eq=False)
 class ListSearch:
     """Plans of one head at any price.
 
     A first, small sample finds a price. It is checked on another sample, which contains almost
     surely the rows with much weight on leaves that are closed at this price."""
 
-    head: Head
-    settings: ListSettings  # as they run: strict is settled
-    strict: bool | None  # as the caller gave it
-    made: Tables
-    seed: int
+    def __init__(self, head: Head, settings: ListSettings, strict: bool | None, seed: int):
+        self.head, self.settings, self.seed = head, settings, seed
+        self.strict = strict  # as the caller gave it; in the settings it is settled
+        self.made = made = tables(head, settings)
+        # output and lse of all rows over their own windows
+        self.own = own_windows(head, settings.window) if settings.window else None
+        self.cell = made.tiles.new_full((head.n + 1,), -1)  # of each row, -1 for none
+        self.cell[made.tiles] = made.cell.unsqueeze(1).expand_as(made.tiles)  # last: of row -1
 
     @staticmethod
     def of(
@@ -112,7 +112,7 @@ class ListSearch:
         if tolerance < WIDE_PRECISION:
             head = replace(head, precision=torch.float64)
         given = strict if settings.window else False
-        return ListSearch(head, settings, given, tables(head, settings), seed)
+        return ListSearch(head, settings, given, seed)
 
     def affordable(self, budget: float) -> ListHead | None:
         """The plan of the lowest price whose cost is within the budget: first on a grid of prices,
@@ -178,29 +178,16 @@ class ListSearch:
         """Curves on a first, small sample."""
         return self._curves(PRICES, None)
 
-    @cached_property
-    def _own(self) -> tuple[Tensor, Tensor] | None:
-        """Output and lse of all rows over their own windows."""
-        return own_windows(self.head, self.settings.window) if self.settings.window else None
-
-    @cached_property
-    def _cells(self) -> Tensor:
-        """The cell of each row [n], -1 for none."""
-        tiles = self.made.tiles
-        cell = torch.full((self.head.n + 1,), -1, device=tiles.device)  # last: of row -1
-        cell[tiles] = self.made.cell.unsqueeze(1).expand_as(tiles)
-        return cell[:-1]
-
     def _curves(self, at_prices: Sequence[float], drawn_for: float | None) -> Curves:
         """Curves on rows sampled for a price; None: on a first, smaller sample."""
-        head, made, own, count = self.head, self.made, self._own, FIRST_ROWS
+        head, made, own, drawn = self.head, self.made, self.own, FIRST_ROWS
         measures: tuple[Tensor, ...] = ()
         if drawn_for is not None:
             settings = replace(self.settings, price=drawn_for)
-            count, measures = ROWS, (row_risks(head, settings, made),)
-        sample = RowSample.draw(head, count, self.seed, measures)
+            drawn, measures = ROWS, (row_risks(head, settings, made),)
+        sample = RowSample.draw(head, drawn, self.seed, measures)
         prices = torch.tensor(at_prices, dtype=torch.float64, device=head.query.device)
-        cell = self._cells[sample.rows]
+        cell = self.cell[sample.rows]
         squared = prices.new_zeros(len(prices), len(sample.rows))
         size, opened = squared.new_zeros(len(sample.rows)), squared.new_zeros(len(prices))
         listed = (cell >= 0) & (made.visible[cell.clamp(min=0)] > 0)
@@ -211,14 +198,13 @@ class ListSearch:
         at_once = max(8, min(256 if on_gpu else 64, ENTRIES[on_gpu] // max(1, head.m)))
         shown = permutation[listed[permutation]]  # none where few rows are beyond the first window
         for at in shown.split(at_once) if len(shown) else ():
-            part = self._errors(cell[at], sample.rows[at], prices)
-            squared[:, at], size[at], count_open = part
-            opened += count_open.double() @ sample.weight[at]
+            squared[:, at], size[at], count = self._errors(cell[at], sample.rows[at], prices)
+            opened += count.double() @ sample.weight[at]
         return Curves(at_prices, sample, squared, size, opened / max(1, head.n))
 
     def _errors(self, cell: Tensor, rows: Tensor, prices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Squared errors [prices, rows], squared sizes [rows] and open leaves [prices, rows]."""
-        head, made, own = self.head, self.made, self._own
+        head, made, own = self.head, self.made, self.own
         cells, owner = cell.unique(return_inverse=True)
         leaves = int(made.visible[cells].max())
         key, value = made.key[:leaves], made.value[:leaves]
@@ -226,7 +212,7 @@ class ListSearch:
         members = made.members[cells]
         weight, _ = coarse_weights(rows_of(head, members), tilts, head.scale)
         matters = importance(weight, members, tilts.variance)[owner].T.double().contiguous()
-        query, tilts = rows_of(head, rows), Tilts(*(x[owner] for x in tilts))  # [rows, d]
+        query, tilts = rows_of(head, rows), tilts.of(owner)  # [rows, d]
         coarse = (tilts.key @ query.unsqueeze(2)).squeeze(2) * head.scale + tilts.log_weight
         score = (head.scale * (query @ key.flatten(0, 1).T)).unflatten(1, key.shape[:2])
         if made.weight is not None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
 
 from torch import Tensor
 
-from ..accuracy.scores import SAMPLED_SCORES, ScoreSample, best_polynomial
-from ..components.polynomial_sum import LARGEST_REACH
+from ..accuracy.estimates import SAMPLED_SCORES, best_polynomial
 from ..errors import InputError
 from ..paper.buckets import check_ratio, edges, smallest_maximum
 from ..plans import BucketHead, BucketPair, HeadPlan
 from ..plans.cost import Work, kernel_work, pair_work, sketch_work
-from ..plans.supports import take
+from ..plans.supports import score_reach, take
 from ..polynomials.features import check_rank
 from ..polynomials.powers import LARGEST_POWER, PowerKernel, normalising_constant, smallest_power
 from ..problem.checks import check_integer, check_seed
@@ -77,25 +75,20 @@ class MultiThreshold(Method):
                 f"more than {MOST_PAIRS}; use a larger ratio"
             )
         plan = BucketHead(n=head.n, m=head.m, row_edges=row_edges, key_edges=key_edges)
-        row_sets, key_sets = plan.buckets(head)
-        rows = _buckets(row_edges, row_sets, head.query_norms)
-        keys = _buckets(key_edges, key_sets, head.key_norms)
-        powers: dict[BucketPair, int] = {}
-        for (i, own), (j, other) in product(enumerate(rows), enumerate(keys)):
-            reach, power = _reach_and_power(head, own, other)
-            powers[BucketPair(i, j, own.size, other.size, reach, None)] = power
+        rows, keys = plan.buckets(head)
+        powers = _powers(head, plan, rows, keys)
         possible = [pair for pair, power in powers.items() if self._is_power(head, pair, power)]
         chosen = _worth_a_polynomial(head, possible)
-        work, pairs = Work(scanned=3 * (head.n + head.m) * head.dim), []
+        scanned = 3 * (head.n + head.m) + SAMPLED_SCORES * len(chosen)
+        work, pairs = Work(scanned=scanned * head.dim), []
         for pair, power in powers.items():
-            if pair not in chosen:
+            if pair in chosen:
+                kernel = self._kernel(head, rows[pair.row], keys[pair.key], pair.reach, power)
+                pair = replace(pair, kernel=kernel)
+                work += kernel_work(head, pair.rows, pair.keys, kernel)
+            else:
                 work += pair_work(head, pair.rows * pair.keys)
-                pairs.append(pair)
-                continue
-            kernel = self._kernel(head, rows[pair.row], keys[pair.key], pair.reach, power)
-            pairs.append(replace(pair, kernel=kernel))
-            work += kernel_work(head, pair.rows, pair.keys, kernel)
-            work += Work(scanned=SAMPLED_SCORES * head.dim)
+            pairs.append(pair)
         reasons, left_out = [], len(possible) - len(chosen)
         if left_out:
             reasons.append(
@@ -109,50 +102,41 @@ class MultiThreshold(Method):
 
     def _is_power(self, head: Head, pair: BucketPair, power: int) -> bool:
         """Whether a power sums a pair at lower cost than exact sums."""
-        if self.sketch_size is None or power >= LARGEST_POWER:
+        if self.sketch_size is None:
             return power < LARGEST_POWER
         if power > HIGHEST_POWER:
             return False
         work = sketch_work(head, pair.rows, pair.keys, power, self.sketch_size, self.degree)
         exact = pair_work(head, pair.rows * pair.keys)
         ratio = exact.multiply_adds(head) / work.multiply_adds(head)
-        if pair.rows * pair.keys <= SMALL_SHARE * head.n * live_count(head) and ratio <= 1:
-            return False
-        return power <= HIGH_POWER or ratio > EXACT_OVER_SKETCH
+        is_small = pair.rows * pair.keys <= SMALL_SHARE * head.n * live_count(head)
+        least = EXACT_OVER_SKETCH if power > HIGH_POWER else 1.0 if is_small else 0.0
+        return ratio > least
 
     def _kernel(
-        self, head: Head, rows: _Bucket, keys: _Bucket, reach: float, power: int
+        self, head: Head, rows: Tensor | None, keys: Tensor | None, reach: float, power: int
     ) -> PowerKernel:
-        sample, inner = ScoreSample.draw(head, rows.members, keys.members), reach / power
-        poly = best_polynomial(sample, self.degree, inner, power=power, kind=self.polynomial)
-        ratio = rows.norm / keys.norm if rows.norm > 0 and keys.norm > 0 else 1.0
+        kind, inner = self.polynomial, reach / power
+        poly = best_polynomial(head, rows, keys, self.degree, inner, power=power, kind=kind)
+        sides = take(head.query_norms, rows), take(head.key_norms, keys)
+        query, key = (float(norms.max()) for norms in sides)
+        ratio = query / key if query > 0 and key > 0 else 1.0
         balance = min(max(ratio, 1e-300), 1e300)
         # pairs of equal power share a sketch: its common factor then cancels in the division
         return PowerKernel(power, poly, self.sketch_size, self.seed, balance)
 
 
-class _Bucket(NamedTuple):
-    """Rows or live keys between two thresholds."""
-
-    members: Tensor | None  # None: all
-    size: int
-    edge: float  # upper threshold
-    norm: float  # the largest
-
-
-def _buckets(edges: Sequence[float], sets: Sequence[Tensor | None], norms: Tensor) -> list[_Bucket]:
-    own = [take(norms, members) for members in sets]
-    longest = [float(each.max()) if len(each) else 0.0 for each in own]
-    return [_Bucket(*bucket) for bucket in zip(sets, map(len, own), edges, longest, strict=True)]
-
-
-def _reach_and_power(head: Head, rows: _Bucket, keys: _Bucket) -> tuple[float, int]:
-    """Certified range of the scores of a pair, and its power."""
-    by_entry = abs(head.scale) * head.dim * rows.edge * keys.edge
-    reach = min(by_entry, abs(head.scale) * rows.norm * keys.norm, LARGEST_REACH)
-    n = max(head.n, live_count(head))
-    constant = normalising_constant(rows.edge, keys.edge, head.scale, head.dim, n)
-    return reach, smallest_power(reach, constant)
+def _powers(head: Head, plan: BucketHead, *sets: Sequence[Tensor | None]) -> dict[BucketPair, int]:
+    """Every pair of buckets, with the certified range of its scores, and its power."""
+    powers, n = {}, max(head.n, live_count(head))
+    for (i, rows), (j, keys) in product(*map(enumerate, sets)):
+        upper = plan.row_edges[i], plan.key_edges[j]
+        by_entry = abs(head.scale) * head.dim * upper[0] * upper[1]
+        reach = min(by_entry, score_reach(head, rows, keys))
+        sizes = head.n if rows is None else len(rows), head.m if keys is None else len(keys)
+        constant = normalising_constant(*upper, head.scale, head.dim, n)
+        powers[BucketPair(i, j, *sizes, reach, None)] = smallest_power(reach, constant)
+    return powers
 
 
 def _worth_a_polynomial(head: Head, pairs: Sequence[BucketPair]) -> set[BucketPair]:

@@ -101,7 +101,9 @@ def plan_heads(method: Method, heads: Sequence[Head]) -> HeadPlan:
     tolerance, if there is one. Otherwise the head is exact."""
     if not heads:
         return ExactHead(reason="the batch is empty", n=0, m=0)
-    plans = method.plan_batch(heads)
+    plans: Sequence[HeadPlan] = [method.plan_head(head) for head in heads]
+    if len(heads) > 1 and not any(isinstance(plan, ExactHead) for plan in plans):
+        plans = method.shared(heads, plans)
     for plan in plans:
         if isinstance(plan, ExactHead):
             return plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..accuracy.scores import ScoreSample, best_polynomial
+from ..accuracy.estimates import best_polynomial
 from ..errors import InputError
 from ..plans import HeadPlan, PolynomialHead
 from ..plans.cost import polynomial_work
@@ -55,7 +55,7 @@ class Polynomial(Method):
                 "sb.SingleThreshold(epsilon=...), which computes large rows exactly"
             )
         check_rank(head.dim, degree)
-        sample = ScoreSample.draw(head, None, head.live_keys)
-        poly = best_polynomial(sample, degree, reach, epsilon, kind=self.polynomial)
+        kind, keys = self.polynomial, head.live_keys
+        poly = best_polynomial(head, None, keys, degree, reach, epsilon, kind=kind)
         work = polynomial_work(head, head.n, live_count(head), degree)
         return PolynomialHead(polynomial=poly, **work.settings(head))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..accuracy.scores import SAMPLED_SCORES, ScoreSample, best_polynomial
+from ..accuracy.estimates import SAMPLED_SCORES, best_polynomial
 from ..errors import InputError
 from ..paper import sub_gaussian
 from ..plans import ExactHead, HeadPlan, ThresholdHead
@@ -72,16 +72,21 @@ class SingleThreshold(Method):
             check_rank(head.dim, self.degree)
         if not head.pairs or not live_count(head):
             return exact_plan(head, "there are no pairs")
-        if self.threshold is None:
+        threshold = self.threshold
+        if threshold is None:
             return self._cheapest(head)
-        return self._at(head, self._threshold(head), self.degree)
+        if threshold == "sqrt-log":
+            threshold = sub_gaussian.log_threshold(max(2, head.n, head.m), self.c or 1.0)
+        elif isinstance(threshold, str):
+            keys = take(head.key, head.live_keys)
+            threshold = sub_gaussian.sub_gaussian_threshold(head.query, keys)
+        return self._at(head, threshold, self.degree)
 
-    def plan_batch(self, heads: Sequence[Head]) -> list[HeadPlan]:
+    def shared(self, heads: Sequence[Head], plans: Sequence[HeadPlan]) -> Sequence[HeadPlan]:
         """With the smallest threshold of all batch elements, beyond which more is exact."""
-        plans = super().plan_batch(heads)
         found = [plan for plan in plans if isinstance(plan, ThresholdHead)]
-        least = min((plan.threshold for plan in found), default=None)
-        if least is None or len(found) < len(plans) or all(p.threshold == least for p in found):
+        least = min(plan.threshold for plan in found)
+        if all(plan.threshold == least for plan in found):
             return plans
         highest = max(plan.degree for plan in found)
         degree = highest if self.threshold is None else self.degree
@@ -98,35 +103,26 @@ class SingleThreshold(Method):
     def _cheapest(self, head: Head) -> HeadPlan:
         """The cheapest threshold whose polynomial is certified, of all degrees if none is given."""
         kind, keys, given = strictest(self.polynomial), live_count(head), self.degree
-        best: ExactHead | ThresholdHead | None = None
+        plans: list[ExactHead | ThresholdHead] = []
         last = -1.0
         for degree in range(largest_degree(head.dim) + 1) if given is None else (given,):
-            least = 1.0 if best is None else best.cost
+            least = min((plan.cost for plan in plans), default=1.0)
             if given is None and polynomial_work(head, head.n, keys, degree).cost(head) > least:
                 break  # of a split the cost is more still, or that of exact attention
             reach = largest_bound(degree, self._epsilon, kind)
             if reach <= last:
                 break  # rounding, not the degree, limits the range
             last = reach
-            threshold = largest_threshold(head, reach)
-            if threshold is None:
-                continue
-            plan = self._at(head, threshold, degree)
-            best = plan if best is None or plan.cost < best.cost else best
-        if best is None:
+            if (threshold := largest_threshold(head, reach)) is not None:
+                plans.append(self._at(head, threshold, degree))
+        if not plans:
             which = "polynomial" if given is None else f"degree-{given} polynomial"
             return exact_plan(head, f"no threshold has a {which} within {self._epsilon:.3g}")
+        best = min(plans, key=lambda plan: plan.cost)
         if isinstance(best, ThresholdHead) and best.cost >= 1:
             reason = f"T={best.threshold:.4g} would cost {best.cost:.3g} times exact attention"
             return exact_plan(head, reason)
         return best
-
-    def _threshold(self, head: Head) -> float:
-        if isinstance(self.threshold, (int, float)):
-            return float(self.threshold)
-        if self.threshold == "sqrt-log":
-            return sub_gaussian.log_threshold(max(2, head.n, head.m), self.c or 1.0)
-        return sub_gaussian.sub_gaussian_threshold(head.query, take(head.key, head.live_keys))
 
 
 def threshold_plan(
@@ -138,8 +134,7 @@ def threshold_plan(
     if is_empty(rows.small) or is_empty(keys.small):
         return exact_plan(head, f"at T={threshold:.4g} every row or every key is large")
     reach = small_reach(head, threshold, rows, keys)
-    if degree is None:
-        degree = derived_degree(epsilon, reach, head.dim, kind)
+    degree = derived_degree(epsilon, reach, head.dim, kind) if degree is None else degree
     if degree is None:
         reason = (
             f"at T={threshold:.4g} scores reach {reach:.4g}, where no polynomial of degree <= "
@@ -147,8 +142,7 @@ def threshold_plan(
             f"epsilon={epsilon:.3g}"
         )
         return exact_plan(head, reason)
-    sample = ScoreSample.draw(head, rows.small, keys.small)
-    poly = best_polynomial(sample, degree, reach, epsilon, kind=kind)
+    poly = best_polynomial(head, rows.small, keys.small, degree, reach, epsilon, kind=kind)
     (large_rows, small_rows), (large_keys, small_keys) = rows.sizes(head.n), keys.sizes(head.m)
     work = polynomial_work(head, small_rows, small_keys, degree)
     work += pair_work(head, large_rows * head.m + small_rows * large_keys)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from supportbasis.accuracy.scores import ScoreSample, best_polynomial
+from supportbasis.accuracy.estimates import best_polynomial
 from supportbasis.methods import Method, MultiThreshold, Polynomial, PowerAttention
 from supportbasis.methods.multi_threshold import MOST_PAIRS
 from supportbasis.plans import BucketHead, BucketPair, HeadPlan, PowerHead
@@ -65,8 +65,8 @@ def one_power(head: Head, degree: int, power: int) -> HeadPlan:
     plan = MultiThreshold(math.inf, degree).plan_head(head)
     assert isinstance(plan, BucketHead)
     (pair,) = plan.pairs
-    sample = ScoreSample.draw(head, None, head.live_keys)
-    polynomial = best_polynomial(sample, degree, pair.reach / power, power=power)
+    reach = pair.reach / power
+    polynomial = best_polynomial(head, None, head.live_keys, degree, reach, power=power)
     return replace(plan, pairs=(replace(pair, kernel=PowerKernel(power, polynomial)),))
 
 
