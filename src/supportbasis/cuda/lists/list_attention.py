@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...errors import InputError
 from ...lists.tables import SCORED_MEMBERS
 from ..exact.rectangle import Shapes, Tile
 from ..runtime.language import cdiv, interpreted, power_of_two
@@ -70,24 +69,6 @@ class Tables:
     scale: float
     routes: Routes | None = None  # None: the members of a cell are its one tile
     precision: str = "tf32x3"  # of float32 products
-
-    def __post_init__(self) -> None:
-        (heads, n, d), (key_heads, keys, dv) = self.query.shape, self.vs.shape
-        dtype, cells = self.query.dtype, self.cells
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise InputError(f"query: dtype {dtype}; the kernels take float32, float16 or bfloat16")
-        sizes = [self.leaf, self.block, self.rows.shape[2]]
-        if any(size < 16 or size & (size - 1) for size in sizes) or keys % self.leaf:
-            raise InputError(
-                f"leaf, cell, tile: got {sizes} for {keys} keys; powers of two from 16 on are "
-                "expected, and whole leaves"
-            )
-        spread = (key_heads, keys // self.leaf)
-        check(self, dtype, query=(heads, n, d), ks=(key_heads, keys, d), vs=(key_heads, keys, dv))
-        check(self, torch.int32, slots=(key_heads, keys), visible=(cells,))
-        check(self, torch.int32, members=(heads, cells, self.block))
-        check(self, torch.float32, bs=(heads, keys), mean=(heads, cells, d))
-        check(self, torch.float32, variance=(heads, cells), spread=spread)
 
     @property
     def heads(self) -> int:
@@ -189,11 +170,6 @@ def tilt(tables: Tables, first: int, last: int, leaves: int) -> Tilts:
     """Tilted keys of the first ``leaves`` leaves for the cells [first, last), which attend to no
     others."""
     ks, cells = tables.ks, last - first
-    if not (0 <= first < last <= tables.cells and 0 < leaves * tables.leaf <= ks.shape[1]):
-        raise InputError(
-            f"tilt: cells [{first}, {last}) and {leaves} leaves; the tables have "
-            f"{tables.cells} cells and {ks.shape[1] // tables.leaf} leaves"
-        )
     shape = (tables.heads, cells, leaves)
     kt, vt = (ks.new_empty(*shape, width) for width in tables.widths[:2])
     tilts = Tilts(first, kt, vt, ks.new_empty(shape, dtype=torch.float32))
@@ -257,14 +233,3 @@ def tiles_of(tables: Tables, tilts: Tilts) -> tuple[int, int]:
     """First tile of the tilts' cells, and how many they have."""
     ratio = tables.rows.shape[1] // tables.cells
     return tilts.first * ratio, tilts.cells * ratio
-
-
-def check(holder: object, dtype: torch.dtype, **shapes: tuple[int, ...]) -> None:
-    """Raise unless these attributes, if they are not None, have the dtype and shapes."""
-    for name, shape in shapes.items():
-        x = getattr(holder, name)
-        if x is not None and (x.shape != shape or not x.is_contiguous() or x.dtype != dtype):
-            raise InputError(
-                f"{type(holder).__name__.lower()}.{name}: got {x.dtype} of shape {list(x.shape)}, "
-                f"strides {list(x.stride())}; expected {dtype} of shape {list(shape)}, contiguous"
-            )

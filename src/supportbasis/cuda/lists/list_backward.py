@@ -27,12 +27,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import InputError
 from ...lists.tables import deviations
 from ..exact.rectangle import Shapes
 from ..runtime.language import cdiv, power_of_two
 from . import list_backward_kernels as kernels
-from .list_attention import Lists, Tables, Tilts, check, pick, tiles_of
+from .list_attention import Lists, Tables, Tilts, pick, tiles_of
 
 # As those of `rectangle`.
 TILES: dict[str, Shapes] = {  # rows or cells; tilted keys, or keys of one leaf; warps; stages
@@ -95,7 +94,6 @@ def gradients(tables: Tables, tilts: Tilts, lists: Lists, rows: Rows, totals: To
     ``tilts`` and ``lists`` are those of the forward pass. The tilts' kt and vt are overwritten;
     beside them a pair of a cell and a leaf takes 13 bytes, and 4 for every tile of the cell.
     """
-    _check(tables, rows, totals)
     gathered = gather(tables, tilts, rows)
     query_gradients(tables, tilts, lists, gathered, totals)
     exact_gradients(tables, transposed(lists, gathered), gathered, totals)
@@ -238,14 +236,3 @@ def add_spreads(tables: Tables, totals: Totals) -> None:
     grad = totals.spread.unflatten(0, (-1, tables.group))[..., None, None]
     total = totals.key.view(-1, tables.group, *away.shape[1:])
     total.addcmul_((away * (2 / count)).unsqueeze(1), grad)
-
-
-def _check(tables: Tables, rows: Rows, totals: Totals) -> None:
-    (heads, n, d), (_, keys, dv) = tables.query.shape, tables.vs.shape
-    if not rows.grad.is_floating_point():
-        raise InputError(f"rows.grad: got {rows.grad.dtype}; a floating dtype is expected")
-    check(rows, rows.grad.dtype, grad=(heads, n, dv))
-    check(rows, torch.float32, slope=(heads, n), lse=(heads, n))
-    check(totals, torch.float32, query=(heads, n, d), key=(heads, keys, d), weight=(heads, keys))
-    spread = (heads, keys // tables.leaf)
-    check(totals, torch.float32, value=(heads, keys, dv), spread=spread)

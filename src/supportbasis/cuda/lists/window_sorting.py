@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...errors import InputError
 from ...lists import sorting
 from ...lists.sorting import AXES, AXIS_STEPS, CENTRES, NODE_STEPS, SORTED
 from ..runtime.language import cdiv, interpreted, power_of_two, tl
@@ -42,8 +41,6 @@ def window_permutation(
     second.
     """
     first, other = others or (len(x), leaf)
-    for size in {leaf, other}:
-        _check(x, window, size, sequence=sequence)
     (heads, count, d), windows = x.shape, cdiv(x.shape[1], window)
     if 0 in (heads, windows):
         return torch.empty(heads, 0, dtype=torch.int32, device=x.device)
@@ -83,34 +80,10 @@ def head_permutation(
     """
     if window:
         return window_permutation(x, window, leaf, None, others)
-    _check(x, SPAN, leaf, hidden=hidden)
     if x.shape[1] > SPAN:
         return window_permutation(x, SPAN, leaf, _by_centre(x, hidden), others)
     window = sorting.window_length(x.shape[1], max(leaf, NARROWEST))
     return window_permutation(x, window, leaf, None if hidden is None else _visible(hidden))
-
-
-def _check(
-    x: Tensor, window: int, leaf: int, sequence: Tensor | None = None, hidden: Tensor | None = None
-) -> None:
-    if x.dim() != 3 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise InputError(
-            f"x: got {x.dtype} {tuple(x.shape)}, expected bfloat16, float16 or float32 "
-            f"[heads, tokens, d]"
-        )
-    for name, size, least in (("window", window, NARROWEST), ("leaf", leaf, 2)):
-        if size & (size - 1) or not least <= size <= WIDEST:
-            raise InputError(
-                f"{name}: got {size}, expected a power of two from {least} to {WIDEST}"
-            )
-    if leaf > window:
-        raise InputError(f"leaf: got {leaf}, expected at most the window, {window}")
-    shape = tuple(x.shape[:2])
-    for name, y, dtype in (("sequence", sequence, torch.int32), ("hidden", hidden, torch.bool)):
-        if y is not None and (y.dtype, tuple(y.shape)) != (dtype, shape):
-            raise InputError(
-                f"{name}: got {y.dtype} {tuple(y.shape)}, expected {dtype} {shape}, as x"
-            )
 
 
 def _operands(dtype: torch.dtype) -> tuple[Any, Any, str | None]:
