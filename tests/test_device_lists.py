@@ -122,18 +122,21 @@ def test_tables_are_laid_out_as_kernels_read_them(mode, heads, key_heads, kind):
     tables = device_lists._tables(problem, settings)
     cells, slots = tables.cells, tables.slots.shape[1]
     assert slots % settings.leaf == 0 and (tables.bs is not None or slots == n)
+    many, size = tables.rows.shape[1:]
     wanted = {
         "query": (heads, n, 8), "ks": (key_heads, slots, 8), "vs": (key_heads, slots, dv),
         "bs": (heads, slots), "slots": (key_heads, slots), "visible": (cells,),
         "members": (heads, cells, settings.block), "mean": (heads, cells, 8),
         "variance": (heads, cells), "spread": (key_heads, slots // settings.leaf),
+        "rows": (heads, many, size), "cell": (heads, many), "first_tile": (heads, cells),
+        "tile_count": (heads, cells),
     }  # fmt: skip
+    floats = ("query", "ks", "vs", "bs", "mean", "variance", "spread")
     for name, shape in wanted.items():
         x = getattr(tables, name)
-        whole = torch.int32 if name in ("slots", "visible", "members") else torch.float32
-        assert x is None or (x.shape == shape and x.is_contiguous() and x.dtype == whole), name
-    for x in vars(tables.routes).values() if mode == "strict" else ():
-        assert x.is_contiguous() and x.dtype == torch.int32
+        dtype = torch.float32 if name in floats else torch.int32
+        assert x is None or (x.shape == shape and x.is_contiguous() and x.dtype == dtype), name
+    assert size == settings.tile and (tables.cell is None) == (mode != "strict")
 
 
 def test_sizes_without_kernels_are_refused_in_words():

@@ -160,7 +160,7 @@ def test_transposed_lists_are_the_tiles_of_the_cells_that_have_a_leaf_open():
     lists = back.transposed(one.lists, gathered)
     opened = opened_by(one.lists, leaves)
     for head in range(tables.heads):
-        cell, rows = tables.routes.cell[head], tables.routes.rows[head]
+        cell, rows = tables.cell[head], tables.rows[head]
         for leaf in range(leaves):
             right = (rows >= 0).any(-1) & opened[head, cell.clamp(min=0), leaf]
             mine = lists.index[head, leaf, : lists.count[head, leaf]].long()

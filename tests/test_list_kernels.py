@@ -34,7 +34,8 @@ def any_case(request) -> Case:
 
 
 def test_means_are_those_of_the_real_members(any_case):
-    tables, rough = any_case.tables, 4 * UNIT[torch.float32] * math.sqrt(any_case.tables.block)
+    tables = any_case.tables
+    rough = 4 * UNIT[torch.float32] * math.sqrt(tables.members.shape[2])
     assert relative(tables.mean, any_case.dense.mean) < rough
     for head, cell in ((0, 0), (tables.heads - 1, tables.cells - 1)):
         rows = tables.members[head, cell]

@@ -90,7 +90,7 @@ class Group(NamedTuple):
         """Tilted keys and open leaves of the cell of each tile."""
         if self.coarse is not None:
             return self.tilts, self.open
-        return Tilts(*(x[self.cell] for x in self.tilts)), self.open[self.cell]
+        return self.tilts.of(self.cell), self.open[self.cell]
 
 
 def list_attention(head: Head, settings: ListSettings) -> Attended:
@@ -244,5 +244,4 @@ def attention(
 
 def causal_bias(like: Tensor) -> Tensor:
     """-inf for keys that are ahead of a row, else 0."""
-    ahead = torch.ones(like.shape[-2:], dtype=torch.bool, device=like.device).triu_(1)
-    return torch.zeros_like(ahead, dtype=like.dtype).masked_fill_(ahead, -math.inf)
+    return like.new_full(like.shape[-2:], -math.inf).triu_(1)

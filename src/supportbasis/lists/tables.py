@@ -175,15 +175,13 @@ def tiles_by_centre(query: Tensor, mean: Tensor, settings: ListSettings) -> tupl
     padded = pad(query, (0, 0, 0, windows * width - n)).view(heads, windows, width, -1)
     cell = nearest(padded.to(mean), mean.view(heads, windows, each, -1))
     position = torch.arange(windows * width, device=query.device).view(windows, width)
-    cell = torch.where(position < n, cell, each)
-    held = cell.new_zeros(heads, windows, each + 1)
-    held = held.scatter_add_(2, cell, torch.ones_like(cell))[..., :each]
-    count = (held + size - 1) // size
+    cell, at = torch.where(position < n, cell, each).sort(dim=2, stable=True)
+    bound = torch.arange(each + 1, device=query.device).expand(heads, windows, -1)
+    begin = torch.searchsorted(cell, bound.contiguous())
+    count = (begin.diff(dim=2) + size - 1) // size
     first = count.cumsum(2) - count
-    at = cell.argsort(dim=2, stable=True)
-    cell = cell.gather(2, at)
     each_window = width // size + each  # tiles
-    skipped = pad(first * size - (held.cumsum(2) - held), (0, 1))  # slots before each cell
+    skipped = pad(first * size - begin[..., :-1], (0, 1))  # slots before each cell
     slot = torch.arange(width, device=query.device) + skipped.gather(2, cell)
     slot = torch.where(cell < each, slot, each_window * size)
     rows = torch.where(position < n, position, -1).expand(heads, -1, -1).gather(2, at)

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from ..accuracy.sampling import RowSample
 from ..lists.list_sum import ENTRIES, coarse_weights, own_windows, row_risks
-from ..lists.tables import ListSettings, Tables, Tilts, importance, rows_of, tables, tilt
+from ..lists.tables import ListSettings, Tables, importance, rows_of, tables, tilt
 from ..plans import ListHead
 from ..plans.cost import list_work
 from ..problem.problem import Head
@@ -226,7 +226,7 @@ class ListSearch:
         members = made.members[cells]
         weight, _ = coarse_weights(rows_of(head, members), tilts, head.scale)
         matters = importance(weight, members, tilts.variance)[owner].T.double().contiguous()
-        query, tilts = rows_of(head, rows), Tilts(*(x[owner] for x in tilts))  # [rows, d]
+        query, tilts = rows_of(head, rows), tilts.of(owner)  # [rows, d]
         coarse = (tilts.key @ query.unsqueeze(2)).squeeze(2) * head.scale + tilts.log_weight
         score = (head.scale * (query @ key.flatten(0, 1).T)).unflatten(1, key.shape[:2])
         if made.weight is not None:

@@ -38,22 +38,12 @@ TILES: dict[str, Shapes] = {  # cells and leaves of a program; rows, leaves or k
 
 
 @dataclass(frozen=True, eq=False)
-class Routes:
-    """Tiles of rows by the cell they are routed to.
-
-    A cell's tiles lie one after the other; those of a range of whole windows too, as many for each
-    cell in the mean. A tile without rows belongs to no cell.
-    """
-
-    rows: Tensor  # [Hq, tiles, T] int32, -1: none
-    cell: Tensor  # [Hq, tiles] int32
-    first: Tensor  # [Hq, cells] int32: first tile of a cell
-    count: Tensor  # [Hq, cells] int32: tiles of a cell
-
-
-@dataclass(frozen=True, eq=False)
 class Tables:
-    """Sorted keys, cells of queries, tiles of rows; Hk key heads serve Hq heads."""
+    """Sorted keys, cells of queries, tiles of rows; Hk key heads serve Hq heads.
+
+    The members of a cell are its one tile, or rows are routed to cells: a cell's tiles lie one
+    after the other, those of a range of whole windows too, as many for each cell in the mean.
+    """
 
     query: Tensor  # [Hq, n, d]
     ks: Tensor  # [Hk, M, d], sorted; M in whole leaves
@@ -67,8 +57,11 @@ class Tables:
     spread: Tensor  # [Hk, leaves] float32: mean |k - mean|^2 over the real keys of a leaf
     leaf: int
     scale: float
-    routes: Routes | None = None  # None: the members of a cell are its one tile
-    precision: str = "tf32x3"  # of float32 products
+    precision: str  # of float32 products
+    rows: Tensor  # [Hq, tiles, T] int32: of a tile, -1: none
+    cell: Tensor | None = None  # [Hq, tiles] int32, of a tile; any for one without rows
+    first_tile: Tensor | None = None  # [Hq, cells] int32
+    tile_count: Tensor | None = None  # [Hq, cells] int32
 
     @property
     def heads(self) -> int:
@@ -82,15 +75,6 @@ class Tables:
     @property
     def cells(self) -> int:
         return self.members.shape[1]
-
-    @property
-    def block(self) -> int:
-        return self.members.shape[2]
-
-    @property
-    def rows(self) -> Tensor:
-        """Rows of the tiles, [Hq, tiles, T]."""
-        return self.members if self.routes is None else self.routes.rows
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
@@ -194,7 +178,7 @@ def select(tables: Tables, tilts: Tilts, price: Tensor) -> Lists:
         tilts.lt.new_empty((tables.heads, tilts.cells), dtype=torch.int32),
     )
     d, _, wide, _ = tables.widths
-    block, tile = tables.block, pick(TILES["select"], tables)
+    block, tile = tables.members.shape[2], pick(TILES["select"], tables)
     stride = max(1, block // SCORED_MEMBERS)
     kernels.select[(tilts.cells, tables.heads)](
         tables.query, tables.members, tilts.kt, tilts.lt, tables.spread, tables.variance,
@@ -221,7 +205,7 @@ def attend(
     rows = min(tile.rows, size)
     kernels.attend[(tile_count * (size // rows), heads)](
         tables.query, tilts.kt, tilts.vt, tilts.lt, tables.ks, tables.vs, tables.bs,
-        lists.index, lists.count, tables.visible, tables.rows, tables.routes and tables.routes.cell,
+        lists.index, lists.count, tables.visible, tables.rows, tables.cell,
         *(own or (None, None)), output, lse,
         n, tilts.first, tilts.cells, tables.ks.shape[1], tilts.leaves, first_tile, tiles,
         tables.group, tables.scale, *tables.widths, size, tables.leaf, rows, tile.keys, tables.dot,

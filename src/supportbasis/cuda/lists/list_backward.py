@@ -112,8 +112,7 @@ def gather(tables: Tables, tilts: Tilts, rows: Rows) -> Gathered:
     cell = new(shape[:2], dtype=torch.int32)
     gathered = Gathered(new(*shape, d), new(*shape, dv), slope, lse, cell)
     kernels.gather_rows[(count, tables.heads)](
-        tables.query, rows.grad, rows.slope, rows.lse,
-        tables.rows, tables.routes and tables.routes.cell,
+        tables.query, rows.grad, rows.slope, rows.lse, tables.rows, tables.cell,
         *gathered, tables.query.shape[1], tilts.first, first, tiles,
         *tables.widths, size, num_warps=8 if size * wide > 8192 else 4,
     )  # fmt: skip
@@ -137,15 +136,15 @@ def query_gradients(
 
 def tilt_gradients(tables: Tables, tilts: Tilts, gathered: Gathered) -> Changes:
     """Gradients of tilted keys and values, written over kt and vt of the tilts."""
-    first, last, routes = tilts.first, tilts.first + tilts.cells, tables.routes
+    first, last = tilts.first, tilts.first + tilts.cells
     mean = tables.mean[:, first:last].to(tables.ks.dtype).contiguous()
     changes = Changes(mean, tilts.kt, tilts.vt, *tilts.lt.new_empty((3, *tilts.lt.shape)))
     tile = pick(TILES["tilt"], tables)
-    rows = min(tile.rows, tables.block)
-    runs = (None, None) if routes is None else (routes.first, routes.count)
+    rows = min(tile.rows, tables.members.shape[2])
     kernels.tilt_gradients[(cdiv(tilts.leaves, tile.keys), tilts.cells, tables.heads)](
         *gathered[:4], mean, tilts.kt, tilts.vt, tilts.lt,
-        tables.variance, tables.spread, tables.visible, *runs, *changes[1:],
+        tables.variance, tables.spread, tables.visible, tables.first_tile, tables.tile_count,
+        *changes[1:],
         gathered.lse.numel() // tables.heads, tables.cells, first, tilts.cells, tilts.leaves,
         tables.spread.shape[1], tables.group, tiles_of(tables, tilts)[0], tables.scale,
         *tables.widths, tables.rows.shape[2], rows, tile.keys, tables.dot, **tile.launch,
@@ -197,6 +196,7 @@ def leaf_gradients(tables: Tables, tilts: Tilts, changes: Changes, totals: Total
 def mean_gradients(tables: Tables, tilts: Tilts, changes: Changes, totals: Totals) -> None:
     """Add to members their share in the gradients of their cell's mean and variance."""
     (d, _, wide, _), (heads, n, _) = tables.widths, tables.query.shape
+    block = tables.members.shape[2]
     tile = pick(TILES["mean"], tables)
     together = min(tile.rows, power_of_two(tilts.cells))
     blocks = cdiv(tilts.cells, together)
@@ -212,7 +212,7 @@ def mean_gradients(tables: Tables, tilts: Tilts, changes: Changes, totals: Total
     kernels.add_means[(tilts.cells, heads)](
         parts, _variance_gradients(tables, tilts, changes, totals), tables.query,
         tables.mean, tables.members, totals.query, n, tables.cells, tilts.first, splits,
-        d, wide, tables.block, num_warps=8 if tables.block * wide > 8192 else 4,
+        d, wide, block, num_warps=8 if block * wide > 8192 else 4,
     )  # fmt: skip
 
 

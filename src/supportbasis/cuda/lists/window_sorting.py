@@ -23,7 +23,6 @@ from ..runtime.language import cdiv, interpreted, power_of_two, tl
 from . import window_sorting_kernels as kernels
 
 SPAN = SORTED  # tokens that are sorted as one window, at most, where windows are ours to choose
-NARROWEST = 16  # tokens of a window: what the tensor cores multiply
 WIDEST = 4096  # tokens of a window: one program holds their coordinates
 HELD = 8  # tokens of a window that one thread holds; 16 registers for each
 IN_REGISTERS = 128  # entries of a token, for a covariance that one program can hold
@@ -82,8 +81,11 @@ def head_permutation(
         return window_permutation(x, window, leaf, None, others)
     if x.shape[1] > SPAN:
         return window_permutation(x, SPAN, leaf, _by_centre(x, hidden), others)
-    window = sorting.window_length(x.shape[1], max(leaf, NARROWEST))
-    return window_permutation(x, window, leaf, None if hidden is None else _visible(hidden))
+    sequence = None
+    if hidden is not None:  # the tokens that are not hidden, then -1
+        flags, token = hidden.to(torch.uint8).sort(dim=1, stable=True)
+        sequence = token.int().masked_fill_(flags != 0, -1)
+    return window_permutation(x, sorting.window_length(x.shape[1], leaf), leaf, sequence)
 
 
 def _operands(dtype: torch.dtype) -> tuple[Any, Any, str | None]:
@@ -104,12 +106,6 @@ def _wide_points(x: Tensor, sequence: Tensor | None, window: int, windows: int) 
     index = token.clamp(0, count - 1).long().unsqueeze(2).expand(-1, -1, d)
     tokens = x.gather(1, index).view(heads * windows, window, d)
     return sorting.leading_coordinates(tokens, padded).contiguous()
-
-
-def _visible(hidden: Tensor) -> Tensor:
-    """Indices of the tokens that are not hidden, then -1."""
-    flags, token = hidden.to(torch.uint8).sort(dim=1, stable=True)
-    return token.int().masked_fill_(flags != 0, -1)
 
 
 def _by_centre(x: Tensor, hidden: Tensor | None) -> Tensor:
