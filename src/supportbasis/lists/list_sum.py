@@ -37,7 +37,6 @@ from .tables import (
 
 ENTRIES = (2**22, 2**26)  # of the largest array at a time, on a CPU (in its caches) and a GPU
 GATHERED = 2**22  # entries of keys that are copied at a time
-Tokens = tuple[Tensor, Tensor, Tensor, Tensor | None]  # query, key, value, log-weights of keys
 Attended = tuple[Tensor, Tensor]  # output [..., rows, dv] and lse [..., rows]
 
 
@@ -196,16 +195,8 @@ def gathered(made: Tables, leaves: Tensor) -> tuple[Tensor, Tensor, Tensor | Non
 
 
 def own_windows(head: Head, width: int) -> Attended:
-    """Every row over the keys of its own window that are not ahead of it."""
-    parts = [attention(*tokens, head.scale, True) for _, tokens in window_tokens(head, width)]
-    output, lse = (torch.cat(column).flatten(0, 1) for column in zip(*parts, strict=True))
-    return output[: head.n], lse[: head.n]
-
-
-def window_tokens(head: Head, width: int) -> Iterator[tuple[Tensor, Tokens]]:
-    """A few windows at a time, in sequence: rows [windows, W], -1 for none, their queries, keys and
-    values [windows, W, ...], and the log-weights of keys [windows, 1, W] where some are hidden,
-    missing or weigh anything else than 1."""
+    """Every row over the keys of its own window that are not ahead of it, a few windows at a time;
+    keys have log-weights where some are hidden, missing or weigh anything else than 1."""
     windows, keys = -(-head.n // width), min(head.n, head.m)
     query, key, value = (
         pad(x.detach().to(head.dtype), (0, 0, 0, windows * width - len(x))).view(windows, width, -1)
@@ -215,12 +206,13 @@ def window_tokens(head: Head, width: int) -> Iterator[tuple[Tensor, Tokens]]:
     if head.key_log_weight is not None or keys < head.n:
         bias = head.log_weights(head.dtype)[:keys].detach()
         bias = pad(bias, (0, windows * width - keys), value=-math.inf).view(windows, 1, width)
-    rows = torch.arange(windows * width, device=query.device).view(windows, width)
-    rows = rows.masked_fill(rows >= head.n, -1)
-    step = max(1, ENTRIES[head.query.is_cuda] // width**2)
+    step, parts = max(1, ENTRIES[head.query.is_cuda] // width**2), []
     for first in range(0, windows, step):
         at = slice(first, first + step)
-        yield rows[at], (query[at], key[at], value[at], None if bias is None else bias[at])
+        weight = None if bias is None else bias[at]
+        parts.append(attention(query[at], key[at], value[at], weight, head.scale, is_causal=True))
+    output, lse = (torch.cat(column).flatten(0, 1) for column in zip(*parts, strict=True))
+    return output[: head.n], lse[: head.n]
 
 
 def attention(
@@ -236,12 +228,8 @@ def attention(
         return output[0], lse[0].to(query.dtype)
     score = scale * (query @ key.mT)
     score = score if bias is None else score + bias
-    score = score + causal_bias(score) if is_causal else score
+    if is_causal:
+        score = score + torch.full_like(score[0], -math.inf).triu_(1)
     lse = score.logsumexp(2)
     weight = (score - torch.where(lse > -math.inf, lse, 0.0).unsqueeze(2)).exp_()
     return weight @ value, lse
-
-
-def causal_bias(like: Tensor) -> Tensor:
-    """-inf for keys that are ahead of a row, else 0."""
-    return like.new_full(like.shape[-2:], -math.inf).triu_(1)

@@ -95,7 +95,7 @@ def sampled_leaves(
         shown = (~hidden).sum(1, keepdim=True)
         token = hidden.to(torch.uint8).argsort(stable=True).gather(1, token * shown // size)
     sample = x.gather(1, token.unsqueeze(2).expand(-1, -1, d))
-    at = permutation(sample, size // centres)
+    at = permutation(sample, size // centres).long()
     return sample.gather(1, at.unsqueeze(2).expand(-1, -1, d)).view(heads, centres, -1, d)
 
 

@@ -1,16 +1,20 @@
 """Lists of exact and tilted keys: what a block of similar queries attends to.
 
-Keys are sorted into leaves of L similar keys, queries into cells of B similar queries. For a cell
-with mean query m the keys of a leaf act as one tilted key: with t_j = scale <m, k_j> + b_j and w =
-softmax(t), its key is sum_j w_j k_j and its value sum_j w_j v_j. Its weight is exact for m, times
-1 + s / 2, with s the estimated variance of the scores of the cell's queries with the leaf's keys
-about it: by Jensen's inequality the weight that is exact for m is too small for all other queries.
-Important leaves of a cell are open: their keys are attended to exactly. In causal attention both
-are sorted within windows of W positions: a query attends to its own window exactly and to the
-leaves of earlier windows through the list of its cell.
+Keys k_j, of values v_j and log-weights b_j, are sorted into leaves of L similar keys, queries q_i
+into cells of B similar queries. For a cell of mean query m a leaf acts as one tilted key:
+
+    t_j = scale <m, k_j> + b_j    w = softmax t    kt = sum_j w_j k_j    vt = sum_j w_j v_j
+    lt = logsumexp t - scale <m, kt> + log(1 + s / 2)    s = scale^2 variance spread
+
+with variance = mean_i |q_i - m|^2 / d and spread the mean of |k_j - mean|^2 over the leaf: s
+estimates the variance of the scores between them. By Jensen's inequality the weight that is exact
+for m is too small for all other queries. Leaves whose `importance` exceeds the price are open:
+their keys are attended to exactly. In causal attention both are sorted within windows of W
+positions: a query attends to its own window exactly and to the leaves of earlier windows through
+the list of its cell.
 
 Tables and lists are constants of gradients, tilts are differentiable functions of m, keys, values
-and log-weights b.
+and log-weights.
 """
 
 from __future__ import annotations

@@ -1,20 +1,9 @@
 """Attention over lists of leaves: tilt, select, attend, for all heads at once.
 
-Keys are sorted into leaves of L similar keys; similar queries form cells of B. For a cell of mean
-query m a leaf of keys k_j, values v_j and log-weights b_j becomes one key:
-
-    t_j = scale <m, k_j> + b_j    w = softmax t    kt = sum_j w_j k_j    vt = sum_j w_j v_j
-    lt = logsumexp t - scale <m, kt> + log(1 + s / 2)    s = scale^2 variance spread
-
-with variance = mean_i |q_i - m|^2 / d over the cell's queries and spread the mean of |k_j - mean|^2
-over the leaf's real keys: s estimates the variance of scores between them.
-Some rows q_i of the cell give it the score z_il = scale <q_i, kt_l> + lt_l, and the share p_il of
-their softmax over all leaves. Leaves whose importance mean_i p_il^2 s_l exceeds the price
-(`lists.tables.ListSettings`) are open: their keys are attended exactly. Output is one softmax over
-the own window (causal attention), the tilted keys of closed leaves and the keys of open ones.
-
-Tilts belong to a range of cells, in causal attention of whole windows, so that a caller can bound
-their memory. No function synchronises with the host; shapes depend on shapes alone.
+The formulas and names are those of `lists.tables`. Output is one softmax over the own window
+(causal attention), the tilted keys of closed leaves and the keys of open ones. Tilts belong to a
+range of cells, in causal attention of whole windows, so that a caller can bound their memory. No
+function synchronises with the host; shapes depend on shapes alone.
 """
 
 from __future__ import annotations

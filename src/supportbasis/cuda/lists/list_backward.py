@@ -1,19 +1,5 @@
-"""Gradients of attention over lists; sorting, membership and lists are constants.
+"""Gradients of attention over lists, by the formulas of `lists.list_gradients`, with h = -slope.
 
-With weights p = exp(score - lse) of a row's softmax and dz = p (<g, v> - slope), where g is the
-gradient of the output and slope = <g, out> - dlse, a closed leaf's key, value and log-weight have
-
-    dvt = sum_i p_i g_i    dlt = sum_i dz_i    dkt = scale sum_i dz_i (q_i - m)
-
-and the keys of the leaf, w being the weights of its tilt,
-
-    level = <dkt, kt> + <dvt, vt>    dt_j = w_j (<dkt, k_j> + <dvt, v_j> + dlt - level)
-    dk_j = w_j dkt + scale dt_j m    dv_j = w_j dvt    db_j = dt_j
-    dm = scale sum_j (dt_j - w_j dlt) k_j
-
-of which every member of the cell gets its share. Through log(1 + s / 2), s = scale^2 variance
-spread, dlt also reaches the variances of the cell's queries and of the leaf's keys. Open leaves
-have the gradients of exact attention.
 Rows are gathered by tile first: then kernels read whole tiles. No function synchronises with the
 host. As in other kernels, products of 16-bit tokens take 16-bit weights: float16 gradients want a
 scaled loss.

@@ -1,11 +1,8 @@
-"""Tokens sorted into leaves of similar ones, on a device.
+"""Tokens sorted into leaves of similar ones, on a device, as `lists.sorting` does.
 
-A window of W tokens is split at the median of its principal axis, its halves at the medians of
-theirs, down to leaves of a given size. One kernel reduces each window to 8 principal coordinates,
-another makes all its splits. No call synchronises with the host, and shapes depend on shapes alone.
-
-Leaves are those of a sort by projection at every split. Inside a leaf, and between equal
-projections, tokens keep the sequence in which they came.
+One kernel reduces each window to its leading principal coordinates, another makes all its splits.
+Inside a leaf, and between equal projections, tokens keep the sequence in which they came. No call
+synchronises with the host, and shapes depend on shapes alone.
 """
 
 from __future__ import annotations
@@ -135,11 +132,7 @@ def _by_centre(x: Tensor, hidden: Tensor | None) -> Tensor:
 def _centres(x: Tensor, many: int, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
     """Centres c [heads, Z, d] about their mean s in the dtype of x, and -<s, c> - |c|^2 / 2, both
     padded: a token's score <x, c> + offset is largest at the nearest s + c."""
-
-    def permutation(sample: Tensor, leaf: int) -> Tensor:
-        return window_permutation(sample, sample.shape[1], leaf).long()
-
-    mean = sorting.sampled_leaves(x, many, hidden, permutation).float().mean(2)
+    mean = sorting.sampled_leaves(x, many, hidden, head_permutation).float().mean(2)
     shift = mean.mean(1, keepdim=True)
     centre = (mean - shift).to(x.dtype)
     known = centre.float()
