@@ -48,8 +48,7 @@ def add_gradients(
     made = tables(head, settings)
     if settings.window:
         _add_own_windows(total, cotangent, head, settings.window)
-    slots = made.slots.view(made.key.shape[:2])
-    weight = made.key.new_zeros(slots.shape)
+    slots, weight = made.slots, made.key.new_zeros(made.slots.shape)
     leaves = Leaves(*(torch.zeros_like(x) for x in (made.key, made.value, weight, made.spread)))
     for group in groups(head, made, settings):
         _add_group(total, leaves, cotangent, head, made, group, settings)

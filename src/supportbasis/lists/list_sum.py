@@ -141,7 +141,7 @@ def list_reach(head: Head, settings: ListSettings) -> float:
     mean m and its closed leaves. (On a GPU over all visible leaves: kernels select with other
     roundings.)"""
     made, widest = tables(head, settings), 0.0
-    apart, _ = deviations(made.key, made.slots.view(made.key.shape[:2]))
+    apart, _ = deviations(made.key, made.slots)
     diameter = 2 * torch.linalg.vector_norm(apart, dim=2).amax(1)  # [leaves]
 
     def away(rows: Tensor, mean: Tensor) -> Tensor:

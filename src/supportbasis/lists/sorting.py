@@ -59,26 +59,23 @@ def head_permutation(x: Tensor, leaf: int, hidden: Tensor | None = None, window:
     """All tokens [n, d] that are not ``hidden`` sorted into leaves, [slots], -1 for slots that are
     left over: within windows of so many positions, or anywhere."""
     n, width = len(x), window or window_length(len(x), leaf)
+    hidden = x.new_zeros(n, dtype=torch.bool) if hidden is None else hidden
     if n > width and not window:
         permutation = _by_centres(x, width, hidden)
-    elif hidden is not None:
-        permutation = hidden.to(torch.uint8).argsort(stable=True)
     else:
-        permutation = torch.arange(n, device=x.device)
+        permutation = hidden.to(torch.uint8).argsort(stable=True)
     slots = pad(permutation, (0, -n % width), value=-1).view(-1, width)
-    shown = n if hidden is None else n - int(hidden.sum())
-    padded = torch.arange(slots.numel(), device=x.device).view_as(slots) >= shown
+    padded = torch.arange(slots.numel(), device=x.device).view_as(slots) >= (~hidden).sum()
     tokens = x[slots.clamp(min=0)]
-    at = window_permutation(tokens, leaf, None if shown == slots.numel() else padded)
+    at = window_permutation(tokens, leaf, padded if bool(padded.any()) else None)
     return slots.masked_fill(padded, -1).gather(1, at).flatten()
 
 
-def _by_centres(x: Tensor, width: int, hidden: Tensor | None) -> Tensor:
+def _by_centres(x: Tensor, width: int, hidden: Tensor) -> Tensor:
     """A permutation of all tokens that sorts them by their nearest centres."""
     count = min(CENTRES, 1 << (-(-len(x) // width) - 1).bit_length())
-    some = None if hidden is None else hidden[None]
-    member = nearest(x, sampled_leaves(x[None], count, some, window_permutation)[0].mean(1))
-    member = member if hidden is None else member.masked_fill(hidden, count)
+    sample = sampled_leaves(x[None], count, hidden[None], window_permutation)[0]
+    member = nearest(x, sample.mean(1)).masked_fill(hidden, count)
     return member.to(torch.int16).argsort(stable=True)
 
 

@@ -70,7 +70,7 @@ SCORED_MEMBERS = 32  # of a cell, at even strides: their coarse scores decide wh
 class Tables(NamedTuple):
     """Sorted keys of a head, cells of queries, and tiles of rows that share a cell's list."""
 
-    slots: Tensor  # [leaves * L]: which key, -1 for none
+    slots: Tensor  # [leaves, L]: which key, -1 for none
     key: Tensor  # [leaves, L, d]
     value: Tensor  # [leaves, L, dv]
     weight: Tensor | None  # [leaves, L]: log-weights; None: all keys are real and weigh 1
@@ -107,9 +107,8 @@ def tables(head: Head, settings: ListSettings) -> Tables:
         hidden = log_weight == -math.inf
     slots = _sorted(key, settings.leaf, settings.window, hidden)
     members = _sorted(query, settings.block, settings.window, None)
-    members, leaves = members.view(-1, settings.block), slots.view(-1, settings.leaf)
     cells = torch.arange(len(members), device=members.device)
-    visible = visible_leaves(cells, len(leaves), settings)
+    visible = visible_leaves(cells, len(slots), settings)
     if settings.strict:  # the cells of a window are made of the queries before it
         members = pad(members, (0, 0, settings.cells, 0), value=-1)[: -settings.cells]
     member = rows_of(head, members)
@@ -117,13 +116,13 @@ def tables(head: Head, settings: ListSettings) -> Tables:
     tiles, cell = members, cells
     if settings.strict:
         tiles, cell = (x[0] for x in tiles_by_centre(query[None], mean[None], settings)[:2])
-    weight, padded = None, leaves < 0
+    weight, padded = None, slots < 0
     if log_weight is not None or bool(padded.any()):
-        weight = head.log_weights(head.dtype).detach()[leaves.clamp(min=0)]
+        weight = head.log_weights(head.dtype).detach()[slots.clamp(min=0)]
         weight = weight.masked_fill(padded, -math.inf)
-    leaf_key, leaf_value = (taken(x, leaves, head.dtype) for x in (key, head.value))
+    leaf_key, leaf_value = (taken(x, slots, head.dtype) for x in (key, head.value))
     return Tables(
-        slots, leaf_key, leaf_value, weight, _variances(leaf_key, leaves),
+        slots, leaf_key, leaf_value, weight, _variances(leaf_key, slots),
         members, mean, _variances(member, members) / head.dim, visible, tiles, cell,
     )  # fmt: skip
 
@@ -148,15 +147,17 @@ def window_ranges(visible: Sequence[int], cells: int, most: int) -> Iterator[tup
 
 
 def _sorted(x: Tensor, leaf: int, window: int, hidden: Tensor | None) -> Tensor:
-    """Tokens sorted within windows (0: all that are not ``hidden``): [slots], -1 for none."""
+    """Tokens sorted into leaves [leaves, L], -1 for none, within windows (0: all that are not
+    ``hidden``)."""
     width = window or window_length(len(x), leaf)
     has_kernel = x.is_cuda and x.dtype != torch.float64 and 16 <= width <= 4096 and leaf >= 2
     if not has_kernel or find_spec("triton") is None:
-        return head_permutation(x, leaf, hidden, window)
+        return head_permutation(x, leaf, hidden, window).view(-1, leaf)
     from ..cuda.lists import window_sorting as kernels
 
     some = None if hidden is None else hidden[None]
-    return kernels.head_permutation(x[None].contiguous(), leaf, some, window)[0].long()
+    slots = kernels.head_permutation(x[None].contiguous(), leaf, some, window)[0]
+    return slots.long().view(-1, leaf)
 
 
 def taken(x: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
