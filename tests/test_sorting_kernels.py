@@ -226,8 +226,7 @@ def nearest_centres(x: Tensor, span: int) -> list[int]:
 
 def short_spans(monkeypatch):
     """Heads are cut into windows of 64 tokens, and 64 tokens are sampled for centres."""
-    monkeypatch.setattr(sorting, "SPAN", 64)
-    monkeypatch.setattr(sorting.sorting, "sample_size", lambda centres: 64)
+    monkeypatch.setattr(sorting.sorting, "SORTED", 64)
 
 
 def test_a_head_is_gathered_around_centres(monkeypatch):

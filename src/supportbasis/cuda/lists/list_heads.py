@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from ...components.cotangent import Gradients, SavedForward
 from ...engine.dispatch import Forward
 from ...errors import InputError
-from ...lists.sorting import window_length
+from ...lists.sorting import SORTED, window_length
 from ...lists.tables import ListSettings, tiles_by_centre, visible_leaves, window_ranges
 from ...plans import HeadPlan, ListHead, Plan
 from ...problem.caching import WeakCache
@@ -219,7 +219,7 @@ def _sorted(
     if weight is not None and not settings.window:  # hidden by all heads that share a key
         hidden = (weight == -torch.inf).unflatten(0, (len(key), -1)).all(1)
         return sort(key, leaf, hidden), sort(query, block)
-    if n == key.shape[1] and (settings.window or n > sorting.SPAN):
+    if n == key.shape[1] and (settings.window or n > SORTED):
         slots = sort(joined(query, key), block, others=(len(query), leaf))
         return slots[len(query) :], slots[: len(query)]
     return sort(key[:, :n] if settings.window else key, leaf), sort(query, block)

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...lists import sorting
-from ...lists.sorting import AXES, AXIS_STEPS, CENTRES, NODE_STEPS, SORTED
+from ...lists.sorting import AXES, AXIS_STEPS, NODE_STEPS
 from ..runtime.language import cdiv, interpreted, power_of_two, tl
 from . import window_sorting_kernels as kernels
 
-SPAN = SORTED  # tokens that are sorted as one window, at most, where windows are ours to choose
 WIDEST = 4096  # tokens of a window: one program holds their coordinates
 HELD = 8  # tokens of a window that one thread holds; 16 registers for each
 IN_REGISTERS = 128  # entries of a token, for a covariance that one program can hold
@@ -68,16 +67,16 @@ def head_permutation(
 ) -> Tensor:  # fmt: skip
     """All tokens ``x`` [heads, tokens, d] of a head sorted, [heads, slots] int32, -1 for padding.
 
-    With a ``window``, inside windows of so many slots. Else up to SPAN tokens are one window, the
+    With a ``window``, inside windows of so many slots. Else up to SORTED tokens are one window, the
     smallest leaf * 2^k that holds them; more are gathered around centres first, and the sequence of
-    the centres is cut into windows of SPAN. ``hidden`` [heads, tokens]: tokens that are left out,
+    the centres is cut into windows of SORTED. ``hidden`` [heads, tokens]: tokens that are left out,
     without a window; their slots are padding, at the end. ``others`` as in `window_permutation`,
-    with a window or more than SPAN tokens.
+    with a window or more than SORTED tokens.
     """
     if window:
         return window_permutation(x, window, leaf, None, others)
-    if x.shape[1] > SPAN:
-        return window_permutation(x, SPAN, leaf, _by_centre(x, hidden), others)
+    if x.shape[1] > sorting.SORTED:
+        return window_permutation(x, sorting.SORTED, leaf, _by_centre(x, hidden), others)
     sequence = None
     if hidden is not None:  # the tokens that are not hidden, then -1
         flags, token = hidden.to(torch.uint8).sort(dim=1, stable=True)
@@ -109,8 +108,7 @@ def _by_centre(x: Tensor, hidden: Tensor | None) -> Tensor:
     """A permutation of the tokens of each head by nearest centre, [heads, tokens] int32; hidden
     tokens are -1, at the end."""
     heads, count, d = x.shape
-    many = min(CENTRES, power_of_two(cdiv(count, SPAN), 1))
-    centres, offset = _centres(x, many, hidden)
+    centres, offset, many = _centres(x, hidden)
     dtype = torch.int16 if heads * (many + 1) < 2**15 else torch.int32
     key = torch.empty(heads, count, dtype=dtype, device=x.device)
     padded, width = centres.shape[1], power_of_two(d)
@@ -129,13 +127,14 @@ def _by_centre(x: Tensor, hidden: Tensor | None) -> Tensor:
     return token.masked_fill_(key.view(heads, count) == first * (many + 1) + many, -1)
 
 
-def _centres(x: Tensor, many: int, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+def _centres(x: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor, int]:
     """Centres c [heads, Z, d] about their mean s in the dtype of x, and -<s, c> - |c|^2 / 2, both
-    padded: a token's score <x, c> + offset is largest at the nearest s + c."""
-    mean = sorting.sampled_leaves(x, many, hidden, head_permutation).float().mean(2)
+    padded, and how many there are: <x, c> + offset is largest at the nearest s + c."""
+    mean = sorting.sampled_leaves(x, hidden, head_permutation).float().mean(2)
     shift = mean.mean(1, keepdim=True)
     centre = (mean - shift).to(x.dtype)
     known = centre.float()
     offset = -(known * (shift + known / 2)).sum(2)
+    many = mean.shape[1]
     extra = power_of_two(many) - many
-    return pad(centre, (0, 0, 0, extra)), pad(offset, (0, extra), value=-math.inf)
+    return pad(centre, (0, 0, 0, extra)), pad(offset, (0, extra), value=-math.inf), many
