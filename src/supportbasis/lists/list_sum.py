@@ -180,12 +180,10 @@ def equal_lists(opened: Tensor, entries: int) -> Iterator[tuple[Tensor, Tensor]]
     """Groups of cells that open equally many leaves, [some] and [some, leaves], so that no list is
     padded; long lists in several groups."""
     count = opened.sum(1)
-    index = opened.nonzero()[:, 1].split(count.tolist())
-    for length in count.unique().tolist():
-        if length:
-            members = (count == length).nonzero().squeeze(1)
-            for some in members.split(max(1, GATHERED // (length * entries))):
-                yield some, torch.stack([index[i] for i in some.tolist()])
+    for length in count[count > 0].unique().tolist():
+        members = (count == length).nonzero().squeeze(1)
+        for some in members.split(max(1, GATHERED // (length * entries))):
+            yield some, opened[some].nonzero()[:, 1].view(-1, length)
 
 
 def gathered(made: Tables, leaves: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
