@@ -28,7 +28,7 @@ from torch import Tensor
 from ..components.cotangent import Cotangent, Gradients
 from ..components.exact_sum import ExactSum
 from ..problem.problem import Head
-from .list_sum import Group, equal_lists, gathered, groups
+from .list_sum import Group, groups, open_leaves
 from .tables import ListSettings, Tables, deviations, rows_of, tables
 
 
@@ -51,7 +51,7 @@ def add_gradients(
     slots, weight = made.slots, made.key.new_zeros(made.slots.shape)
     leaves = Leaves(*(torch.zeros_like(x) for x in (made.key, made.value, weight, made.spread)))
     for group in groups(head, made, settings):
-        _add_group(total, leaves, cotangent, head, made, group, settings)
+        _add_group(total, leaves, cotangent, head, made, group)
     leaves.key.add_(variance_gradients(made.key, slots, leaves.spread))
     real = slots >= 0
     for whole, part in zip((total.key, total.value, total.key_log_weight), leaves[:3], strict=True):
@@ -85,9 +85,8 @@ def _add_own_windows(total: Gradients, cotangent: Cotangent, head: Head, width: 
 
 
 def _add_group(
-    total: Gradients, leaves: Leaves, cotangent: Cotangent, head: Head, made: Tables, group: Group,
-    settings: ListSettings,
-) -> None:  # fmt: skip
+    total: Gradients, leaves: Leaves, cotangent: Cotangent, head: Head, made: Tables, group: Group
+) -> None:
     """Add the gradients of the rows of some windows attending to tilted keys and open leaves."""
     rows, none = rows_of(head, group.rows), group.rows < 0
     sums = cotangent[group.rows.clamp(min=0)].without(none)
@@ -98,9 +97,8 @@ def _add_group(
         x.new_zeros(len(group.open), *x.shape[1:]).index_add_(0, group.cell, x) for x in parts
     ]
     _add_tilts(total, leaves, of_tilts, head, made, group)
-    for some, listed in equal_lists(opened, settings.leaf * max(head.dim, head.value_dim)):
-        listed_keys = gathered(made, listed)
-        of_query, *exact = attention_gradients(rows[some], sums[some], *listed_keys, head.scale)
+    for some, listed, keys in open_leaves(made, opened):
+        of_query, *exact = attention_gradients(rows[some], sums[some], *keys, head.scale)
         query[some] += of_query
         for whole, part in zip(leaves[:3], exact, strict=True):
             whole.index_add_(0, listed.flatten(), part.reshape(-1, *whole.shape[1:]))

@@ -100,7 +100,7 @@ def list_attention(head: Head, settings: ListSettings) -> Attended:
     if settings.window:
         output[:-1], lse[:-1] = own_windows(head, settings.window)
     for group in groups(head, made, settings):
-        at, part = group.rows, attend(head, made, group, settings)
+        at, part = group.rows, attend(head, made, group)
         output[at], lse[at] = merged(output[at], lse[at], *part)
     return output[:-1], lse[:-1]
 
@@ -121,7 +121,7 @@ def groups(head: Head, made: Tables, settings: ListSettings) -> Iterator[Group]:
         yield Group(cells, rows, owner - cells.start, tilts, opened, known)
 
 
-def attend(head: Head, made: Tables, group: Group, settings: ListSettings) -> Attended:
+def attend(head: Head, made: Tables, group: Group) -> Attended:
     """Rows of tiles [tiles, T] over the tilted keys and the open leaves of their cells."""
     query, (tilts, opened) = rows_of(head, group.rows), group.of_tiles()
     weight, top = group.coarse or coarse_weights(query, tilts, head.scale)
@@ -130,8 +130,8 @@ def attend(head: Head, made: Tables, group: Group, settings: ListSettings) -> At
     output = weight @ (tilts.value * closed)
     output /= torch.where(total > 0, total, 1.0).unsqueeze(2)
     lse = total.log() + top
-    for some, leaves in equal_lists(opened, settings.leaf * max(head.dim, head.value_dim)):
-        exact = attention(query[some], *gathered(made, leaves), head.scale)
+    for some, _, keys in open_leaves(made, opened):
+        exact = attention(query[some], *keys, head.scale)
         output[some], lse[some] = merged(output[some], lse[some], *exact)
     return output, lse
 
@@ -176,20 +176,20 @@ def row_risks(head: Head, settings: ListSettings, made: Tables | None = None) ->
     return risk[:-1]
 
 
-def equal_lists(opened: Tensor, entries: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Groups of cells that open equally many leaves, [some] and [some, leaves], so that no list is
-    padded; long lists in several groups."""
-    count = opened.sum(1)
+def open_leaves(
+    made: Tables, opened: Tensor
+) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor | None]]]:
+    """Groups of cells that open equally many leaves, so that no list is padded; long lists in
+    several groups. Which cells [some], their leaves [some, leaves], and the keys, values [some,
+    keys, ...] and log-weights [some, 1, keys] of these."""
+    count, entries = opened.sum(1), max(made.key[0].numel(), made.value[0].numel())
     for length in count[count > 0].unique().tolist():
         members = (count == length).nonzero().squeeze(1)
         for some in members.split(max(1, GATHERED // (length * entries))):
-            yield some, opened[some].nonzero()[:, 1].view(-1, length)
-
-
-def gathered(made: Tables, leaves: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys, values [cells, keys, ...] and log-weights of lists of leaves [cells, leaves]."""
-    key, value = (x[leaves].flatten(1, 2) for x in (made.key, made.value))
-    return key, value, None if made.weight is None else made.weight[leaves].flatten(1).unsqueeze(1)
+            leaves = opened[some].nonzero()[:, 1].view(-1, length)
+            key, value = (x[leaves].flatten(1, 2) for x in (made.key, made.value))
+            weight = None if made.weight is None else made.weight[leaves].flatten(1).unsqueeze(1)
+            yield some, leaves, (key, value, weight)
 
 
 def own_windows(head: Head, width: int) -> Attended:
