@@ -67,7 +67,7 @@ def shuffled(work: Case) -> Tensor:
     return (noise.argsort(-1) + first).flatten(1).int()
 
 
-def routes_of(work: Case) -> fast.Routes:
+def routes_of(work: Case) -> tuple[Tensor, ...]:
     """Rows of every window dealt to its cells at random: half a block or so more tiles for each."""
     size, per, heads = work.block // 2, work.window // work.block, work.heads
     windows, have = work.n // work.window, work.window // work.block * 3
@@ -84,7 +84,7 @@ def routes_of(work: Case) -> fast.Routes:
     rows.scatter_(1, place, order + offset * work.window)
     tile = torch.arange(have, device=work.device)
     cell = (tile >= first.unsqueeze(-1)).sum(1) - 1 + offset * per
-    return fast.Routes(
+    return (
         rows.view(heads, -1, size).int(), cell.view(heads, -1).int(),
         (first + offset * have).view(heads, -1).int(), count.view(heads, -1).int(),
     )  # fmt: skip
@@ -108,7 +108,7 @@ def build(work: Case) -> Data:
     tables = fast.Tables(
         q, ks, v.gather(1, order), None, order[..., 0].int(), members, visible.int(),
         *fast.cell_means(q, members), spread, work.leaf, work.scale,
-        routes_of(work) if strict else None,
+        "tf32x3", *(routes_of(work) if strict else (members,)),
     )  # fmt: skip
     data = Data(work, (q[None], k[None], v[None]), tables, None, torch.zeros(()))
     data.own = own_window(data) if work.causal else None
@@ -234,7 +234,7 @@ def sampled_error(data: Data, samples: int = 4) -> float:
             for tile in torch.linspace(first * ratio, last * ratio - 1, samples).int().tolist():
                 rows = tables.rows[head, tile]
                 rows = rows[rows >= 0].long()
-                cell = tile if tables.routes is None else int(tables.routes.cell[head, tile])
+                cell = tile if tables.cell is None else int(tables.cell[head, tile])
                 at = (head, cell - first)
                 opened = lists.index[at][: lists.count[at]].long()
                 if len(rows):
@@ -301,7 +301,7 @@ def sampled_gradient_error(data: Data) -> dict[str, float]:
     home = torch.full((work.n + 1,), -1, device=work.device)  # cell of a row
     ratio = tables.rows.shape[1] // tables.cells
     cell_of = torch.arange(tables.cells, device=work.device).repeat_interleave(ratio).int()
-    cell_of = cell_of if tables.routes is None else tables.routes.cell[head]
+    cell_of = cell_of if tables.cell is None else tables.cell[head]
     home[tables.rows[head].long()] = cell_of.long().unsqueeze(-1).expand(tables.rows.shape[1:])
     home = home[:-1]
     leaf = work.n // work.leaf // 3

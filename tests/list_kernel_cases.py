@@ -94,7 +94,6 @@ def dense_importance(x, tilts: DenseTilts, tables, scale, stride=1) -> Tensor:
 
 def dense_attend(x, tilts: DenseTilts, tables, opened, own, scale) -> tuple[Tensor, Tensor]:
     """Output and lse of every row in a tile, one softmax each; ``opened`` [H, cells, leaves]."""
-    routes = tables.routes
     out, lse = torch.zeros_like(x.q[..., :1].expand(*x.q.shape[:2], x.v.shape[-1])), []
     outs = []
     for head in range(tables.heads):
@@ -104,7 +103,7 @@ def dense_attend(x, tilts: DenseTilts, tables, opened, own, scale) -> tuple[Tens
             rows = rows[rows >= 0].long()
             if not len(rows):
                 continue
-            cell = tile if routes is None else int(routes.cell[head, tile])
+            cell = tile if tables.cell is None else int(tables.cell[head, tile])
             q, at = x.q[head, rows], (head, cell)
             far = scale * q @ tilts.kt[at].T + tilts.lt[at].masked_fill(opened[at], -INF)
             closed = ~opened[at].repeat_interleave(tables.leaf)
@@ -206,8 +205,9 @@ def leaf_spread(ks: Tensor, real: Tensor, leaf: int) -> Tensor:
     return (apart / count).sum((2, 3))
 
 
-def routed(n, windows, window, block, heads, generator) -> fast.Routes:
-    """Rows of every window at random cells of it, in whole tiles of half a block."""
+def routed(n, windows, window, block, heads, generator) -> list[Tensor]:
+    """Rows of every window at random cells of it, in whole tiles of half a block, the cell of each
+    tile, and the first tile and the number of tiles of each cell."""
     size, per, have = block // 2, window // block, window // block + 2 * window // block
     rows = torch.full((heads, windows * have, size), -1, dtype=torch.int32)
     cell = torch.full((heads, windows * have), -1, dtype=torch.int32)
@@ -223,7 +223,7 @@ def routed(n, windows, window, block, heads, generator) -> fast.Routes:
                     rows[head, at, : len(part)], cell[head, at] = part, w * per + c
                     at += 1
                 count[head, w * per + c] = at - first[head, w * per + c]
-    return fast.Routes(*(x.to(DEVICE) for x in (rows, cell, first, count)))
+    return [x.to(DEVICE) for x in (rows, cell, first, count)]
 
 
 def case(
@@ -260,12 +260,13 @@ def case(
         bs[:, leaf : 2 * leaf] = bs[:, 5] = -INF  # a hidden leaf, a hidden key
     bs = bs.to(DEVICE) if weighted or (order < 0).any() else None
     query = (randn(heads, n, d) + 0.5).to(dtype).to(DEVICE)
-    mean, variance = fast.cell_means(query, members.contiguous().to(DEVICE))
+    members = members.contiguous().to(DEVICE)
+    mean, variance = fast.cell_means(query, members)
     tables = fast.Tables(
-        query, ks.to(DEVICE), vs.to(DEVICE), bs, order.to(DEVICE), members.contiguous().to(DEVICE),
+        query, ks.to(DEVICE), vs.to(DEVICE), bs, order.to(DEVICE), members,
         visible.int().to(DEVICE), mean, variance,
-        leaf_spread(ks.float(), real, leaf).to(DEVICE), leaf, scale,
-        routed(n, windows, window, block, heads, generator) if strict else None, "ieee",
+        leaf_spread(ks.float(), real, leaf).to(DEVICE), leaf, scale, "ieee",
+        *(routed(n, windows, window, block, heads, generator) if strict else [members]),
     )  # fmt: skip
     own = (randn(heads, n, dv).to(dtype).to(DEVICE), randn(heads, n).to(DEVICE)) if causal else None
     if causal:

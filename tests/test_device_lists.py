@@ -103,8 +103,51 @@ def test_lists_are_the_same(mode):
                 rows = frozenset(made.members[cell].tolist()) - {-1}
                 if not rows or not int(made.visible[cell]):
                     continue
-                keys = made.slots.view(-1, settings.leaf)[group.open[at].nonzero().squeeze(1)]
+                keys = made.slots[group.open[at].nonzero().squeeze(1)]
                 assert found[h, rows] == {frozenset(x) for x in keys.tolist()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("heads", "key_heads", "kind"), [(2, 1, "none"), (2, 2, "mask")])
+def test_tables_are_laid_out_as_kernels_read_them(mode, heads, key_heads, kind):
+    """Of tokens whose heads lie beside one another: kernels know no strides."""
+    n, dv, bias = 150, 5, key_weights(kind, 150)
+    mask = None if bias is None else bias.float().to(DEVICE).view(1, 1, 1, n)
+    q, k, v = (
+        x.transpose(1, 2).contiguous().transpose(1, 2)
+        for x in tokens(n, heads=heads, key_heads=key_heads, dv=dv)
+    )
+    problem = attention_problem(q, k, v, mask, 0.0, mode != "whole", None, key_heads != heads)
+    settings = settings_of(mode)
+    tables = device_lists._tables(problem, settings)
+    cells, slots = tables.cells, tables.slots.shape[1]
+    assert slots % settings.leaf == 0 and (tables.bs is not None or slots == n)
+    many, size = tables.rows.shape[1:]
+    wanted = {
+        "query": (heads, n, 8), "ks": (key_heads, slots, 8), "vs": (key_heads, slots, dv),
+        "bs": (heads, slots), "slots": (key_heads, slots), "visible": (cells,),
+        "members": (heads, cells, settings.block), "mean": (heads, cells, 8),
+        "variance": (heads, cells), "spread": (key_heads, slots // settings.leaf),
+        "rows": (heads, many, size), "cell": (heads, many), "first_tile": (heads, cells),
+        "tile_count": (heads, cells),
+    }  # fmt: skip
+    floats = ("query", "ks", "vs", "bs", "mean", "variance", "spread")
+    for name, shape in wanted.items():
+        x = getattr(tables, name)
+        dtype = torch.float32 if name in floats else torch.int32
+        assert x is None or (x.shape == shape and x.is_contiguous() and x.dtype == dtype), name
+    assert size == settings.tile and (tables.cell is None) == (mode != "strict")
+
+
+def test_sizes_without_kernels_are_refused_in_words():
+    def refusal(block, leaf, window, strict=False):
+        settings = ListSettings(1e-3, block, leaf, window, strict)
+        return device_lists.refusal(ListHead(n=9, m=9, cost=1.0, speedup=1.0, lists=settings))
+
+    assert refusal(16, 16, 0) is refusal(32, 16, 4096, True) is None
+    assert "of 16 tokens or more" in refusal(16, 8, 0)
+    assert "of 16 tokens or more" in refusal(16, 16, 64, True)
+    assert "4096 positions at most" in refusal(16, 16, 8192)
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
 from downstream_cases import invoke, saved_models
-from supportbasis import InputError
 from supportbasis.cli import loading
 from supportbasis_studies import commands
 from supportbasis_studies.downstream import (
@@ -28,7 +27,6 @@ from supportbasis_studies.downstream import (
     methods,
     models,
     rows,
-    stories,
     study,
     train,
 )
@@ -241,32 +239,3 @@ def test_training_learns_and_saves_in_bf16(kind: str, tmp_path: Path) -> None:
 def test_rates_rise_and_fall() -> None:
     rates = [train.rate_at(step / 100, 1.0) for step in range(101)]
     assert rates[0] < 0.05 and max(rates) == pytest.approx(1.0, abs=0.02) and rates[-1] < 1e-6
-
-
-# ---- stories260K -----------------------------------------------------------------------------
-
-
-def test_a_story_read_with_exact_attention_stays_the_same(
-    own_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stories, "START", "ada has 17")
-    monkeypatch.setattr(stories, "TOKENS", 24)
-    monkeypatch.setattr(stories, "own_text", lambda: "ada has 17 lamp . " * 20)
-    loaded = stories.load(own_model / "causal", CPU)
-    row = stories.measure_story(loaded, "u", methods.EXACT)[0]
-    assert row.agreement == 1.0 and row.same == 21
-    broken = stories.measure_story(loaded, "u", methods.MEAN)[0]
-    assert broken.same < 21
-    monkeypatch.setattr(stories, "own_text", lambda: "ada has 17 lamp")
-    with pytest.raises(InputError, match="makes 4 tokens of the text, fewer than a window of 24"):
-        stories.load(own_model / "causal", CPU)
-
-
-def test_the_folder_of_stories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SUPPORTBASIS_MODELS", raising=False)
-    assert stories.stories_folder(None) is None
-    with pytest.raises(InputError, match="stories260K"):
-        stories.stories_folder(tmp_path)
-    (tmp_path / "stories260K").mkdir()
-    monkeypatch.setenv("SUPPORTBASIS_MODELS", str(tmp_path))
-    assert stories.stories_folder(None) == tmp_path / "stories260K"

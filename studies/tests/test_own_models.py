@@ -22,8 +22,17 @@ pytest.importorskip("transformers")
 
 from downstream_cases import invoke, random_models
 from llada_cases import save_llada
+from supportbasis import InputError
 from supportbasis_studies import commands
-from supportbasis_studies.downstream import harness, language, methods, models, sampler, study
+from supportbasis_studies.downstream import (
+    harness,
+    language,
+    methods,
+    models,
+    sampler,
+    stories,
+    study,
+)
 from supportbasis_studies.downstream.diffusion import Diffusion
 
 CPU = torch.device("cpu")
@@ -289,3 +298,32 @@ def test_likelihoods_of_a_diffusion_are_llada_s_estimate(tiny: dict[str, Any]) -
     assert lm.loglikelihood_rolling([SimpleNamespace(args=("ada has",))])[0] < 0
     text = lm.generate_until([SimpleNamespace(args=("ada has", {"until": ["zzz"]}))])[0]
     assert len(text.split()) == 4
+
+
+# ---- stories260K -----------------------------------------------------------------------------
+
+
+def test_a_story_read_with_exact_attention_stays_the_same(
+    own_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stories, "START", "ada has 17")
+    monkeypatch.setattr(stories, "TOKENS", 24)
+    monkeypatch.setattr(stories, "own_text", lambda: "ada has 17 lamp . " * 20)
+    loaded = stories.load(own_model / "causal", CPU)
+    row = stories.measure_story(loaded, "u", methods.EXACT)[0]
+    assert row.agreement == 1.0 and row.same == 21
+    broken = stories.measure_story(loaded, "u", methods.MEAN)[0]
+    assert broken.same < 21
+    monkeypatch.setattr(stories, "own_text", lambda: "ada has 17 lamp")
+    with pytest.raises(InputError, match="makes 4 tokens of the text, fewer than a window of 24"):
+        stories.load(own_model / "causal", CPU)
+
+
+def test_the_folder_of_stories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SUPPORTBASIS_MODELS", raising=False)
+    assert stories.stories_folder(None) is None
+    with pytest.raises(InputError, match="stories260K"):
+        stories.stories_folder(tmp_path)
+    (tmp_path / "stories260K").mkdir()
+    monkeypatch.setenv("SUPPORTBASIS_MODELS", str(tmp_path))
+    assert stories.stories_folder(None) == tmp_path / "stories260K"

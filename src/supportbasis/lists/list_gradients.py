@@ -1,24 +1,34 @@
 """Gradients of the list component: three softmaxes, and the softmax that each tilt is.
 
-The forward pass is repeated for some windows at a time. Tables and lists are constants. With
-p = exp(score - lse) and dz = p (<g, v> + h), where g and h are the cotangents of a row's sums, a
-row adds p g to the gradient of a value, dz to that of a log-weight, and scale dz q to that of a
-key, which may be a tilted key; gradients of a tilted key flow to the keys of its leaf and to the
-mean query, and those of its log-weight also through the variances of the leaf's keys and of the
-cell's queries.
+Tables and lists are constants. With weights p = exp(score - lse) of a row's softmax and dz =
+p (<g, v> + h), where g and h are the cotangents of the row's sums, a closed leaf has
+
+    dvt = sum_i p_i g_i    dlt = sum_i dz_i    dkt = scale sum_i dz_i (q_i - m)
+
+and its keys, w being the weights of its tilt,
+
+    level = <dkt, kt> + <dvt, vt>    dt_j = w_j (<dkt, k_j> + <dvt, v_j> + dlt - level)
+    dk_j = w_j dkt + scale dt_j m    dv_j = w_j dvt    db_j = dt_j
+    dm = scale sum_j (dt_j - w_j dlt) k_j
+
+of which every member of the cell gets its share. Through log(1 + s / 2) dlt also reaches the
+variances of the cell's queries and of the leaf's keys. Open leaves have the gradients of exact
+attention. The forward pass is repeated for some windows at a time.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..components.cotangent import Cotangent, Gradients
+from ..components.exact_sum import ExactSum
 from ..problem.problem import Head
-from .list_sum import Group, causal_bias, equal_lists, gathered, groups, window_tokens
+from .list_sum import Group, groups, open_leaves
 from .tables import ListSettings, Tables, deviations, rows_of, tables
 
 
@@ -38,11 +48,10 @@ def add_gradients(
     made = tables(head, settings)
     if settings.window:
         _add_own_windows(total, cotangent, head, settings.window)
-    slots = made.slots.view(made.key.shape[:2])
-    weight = made.key.new_zeros(slots.shape)
+    slots, weight = made.slots, made.key.new_zeros(made.slots.shape)
     leaves = Leaves(*(torch.zeros_like(x) for x in (made.key, made.value, weight, made.spread)))
     for group in groups(head, made, settings):
-        _add_group(total, leaves, cotangent, head, made, group, settings)
+        _add_group(total, leaves, cotangent, head, made, group)
     leaves.key.add_(variance_gradients(made.key, slots, leaves.spread))
     real = slots >= 0
     for whole, part in zip((total.key, total.value, total.key_log_weight), leaves[:3], strict=True):
@@ -50,16 +59,11 @@ def add_gradients(
             whole.index_add_(0, slots[real], part[real])
 
 
-def cotangent_of(cotangent: Cotangent, rows: Tensor) -> Cotangent:
-    """Of some rows, -1 for none."""
-    return cotangent[rows.clamp(min=0)].without(rows < 0)
-
-
 def attention_gradients(
     query: Tensor, sums: Cotangent, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries [batch, rows, d], with gradients of their ``sums``, of the keys and
-    values [batch, keys, ...] that they attend to, and of log-weights [batch, 1 or rows, keys]."""
+    values [batch, keys, ...] that they attend to, and of log-weights [batch, 1, keys]."""
     score = scale * (query @ key.mT)
     score = score if bias is None else score + bias
     weight = (score + sums.log_scale.unsqueeze(2)).exp_()
@@ -70,24 +74,22 @@ def attention_gradients(
 
 def _add_own_windows(total: Gradients, cotangent: Cotangent, head: Head, width: int) -> None:
     """Add the gradients of each window attending to itself."""
-    parts, mask = [], causal_bias(cotangent.num.new_empty(width, width))
-    for rows, (query, key, value, bias) in window_tokens(head, width):
-        log_weight, sums = mask if bias is None else mask + bias, cotangent_of(cotangent, rows)
-        parts.append(attention_gradients(query, sums, key, value, log_weight, head.scale))
-    of_query, *of_keys = (torch.cat(x).flatten(0, 1) for x in zip(*parts, strict=True))
-    total.query += of_query[: head.n]
-    keys = min(head.n, head.m)
-    for whole, part in zip((total.key, total.value, total.key_log_weight), of_keys, strict=True):
-        if whole is not None:
-            whole[:keys] += part[:keys]
+    for start in range(0, min(head.n, head.m), width):
+        at = slice(start, start + width)
+        weights = (head.key_log_weight, total.key_log_weight)
+        weight, of_weight = (None if x is None else x[at] for x in weights)
+        query, key, value = head.query[at], head.key[at], head.value[at]
+        own = replace(head, query=query, key=key, value=value, key_log_weight=weight)
+        part = Gradients(total.query[at], total.key[at], total.value[at], of_weight)
+        ExactSum().add_gradients(part, cotangent[at], own, None)
 
 
 def _add_group(
-    total: Gradients, leaves: Leaves, cotangent: Cotangent, head: Head, made: Tables, group: Group,
-    settings: ListSettings,
-) -> None:  # fmt: skip
+    total: Gradients, leaves: Leaves, cotangent: Cotangent, head: Head, made: Tables, group: Group
+) -> None:
     """Add the gradients of the rows of some windows attending to tilted keys and open leaves."""
-    rows, sums = rows_of(head, group.rows), cotangent_of(cotangent, group.rows)
+    rows, none = rows_of(head, group.rows), group.rows < 0
+    sums = cotangent[group.rows.clamp(min=0)].without(none)
     (key, value, log_weight, _), opened = group.of_tiles()
     closed = log_weight.masked_fill(opened, -math.inf).unsqueeze(1)
     query, *parts = attention_gradients(rows, sums, key, value, closed, head.scale)
@@ -95,14 +97,12 @@ def _add_group(
         x.new_zeros(len(group.open), *x.shape[1:]).index_add_(0, group.cell, x) for x in parts
     ]
     _add_tilts(total, leaves, of_tilts, head, made, group)
-    for some, listed in equal_lists(opened, settings.leaf * max(head.dim, head.value_dim)):
-        listed_keys = gathered(made, listed)
-        of_query, *exact = attention_gradients(rows[some], sums[some], *listed_keys, head.scale)
+    for some, listed, keys in open_leaves(made, opened):
+        of_query, *exact = attention_gradients(rows[some], sums[some], *keys, head.scale)
         query[some] += of_query
         for whole, part in zip(leaves[:3], exact, strict=True):
             whole.index_add_(0, listed.flatten(), part.reshape(-1, *whole.shape[1:]))
-    real = group.rows >= 0
-    total.query.index_add_(0, group.rows[real], query[real])
+    total.query.index_add_(0, group.rows[~none], query[~none])
 
 
 def _add_tilts(

@@ -37,7 +37,6 @@ from .tables import (
 
 ENTRIES = (2**22, 2**26)  # of the largest array at a time, on a CPU (in its caches) and a GPU
 GATHERED = 2**22  # entries of keys that are copied at a time
-Tokens = tuple[Tensor, Tensor, Tensor, Tensor | None]  # query, key, value, log-weights of keys
 Attended = tuple[Tensor, Tensor]  # output [..., rows, dv] and lse [..., rows]
 
 
@@ -90,7 +89,7 @@ class Group(NamedTuple):
         """Tilted keys and open leaves of the cell of each tile."""
         if self.coarse is not None:
             return self.tilts, self.open
-        return Tilts(*(x[self.cell] for x in self.tilts)), self.open[self.cell]
+        return self.tilts.of(self.cell), self.open[self.cell]
 
 
 def list_attention(head: Head, settings: ListSettings) -> Attended:
@@ -101,7 +100,7 @@ def list_attention(head: Head, settings: ListSettings) -> Attended:
     if settings.window:
         output[:-1], lse[:-1] = own_windows(head, settings.window)
     for group in groups(head, made, settings):
-        at, part = group.rows, attend(head, made, group, settings)
+        at, part = group.rows, attend(head, made, group)
         output[at], lse[at] = merged(output[at], lse[at], *part)
     return output[:-1], lse[:-1]
 
@@ -122,7 +121,7 @@ def groups(head: Head, made: Tables, settings: ListSettings) -> Iterator[Group]:
         yield Group(cells, rows, owner - cells.start, tilts, opened, known)
 
 
-def attend(head: Head, made: Tables, group: Group, settings: ListSettings) -> Attended:
+def attend(head: Head, made: Tables, group: Group) -> Attended:
     """Rows of tiles [tiles, T] over the tilted keys and the open leaves of their cells."""
     query, (tilts, opened) = rows_of(head, group.rows), group.of_tiles()
     weight, top = group.coarse or coarse_weights(query, tilts, head.scale)
@@ -131,8 +130,8 @@ def attend(head: Head, made: Tables, group: Group, settings: ListSettings) -> At
     output = weight @ (tilts.value * closed)
     output /= torch.where(total > 0, total, 1.0).unsqueeze(2)
     lse = total.log() + top
-    for some, leaves in equal_lists(opened, settings.leaf * max(head.dim, head.value_dim)):
-        exact = attention(query[some], *gathered(made, leaves), head.scale)
+    for some, _, keys in open_leaves(made, opened):
+        exact = attention(query[some], *keys, head.scale)
         output[some], lse[some] = merged(output[some], lse[some], *exact)
     return output, lse
 
@@ -142,7 +141,7 @@ def list_reach(head: Head, settings: ListSettings) -> float:
     mean m and its closed leaves. (On a GPU over all visible leaves: kernels select with other
     roundings.)"""
     made, widest = tables(head, settings), 0.0
-    apart, _ = deviations(made.key, made.slots.view(made.key.shape[:2]))
+    apart, _ = deviations(made.key, made.slots)
     diameter = 2 * torch.linalg.vector_norm(apart, dim=2).amax(1)  # [leaves]
 
     def away(rows: Tensor, mean: Tensor) -> Tensor:
@@ -177,35 +176,25 @@ def row_risks(head: Head, settings: ListSettings, made: Tables | None = None) ->
     return risk[:-1]
 
 
-def equal_lists(opened: Tensor, entries: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Groups of cells that open equally many leaves, [some] and [some, leaves], so that no list is
-    padded; long lists in several groups."""
-    count = opened.sum(1)
-    index = opened.nonzero()[:, 1].split(count.tolist())
-    for length in count.unique().tolist():
-        if length:
-            members = (count == length).nonzero().squeeze(1)
-            for some in members.split(max(1, GATHERED // (length * entries))):
-                yield some, torch.stack([index[i] for i in some.tolist()])
-
-
-def gathered(made: Tables, leaves: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys, values [cells, keys, ...] and log-weights of lists of leaves [cells, leaves]."""
-    key, value = (x[leaves].flatten(1, 2) for x in (made.key, made.value))
-    return key, value, None if made.weight is None else made.weight[leaves].flatten(1).unsqueeze(1)
+def open_leaves(
+    made: Tables, opened: Tensor
+) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor | None]]]:
+    """Groups of cells that open equally many leaves, so that no list is padded; long lists in
+    several groups. Which cells [some], their leaves [some, leaves], and the keys, values [some,
+    keys, ...] and log-weights [some, 1, keys] of these."""
+    count, entries = opened.sum(1), max(made.key[0].numel(), made.value[0].numel())
+    for length in count[count > 0].unique().tolist():
+        members = (count == length).nonzero().squeeze(1)
+        for some in members.split(max(1, GATHERED // (length * entries))):
+            leaves = opened[some].nonzero()[:, 1].view(-1, length)
+            key, value = (x[leaves].flatten(1, 2) for x in (made.key, made.value))
+            weight = None if made.weight is None else made.weight[leaves].flatten(1).unsqueeze(1)
+            yield some, leaves, (key, value, weight)
 
 
 def own_windows(head: Head, width: int) -> Attended:
-    """Every row over the keys of its own window that are not ahead of it."""
-    parts = [attention(*tokens, head.scale, True) for _, tokens in window_tokens(head, width)]
-    output, lse = (torch.cat(column).flatten(0, 1) for column in zip(*parts, strict=True))
-    return output[: head.n], lse[: head.n]
-
-
-def window_tokens(head: Head, width: int) -> Iterator[tuple[Tensor, Tokens]]:
-    """A few windows at a time, in sequence: rows [windows, W], -1 for none, their queries, keys and
-    values [windows, W, ...], and the log-weights of keys [windows, 1, W] where some are hidden,
-    missing or weigh anything else than 1."""
+    """Every row over the keys of its own window that are not ahead of it, a few windows at a time;
+    keys have log-weights where some are hidden, missing or weigh anything else than 1."""
     windows, keys = -(-head.n // width), min(head.n, head.m)
     query, key, value = (
         pad(x.detach().to(head.dtype), (0, 0, 0, windows * width - len(x))).view(windows, width, -1)
@@ -215,12 +204,13 @@ def window_tokens(head: Head, width: int) -> Iterator[tuple[Tensor, Tokens]]:
     if head.key_log_weight is not None or keys < head.n:
         bias = head.log_weights(head.dtype)[:keys].detach()
         bias = pad(bias, (0, windows * width - keys), value=-math.inf).view(windows, 1, width)
-    rows = torch.arange(windows * width, device=query.device).view(windows, width)
-    rows = rows.masked_fill(rows >= head.n, -1)
-    step = max(1, ENTRIES[head.query.is_cuda] // width**2)
+    step, parts = max(1, ENTRIES[head.query.is_cuda] // width**2), []
     for first in range(0, windows, step):
         at = slice(first, first + step)
-        yield rows[at], (query[at], key[at], value[at], None if bias is None else bias[at])
+        weight = None if bias is None else bias[at]
+        parts.append(attention(query[at], key[at], value[at], weight, head.scale, is_causal=True))
+    output, lse = (torch.cat(column).flatten(0, 1) for column in zip(*parts, strict=True))
+    return output[: head.n], lse[: head.n]
 
 
 def attention(
@@ -236,13 +226,8 @@ def attention(
         return output[0], lse[0].to(query.dtype)
     score = scale * (query @ key.mT)
     score = score if bias is None else score + bias
-    score = score + causal_bias(score) if is_causal else score
+    if is_causal:
+        score = score + torch.full_like(score[0], -math.inf).triu_(1)
     lse = score.logsumexp(2)
     weight = (score - torch.where(lse > -math.inf, lse, 0.0).unsqueeze(2)).exp_()
     return weight @ value, lse
-
-
-def causal_bias(like: Tensor) -> Tensor:
-    """-inf for keys that are ahead of a row, else 0."""
-    ahead = torch.ones(like.shape[-2:], dtype=torch.bool, device=like.device).triu_(1)
-    return torch.zeros_like(ahead, dtype=like.dtype).masked_fill_(ahead, -math.inf)

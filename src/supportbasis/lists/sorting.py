@@ -23,11 +23,6 @@ SORTED = 2048  # tokens that are sorted as one window, at most, where windows ar
 CENTRES = 256  # at most
 
 
-def sample_size(centres: int) -> int:
-    """Tokens that centres are the means of: 32 for each, at least 512 and at most `SORTED`."""
-    return min(SORTED, max(512, 32 * centres))
-
-
 def window_length(count: int, leaf: int) -> int:
     """Slots of a window that sorts ``count`` tokens: leaf * 2^k, at most `SORTED`."""
     leaves = max(1, -(-min(count, SORTED) // leaf))
@@ -59,35 +54,33 @@ def head_permutation(x: Tensor, leaf: int, hidden: Tensor | None = None, window:
     """All tokens [n, d] that are not ``hidden`` sorted into leaves, [slots], -1 for slots that are
     left over: within windows of so many positions, or anywhere."""
     n, width = len(x), window or window_length(len(x), leaf)
+    hidden = x.new_zeros(n, dtype=torch.bool) if hidden is None else hidden
     if n > width and not window:
-        permutation = _by_centres(x, width, hidden)
-    elif hidden is not None:
-        permutation = hidden.to(torch.uint8).argsort(stable=True)
+        permutation = _by_centres(x, hidden)
     else:
-        permutation = torch.arange(n, device=x.device)
+        permutation = hidden.to(torch.uint8).argsort(stable=True)
     slots = pad(permutation, (0, -n % width), value=-1).view(-1, width)
-    shown = n if hidden is None else n - int(hidden.sum())
-    padded = torch.arange(slots.numel(), device=x.device).view_as(slots) >= shown
+    padded = torch.arange(slots.numel(), device=x.device).view_as(slots) >= (~hidden).sum()
     tokens = x[slots.clamp(min=0)]
-    at = window_permutation(tokens, leaf, None if shown == slots.numel() else padded)
+    at = window_permutation(tokens, leaf, padded if bool(padded.any()) else None)
     return slots.masked_fill(padded, -1).gather(1, at).flatten()
 
 
-def _by_centres(x: Tensor, width: int, hidden: Tensor | None) -> Tensor:
+def _by_centres(x: Tensor, hidden: Tensor) -> Tensor:
     """A permutation of all tokens that sorts them by their nearest centres."""
-    count = min(CENTRES, 1 << (-(-len(x) // width) - 1).bit_length())
-    some = None if hidden is None else hidden[None]
-    member = nearest(x, sampled_leaves(x[None], count, some, window_permutation)[0].mean(1))
-    member = member if hidden is None else member.masked_fill(hidden, count)
+    sample = sampled_leaves(x[None], hidden[None], window_permutation)[0]
+    member = nearest(x, sample.mean(1)).masked_fill(hidden, len(sample))
     return member.to(torch.int16).argsort(stable=True)
 
 
 def sampled_leaves(
-    x: Tensor, centres: int, hidden: Tensor | None, permutation: Callable[[Tensor, int], Tensor]
+    x: Tensor, hidden: Tensor | None, permutation: Callable[[Tensor, int], Tensor]
 ) -> Tensor:
-    """A sample, at even strides, of the tokens [heads, n, d] that are not ``hidden`` [heads, n],
-    sorted into as many leaves as there are centres, their means: [heads, centres, tokens, d]."""
-    (heads, n, d), size = x.shape, sample_size(centres)
+    """Leaves whose means are the centres, one or two for each window: a sample, at even strides, of
+    the tokens [heads, n, d] that are not ``hidden`` [heads, n], [heads, centres, tokens, d]."""
+    heads, n, d = x.shape
+    centres = min(CENTRES, 1 << (-(-n // SORTED) - 1).bit_length())
+    size = min(SORTED, max(512, 32 * centres))
     token = torch.arange(size, device=x.device).expand(heads, size)
     if hidden is None:
         token = token * n // size
@@ -95,7 +88,7 @@ def sampled_leaves(
         shown = (~hidden).sum(1, keepdim=True)
         token = hidden.to(torch.uint8).argsort(stable=True).gather(1, token * shown // size)
     sample = x.gather(1, token.unsqueeze(2).expand(-1, -1, d))
-    at = permutation(sample, size // centres)
+    at = permutation(sample, size // centres).long()
     return sample.gather(1, at.unsqueeze(2).expand(-1, -1, d)).view(heads, centres, -1, d)
 
 

@@ -1,16 +1,20 @@
 """Lists of exact and tilted keys: what a block of similar queries attends to.
 
-Keys are sorted into leaves of L similar keys, queries into cells of B similar queries. For a cell
-with mean query m the keys of a leaf act as one tilted key: with t_j = scale <m, k_j> + b_j and w =
-softmax(t), its key is sum_j w_j k_j and its value sum_j w_j v_j. Its weight is exact for m, times
-1 + s / 2, with s the estimated variance of the scores of the cell's queries with the leaf's keys
-about it: by Jensen's inequality the weight that is exact for m is too small for all other queries.
-Important leaves of a cell are open: their keys are attended to exactly. In causal attention both
-are sorted within windows of W positions: a query attends to its own window exactly and to the
-leaves of earlier windows through the list of its cell.
+Keys k_j, of values v_j and log-weights b_j, are sorted into leaves of L similar keys, queries q_i
+into cells of B similar queries. For a cell of mean query m a leaf acts as one tilted key:
+
+    t_j = scale <m, k_j> + b_j    w = softmax t    kt = sum_j w_j k_j    vt = sum_j w_j v_j
+    lt = logsumexp t - scale <m, kt> + log(1 + s / 2)    s = scale^2 variance spread
+
+with variance = mean_i |q_i - m|^2 / d and spread the mean of |k_j - mean|^2 over the leaf: s
+estimates the variance of the scores between them. By Jensen's inequality the weight that is exact
+for m is too small for all other queries. Leaves whose `importance` exceeds the price are open:
+their keys are attended to exactly. In causal attention both are sorted within windows of W
+positions: a query attends to its own window exactly and to the leaves of earlier windows through
+the list of its cell.
 
 Tables and lists are constants of gradients, tilts are differentiable functions of m, keys, values
-and log-weights b.
+and log-weights.
 """
 
 from __future__ import annotations
@@ -66,7 +70,7 @@ SCORED_MEMBERS = 32  # of a cell, at even strides: their coarse scores decide wh
 class Tables(NamedTuple):
     """Sorted keys of a head, cells of queries, and tiles of rows that share a cell's list."""
 
-    slots: Tensor  # [leaves * L]: which key, -1 for none
+    slots: Tensor  # [leaves, L]: which key, -1 for none
     key: Tensor  # [leaves, L, d]
     value: Tensor  # [leaves, L, dv]
     weight: Tensor | None  # [leaves, L]: log-weights; None: all keys are real and weigh 1
@@ -103,9 +107,8 @@ def tables(head: Head, settings: ListSettings) -> Tables:
         hidden = log_weight == -math.inf
     slots = _sorted(key, settings.leaf, settings.window, hidden)
     members = _sorted(query, settings.block, settings.window, None)
-    members, leaves = members.view(-1, settings.block), slots.view(-1, settings.leaf)
     cells = torch.arange(len(members), device=members.device)
-    visible = visible_leaves(cells, len(leaves), settings)
+    visible = visible_leaves(cells, len(slots), settings)
     if settings.strict:  # the cells of a window are made of the queries before it
         members = pad(members, (0, 0, settings.cells, 0), value=-1)[: -settings.cells]
     member = rows_of(head, members)
@@ -113,13 +116,13 @@ def tables(head: Head, settings: ListSettings) -> Tables:
     tiles, cell = members, cells
     if settings.strict:
         tiles, cell = (x[0] for x in tiles_by_centre(query[None], mean[None], settings)[:2])
-    weight, padded = None, leaves < 0
+    weight, padded = None, slots < 0
     if log_weight is not None or bool(padded.any()):
-        weight = head.log_weights(head.dtype).detach()[leaves.clamp(min=0)]
+        weight = head.log_weights(head.dtype).detach()[slots.clamp(min=0)]
         weight = weight.masked_fill(padded, -math.inf)
-    leaf_key, leaf_value = (taken(x, leaves, head.dtype) for x in (key, head.value))
+    leaf_key, leaf_value = (taken(x, slots, head.dtype) for x in (key, head.value))
     return Tables(
-        slots, leaf_key, leaf_value, weight, _variances(leaf_key, leaves),
+        slots, leaf_key, leaf_value, weight, _variances(leaf_key, slots),
         members, mean, _variances(member, members) / head.dim, visible, tiles, cell,
     )  # fmt: skip
 
@@ -144,15 +147,17 @@ def window_ranges(visible: Sequence[int], cells: int, most: int) -> Iterator[tup
 
 
 def _sorted(x: Tensor, leaf: int, window: int, hidden: Tensor | None) -> Tensor:
-    """Tokens sorted within windows (0: all that are not ``hidden``): [slots], -1 for none."""
+    """Tokens sorted into leaves [leaves, L], -1 for none, within windows (0: all that are not
+    ``hidden``)."""
     width = window or window_length(len(x), leaf)
     has_kernel = x.is_cuda and x.dtype != torch.float64 and 16 <= width <= 4096 and leaf >= 2
     if not has_kernel or find_spec("triton") is None:
-        return head_permutation(x, leaf, hidden, window)
+        return head_permutation(x, leaf, hidden, window).view(-1, leaf)
     from ..cuda.lists import window_sorting as kernels
 
     some = None if hidden is None else hidden[None]
-    return kernels.head_permutation(x[None].contiguous(), leaf, some, window)[0].long()
+    slots = kernels.head_permutation(x[None].contiguous(), leaf, some, window)[0]
+    return slots.long().view(-1, leaf)
 
 
 def taken(x: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -175,15 +180,13 @@ def tiles_by_centre(query: Tensor, mean: Tensor, settings: ListSettings) -> tupl
     padded = pad(query, (0, 0, 0, windows * width - n)).view(heads, windows, width, -1)
     cell = nearest(padded.to(mean), mean.view(heads, windows, each, -1))
     position = torch.arange(windows * width, device=query.device).view(windows, width)
-    cell = torch.where(position < n, cell, each)
-    held = cell.new_zeros(heads, windows, each + 1)
-    held = held.scatter_add_(2, cell, torch.ones_like(cell))[..., :each]
-    count = (held + size - 1) // size
+    cell, at = torch.where(position < n, cell, each).sort(dim=2, stable=True)
+    bound = torch.arange(each + 1, device=query.device).expand(heads, windows, -1)
+    begin = torch.searchsorted(cell, bound.contiguous())
+    count = (begin.diff(dim=2) + size - 1) // size
     first = count.cumsum(2) - count
-    at = cell.argsort(dim=2, stable=True)
-    cell = cell.gather(2, at)
     each_window = width // size + each  # tiles
-    skipped = pad(first * size - (held.cumsum(2) - held), (0, 1))  # slots before each cell
+    skipped = pad(first * size - begin[..., :-1], (0, 1))  # slots before each cell
     slot = torch.arange(width, device=query.device) + skipped.gather(2, cell)
     slot = torch.where(cell < each, slot, each_window * size)
     rows = torch.where(position < n, position, -1).expand(heads, -1, -1).gather(2, at)

@@ -164,7 +164,7 @@ def list_attention(head: Head, settings: ListSettings, made: Tables) -> tuple[Te
         lse = lse.index_copy(0, some, masked.logsumexp(1))
         output = output.index_copy(0, some, masked.softmax(1) @ value)
     own_lse = lse
-    leaves = [leaf[leaf >= 0] for leaf in made.slots.view(-1, settings.leaf)]
+    leaves = [leaf[leaf >= 0] for leaf in made.slots]
     for cell, members in enumerate(made.members):
         rows, members = made.tiles[made.cell == cell].flatten(), members[members >= 0]
         rows, visible = rows[rows >= 0], leaves[: int(made.visible[cell])]

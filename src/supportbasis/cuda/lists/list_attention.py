@@ -1,20 +1,9 @@
 """Attention over lists of leaves: tilt, select, attend, for all heads at once.
 
-Keys are sorted into leaves of L similar keys; similar queries form cells of B. For a cell of mean
-query m a leaf of keys k_j, values v_j and log-weights b_j becomes one key:
-
-    t_j = scale <m, k_j> + b_j    w = softmax t    kt = sum_j w_j k_j    vt = sum_j w_j v_j
-    lt = logsumexp t - scale <m, kt> + log(1 + s / 2)    s = scale^2 variance spread
-
-with variance = mean_i |q_i - m|^2 / d over the cell's queries and spread the mean of |k_j - mean|^2
-over the leaf's real keys: s estimates the variance of scores between them.
-Some rows q_i of the cell give it the score z_il = scale <q_i, kt_l> + lt_l, and the share p_il of
-their softmax over all leaves. Leaves whose importance mean_i p_il^2 s_l exceeds the price
-(`lists.tables.ListSettings`) are open: their keys are attended exactly. Output is one softmax over
-the own window (causal attention), the tilted keys of closed leaves and the keys of open ones.
-
-Tilts belong to a range of cells, in causal attention of whole windows, so that a caller can bound
-their memory. No function synchronises with the host; shapes depend on shapes alone.
+The formulas and names are those of `lists.tables`. Output is one softmax over the own window
+(causal attention), the tilted keys of closed leaves and the keys of open ones. Tilts belong to a
+range of cells, in causal attention of whole windows, so that a caller can bound their memory. No
+function synchronises with the host; shapes depend on shapes alone.
 """
 
 from __future__ import annotations
@@ -24,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...errors import InputError
 from ...lists.tables import SCORED_MEMBERS
 from ..exact.rectangle import Shapes, Tile
 from ..runtime.language import cdiv, interpreted, power_of_two
@@ -39,22 +27,12 @@ TILES: dict[str, Shapes] = {  # cells and leaves of a program; rows, leaves or k
 
 
 @dataclass(frozen=True, eq=False)
-class Routes:
-    """Tiles of rows by the cell they are routed to.
-
-    A cell's tiles lie one after the other; those of a range of whole windows too, as many for each
-    cell in the mean. A tile without rows belongs to no cell.
-    """
-
-    rows: Tensor  # [Hq, tiles, T] int32, -1: none
-    cell: Tensor  # [Hq, tiles] int32
-    first: Tensor  # [Hq, cells] int32: first tile of a cell
-    count: Tensor  # [Hq, cells] int32: tiles of a cell
-
-
-@dataclass(frozen=True, eq=False)
 class Tables:
-    """Sorted keys, cells of queries, tiles of rows; Hk key heads serve Hq heads."""
+    """Sorted keys, cells of queries, tiles of rows; Hk key heads serve Hq heads.
+
+    The members of a cell are its one tile, or rows are routed to cells: a cell's tiles lie one
+    after the other, those of a range of whole windows too, as many for each cell in the mean.
+    """
 
     query: Tensor  # [Hq, n, d]
     ks: Tensor  # [Hk, M, d], sorted; M in whole leaves
@@ -68,26 +46,11 @@ class Tables:
     spread: Tensor  # [Hk, leaves] float32: mean |k - mean|^2 over the real keys of a leaf
     leaf: int
     scale: float
-    routes: Routes | None = None  # None: the members of a cell are its one tile
-    precision: str = "tf32x3"  # of float32 products
-
-    def __post_init__(self) -> None:
-        (heads, n, d), (key_heads, keys, dv) = self.query.shape, self.vs.shape
-        dtype, cells = self.query.dtype, self.cells
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise InputError(f"query: dtype {dtype}; the kernels take float32, float16 or bfloat16")
-        sizes = [self.leaf, self.block, self.rows.shape[2]]
-        if any(size < 16 or size & (size - 1) for size in sizes) or keys % self.leaf:
-            raise InputError(
-                f"leaf, cell, tile: got {sizes} for {keys} keys; powers of two from 16 on are "
-                "expected, and whole leaves"
-            )
-        spread = (key_heads, keys // self.leaf)
-        check(self, dtype, query=(heads, n, d), ks=(key_heads, keys, d), vs=(key_heads, keys, dv))
-        check(self, torch.int32, slots=(key_heads, keys), visible=(cells,))
-        check(self, torch.int32, members=(heads, cells, self.block))
-        check(self, torch.float32, bs=(heads, keys), mean=(heads, cells, d))
-        check(self, torch.float32, variance=(heads, cells), spread=spread)
+    precision: str  # of float32 products
+    rows: Tensor  # [Hq, tiles, T] int32: of a tile, -1: none
+    cell: Tensor | None = None  # [Hq, tiles] int32, of a tile; any for one without rows
+    first_tile: Tensor | None = None  # [Hq, cells] int32
+    tile_count: Tensor | None = None  # [Hq, cells] int32
 
     @property
     def heads(self) -> int:
@@ -101,15 +64,6 @@ class Tables:
     @property
     def cells(self) -> int:
         return self.members.shape[1]
-
-    @property
-    def block(self) -> int:
-        return self.members.shape[2]
-
-    @property
-    def rows(self) -> Tensor:
-        """Rows of the tiles, [Hq, tiles, T]."""
-        return self.members if self.routes is None else self.routes.rows
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
@@ -189,11 +143,6 @@ def tilt(tables: Tables, first: int, last: int, leaves: int) -> Tilts:
     """Tilted keys of the first ``leaves`` leaves for the cells [first, last), which attend to no
     others."""
     ks, cells = tables.ks, last - first
-    if not (0 <= first < last <= tables.cells and 0 < leaves * tables.leaf <= ks.shape[1]):
-        raise InputError(
-            f"tilt: cells [{first}, {last}) and {leaves} leaves; the tables have "
-            f"{tables.cells} cells and {ks.shape[1] // tables.leaf} leaves"
-        )
     shape = (tables.heads, cells, leaves)
     kt, vt = (ks.new_empty(*shape, width) for width in tables.widths[:2])
     tilts = Tilts(first, kt, vt, ks.new_empty(shape, dtype=torch.float32))
@@ -218,7 +167,7 @@ def select(tables: Tables, tilts: Tilts, price: Tensor) -> Lists:
         tilts.lt.new_empty((tables.heads, tilts.cells), dtype=torch.int32),
     )
     d, _, wide, _ = tables.widths
-    block, tile = tables.block, pick(TILES["select"], tables)
+    block, tile = tables.members.shape[2], pick(TILES["select"], tables)
     stride = max(1, block // SCORED_MEMBERS)
     kernels.select[(tilts.cells, tables.heads)](
         tables.query, tables.members, tilts.kt, tilts.lt, tables.spread, tables.variance,
@@ -245,7 +194,7 @@ def attend(
     rows = min(tile.rows, size)
     kernels.attend[(tile_count * (size // rows), heads)](
         tables.query, tilts.kt, tilts.vt, tilts.lt, tables.ks, tables.vs, tables.bs,
-        lists.index, lists.count, tables.visible, tables.rows, tables.routes and tables.routes.cell,
+        lists.index, lists.count, tables.visible, tables.rows, tables.cell,
         *(own or (None, None)), output, lse,
         n, tilts.first, tilts.cells, tables.ks.shape[1], tilts.leaves, first_tile, tiles,
         tables.group, tables.scale, *tables.widths, size, tables.leaf, rows, tile.keys, tables.dot,
@@ -257,14 +206,3 @@ def tiles_of(tables: Tables, tilts: Tilts) -> tuple[int, int]:
     """First tile of the tilts' cells, and how many they have."""
     ratio = tables.rows.shape[1] // tables.cells
     return tilts.first * ratio, tilts.cells * ratio
-
-
-def check(holder: object, dtype: torch.dtype, **shapes: tuple[int, ...]) -> None:
-    """Raise unless these attributes, if they are not None, have the dtype and shapes."""
-    for name, shape in shapes.items():
-        x = getattr(holder, name)
-        if x is not None and (x.shape != shape or not x.is_contiguous() or x.dtype != dtype):
-            raise InputError(
-                f"{type(holder).__name__.lower()}.{name}: got {x.dtype} of shape {list(x.shape)}, "
-                f"strides {list(x.stride())}; expected {dtype} of shape {list(shape)}, contiguous"
-            )

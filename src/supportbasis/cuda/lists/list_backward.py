@@ -1,19 +1,5 @@
-"""Gradients of attention over lists; sorting, membership and lists are constants.
+"""Gradients of attention over lists, by the formulas of `lists.list_gradients`, with h = -slope.
 
-With weights p = exp(score - lse) of a row's softmax and dz = p (<g, v> - slope), where g is the
-gradient of the output and slope = <g, out> - dlse, a closed leaf's key, value and log-weight have
-
-    dvt = sum_i p_i g_i    dlt = sum_i dz_i    dkt = scale sum_i dz_i (q_i - m)
-
-and the keys of the leaf, w being the weights of its tilt,
-
-    level = <dkt, kt> + <dvt, vt>    dt_j = w_j (<dkt, k_j> + <dvt, v_j> + dlt - level)
-    dk_j = w_j dkt + scale dt_j m    dv_j = w_j dvt    db_j = dt_j
-    dm = scale sum_j (dt_j - w_j dlt) k_j
-
-of which every member of the cell gets its share. Through log(1 + s / 2), s = scale^2 variance
-spread, dlt also reaches the variances of the cell's queries and of the leaf's keys. Open leaves
-have the gradients of exact attention.
 Rows are gathered by tile first: then kernels read whole tiles. No function synchronises with the
 host. As in other kernels, products of 16-bit tokens take 16-bit weights: float16 gradients want a
 scaled loss.
@@ -27,12 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import InputError
 from ...lists.tables import deviations
 from ..exact.rectangle import Shapes
 from ..runtime.language import cdiv, power_of_two
 from . import list_backward_kernels as kernels
-from .list_attention import Lists, Tables, Tilts, check, pick, tiles_of
+from .list_attention import Lists, Tables, Tilts, pick, tiles_of
 
 # As those of `rectangle`.
 TILES: dict[str, Shapes] = {  # rows or cells; tilted keys, or keys of one leaf; warps; stages
@@ -95,7 +80,6 @@ def gradients(tables: Tables, tilts: Tilts, lists: Lists, rows: Rows, totals: To
     ``tilts`` and ``lists`` are those of the forward pass. The tilts' kt and vt are overwritten;
     beside them a pair of a cell and a leaf takes 13 bytes, and 4 for every tile of the cell.
     """
-    _check(tables, rows, totals)
     gathered = gather(tables, tilts, rows)
     query_gradients(tables, tilts, lists, gathered, totals)
     exact_gradients(tables, transposed(lists, gathered), gathered, totals)
@@ -114,8 +98,7 @@ def gather(tables: Tables, tilts: Tilts, rows: Rows) -> Gathered:
     cell = new(shape[:2], dtype=torch.int32)
     gathered = Gathered(new(*shape, d), new(*shape, dv), slope, lse, cell)
     kernels.gather_rows[(count, tables.heads)](
-        tables.query, rows.grad, rows.slope, rows.lse,
-        tables.rows, tables.routes and tables.routes.cell,
+        tables.query, rows.grad, rows.slope, rows.lse, tables.rows, tables.cell,
         *gathered, tables.query.shape[1], tilts.first, first, tiles,
         *tables.widths, size, num_warps=8 if size * wide > 8192 else 4,
     )  # fmt: skip
@@ -139,15 +122,15 @@ def query_gradients(
 
 def tilt_gradients(tables: Tables, tilts: Tilts, gathered: Gathered) -> Changes:
     """Gradients of tilted keys and values, written over kt and vt of the tilts."""
-    first, last, routes = tilts.first, tilts.first + tilts.cells, tables.routes
+    first, last = tilts.first, tilts.first + tilts.cells
     mean = tables.mean[:, first:last].to(tables.ks.dtype).contiguous()
     changes = Changes(mean, tilts.kt, tilts.vt, *tilts.lt.new_empty((3, *tilts.lt.shape)))
     tile = pick(TILES["tilt"], tables)
-    rows = min(tile.rows, tables.block)
-    runs = (None, None) if routes is None else (routes.first, routes.count)
+    rows = min(tile.rows, tables.members.shape[2])
     kernels.tilt_gradients[(cdiv(tilts.leaves, tile.keys), tilts.cells, tables.heads)](
         *gathered[:4], mean, tilts.kt, tilts.vt, tilts.lt,
-        tables.variance, tables.spread, tables.visible, *runs, *changes[1:],
+        tables.variance, tables.spread, tables.visible, tables.first_tile, tables.tile_count,
+        *changes[1:],
         gathered.lse.numel() // tables.heads, tables.cells, first, tilts.cells, tilts.leaves,
         tables.spread.shape[1], tables.group, tiles_of(tables, tilts)[0], tables.scale,
         *tables.widths, tables.rows.shape[2], rows, tile.keys, tables.dot, **tile.launch,
@@ -199,6 +182,7 @@ def leaf_gradients(tables: Tables, tilts: Tilts, changes: Changes, totals: Total
 def mean_gradients(tables: Tables, tilts: Tilts, changes: Changes, totals: Totals) -> None:
     """Add to members their share in the gradients of their cell's mean and variance."""
     (d, _, wide, _), (heads, n, _) = tables.widths, tables.query.shape
+    block = tables.members.shape[2]
     tile = pick(TILES["mean"], tables)
     together = min(tile.rows, power_of_two(tilts.cells))
     blocks = cdiv(tilts.cells, together)
@@ -214,7 +198,7 @@ def mean_gradients(tables: Tables, tilts: Tilts, changes: Changes, totals: Total
     kernels.add_means[(tilts.cells, heads)](
         parts, _variance_gradients(tables, tilts, changes, totals), tables.query,
         tables.mean, tables.members, totals.query, n, tables.cells, tilts.first, splits,
-        d, wide, tables.block, num_warps=8 if tables.block * wide > 8192 else 4,
+        d, wide, block, num_warps=8 if block * wide > 8192 else 4,
     )  # fmt: skip
 
 
@@ -238,14 +222,3 @@ def add_spreads(tables: Tables, totals: Totals) -> None:
     grad = totals.spread.unflatten(0, (-1, tables.group))[..., None, None]
     total = totals.key.view(-1, tables.group, *away.shape[1:])
     total.addcmul_((away * (2 / count)).unsqueeze(1), grad)
-
-
-def _check(tables: Tables, rows: Rows, totals: Totals) -> None:
-    (heads, n, d), (_, keys, dv) = tables.query.shape, tables.vs.shape
-    if not rows.grad.is_floating_point():
-        raise InputError(f"rows.grad: got {rows.grad.dtype}; a floating dtype is expected")
-    check(rows, rows.grad.dtype, grad=(heads, n, dv))
-    check(rows, torch.float32, slope=(heads, n), lse=(heads, n))
-    check(totals, torch.float32, query=(heads, n, d), key=(heads, keys, d), weight=(heads, keys))
-    spread = (heads, keys // tables.leaf)
-    check(totals, torch.float32, value=(heads, keys, dv), spread=spread)

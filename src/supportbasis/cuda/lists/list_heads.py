@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from ...components.cotangent import Gradients, SavedForward
 from ...engine.dispatch import Forward
 from ...errors import InputError
-from ...lists.sorting import window_length
+from ...lists.sorting import SORTED, window_length
 from ...lists.tables import ListSettings, tiles_by_centre, visible_leaves, window_ranges
 from ...plans import HeadPlan, ListHead, Plan
 from ...problem.caching import WeakCache
@@ -148,30 +148,31 @@ def _tables(problem: Problem, settings: ListSettings) -> kernels.Tables:
         members = pad(members, (0, 0, settings.cells, 0), value=-1)[:, : -settings.cells]
         members = members.contiguous()
     mean, variance = kernels.cell_means(query, members)
-    routes = _routes(query, mean, settings) if settings.strict else None
+    tiles: tuple[Tensor, ...] = (members,)
+    if settings.strict:
+        tiles = tuple(x.int().contiguous() for x in tiles_by_centre(query, mean, settings))
     ks, vs, spread = kernels.gather_leaves(key, value, slots, settings.leaf)
     bs = None
     if weight is not None or slots.shape[1] != _keys(problem, settings):
-        bs = _leaf_weights(weight, slots, problem)
+        at = slots.repeat_interleave(problem.group, 0)
+        if weight is None:
+            weight = ks.new_zeros((), dtype=torch.float32).expand(len(at), problem.m)
+        bs = weight.gather(1, at.clamp(min=0).long()).masked_fill_(at < 0, -torch.inf)
     cells = torch.arange(members.shape[1], dtype=torch.int32, device=query.device)
     visible = visible_leaves(cells, slots.shape[1] // settings.leaf, settings)
     return kernels.Tables(
         query, ks, vs, bs, slots, members, visible, mean, variance, spread, settings.leaf,
-        problem.scale, routes, exact.precision(),
+        problem.scale, exact.precision(), *tiles,
     )  # fmt: skip
 
 
 def ranges(problem: Problem, settings: ListSettings) -> list[tuple[int, int, int]]:
     """Cells [first, last) whose tilts fit the workspace, and how many leaves they attend to.
     Raises if those of one window do not fit, before anything is computed."""
-    leaf, window, each = settings.leaf, settings.window, settings.cells
-    if window:
-        leaves = cdiv(_keys(problem, settings), window) * (window // leaf)
-        starts = range(0, problem.n, window)
-        visible = [min(leaves, start // leaf) for start in starts]
-    else:
-        leaves = padded_slots(problem.m, leaf) // leaf
-        visible = [leaves] * (padded_slots(problem.n, settings.block) // settings.block)
+    leaf, block, each = settings.leaf, settings.block, settings.cells
+    leaves = _slots(_keys(problem, settings), leaf, settings.window) // leaf
+    cells = torch.arange(0, _slots(problem.n, block, settings.window) // block, each, device="cpu")
+    visible = visible_leaves(cells, leaves, settings).tolist()
     heads = problem.batch * problem.heads
     width = problem.query.shape[-1] + problem.value.shape[-1]
     pair = (width * problem.query.element_size() + 12) * heads
@@ -188,9 +189,9 @@ def ranges(problem: Problem, settings: ListSettings) -> list[tuple[int, int, int
     return found
 
 
-def padded_slots(tokens: int, leaf: int) -> int:
+def _slots(tokens: int, leaf: int, window: int) -> int:
     """Slots that `sorting.head_permutation` sorts tokens into."""
-    window = window_length(tokens, max(leaf, LEAST))
+    window = window or window_length(tokens, leaf)
     return cdiv(tokens, window) * window
 
 
@@ -212,24 +213,10 @@ def _sorted(
     if weight is not None and not settings.window:  # hidden by all heads that share a key
         hidden = (weight == -torch.inf).unflatten(0, (len(key), -1)).all(1)
         return sort(key, leaf, hidden), sort(query, block)
-    if n == key.shape[1] and (settings.window or n > sorting.SPAN):
+    if n == key.shape[1] and (settings.window or n > SORTED):
         slots = sort(joined(query, key), block, others=(len(query), leaf))
         return slots[len(query) :], slots[: len(query)]
     return sort(key[:, :n] if settings.window else key, leaf), sort(query, block)
-
-
-def _leaf_weights(weight: Tensor | None, slots: Tensor, problem: Problem) -> Tensor:
-    """Log-weights of sorted keys [heads, slots], -inf where there is none."""
-    slots = slots.repeat_interleave(problem.group, 0)
-    if weight is None:
-        weight = torch.zeros((), device=slots.device).expand(len(slots), problem.m)
-    return weight.gather(1, slots.clamp(min=0).long()).masked_fill_(slots < 0, -torch.inf)
-
-
-def _routes(query: Tensor, mean: Tensor, settings: ListSettings) -> kernels.Routes:
-    """Tiles of rows by the nearest mean of a cell of their window."""
-    parts = tiles_by_centre(query, mean, settings)
-    return kernels.Routes(*(x.int().contiguous() for x in parts))
 
 
 def own_windows(problem: Problem, width: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ own window.
 from __future__ import annotations
 
 from ..exact.rectangle_kernels import bias_of, store_quotients
-from ..runtime.language import jit, tl
+from ..runtime.language import jit, store_tile, tl
 
 
 @jit
@@ -26,10 +26,7 @@ def load_rows(x, at, here, width: tl.constexpr, WIDE: tl.constexpr):
 
 @jit
 def store_rows(x, tile, at, here, width: tl.constexpr, WIDE: tl.constexpr):
-    dims = tl.arange(0, WIDE)
-    target = x + at[:, None] * width + dims[None, :]
-    inside = here[:, None] & (dims < width)[None, :]
-    tl.store(target, tile.to(x.dtype.element_ty), mask=inside)
+    store_tile(x, tile, at, here, tl.arange(0, WIDE), width)
 
 
 @jit

@@ -1,11 +1,8 @@
-"""Tokens sorted into leaves of similar ones, on a device.
+"""Tokens sorted into leaves of similar ones, on a device, as `lists.sorting` does.
 
-A window of W tokens is split at the median of its principal axis, its halves at the medians of
-theirs, down to leaves of a given size. One kernel reduces each window to 8 principal coordinates,
-another makes all its splits. No call synchronises with the host, and shapes depend on shapes alone.
-
-Leaves are those of a sort by projection at every split. Inside a leaf, and between equal
-projections, tokens keep the sequence in which they came.
+One kernel reduces each window to its leading principal coordinates, another makes all its splits.
+Inside a leaf, and between equal projections, tokens keep the sequence in which they came. No call
+synchronises with the host, and shapes depend on shapes alone.
 """
 
 from __future__ import annotations
@@ -17,14 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...errors import InputError
 from ...lists import sorting
-from ...lists.sorting import AXES, AXIS_STEPS, CENTRES, NODE_STEPS, SORTED
+from ...lists.sorting import AXES, AXIS_STEPS, NODE_STEPS
 from ..runtime.language import cdiv, interpreted, power_of_two, tl
 from . import window_sorting_kernels as kernels
 
-SPAN = SORTED  # tokens that are sorted as one window, at most, where windows are ours to choose
-NARROWEST = 16  # tokens of a window: what the tensor cores multiply
 WIDEST = 4096  # tokens of a window: one program holds their coordinates
 HELD = 8  # tokens of a window that one thread holds; 16 registers for each
 IN_REGISTERS = 128  # entries of a token, for a covariance that one program can hold
@@ -42,8 +36,6 @@ def window_permutation(
     second.
     """
     first, other = others or (len(x), leaf)
-    for size in {leaf, other}:
-        _check(x, window, size, sequence=sequence)
     (heads, count, d), windows = x.shape, cdiv(x.shape[1], window)
     if 0 in (heads, windows):
         return torch.empty(heads, 0, dtype=torch.int32, device=x.device)
@@ -75,42 +67,21 @@ def head_permutation(
 ) -> Tensor:  # fmt: skip
     """All tokens ``x`` [heads, tokens, d] of a head sorted, [heads, slots] int32, -1 for padding.
 
-    With a ``window``, inside windows of so many slots. Else up to SPAN tokens are one window, the
+    With a ``window``, inside windows of so many slots. Else up to SORTED tokens are one window, the
     smallest leaf * 2^k that holds them; more are gathered around centres first, and the sequence of
-    the centres is cut into windows of SPAN. ``hidden`` [heads, tokens]: tokens that are left out,
+    the centres is cut into windows of SORTED. ``hidden`` [heads, tokens]: tokens that are left out,
     without a window; their slots are padding, at the end. ``others`` as in `window_permutation`,
-    with a window or more than SPAN tokens.
+    with a window or more than SORTED tokens.
     """
     if window:
         return window_permutation(x, window, leaf, None, others)
-    _check(x, SPAN, leaf, hidden=hidden)
-    if x.shape[1] > SPAN:
-        return window_permutation(x, SPAN, leaf, _by_centre(x, hidden), others)
-    window = sorting.window_length(x.shape[1], max(leaf, NARROWEST))
-    return window_permutation(x, window, leaf, None if hidden is None else _visible(hidden))
-
-
-def _check(
-    x: Tensor, window: int, leaf: int, sequence: Tensor | None = None, hidden: Tensor | None = None
-) -> None:
-    if x.dim() != 3 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise InputError(
-            f"x: got {x.dtype} {tuple(x.shape)}, expected bfloat16, float16 or float32 "
-            f"[heads, tokens, d]"
-        )
-    for name, size, least in (("window", window, NARROWEST), ("leaf", leaf, 2)):
-        if size & (size - 1) or not least <= size <= WIDEST:
-            raise InputError(
-                f"{name}: got {size}, expected a power of two from {least} to {WIDEST}"
-            )
-    if leaf > window:
-        raise InputError(f"leaf: got {leaf}, expected at most the window, {window}")
-    shape = tuple(x.shape[:2])
-    for name, y, dtype in (("sequence", sequence, torch.int32), ("hidden", hidden, torch.bool)):
-        if y is not None and (y.dtype, tuple(y.shape)) != (dtype, shape):
-            raise InputError(
-                f"{name}: got {y.dtype} {tuple(y.shape)}, expected {dtype} {shape}, as x"
-            )
+    if x.shape[1] > sorting.SORTED:
+        return window_permutation(x, sorting.SORTED, leaf, _by_centre(x, hidden), others)
+    sequence = None
+    if hidden is not None:  # the tokens that are not hidden, then -1
+        flags, token = hidden.to(torch.uint8).sort(dim=1, stable=True)
+        sequence = token.int().masked_fill_(flags != 0, -1)
+    return window_permutation(x, sorting.window_length(x.shape[1], leaf), leaf, sequence)
 
 
 def _operands(dtype: torch.dtype) -> tuple[Any, Any, str | None]:
@@ -133,18 +104,11 @@ def _wide_points(x: Tensor, sequence: Tensor | None, window: int, windows: int) 
     return sorting.leading_coordinates(tokens, padded).contiguous()
 
 
-def _visible(hidden: Tensor) -> Tensor:
-    """Indices of the tokens that are not hidden, then -1."""
-    flags, token = hidden.to(torch.uint8).sort(dim=1, stable=True)
-    return token.int().masked_fill_(flags != 0, -1)
-
-
 def _by_centre(x: Tensor, hidden: Tensor | None) -> Tensor:
     """A permutation of the tokens of each head by nearest centre, [heads, tokens] int32; hidden
     tokens are -1, at the end."""
     heads, count, d = x.shape
-    many = min(CENTRES, power_of_two(cdiv(count, SPAN), 1))
-    centres, offset = _centres(x, many, hidden)
+    centres, offset, many = _centres(x, hidden)
     dtype = torch.int16 if heads * (many + 1) < 2**15 else torch.int32
     key = torch.empty(heads, count, dtype=dtype, device=x.device)
     padded, width = centres.shape[1], power_of_two(d)
@@ -163,17 +127,14 @@ def _by_centre(x: Tensor, hidden: Tensor | None) -> Tensor:
     return token.masked_fill_(key.view(heads, count) == first * (many + 1) + many, -1)
 
 
-def _centres(x: Tensor, many: int, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+def _centres(x: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor, int]:
     """Centres c [heads, Z, d] about their mean s in the dtype of x, and -<s, c> - |c|^2 / 2, both
-    padded: a token's score <x, c> + offset is largest at the nearest s + c."""
-
-    def permutation(sample: Tensor, leaf: int) -> Tensor:
-        return window_permutation(sample, sample.shape[1], leaf).long()
-
-    mean = sorting.sampled_leaves(x, many, hidden, permutation).float().mean(2)
+    padded, and how many there are: <x, c> + offset is largest at the nearest s + c."""
+    mean = sorting.sampled_leaves(x, hidden, head_permutation).float().mean(2)
     shift = mean.mean(1, keepdim=True)
     centre = (mean - shift).to(x.dtype)
     known = centre.float()
     offset = -(known * (shift + known / 2)).sum(2)
+    many = mean.shape[1]
     extra = power_of_two(many) - many
-    return pad(centre, (0, 0, 0, extra)), pad(offset, (0, extra), value=-math.inf)
+    return pad(centre, (0, 0, 0, extra)), pad(offset, (0, extra), value=-math.inf), many

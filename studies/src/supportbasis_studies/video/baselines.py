@@ -63,7 +63,7 @@ def clusters(query: Tensor, key: Tensor) -> Groups:
     block, leaf = SIZES[max(least for least in SIZES if least <= key.shape[1])]
     heads = (Head(q, k, k, None, None, 1.0, False, True) for q, k in zip(query, key, strict=True))
     found = [tables(head, ListSettings(0.0, block, leaf)) for head in heads]
-    slots = [each.slots.view(-1, leaf) for each in found]
+    slots = [each.slots for each in found]
     return Groups(torch.stack([each.members for each in found]), torch.stack(slots))
 
 
