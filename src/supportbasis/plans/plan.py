@@ -159,7 +159,7 @@ class ModelPlan(SomeHeads):
     ``unit`` is "kl" (mean Kullback-Leibler divergence of the predicted distributions, nats per
     token) or "change" (squared change of the output relative to its square). ``predicted`` is the
     sum of the effects of all heads; ``measured`` was found by running the whole plan on batches
-    that were not used for it, with an upper limit at 95 % confidence.
+    that were held back (or the only one), with an upper limit at 95 % confidence.
     """
 
     layers: tuple[LayerPlan, ...]
