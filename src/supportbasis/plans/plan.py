@@ -61,7 +61,8 @@ class SomeHeads:
 
 @dataclass(frozen=True, eq=False)
 class Plan(SomeHeads):
-    """A method applied to data: one `HeadPlan` for each head, whatever the batch.
+    """A method applied to data: one `HeadPlan` for each head, whatever the batch, and the ``scale``
+    and causality it was made for.
 
     >>> import torch, supportbasis as sb
     >>> q = k = v = torch.zeros(1, 2, 8, 4)
@@ -140,12 +141,13 @@ _plans: WeakValueDictionary[str, Plan] = WeakValueDictionary()
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """One attention module: its plan, and the effect of each of its heads on the prediction."""
+    """One attention module: its plan, the effect of each of its heads on the prediction, and from
+    how many tokens on it is used: below ``min_tokens`` it is not predicted to be faster."""
 
     name: str
     plan: Plan
     effects: tuple[float, ...]  # predicted, of each head, in the unit of the model plan
-    min_tokens: int  # below, the module is exact: its plan is not predicted to be faster
+    min_tokens: int
 
     @property
     def heads(self) -> tuple[HeadPlan, ...]:
