@@ -54,9 +54,9 @@ def attention(
     ``query`` is [..., heads, n, d], ``key`` [..., heads, m, d], ``value`` [..., heads, m, dv]; the
     output is [..., heads, n, dv] in the input dtype. A boolean key mask or additive key bias
     ([..., 1, m], broadcastable) is native in every method, also together with ``is_causal``; any
-    other mask, and dropout, runs exactly. ``method=None`` means ``Auto()``; a ``plan`` from
-    `sb.plan` is reused as it is. ``return_result=True`` returns a `Result` with lse, plan and
-    certificate.
+    other mask, and dropout, runs exactly. ``method=None`` means ``Auto()``, which keeps the error
+    of each head to 1 %; a ``plan`` from `sb.plan` is reused as it is. ``return_result=True``
+    returns a `Result` with lse, plan and certificate.
 
     ``implementation="auto"`` runs Triton kernels on CUDA tensors where a head has kernels, and
     PyTorch operations elsewhere; "eager" sums without kernels; "triton" raises where they cannot
