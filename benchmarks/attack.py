@@ -3,8 +3,10 @@
     python benchmarks/attack.py plans --heads 300        # tolerances of Auto under attack
     python benchmarks/attack.py confidence --heads 2000  # the stated confidence of limits
 
-Head number i is the same in every run. Rows go to a CSV file after each head; heads that the file
-holds are not measured again. Errors are relative Frobenius errors of all rows against float64.
+Head number i is the same in every run with the same encoder of points, or without one. Rows go to
+a CSV file after each head; heads that it holds are not measured again, those recorded in `results/`
+among them: give another file as --out. Errors are relative Frobenius errors of all rows against
+float64.
 """
 
 from __future__ import annotations
@@ -22,11 +24,10 @@ from torch import Tensor
 
 import supportbasis as sb
 from supportbasis_studies.frontier.encoder import HEADS, LAYERS, Encoder
-from supportbasis_studies.study import Machine, Records, Row
+from supportbasis_studies.study import Machine, Records, Row, models_from_environment
 
 DATE = "2026-11-16"
 RESULTS = Path(__file__).parent / "results"
-ENCODER = Path(__file__).parents[2] / "shared/data/models/tsp50"
 TOLERANCES = (0.01, 0.03, 0.1)
 LENGTHS = (4096, 4096, 4096, 4096, 6000, 8192)
 LONG = 16384  # every so many heads
@@ -358,10 +359,13 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=300)
     parser.add_argument("--first", type=int, default=0, help="number of the first head")
     parser.add_argument("--out", type=Path, default=None, help="CSV file")
-    parser.add_argument("--encoder", type=Path, default=ENCODER, help="folder of tsp50")
+    parser.add_argument("--encoder", type=Path, help="folder; default: $SUPPORTBASIS_MODELS/tsp50")
     given = parser.parse_args()
     torch.manual_seed(0)
-    encoder = Encoder.load(given.encoder) if given.encoder.is_dir() else None
+    folder, models = given.encoder, models_from_environment()
+    if folder is None and models is not None and (models / "tsp50").is_dir():
+        folder = models / "tsp50"
+    encoder = None if folder is None else Encoder.load(folder)
     plans = given.mode == "plans"
     name = f"attack-{DATE}{'' if plans else '-confidence'}.csv"
     path = given.out or RESULTS / name

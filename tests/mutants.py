@@ -37,8 +37,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "src/supportbasis"
 CACHE = ROOT / ".pytest_cache" / "mutants.json"
-ROOMS = "problem paper polynomials components lists plans engine accuracy methods sketch"
-FOLDERS = ("", *(f"{room}/" for room in ROOMS.split()))
+MUTATED = "problem paper polynomials components lists plans engine accuracy methods sketch"
+FOLDERS = ("", *(f"{name}/" for name in MUTATED.split()))
 LEFT_OUT = {
     *("__init__.py", "__main__.py"),
     *("cost.py", "drawing.py"),  # rates of machines; pictures

@@ -168,6 +168,7 @@ def test_what_is_missing_is_said_in_one_line(folder: Path, tmp_path: Path) -> No
         (("plan", folder, "--text", tmp_path / "none.txt", "--kl", 1), "cannot be read"),
         (("plan", folder, "--text", short, "--kl", 1), "expected 3 batches of 512"),
         (("plan", folder, "--text", text, "--kl", 1, "--tokens", 4096), "at most 1024"),
+        (("plan", folder, "--text", text, "--kl", 1, "--batches", 1), "--batches"),
         (("plan", folder, "--text", text), "one of kl and change"),
         (("plan", folder, "--text", text, "--kl", 1, "--out", tmp_path), "ends in .json"),
         (("plan", tmp_path / "none", "--text", text, "--kl", 1), "there is no folder"),

@@ -54,9 +54,9 @@ def attention(
     ``query`` is [..., heads, n, d], ``key`` [..., heads, m, d], ``value`` [..., heads, m, dv]; the
     output is [..., heads, n, dv] in the input dtype. A boolean key mask or additive key bias
     ([..., 1, m], broadcastable) is native in every method, also together with ``is_causal``; any
-    other mask, and dropout, runs exactly. ``method=None`` means ``Auto()``; a ``plan`` from
-    `sb.plan` is reused as it is. ``return_result=True`` returns a `Result` with lse, plan and
-    certificate.
+    other mask, and dropout, runs exactly. ``method=None`` means ``Auto()``, which keeps the error
+    of each head to 1 %; a ``plan`` from `sb.plan` is reused as it is. ``return_result=True``
+    returns a `Result` with lse, plan and certificate.
 
     ``implementation="auto"`` runs Triton kernels on CUDA tensors where a head has kernels, and
     PyTorch operations elsewhere; "eager" sums without kernels; "triton" raises where they cannot
@@ -65,8 +65,8 @@ def attention(
 
     Gradients flow through the output and the lse of a result to query, key, value and a key bias,
     in the time and memory order of the call itself. They are those of the function that ran, with
-    its plan held fixed. ``torch.compile`` takes the call into a graph when it is given a plan, and
-    leaves it outside otherwise.
+    its plan held fixed. ``torch.compile`` takes a call with a plan into a graph, and leaves others
+    outside, as those with dropout, a mask of queries or ``return_result``.
 
     >>> import torch, supportbasis as sb
     >>> q, k, v = torch.randn(3, 1, 2, 128, 16).unbind(0)
@@ -108,10 +108,16 @@ def plan(
 ) -> Plan:  # fmt: skip
     """What `attention` can do with inputs like these: a printable, reusable `Plan`.
 
-    The plan is expected to serve many calls: `Auto` searches for one also where inputs are so short
-    that a search within a single call would not pay.
+    Arguments are those of `attention`; without ``value``, a method that measures errors uses random
+    values of dim d. The plan is expected to serve many calls: `Auto` searches for one also where
+    inputs are so short that a search within a single call would not pay.
 
-    Without ``value``, a method that measures errors uses random values of dim d."""
+    >>> import torch, supportbasis as sb
+    >>> q, k, v = torch.rand(3, 1, 2, 128, 16).unbind(0)
+    >>> plan = sb.plan(q, k, v, method=sb.Polynomial(2))
+    >>> sb.attention(q[:, :, :99], k, v, plan=plan).shape
+    torch.Size([1, 2, 99, 16])
+    """
     if value is None:
         check_tensors((query, key), ("query", "key"))
         value = torch.randn(key.shape, generator=torch.Generator().manual_seed(0)).to(key)
@@ -140,8 +146,15 @@ def kernel_sum(
 ) -> Tensor | Result:  # fmt: skip
     """The unnormalised sum A V with A = exp(scale Q K^T) (the paper's Algorithm 3).
 
-    Sums that overflow the input dtype raise; ``return_result=True`` returns them as
-    ``output * exp(log_scale)`` with one log_scale for each head, and never overflows."""
+    Shapes, ``scale`` and ``method`` are those of `attention`; there are no gradients. Sums that
+    overflow the input dtype raise; ``return_result=True`` returns them as
+    ``output * exp(log_scale)`` with one log_scale for each head, and never overflows.
+
+    >>> import torch, supportbasis as sb
+    >>> q, k, v = torch.zeros(1, 2, 4), torch.zeros(1, 3, 4), torch.ones(1, 3, 1)
+    >>> sb.kernel_sum(q, k, v).flatten()  # exp(0) for each of three keys
+    tensor([3., 3.])
+    """
     problem = attention_problem(query, key, value, None, 0.0, False, scale, False)
     problem = replace(problem, normalise=False)
     plan = plan_of(problem, method, None)
@@ -172,7 +185,9 @@ def gaussian_kde(
     """Gaussian kernel density of ``data`` [..., n, d] at ``points`` [..., m, d].
 
     ``sum_j w_j exp(-|x - y_j|^2 / 2 h^2) / (sum_j w_j (2 pi h^2)^(d/2))``, where the bandwidth h is
-    a standard deviation: a number or one for each of the d dims. Returns [..., m].
+    a standard deviation: a number or one for each of the d dims. ``weights`` w >= 0 are [..., n]
+    (None: equal). Returns [..., m], or with ``return_result=True`` a `Result` with it; there are no
+    gradients. ``method=None`` means ``Auto()``.
 
     >>> import torch, supportbasis as sb
     >>> sb.gaussian_kde(torch.zeros(1, 1), torch.zeros(5, 1), 1.0)  # 1/sqrt(2 pi)

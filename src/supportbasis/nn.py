@@ -31,7 +31,7 @@ class SupportBasisAttention(nn.Module):
     ``num_key_heads`` below ``num_heads`` shares keys and values between heads (grouped-query
     attention); ``rope`` turns queries and keys by their positions before they meet. ``method`` is
     any method of the library, by default ``Auto(tolerance)``. ``dropout`` on the weights is for
-    training only, and with it attention runs exactly.
+    training only, and with it attention runs exactly. ``bias`` is that of the projections.
 
     ``gradient`` says what the backward pass computes: "function", the gradient of the function that
     ran, or "closed-form", the paper's, which puts approximate weights into the gradient of exact

@@ -173,7 +173,7 @@ def test_errors_are_those_of_what_the_library_returns(case: str) -> None:
     plan = method.plan_head(head)
     output, _ = reference.execute(problem, Plan(method, head.dim, (plan,)))
     softmax = torch.nn.functional.scaled_dot_product_attention(*tensors)
-    measured = measure_errors(head, plan, Exact.of(head), rescue=True)
+    measured = measure_errors(head, plan, Exact.of(head), fallback=True)
     for norm, value in zip((1, 2, 4, math.inf), measured.output, strict=True):
         wrong = torch.linalg.vector_norm(output - softmax, norm)
         expected = wrong / torch.linalg.vector_norm(softmax, norm)
@@ -203,8 +203,8 @@ def test_lost_rows_are_counted_and_mended_only_on_request() -> None:
     plan = sb.MultiThreshold(math.inf, 1).plan_head(head)
     sketched = variants.all_sketched(plan, 1, 0)
     exact = Exact.of(head)
-    bare, mended = (measure_errors(head, sketched, exact, rescue=r) for r in (False, True))
-    assert bare.lost_rows == mended.lost_rows > 0.5
+    bare, mended = (measure_errors(head, sketched, exact, fallback=r) for r in (False, True))
+    assert bare.failed_rows == mended.failed_rows > 0.5
     assert mended.attention[0] < bare.attention[0]
 
 

@@ -36,7 +36,7 @@ def selftest(
         typer.Option(help="cuda, or cpu (Triton's interpreter). \\[default: cuda if there is one]"),
     ] = None,
 ) -> None:
-    """Compare the kernels of exact heads, polynomials and thresholds with float64, in words."""
+    """Compare the kernels of exact heads, polynomials and lists with float64, in words."""
     with friendly("selftest"):
         passed = run_selftest(device, console())
     if not passed:
@@ -78,7 +78,9 @@ def plan_model(
         typer.Option(help="Models without logits: allowed relative squared change of the output."),
     ] = None,
     tokens: Tokens = None,
-    batches: Annotated[int, typer.Option(min=1, help="Every third is held back.")] = 3,
+    batches: Annotated[
+        int, typer.Option(min=2, help="Every third, or the second of two, is held back.")
+    ] = 3,
     minimise: Annotated[str, typer.Option(help="cost, or time on this device.")] = "cost",
     device: Device = None, dtype: Dtype = None, download: Download = False,
     trust_remote_code: RemoteCode = False, seed: Seed = 0,

@@ -79,8 +79,8 @@ def run_plan(loaded: LoadedModel, ids: Tensor, wish: dict[str, Any], out: Path) 
         Section("Heads", grids=[Grid("", headings, lines)], printed=()),
     ]
     lead = (
-        f"{loaded.name}, {len(ids)} batches of {ids.shape[1]} tokens; every third of them was held "
-        "back to measure the whole plan."
+        f"{loaded.name}, {len(ids)} batches of {ids.shape[1]} tokens; every third of them, or the "
+        "second of two, was held back to measure the whole plan."
     )
     to.print(str(plan))
     publish(folder, f"Attention plan of {loaded.name}", lead, sections, machine, to)

@@ -85,7 +85,9 @@ def plan(
     enable_gqa: bool = False,
     layout: Layout = "contiguous",
 ) -> Plan:
-    """What `sb.plan` returns for the whole sequence, on every rank; each head is planned on one."""
+    """What `sb.plan` returns for the whole sequence, on every rank; each head is planned on one.
+
+    Arguments are those of `sb.distributed.attention`."""
     options = _Options(is_causal, method, None, scale, enable_gqa, layout, None)
     ranks = Ranks(group)
     call = _agreed(ranks, (query, key, value, attn_mask), options)

@@ -94,7 +94,8 @@ def split_tokens(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     layout: Layout = "contiguous",
 ) -> Tensor:
-    """The slice of this rank, of a tensor that every rank has whole; differentiable."""
+    """The slice of this rank, of a tensor ``x`` that every rank has whole, with its tokens in
+    ``dim``; differentiable. ``group`` and ``layout`` are those of `sb.distributed.attention`."""
     check_layout(layout)
     ranks = Ranks(group)
     chunks = x.shape[dim] // ranks.size, x.shape[dim] % ranks.size
@@ -112,7 +113,8 @@ def gather_tokens(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     layout: Layout = "contiguous",
 ) -> Tensor:
-    """The whole tensor on every rank, from the slices of all of them; without gradients."""
+    """The whole tensor on every rank, from the slices ``x`` of all of them, with tokens in ``dim``:
+    the inverse of `split_tokens`, without gradients."""
     check_layout(layout)
     ranks = Ranks(group)
     x = x.detach().movedim(dim, 0).contiguous()

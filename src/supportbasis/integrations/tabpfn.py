@@ -177,7 +177,7 @@ def register(
     ``tolerance`` is the relative error of a head's output beyond which a call is planned anew;
     plans are made by ``method`` (None: `Auto` with nine tenths of the tolerance). Calls with fewer
     than ``min_tokens`` rows (None: 8192 on a CPU, 32768 on a GPU) run as they did. The backend
-    counts its calls; `unregister` removes it.
+    counts its calls; `unregister` removes it by its ``name``.
     """
     if min_tokens is not None and (type(min_tokens) is not int or min_tokens < 0):
         raise InputError(f"min_tokens must be an integer >= 0, got {min_tokens!r}")

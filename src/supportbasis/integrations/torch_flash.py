@@ -45,10 +45,11 @@ def register(
     """Register an implementation; then ``activate_flash_attention_impl(name)``, and
     ``restore_flash_attention_impl()`` to end it, both of `torch.nn.attention`.
 
+    A ``plan`` serves every call; without one each is planned by ``method`` (None: ``Auto()``).
     Calls with fewer than ``min_tokens`` queries or keys (None: 1024), with a mask, with dropout or
     outside of `torch.inference_mode` run by PyTorch's own kernel. The operator does not know which
     layer calls: there are no plans of models here. The object that is returned counts the calls
-    that arrived, but not those that PyTorch's kernel took.
+    that it answered, not those that PyTorch's kernel took.
     """
     if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
         raise InputError(

@@ -23,9 +23,9 @@ class Polynomial(Method):
     ``bound`` is B; None takes |scale| max|q| max|k| for each head. ``degree`` is 2 unless it is
     given, or derived from ``epsilon``: the smallest one certified to |p(z) - exp(z)| <=
     epsilon exp(z) on [-B, B], as in Algorithm 2. ``polynomial`` is the kind, as in
-    `SingleThreshold`. Nothing is ever exact: a row whose denominator is unusable (the polynomial
-    went negative or cancelled) returns zeros and lse -inf, is counted in
-    ``certificate.invalid_rows`` and warned about once.
+    `SingleThreshold`. No row falls back to exact sums: one whose denominator is unusable (the
+    polynomial went negative or cancelled) returns zeros and lse -inf, is counted in
+    ``certificate.invalid_rows`` and warned about.
 
     >>> import supportbasis as sb
     >>> sb.Polynomial(), sb.Polynomial(epsilon=0.01, polynomial="minimax")

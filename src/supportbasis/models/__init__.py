@@ -8,7 +8,7 @@
 `ladder`          the settings that a head may get
 `evaluation`      `evaluate`: loss, divergence, agreement and copying, beside exact attention
 `profiling`       entries, scores and entropy of each head, and what `Auto` would give it
-`allocation`      one setting for each head: the least time within the limit
+`allocation`      one setting for each head: the least cost or time within the limit
 `progress`        a bar
 ================  ======================================================================
 """

@@ -83,7 +83,8 @@ def evaluate(
     progress: bool = True,
 ) -> Evaluation:
     """Loss, divergence and agreement on batches of token ids [batch, tokens] of a causal language
-    model, and ``copies`` rounds of the copy test with lines hidden in the first batch."""
+    model, with a plan beside exact attention; and ``copies`` rounds of the copy test, with lines
+    drawn by ``seed`` and hidden in the first batch. A bar shows the progress if tqdm is there."""
     given = [_ids(batch) for batch in batches]
     if not given:
         raise InputError("batches is empty; expected at least one tensor of token ids")

@@ -59,13 +59,14 @@ def plan(
     the model predicts exactly and with the plan, in nats per token; of models without logits
     ``change`` is the allowed squared change of the output relative to its square. ``batches`` are
     inputs of the model (tensors, or dictionaries of its arguments), of the length that it will run
-    at; every third of them, or the second of two, is held back to measure the whole plan. The plan
-    is tightened until the upper limit of what is measured (95 % confidence) is below half of what
-    is allowed: inputs unlike the batches move the prediction further.
+    at; every third of them, or the second of two, is held back to measure the whole plan (a single
+    one is not). The plan is tightened until the upper limit of what is measured (95 % confidence)
+    is below half of what is allowed: inputs unlike the batches move the prediction further.
 
     ``minimise`` is "cost", multiply-adds, or "time", predicted for this device and the batches'
     length. ``samples`` is the number of backward passes of a batch. The same seed gives the same
-    plan. A bar shows the progress if tqdm is installed.
+    plan, where measured speeds admit the same settings. A bar shows the progress if tqdm is
+    installed.
     """
     unit, limit = _limit(kl, change)
     search = Search.of(

@@ -31,7 +31,9 @@ def use(
     group: Group | None = None,
     layout: Layout | None = None,
 ) -> Iterator[Answers]:
-    """Within it, the attention of a model runs by a `ModelPlan`, or by a method.
+    """Within it, the attention of a model runs by a `ModelPlan`, or by a method (neither: `Auto`).
+
+    Calls shorter than ``min_tokens`` are exact (None: those of the plan; of a method none).
 
     Of a denoiser, ``plan`` may map ranges of timesteps to plans and methods: with
     ``{(0, 800): plan, (800, 1000): sb.Exact()}`` the first steps, which start at 1000, are dense.

@@ -34,7 +34,12 @@ def variance_proxy(x: Tensor) -> float:
 
 
 def expected_large_entries(n: int, d: int, threshold: float, proxy: float) -> float:
-    """Lemma D.2: E|supp(M^(L))| ≤ 2nd·exp(-T²/σ²) for n × d entries, independent or not."""
+    """Lemma D.2: E|supp(M^(L))| ≤ 2nd·exp(-T²/σ²) for n × d entries, independent or not, with T
+    the threshold and σ² the proxy.
+
+    >>> round(expected_large_entries(n=100, d=5, threshold=2.0, proxy=1.0), 3)  # 1000 exp(-4)
+    18.316
+    """
     check_integer("n", n, 0)
     check_integer("d", d, 0)
     check_threshold(threshold)
@@ -60,14 +65,22 @@ def chernoff_tail(mean: float, count: float) -> float:
 
 
 def support_exponent(count: float, n: int) -> float:
-    """The exponent α with count = n^α, that is ln(count) / ln(n); -inf for count 0."""
+    """The exponent α with count = n^α, that is ln(count) / ln(n); -inf for count 0.
+
+    >>> support_exponent(count=32.0, n=1024)
+    0.5
+    """
     check_number("count", count, ">= 0")
     check_integer("n", n, 2)
     return math.log(count) / math.log(n) if count > 0 else -math.inf
 
 
 def log_threshold(n: int, c: float = 1.0) -> float:
-    """T = sqrt(c·ln n), the threshold of Lemma D.3 and Theorem D.4 (which take 0 < c < 1)."""
+    """T = sqrt(c·ln n), the threshold of Lemma D.3 and Theorem D.4 (which take 0 < c < 1).
+
+    >>> round(log_threshold(n=1024), 3)
+    2.633
+    """
     check_integer("n", n, 2)
     return math.sqrt(check_number("c", c) * math.log(n))
 

@@ -61,7 +61,8 @@ class SomeHeads:
 
 @dataclass(frozen=True, eq=False)
 class Plan(SomeHeads):
-    """A method applied to data: one `HeadPlan` for each head, whatever the batch.
+    """A method applied to data: one `HeadPlan` for each head, whatever the batch, and the ``scale``
+    and causality it was made for.
 
     >>> import torch, supportbasis as sb
     >>> q = k = v = torch.zeros(1, 2, 8, 4)
@@ -140,12 +141,13 @@ _plans: WeakValueDictionary[str, Plan] = WeakValueDictionary()
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """One attention module: its plan, and the effect of each of its heads on the prediction."""
+    """One attention module: its plan, the effect of each of its heads on the prediction, and from
+    how many tokens on it is used: below ``min_tokens`` it is not predicted to be faster."""
 
     name: str
     plan: Plan
     effects: tuple[float, ...]  # predicted, of each head, in the unit of the model plan
-    min_tokens: int  # below, the module is exact: its plan is not predicted to be faster
+    min_tokens: int
 
     @property
     def heads(self) -> tuple[HeadPlan, ...]:
@@ -159,7 +161,7 @@ class ModelPlan(SomeHeads):
     ``unit`` is "kl" (mean Kullback-Leibler divergence of the predicted distributions, nats per
     token) or "change" (squared change of the output relative to its square). ``predicted`` is the
     sum of the effects of all heads; ``measured`` was found by running the whole plan on batches
-    that were not used for it, with an upper limit at 95 % confidence.
+    that were held back (or the only one), with an upper limit at 95 % confidence.
     """
 
     layers: tuple[LayerPlan, ...]

@@ -56,7 +56,7 @@ reproduce = typer.Typer(
 )
 
 
-Quick = Annotated[bool, typer.Option("--quick", help="Short inputs: about a minute.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Short inputs, few items.")]
 Download = Annotated[bool, typer.Option("--download", help="Fetch the model if need be.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")

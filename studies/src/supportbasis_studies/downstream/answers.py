@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..models import is_causal
 from .documents import prompt
-from .items import ANSWER, ANSWER_LENGTH, JUDGED, MINUS, NUMBER, PLUS, Item
+from .items import ANSWER, ANSWER_LENGTH, MAKERS, MINUS, NUMBER, PLUS, Item
 from .language import END, MASK, STOP
 from .sampler import Sampling, sample
 
@@ -42,7 +42,7 @@ def questions(
     made = []
     for number in range(first, first + count):
         random = Random(f"question {task} {seed} {number}")
-        item = JUDGED[kind][task](random)
+        item = MAKERS[kind][task](random)
         made.append(Question(prompt(random, task, item, length), item))
     return made
 

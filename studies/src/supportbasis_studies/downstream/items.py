@@ -145,7 +145,7 @@ TASKS: dict[str, Maker] = {
     "hard": hard,
 }
 
-JUDGED: dict[str, dict[str, Maker]] = {  # what each model is asked: mostly harder than it learned
+MAKERS: dict[str, dict[str, Maker]] = {  # what each model is asked: mostly harder than it learned
     "causal": {
         "arithmetic": partial(arithmetic, steps=(2, 6)),
         "knowledge": partial(knowledge, short=0.25),

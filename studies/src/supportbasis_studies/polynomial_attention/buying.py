@@ -54,7 +54,7 @@ class SketchRow:
     seed: int
     powers: Powers
     output_l2: float
-    lost_rows: float  # share of rows on which the sketches failed
+    failed_rows: float  # share of rows on which the sketches failed
     seconds: float
     sdpa_seconds: float
     mean_v: float  # the error of the mean of V on this input
@@ -155,7 +155,7 @@ def _sketch_row(
     baseline.run()
     assert timed_call.output is not None
     head = make().heads[0]
-    sampled = measure_errors(case.part, head, case.of_part, rescue=way == AS_RUN)
+    sampled = measure_errors(case.part, head, case.of_part, fallback=way == AS_RUN)
     mean = case.setting.value.mean(-2, keepdim=True).expand_as(case.setting.value)
     return SketchRow(
         factor=factor,
@@ -166,7 +166,7 @@ def _sketch_row(
         powers=Powers.of(head),
         # the library computes failed rows exactly: only then is its output what is asked for
         output_l2=case.error(timed_call.output) if way == AS_RUN else sampled.output[1],
-        lost_rows=sampled.lost_rows,
+        failed_rows=sampled.failed_rows,
         seconds=timed_call.seconds,
         sdpa_seconds=baseline.seconds,
         mean_v=case.error(mean),

@@ -191,25 +191,25 @@ class Errors(NamedTuple):
     matrix: tuple[float, float, float, float]
     attention: tuple[float, float, float, float]
     output: tuple[float, float, float, float]
-    lost_rows: float
+    failed_rows: float
 
 
-def measure_errors(head: Head, plan: HeadPlan, exact: Exact, *, rescue: bool) -> Errors:
+def measure_errors(head: Head, plan: HeadPlan, exact: Exact, *, fallback: bool) -> Errors:
     """Errors of a plan's weights exp(score), of its attention matrix and of its output.
 
-    Rows whose sketched sum is provably too small have failed: with ``rescue`` they are exact, as in
-    the library. Rows without a positive sum, which only a polynomial can have, are zero there too.
+    Rows whose sketched sum is provably too small have failed: with ``fallback`` they are exact, as
+    in the library. Rows without a positive sum, which only a polynomial can have, are zero too.
     """
     matrix, attention = Norms(), Norms()
     output = torch.empty_like(exact.output)
     dense = Dense(head, plan, exact.unit)
-    value, lost = head.value.double()[dense.order], 0
+    value, failed = head.value.double()[dense.order], 0
     least = least_lse(plan, head, None) - exact.unit
     for rows, truth, given in dense:
         if plan.is_sketched:
             bad = given.sum(1).log() < least[rows]
-            lost += int(bad.sum())
-            given = torch.where(bad.unsqueeze(1), truth, given) if rescue else given
+            failed += int(bad.sum())
+            given = torch.where(bad.unsqueeze(1), truth, given) if fallback else given
         matrix.add_(given - truth)
         total = given.sum(1, keepdim=True)
         given = given.mul_(torch.where(total > 0, 1 / total, 0.0))
@@ -218,4 +218,4 @@ def measure_errors(head: Head, plan: HeadPlan, exact: Exact, *, rescue: bool) ->
     values = Norms()
     values.add_(output - exact.output)
     norms = (matrix.over(exact.matrix), attention.over(exact.attention), values.over(exact.values))
-    return Errors(*norms, lost / head.n)
+    return Errors(*norms, failed / head.n)

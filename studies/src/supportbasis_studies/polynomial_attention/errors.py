@@ -42,7 +42,7 @@ class ErrorRow:
         """For the CSV: one column for each part and norm."""
         columns: Line = {name: getattr(self, name) for name in ("input", "n", "d", "seed")}
         columns |= {"method": self.method, "way": self.way} | asdict(self.powers)
-        columns["lost_rows"] = self.errors.lost_rows
+        columns["failed_rows"] = self.errors.failed_rows
         return columns | {f"{part}_{norm}": self.error(part, norm) for part, norm in measures()}
 
 
@@ -77,7 +77,7 @@ def measure_input(name: str, n: int, seed: int) -> list[ErrorRow]:
 
 def _row(variant: Variant, name: str, head: Head, seed: int, exact: Exact) -> ErrorRow:
     plan = variant.plan(head, seed)
-    errors = measure_errors(head, plan, exact, rescue=variant.way == AS_RUN)
+    errors = measure_errors(head, plan, exact, fallback=variant.way == AS_RUN)
     return ErrorRow(
         name, head.n, head.dim, seed, variant.label, variant.way, Powers.of(plan), errors
     )

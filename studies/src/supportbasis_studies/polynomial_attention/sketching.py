@@ -56,7 +56,7 @@ class SketchedPower:
     output_predicted: float
     inner_l2: float  # the same for the inner products X, before they are squared
     inner_predicted: float
-    lost_rows: int
+    failed_rows: int
 
 
 def measure_sketch(extent: Extent, first_seed: int, tick: Tick) -> list[SketchedPower]:
@@ -98,7 +98,7 @@ def _row(
         output_predicted=expected[0],
         inner_l2=pairs.measured_inner(method),
         inner_predicted=expected[1],
-        lost_rows=int(result.certificate.fallback_rows.sum()),
+        failed_rows=int(result.certificate.fallback_rows.sum()),
     )
 
 

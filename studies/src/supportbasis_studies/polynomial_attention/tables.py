@@ -65,7 +65,7 @@ def _plan_cells(rows: Sequence[ErrorRow]) -> list[str]:
     largest = max(row.powers.largest_power for row in rows)
     mean = sum(row.powers.mean_power for row in rows) / len(rows)
     exact = 100 * sum(row.powers.exact_share for row in rows) / len(rows)
-    gone = 100 * sum(row.errors.lost_rows for row in rows) / len(rows)
+    gone = 100 * sum(row.errors.failed_rows for row in rows) / len(rows)
     powers = f"{mean:.3g} (≤ {largest})" if largest else "—"
     return [powers, f"{exact:.0f} %" if exact else "—", f"{gone:.1f} %" if gone else "—"]
 
