@@ -206,7 +206,7 @@ def test_a_large_error_is_warned_about_once_by_name():
     assert caught.filename == __file__ and caught.category is UserWarning
     assert "BlockSupport(budget=0.3" in message and "give a tolerance" in message
     assert f"error of {max(errors):.2g} on head {errors.index(max(errors))} " in message
-    assert "more than 5% on 1 others" in message
+    assert "more than 5% on 1 more" in message
     _, (caught,) = warned(lambda: sb.attention(q, k, v, method=method))
     assert caught.filename == __file__ and str(caught.message) == message
     assert not warned(lambda: sb.attention(q, k, v, plan=plan))[1]

@@ -290,7 +290,7 @@ def test_a_large_error_is_warned_about_once():
     worst = errors.index(max(errors))
     assert [error > 0.05 for error in errors] == [True, True, False]
     (warning,) = caught
-    said = f"measured error of {max(errors):.2g} on head {worst} (and more than 5% on 1 others)"
+    said = f"measured error of {max(errors):.2g} on head {worst} (and more than 5% on 1 more)"
     assert said in str(warning.message) and warning.filename == __file__
     with pytest.warns(UserWarning, match="measured error") as caught:
         output = sb.attention(*tensors, method=sb.FittedPolynomial(20))

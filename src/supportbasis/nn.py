@@ -18,6 +18,7 @@ from .errors import InputError
 from .gradient import closed_form_attention
 from .gradient.closed_attention import check_method
 from .methods import Auto, Method
+from .methods.base import check_is_method
 from .plans import Plan
 
 __all__ = ["SupportBasisAttention", "SupportBasisEncoder"]
@@ -125,9 +126,8 @@ class SupportBasisAttention(nn.Module):
 
     @method.setter
     def method(self, method: Method | None) -> None:
+        check_is_method(method)
         method = Auto() if method is None else method
-        if not isinstance(method, Method):
-            raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
         if self.gradient == "closed-form":
             check_method(method, "gradient='closed-form'")
         self._method, self.kept_plan = method, None

@@ -17,6 +17,7 @@ from ..engine.dispatch import of_heads
 from ..engine.ranges import check_plan
 from ..errors import InputError
 from ..methods import Auto, Exact, Method
+from ..methods.base import check_is_method
 from ..plans import ExactHead, Plan
 from ..problem.caching import WeakCache
 from ..problem.problem import Problem
@@ -109,8 +110,7 @@ class _Options:
         check_layout(self.layout)
         if self.exchange not in (None, "heads", "ring"):
             raise InputError(f"exchange must be 'heads', 'ring' or None, got {self.exchange!r}")
-        if self.method is not None and not isinstance(self.method, Method):
-            raise InputError(f"method must be a method such as sb.Auto(), got {self.method!r}")
+        check_is_method(self.method)
         if self.plan is None:
             return
         if not isinstance(self.plan, Plan):

@@ -57,7 +57,7 @@ def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
     if int(outcome.invalid_rows.sum() - outcome.fallback_rows.sum()):
         texts.append(
             "rows had no usable denominator (their weights cancel or vanish) and return zeros; "
-            "return_result=True counts them by head"
+            "sb.attention(..., return_result=True) counts them by head"
         )
     may_fail = any(head.may_fail for head in plan.heads)
     if may_fail and float(outcome.fallback_rows.max()) > FAILED_SHARE * problem.n:

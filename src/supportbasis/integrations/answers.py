@@ -10,6 +10,7 @@ from torch import Tensor
 from ..api import attention
 from ..errors import InputError
 from ..methods import Auto, Exact, Method
+from ..methods.base import check_is_method
 from ..plans import ModelPlan, Plan
 from .calls import Call
 from .parts import continued, with_lse
@@ -30,8 +31,7 @@ class Answers:
         plan: ModelPlan | Plan | None = None,
         min_tokens: int | None = None,
     ) -> None:
-        if method is not None and not isinstance(method, Method):
-            raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
+        check_is_method(method)
         if plan is not None and not isinstance(plan, ModelPlan | Plan):
             raise InputError(
                 f"plan must be an sb.ModelPlan or sb.Plan, got a {type(plan).__name__} (ranges of "

@@ -21,6 +21,7 @@ from ..api import attention
 from ..api import plan as make_plan
 from ..errors import InputError
 from ..methods import Auto, Method
+from ..methods.base import check_is_method
 from ..methods.planning import plan_of
 from ..plans import Plan
 from ..problem.checks import check_number
@@ -83,8 +84,7 @@ class Backend:
         self, tolerance: float, min_tokens: int | None, name: str, method: Method | None
     ) -> None:
         check_number("tolerance", tolerance)
-        if method is not None and not isinstance(method, Method):
-            raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
+        check_is_method(method)
         self.name, self.tolerance, self.min_tokens = name, tolerance, min_tokens
         self.method = Auto(MARGIN * tolerance) if method is None else method
         self.counts: Counter[str] = Counter()

@@ -58,6 +58,12 @@ class Method(ABC):
         return exact_plan(head, reason)
 
 
+def check_is_method(method: object) -> None:
+    """Raise unless it is a method, or None."""
+    if method is not None and not isinstance(method, Method):
+        raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
+
+
 @dataclass(frozen=True)
 class Exact(Method):
     """Every pair is computed: D^-1 A V with A = exp(scale Q K^T) (Definition 1.1).

@@ -18,7 +18,7 @@ from ..plans import BucketHead, ExactHead, HeadPlan, ListHead, Plan, PolynomialH
 from ..problem.checks import is_tracing
 from ..problem.problem import Head, Problem
 from .auto import Auto
-from .base import Exact, Method, exact_plan
+from .base import Exact, Method, check_is_method, exact_plan
 from .polynomial import Polynomial
 from .power import PowerAttention
 
@@ -29,8 +29,7 @@ def plan_of(
     problem: Problem, method: Method | None, plan: Plan | None, implementation: str = "auto"
 ) -> Plan:
     """The caller's plan, checked against the call, or a new one."""
-    if method is not None and not isinstance(method, Method):
-        raise InputError(f"method must be a method such as sb.Auto(), got {method!r}")
+    check_is_method(method)
     if plan is None:
         method = method or Auto()
         _check_call(problem, method)
@@ -70,7 +69,7 @@ def make_plan(problem: Problem, method: Method) -> Plan:
     count = sum(error > LARGE_ERROR for error, _ in errors)
     if count and not method.promises_error:
         error, number = max(errors)
-        others = f" (and more than {LARGE_ERROR:.0%} on {count - 1} others)" if count > 1 else ""
+        others = f" (and more than {LARGE_ERROR:.0%} on {count - 1} more)" if count > 1 else ""
         text = f"{method} has a measured error of {error:.2g} on head {number}{others}"
         text = f"supportbasis: {text}; give a tolerance to limit it"
         warnings.warn(text, UserWarning, stacklevel=4)
