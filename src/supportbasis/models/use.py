@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..distributed.token_layout import Layout
 from ..errors import InputError
 from ..integrations.answers import Answers
-from ..integrations.replacing import replaced
+from ..integrations.replacing import replaced, uncompiled
 from ..integrations.sliced import Group, SlicedAnswers
 from ..methods import Method
 from ..plans import ModelPlan
@@ -59,7 +59,7 @@ def use(
     """
     if plan is not None and method is not None:
         raise InputError(f"plan is {plan}, and method is {method}; expected one of them")
-    chosen = method if plan is None else plan
+    chosen, model = method if plan is None else plan, uncompiled(model)
     if group is None and layout is not None:
         raise InputError(f"layout is {layout!r}, but no group is given, whose ranks hold slices")
     first = None if isinstance(chosen, Mapping) else chosen
