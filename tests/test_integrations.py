@@ -11,9 +11,12 @@ import torch
 import supportbasis as sb
 from supportbasis.integrations.calls import Call, explicit
 from transformer_cases import (
+    BOTH,
+    GROUPED,
     MODELS,
     SPECIAL,
     TOKENS,
+    WIDE,
     both,
     close,
     ids,
@@ -205,6 +208,33 @@ def test_weights_that_were_asked_for_are_not_kept() -> None:
         pytest.warns(UserWarning, match="use 'eager' for them"),
     ):
         model(ids(), output_attentions=True)
+
+
+OWN_MASKS: dict[str, dict[str, Any]] = {
+    "PegasusXForConditionalGeneration": {**BOTH, "num_global_tokens": 4, "block_size": 8},
+    "BigBirdPegasusForConditionalGeneration": {**BOTH, "attention_type": "original_full"},
+    "DogeForCausalLM": GROUPED,
+    "DeepseekV32ForCausalLM": {
+        **WIDE, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4,
+        "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "index_topk": 8, "index_n_heads": 2,
+        "index_head_dim": 16, "first_k_dense_replace": 2},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:supportbasis. model")
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("name", OWN_MASKS)
+def test_what_a_model_learns_from_its_mask_only_is_kept(name: str, side: str | None) -> None:
+    if not hasattr(transformers, name):
+        pytest.skip(f"this version of transformers has no {name}")
+    model, mask = tiny(name, **OWN_MASKS[name]), None if side is None else padded(side)
+    given = {"input_ids": ids(), "attention_mask": mask}
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = ids(tokens=40)
+    exact, other, _ = both(model, lambda: model(**given).logits)
+    shown = slice(None) if mask is None or model.config.is_encoder_decoder else mask.bool()
+    close(exact[shown], other[shown])
 
 
 # ---- approximate methods ---------------------------------------------------------------------
