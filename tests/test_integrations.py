@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import supportbasis as sb
+from supportbasis.integrations.answers import Answers
 from supportbasis.integrations.calls import Call, explicit
 from transformer_cases import (
     BOTH,
@@ -100,6 +101,15 @@ def test_prefill_in_chunks_continues_a_cache(
         return torch.cat(found, 1)[mask.bool()]
 
     close(*both(model, run)[:2])
+
+
+def test_a_cache_is_continued_within_autocast() -> None:
+    q, k, v = torch.randn(3, 1, 2, 60, 8, generator=torch.Generator().manual_seed(0))
+    call = Call(0, "", q[:, :, 40:], k, v.bfloat16(), is_causal=True, offset=40)
+    with torch.autocast("cpu", torch.bfloat16):
+        exact, other = call.exact(), Answers(sb.Exact())(call)
+    assert other.dtype == exact.dtype == torch.bfloat16
+    torch.testing.assert_close(exact, other, rtol=0.02, atol=0.02)  # bfloat16: 2^-8, some roundings
 
 
 @pytest.mark.parametrize(
