@@ -59,6 +59,15 @@ def test_padding_is_hidden(name: str, side: str, tokens: int) -> None:
         assert float((unmasked - exact).abs().max()) > 0.01
 
 
+def test_a_key_mask_of_the_caller_is_all_that_hides() -> None:
+    model, mask = tiny("Llama"), padded("right").bool()
+    given = {"input_ids": ids(), "attention_mask": mask[:, None, None]}
+    close(*both(model, lambda: model(**given).logits)[:2])
+    given["attention_mask"] = mask  # to which transformers adds causality
+    exact, other, _ = both(model, lambda: model(**given).logits[mask])
+    close(exact, other)
+
+
 @pytest.mark.parametrize("tokens", [12, 40])
 def test_a_mask_of_padding_is_no_square(tokens: int) -> None:
     """Long padded inputs get a key mask [batch, 1, 1, keys], never one of n x n entries."""
@@ -328,6 +337,17 @@ def test_registered_plans_are_taken_in_the_order_of_the_modules() -> None:
             model(ids())
         del model
     assert (answers.exact, answers.approximated) == ({0: 6}, {1: 6})
+
+
+def test_a_plan_with_modules_that_a_model_has_not_is_refused() -> None:
+    model, q = tiny("Llama"), torch.randn(1, 4, TOKENS, 8)
+    plan = sb.plan(q, q, q, is_causal=True, method=sb.Polynomial(0))
+    made = model_plan([plan] * 3, [f"model.layers.{i}.self_attn" for i in range(3)])
+    with (
+        pytest.raises(sb.InputError, match=r"has no model\.layers\.2\.self_attn"),
+        sb.models.use(model, made),
+    ):
+        pass
 
 
 def test_plans_find_their_modules_by_name() -> None:

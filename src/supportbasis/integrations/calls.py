@@ -32,6 +32,7 @@ class Call:
     dropout: float = 0.0
     own: Callable[[], Tensor] | None = None  # the model's own attention, if only that will do
     reason: str = ""  # why only that will do
+    row_mask: Tensor | None = None  # [batch, heads, tokens, keys] of such a call, bool or additive
 
     @property
     def n(self) -> int:

@@ -128,6 +128,7 @@ def call_of(site: int, given: dict[str, Any]) -> Call:
     return Call(
         site, f"call {site}", query, key, value, key_mask, causal, 0, given.get("scale"),
         float(given.get("dropout_p", 0.0)), own, reason,
+        mask if own is not None and query.ndim == 4 else None,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ EXPLICIT = ("softcap", "s_aux", "position_bias")  # arguments that PyTorch's att
 # models that combine the mask with one of their own, or select keys by it
 COMBINING = ("axk2", "deepseek_v32", "doge", "glm_moe_dsa", "hy_v4", "qwen4_exp")
 FORBIDDEN = ("sdpa", "flex_attention", "flash", "eager", "|")  # in a name: transformers reads them
+
+_ours: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # key masks
 
 
 def register(
@@ -141,9 +143,23 @@ def key_mask(
             return None
         if causal and seen == q_length and more.get("allow_is_causal_skip", True):
             return None
-        device = more.get("device", "cpu")
-        return torch.ones(1, dtype=torch.bool, device=device).expand(batch_size, 1, 1, seen)
-    return padding[:, None, None]
+        padding = torch.ones(1, dtype=torch.bool, device=more.get("device", "cpu"))
+        return _remembered(padding.expand(batch_size, 1, 1, seen))
+    return _remembered(padding.contiguous()[:, None, None])
+
+
+def _remembered(mask: Tensor) -> Tensor:
+    """A key mask of ours, known as such while it lives: one that a caller gives is not causal."""
+    if not torch.compiler.is_compiling():
+        _ours[id(mask)] = mask
+    return mask
+
+
+def _is_ours(mask: Tensor) -> bool:
+    """Whether a key mask, which may have been moved to another device, is one of ours."""
+    if torch.compiler.is_compiling():
+        return True
+    return any(other.shape == mask.shape for other in list(_ours.values()))
 
 
 @lru_cache
@@ -196,10 +212,10 @@ def _call(
     plain = mask is None or (is_key_mask and n > FEW)
     call = Call(
         site, name, query, key, value, scale=scaling, dropout=dropout,
-        reason=_reason(plain or n <= FEW, more),
+        reason=_reason(plain or n <= FEW, more), row_mask=None if plain else mask,
     )  # fmt: skip
     if plain:
-        causal = causal and n > 1
+        causal = causal and n > 1 and (mask is None or _is_ours(mask))
         seen = (n if causal else m) if mask is None else mask.shape[-1]
         hides = mask is not None and mask.stride(-1) != 0  # an expanded one hides nothing
         call = replace(
