@@ -213,6 +213,8 @@ def test_damaged_model_plans_are_refused(tmp_path: Path) -> None:
     plan = sb.models.plan(Toy(), [torch.randn(1, 600, 16)], kl=0.1, progress=False)
     path = tmp_path / "plan.json"
     plan.save(path)
+    with pytest.raises(sb.InputError, match=r"is read by sb\.ModelPlan\.load"):
+        sb.Plan.load(path)
     content = json.loads(path.read_text())
     for damage, message in (
         ({"format": "x"}, "no model plan of this version"),
