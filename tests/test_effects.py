@@ -107,6 +107,16 @@ def test_labels_follow_the_distribution_and_padding_does_not_count() -> None:
     torch.testing.assert_close(shares, logits[0, 0].softmax(0), atol=0.015, rtol=0)  # 4 sigma
     mask = torch.tensor([[1, 1, 0]])
     assert visible(logits[:, :3], {"attention_mask": mask}).tolist() == [True, True, False]
+    both = {"attention_mask": mask, "decoder_input_ids": mask}  # the mask is the encoder's
+    assert visible(logits[:, :3], both).all()
+    both["decoder_attention_mask"] = 1 - mask
+    assert visible(logits[:, :3], both).tolist() == [False, False, True]
+
+
+def test_classes_that_cannot_come_have_no_divergence() -> None:
+    logits = torch.tensor([[0.0, 1.0, -torch.inf]])
+    other = torch.tensor([[0.5, 1.0, -torch.inf]])
+    torch.testing.assert_close(divergences(logits, other), divergences(logits[:, :2], other[:, :2]))
 
 
 def test_a_frozen_model_is_restored() -> None:

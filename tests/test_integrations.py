@@ -9,11 +9,15 @@ import pytest
 import torch
 
 import supportbasis as sb
+from supportbasis.integrations.answers import Answers
 from supportbasis.integrations.calls import Call, explicit
 from transformer_cases import (
+    BOTH,
+    GROUPED,
     MODELS,
     SPECIAL,
     TOKENS,
+    WIDE,
     both,
     close,
     ids,
@@ -53,6 +57,15 @@ def test_padding_is_hidden(name: str, side: str, tokens: int) -> None:
         with torch.no_grad():
             unmasked = model(**inputs(name, tokens)).logits[mask.bool()]
         assert float((unmasked - exact).abs().max()) > 0.01
+
+
+def test_a_key_mask_of_the_caller_is_all_that_hides() -> None:
+    model, mask = tiny("Llama"), padded("right").bool()
+    given = {"input_ids": ids(), "attention_mask": mask[:, None, None]}
+    close(*both(model, lambda: model(**given).logits)[:2])
+    given["attention_mask"] = mask  # to which transformers adds causality
+    exact, other, _ = both(model, lambda: model(**given).logits[mask])
+    close(exact, other)
 
 
 @pytest.mark.parametrize("tokens", [12, 40])
@@ -97,6 +110,15 @@ def test_prefill_in_chunks_continues_a_cache(
         return torch.cat(found, 1)[mask.bool()]
 
     close(*both(model, run)[:2])
+
+
+def test_a_cache_is_continued_within_autocast() -> None:
+    q, k, v = torch.randn(3, 1, 2, 60, 8, generator=torch.Generator().manual_seed(0))
+    call = Call(0, "", q[:, :, 40:], k, v.bfloat16(), is_causal=True, offset=40)
+    with torch.autocast("cpu", torch.bfloat16):
+        exact, other = call.exact(), Answers(sb.Exact())(call)
+    assert other.dtype == exact.dtype == torch.bfloat16
+    torch.testing.assert_close(exact, other, rtol=0.02, atol=0.02)  # bfloat16: 2^-8, some roundings
 
 
 @pytest.mark.parametrize(
@@ -207,6 +229,33 @@ def test_weights_that_were_asked_for_are_not_kept() -> None:
         model(ids(), output_attentions=True)
 
 
+OWN_MASKS: dict[str, dict[str, Any]] = {
+    "PegasusXForConditionalGeneration": {**BOTH, "num_global_tokens": 4, "block_size": 8},
+    "BigBirdPegasusForConditionalGeneration": {**BOTH, "attention_type": "original_full"},
+    "DogeForCausalLM": GROUPED,
+    "DeepseekV32ForCausalLM": {
+        **WIDE, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4,
+        "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "index_topk": 8, "index_n_heads": 2,
+        "index_head_dim": 16, "first_k_dense_replace": 2},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:supportbasis. model")
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("name", OWN_MASKS)
+def test_what_a_model_learns_from_its_mask_only_is_kept(name: str, side: str | None) -> None:
+    if not hasattr(transformers, name):
+        pytest.skip(f"this version of transformers has no {name}")
+    model, mask = tiny(name, **OWN_MASKS[name]), None if side is None else padded(side)
+    given = {"input_ids": ids(), "attention_mask": mask}
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = ids(tokens=40)
+    exact, other, _ = both(model, lambda: model(**given).logits)
+    shown = slice(None) if mask is None or model.config.is_encoder_decoder else mask.bool()
+    close(exact[shown], other[shown])
+
+
 # ---- approximate methods ---------------------------------------------------------------------
 
 
@@ -288,6 +337,17 @@ def test_registered_plans_are_taken_in_the_order_of_the_modules() -> None:
             model(ids())
         del model
     assert (answers.exact, answers.approximated) == ({0: 6}, {1: 6})
+
+
+def test_a_plan_with_modules_that_a_model_has_not_is_refused() -> None:
+    model, q = tiny("Llama"), torch.randn(1, 4, TOKENS, 8)
+    plan = sb.plan(q, q, q, is_causal=True, method=sb.Polynomial(0))
+    made = model_plan([plan] * 3, [f"model.layers.{i}.self_attn" for i in range(3)])
+    with (
+        pytest.raises(sb.InputError, match=r"has no model\.layers\.2\.self_attn"),
+        sb.models.use(model, made),
+    ):
+        pass
 
 
 def test_plans_find_their_modules_by_name() -> None:

@@ -128,6 +128,10 @@ def test_heads_that_cannot_be_approximated_are_said_to_be_exact() -> None:
     model = transformers.MistralForCausalLM(config).eval()
     found = profiling.profile(model, torch.randint(40, (1, 64)), (32, 64), progress=False)
     assert all("sliding window" in x.kind for head in found for x in head.prospects)
+    for head in found:  # of row i there are min(i + 1, 16) keys
+        seen = torch.arange(1, 65).clamp(max=16)
+        assert head.uniform == pytest.approx(float(seen.log().mean()))
+        assert head.entropy <= head.uniform
 
 
 def test_the_length_follows_the_text(folder: Path, tmp_path: Path) -> None:

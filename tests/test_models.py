@@ -167,6 +167,31 @@ def test_what_a_plan_needs_is_said() -> None:
         sb.models.plan("model", batches, kl=0.1, progress=False)
 
 
+@pytest.mark.parametrize("unit", ["kl", "change"])
+def test_outputs_that_are_no_numbers_are_refused(unit: str) -> None:
+    model, batches = Toy(unit == "kl"), [torch.randn(1, 520, 16) for _ in range(2)]
+    with torch.no_grad():
+        model.head.bias[0] = torch.nan
+    with pytest.raises(sb.InputError, match="its output for a batch has NaN"):
+        sb.models.plan(model, batches, **{unit: 0.1}, progress=False)
+
+
+class Mixed(Toy):
+    """Its queries and keys are wider than its values within autocast."""
+
+    def forward(self, x: torch.Tensor) -> object:
+        q, k, v = self.maps(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q.float(), k.float(), v, is_causal=True)
+        return {"logits": self.head(y.transpose(1, 2).flatten(2))}
+
+
+def test_a_model_is_planned_within_autocast() -> None:
+    batches = [torch.randn(1, 520, 16) for _ in range(2)]
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = sb.models.plan(Mixed(), batches, kl=0.1, samples=1, progress=False)
+    assert plan.measured is not None
+
+
 @pytest.mark.usefixtures("cheap")
 def test_a_plan_of_another_model_is_refused() -> None:
     model, batches = tiny_llama(), texts(1, 600)
@@ -188,6 +213,8 @@ def test_damaged_model_plans_are_refused(tmp_path: Path) -> None:
     plan = sb.models.plan(Toy(), [torch.randn(1, 600, 16)], kl=0.1, progress=False)
     path = tmp_path / "plan.json"
     plan.save(path)
+    with pytest.raises(sb.InputError, match=r"is read by sb\.ModelPlan\.load"):
+        sb.Plan.load(path)
     content = json.loads(path.read_text())
     for damage, message in (
         ({"format": "x"}, "no model plan of this version"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import supportbasis as sb
 from supportbasis.integrations.replacing import has_interface
@@ -94,7 +95,105 @@ def test_a_model_is_replaced_once_at_a_time() -> None:
         pass
 
 
+def test_a_compiled_model_is_replaced_like_the_one_it_was_made_of() -> None:
+    torch._dynamo.reset()
+    model, x = OwnAttention(), torch.randn(1, 40, 8)
+    compiled: Any = torch.compile(model, backend="eager")
+    exact, other, answers = both(compiled, lambda: compiled(x))
+    close(exact, other)
+    assert answers.approximated == {0: 1, 1: 1}
+    language = tiny("Llama")
+    with sb.models.use(torch.compile(language), sb.Exact()) as answers, torch.no_grad():
+        language(ids())
+    assert answers.calls == 2
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_modules_of_pytorch_are_replaced(recorded: bool) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(recorded)
+    x = torch.randn(2, 40, 16)
+    with torch.set_grad_enabled(recorded):
+        exact = model(x)
+        with sb.models.use(model, sb.Exact()) as answers:
+            close(exact.detach(), model(x).detach())
+        with sb.models.use(model, sb.Polynomial(0)):
+            assert not torch.allclose(exact, model(x), rtol=1e-4, atol=1e-4)
+    assert answers.approximated == {0: 1, 1: 1}
+
+
+class Checkpointed(torch.nn.Module):
+    """Two layers, each computed again in the backward pass or not."""
+
+    def __init__(self, again: bool, reentrant: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(OwnAttention() for _ in range(2))
+        self.again, self.reentrant = again, reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.again:
+                x = x + checkpoint(layer, x, use_reentrant=self.reentrant)
+            else:
+                x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_compute_the_same_attention_again(reentrant: bool) -> None:
+    x = torch.randn(1, 40, 8, generator=torch.Generator().manual_seed(0))
+    found = []
+    for again in (False, True):
+        model = Checkpointed(again, reentrant)
+        with sb.models.use(model, sb.Polynomial(1)) as answers:
+            model(x.clone().requires_grad_()).square().sum().backward()
+        found.append(torch.stack([layer.weight.grad for layer in model.layers]))
+    assert answers.calls == 8
+    torch.testing.assert_close(*found)
+
+
+def test_checkpoints_do_not_know_the_sites_of_a_plan() -> None:
+    x = torch.randn(1, 40, 8, requires_grad=True)
+    q = torch.randn(1, 2, 40, 4)
+    plan = model_plan([sb.plan(q, q, q, method=sb.Polynomial(0))] * 4)
+    for again in (False, True):
+        model = Checkpointed(again)
+        for replaced in (sb.models.use(model, plan), sb.integrations.sdpa.override(plan=plan)):
+            with replaced:
+                loss = model(x).square().sum()
+                if again:
+                    with pytest.raises(sb.InputError, match="computed again in a backward pass"):
+                        loss.backward()
+                else:
+                    loss.backward()
+
+
 # ---- sdpa.override ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "given"),
+    [
+        (((2, 4, 1, 8), (2, 4, 30, 8), (2, 4, 30, 8)), {"is_causal": True}),
+        (((1, 4, 20, 8), (2, 4, 30, 8), (2, 4, 30, 8)), {}),
+        (((2, 1, 20, 8), (2, 4, 30, 8), (2, 4, 30, 8)), {}),
+        (((4, 20, 8), (2, 4, 30, 8), (2, 4, 30, 8)), {}),
+        (((2, 4, 20, 8), (2, 2, 30, 8), (2, 1, 30, 8)), {"enable_gqa": True}),
+    ],
+)  # fmt: skip
+def test_broadcast_and_single_queries_are_answered_as_by_pytorch(
+    shapes: tuple[tuple[int, ...], ...], given: dict[str, Any]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randn(shape, generator=generator) for shape in shapes]
+    exact = F.scaled_dot_product_attention(*tokens, **given)
+    with warnings.catch_warnings(), sb.integrations.sdpa.override(sb.Exact()) as answers:
+        warnings.simplefilter("ignore")
+        other = F.scaled_dot_product_attention(*tokens, **given)
+    torch.testing.assert_close(exact, other)
+    assert answers.calls == 1
 
 
 def test_sites_are_numbered_by_their_order_in_a_forward_pass() -> None:

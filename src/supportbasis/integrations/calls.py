@@ -32,6 +32,7 @@ class Call:
     dropout: float = 0.0
     own: Callable[[], Tensor] | None = None  # the model's own attention, if only that will do
     reason: str = ""  # why only that will do
+    row_mask: Tensor | None = None  # [batch, heads, tokens, keys] of such a call, bool or additive
 
     @property
     def n(self) -> int:
@@ -55,7 +56,7 @@ class Call:
         """Output [batch, heads, tokens, dim] by the model's own attention or PyTorch's."""
         if self.own is not None:
             return self.own()
-        if not self.is_causal or self.n == 1:
+        if not self.is_causal:
             return self._sdpa(self.query, self.m, self.attn_mask, False)
         if self.key_mask is None and self.offset == 0:
             return self._sdpa(self.query, min(self.n, self.m), None, True)

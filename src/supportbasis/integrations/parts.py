@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from ..api import autocast
 from ..components.partial import merged
 from ..engine.autograd import run
 from ..methods import Method
@@ -27,7 +28,7 @@ def continued(call: Call, method: Method | None, plan: Plan | None) -> Tensor:
         given = plan if causal or plan is None else without_windows(plan)
         found.append(with_lse(call, keys, part, causal, method, given))
     output, _ = merged(*found[0], *found[1])
-    return output.to(call.query.dtype)
+    return output.to(autocast(call.query)[0].dtype)
 
 
 def with_lse(
@@ -39,10 +40,8 @@ def with_lse(
     plan: Plan | None,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp over some keys of a call."""
-    problem = attention_problem(
-        call.query, call.key[:, :, keys], call.value[:, :, keys], mask, 0.0, causal, call.scale,
-        call.group > 1,
-    )  # fmt: skip
+    query, key, value = autocast(call.query, call.key[:, :, keys], call.value[:, :, keys])
+    problem = attention_problem(query, key, value, mask, 0.0, causal, call.scale, call.group > 1)
     made = plan_of(problem, method, plan).resolved(problem.requires_grad)
     outcome = run(problem, made, True)
     return outcome.output, outcome.lse

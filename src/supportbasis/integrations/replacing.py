@@ -32,11 +32,14 @@ def replaced(model: Any, handler: Handler, sites: int | None = None) -> Iterator
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    model = uncompiled(model)
     if model in _replaced:
         raise InputError("model: its attention is replaced already; leave the other `use` first")
     count = _Count(handler)
     by_name = has_interface(model)
     mode = None if by_name else sdpa.Mode(count)
+    if mode is not None:
+        mode.has_plan = sites is not None
 
     def start(*_: Any) -> None:
         count.arrived = 0
@@ -66,6 +69,11 @@ def replaced(model: Any, handler: Handler, sites: int | None = None) -> Iterator
         _replaced.discard(model)
         for hook in hooks:
             hook.remove()
+
+
+def uncompiled(model: Any) -> Any:
+    """The module that `torch.compile` was given, where the model is what it returned."""
+    return model._modules.get("_orig_mod", model) if isinstance(model, nn.Module) else model
 
 
 class _Count:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from .answers import Answers
 from .calls import Call, Handler
 
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+WHOLE = (F.multi_head_attention_forward, *BACKWARD)  # functions that hide their calls from a mode
+QUESTIONS = ("has_torch_function", "has_torch_function_unary")  # by which they do
 
 
 @contextmanager
@@ -63,14 +67,37 @@ class Mode(TorchFunctionMode):
     def __init__(self, handler: Handler, sites: int | None = None) -> None:
         super().__init__()
         self.handler, self.sites, self.count = handler, sites, 0
+        self.has_plan = sites is not None  # of a model
+        self.is_backward = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in WHOLE:
+            return self._within(func, args, kwargs or {})
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
+        if self.is_backward and self.has_plan:
+            raise InputError(
+                "plan: attention is computed again in a backward pass (gradient checkpointing), "
+                "where its place in the model is not known; train with a method, or without "
+                "checkpoints"
+            )
         given = dict(zip(ARGUMENTS, args, strict=False)) | (kwargs or {})
         site = self.count % self.sites if self.sites else self.count
         self.count += 1
         return self.handler(call_of(site, given)).view(_shape(given))  # itself outside this mode
+
+    def _within(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a function of PyTorch so that the calls within it are answered, too: without its
+        question whether there is a mode."""
+        names = func.__globals__ | dict.fromkeys(QUESTIONS, lambda *_: False)
+        plain = FunctionType(func.__code__, names, argdefs=func.__defaults__)
+        plain.__kwdefaults__ = func.__kwdefaults__
+        before, self.is_backward = self.is_backward, self.is_backward or func in BACKWARD
+        try:
+            with self:
+                return plain(*args, **kwargs)
+        finally:
+            self.is_backward = before
 
 
 def is_overridden() -> bool:
@@ -88,6 +115,8 @@ def call_of(site: int, given: dict[str, Any]) -> Call:
         reason = f"its query has {query.ndim} dimensions, not 4"
     elif query.shape[1] != key.shape[1] and not given.get("enable_gqa"):
         reason = "its keys are broadcast over heads"
+    elif given.get("enable_gqa") and key.shape[1] != value.shape[1]:
+        reason = "keys and values have other numbers of heads"
     elif mask is not None and _is_key_mask(mask, key):
         key_mask = mask.reshape(-1, key.shape[2]).expand(len(key), -1)
     elif mask is not None:
@@ -99,6 +128,7 @@ def call_of(site: int, given: dict[str, Any]) -> Call:
     return Call(
         site, f"call {site}", query, key, value, key_mask, causal, 0, given.get("scale"),
         float(given.get("dropout_p", 0.0)), own, reason,
+        mask if own is not None and query.ndim == 4 else None,
     )  # fmt: skip
 
 
@@ -115,5 +145,7 @@ def _own(given: dict[str, Any]) -> Callable[[], Tensor]:
 
 
 def _shape(given: dict[str, Any]) -> tuple[int, ...]:
-    query, value = given["query"], given["value"]
-    return (*query.shape[:-1], value.shape[-1])
+    query, key, value = (given[name] for name in ARGUMENTS[:3])
+    last = 3 if given.get("enable_gqa") else 2  # heads of keys are not broadcast
+    leading = torch.broadcast_shapes(*(x.shape[:-last] for x in (query, key, value)))
+    return (*leading, *query.shape[-last:-1], value.shape[-1])

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -26,7 +26,11 @@ from .calls import Call, Handler, explicit
 NAME = "support_basis"
 FEW = 16  # queries: up to so many, a mask for each of them is made
 EXPLICIT = ("softcap", "s_aux", "position_bias")  # arguments that PyTorch's attention has not
+# models that combine the mask with one of their own, or select keys by it
+COMBINING = ("axk2", "deepseek_v32", "doge", "glm_moe_dsa", "hy_v4", "qwen4_exp")
 FORBIDDEN = ("sdpa", "flex_attention", "flash", "eager", "|")  # in a name: transformers reads them
+
+_ours: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # key masks
 
 
 def register(
@@ -117,9 +121,16 @@ def key_mask(
 
     causal = mask_function is None or mask_function is masks.causal_mask_function
     plain = causal or mask_function is masks.bidirectional_mask_function
+    config: Any = more.get("config")
+    make = masks.sdpa_mask
+    if not _takes_key_masks(config.__class__):
+        plain, more = plain and not causal, {**more, "allow_is_causal_skip": False}
+        if getattr(config, "is_encoder_decoder", False):  # the encoder may add it to its scores
+            plain, make = False, masks.eager_mask
+    plain = plain and not getattr(config, "model_type", "").startswith(COMBINING)
     if local_size is not None or not plain or q_length <= FEW or kv_offset:
         given = {} if mask_function is None else {"mask_function": mask_function}
-        found: Tensor | None = masks.sdpa_mask(
+        found: Tensor | None = make(
             batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask,
             local_size=local_size, **given, **more,
         )  # fmt: skip
@@ -132,9 +143,36 @@ def key_mask(
             return None
         if causal and seen == q_length and more.get("allow_is_causal_skip", True):
             return None
-        device = more.get("device", "cpu")
-        return torch.ones(1, dtype=torch.bool, device=device).expand(batch_size, 1, 1, seen)
-    return padding[:, None, None]
+        padding = torch.ones(1, dtype=torch.bool, device=more.get("device", "cpu"))
+        return _remembered(padding.expand(batch_size, 1, 1, seen))
+    return _remembered(padding.contiguous()[:, None, None])
+
+
+def _remembered(mask: Tensor) -> Tensor:
+    """A key mask of ours, known as such while it lives: one that a caller gives is not causal."""
+    if not torch.compiler.is_compiling():
+        _ours[id(mask)] = mask
+    return mask
+
+
+def _is_ours(mask: Tensor) -> bool:
+    """Whether a key mask, which may have been moved to another device, is one of ours."""
+    if torch.compiler.is_compiling():
+        return True
+    return any(other.shape == mask.shape for other in list(_ours.values()))
+
+
+@lru_cache
+def _takes_key_masks(config: type) -> bool:
+    """Whether modules of models with such a configuration say themselves that they are causal, as
+    PyTorch's attention needs it; those of others learn it from their mask only."""
+    from transformers import PreTrainedModel
+
+    kinds: list[Any] = [PreTrainedModel]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    mine = [kind for kind in kinds if getattr(kind, "config_class", None) is config]
+    return not mine or any(kind._supports_sdpa for kind in mine)
 
 
 def _attention(
@@ -163,16 +201,21 @@ def _call(
 ) -> Call:
     """What a call means. Masks of few queries, and those that depend on the query, are left to
     transformers."""
-    query, key, value, mask, dropout, scaling, _ = given
+    query, key, value, mask, dropout, scaling, said = given
     n, m = query.shape[2], key.shape[2]
+    if more.get("block_indices") is not None:
+        raise InputError(f"{name} selects blocks of keys, which runs by its own attention only")
+    if more.get("indices") is not None:
+        mask = _selected(mask, more["indices"], m)
+        given = (query, key, value, mask, dropout, scaling, said)
     is_key_mask = mask is not None and mask.dtype == torch.bool and mask.shape[1:3] == (1, 1)
     plain = mask is None or (is_key_mask and n > FEW)
     call = Call(
         site, name, query, key, value, scale=scaling, dropout=dropout,
-        reason=_reason(plain or n <= FEW, more),
+        reason=_reason(plain or n <= FEW, more), row_mask=None if plain else mask,
     )  # fmt: skip
     if plain:
-        causal = causal and n > 1
+        causal = causal and n > 1 and (mask is None or _is_ours(mask))
         seen = (n if causal else m) if mask is None else mask.shape[-1]
         hides = mask is not None and mask.stride(-1) != 0  # an expanded one hides nothing
         call = replace(
@@ -187,6 +230,15 @@ def _call(
     return call if plain else replace(call, own=partial(_sdpa, module, given, more))
 
 
+def _selected(mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
+    """A mask that leaves each query the keys of its ``indices`` [batch, queries, selected]."""
+    chosen = indices.new_zeros(*indices.shape[:2], keys, dtype=torch.bool)
+    chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
+    if mask is None or mask.dtype == torch.bool:
+        return chosen if mask is None else chosen & mask
+    return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
 def _reason(is_plain: bool, more: dict[str, Any]) -> str:
     """Why a call is exact; "" where it need not be, or where nobody would expect otherwise."""
     if more.get("s_aux") is not None:
@@ -195,6 +247,8 @@ def _reason(is_plain: bool, more: dict[str, Any]) -> str:
         return "its scores are soft-capped"
     if more.get("position_bias") is not None:
         return "it has a bias of positions"
+    if more.get("indices") is not None:
+        return "it selects its keys"
     if more.get("output_attentions"):
         return "output_attentions was asked for, and no weights are kept: use 'eager' for them"
     if not is_plain:

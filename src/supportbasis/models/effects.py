@@ -156,10 +156,12 @@ def _objective(
                 "kl: the model's output has no logits; give change= instead, the relative squared "
                 "change of its output"
             )
+        _check(logits)
         counts = visible(logits, batch)
         weight = 0.5 / max(1, int(counts.sum()))
         return weight, lambda: log_likelihood(logits, sample_labels(logits, generator), counts)
     tensor = output_of(output)
+    _check(tensor)
     size = float(tensor.detach().double().square().sum())
 
     def probe() -> Tensor:
@@ -167,6 +169,14 @@ def _objective(
         return (tensor.float() * probes).sum()
 
     return 1.0 / max(size, 1e-300), probe
+
+
+def _check(output: Tensor) -> None:
+    if bool(output.isnan().any()):
+        raise InputError(
+            "model: its output for a batch has NaN, exactly computed; check its weights, its dtype "
+            "and the batch"
+        )
 
 
 def _detached(call: Call) -> Call:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import attention
+from ..api import attention, autocast
 from ..engine.ranges import widened
 from ..errors import InputError
 from ..integrations.calls import Call
@@ -189,9 +189,10 @@ class Search:
 
 def problem_of(call: Call) -> Problem:
     """A call as the engine sees it, to be planned for many others like it."""
+    query, key, value = autocast(call.query, call.key, call.value)
     problem = attention_problem(
-        call.query, call.key, call.value, call.attn_mask, 0.0, call.is_causal, call.scale,
-        call.group > 1, finite=False,
+        query, key, value, call.attn_mask, 0.0, call.is_causal, call.scale, call.group > 1,
+        finite=False,
     )  # fmt: skip
     return replace(problem, is_reused=True)
 
@@ -225,7 +226,7 @@ def _layers(
 
 def _layer(call: Call, minimise: str, seed: int) -> Layer:
     problem = problem_of(call)
-    if call.reason or call.dropout:
+    if call.own is not None or call.reason or call.dropout:
         settings: list[list[HeadPlan]] = [
             [ExactHead(reason=call.reason or "dropout", n=call.n, m=call.m)]
             for _ in range(problem.heads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..integrations.replacing import uncompiled
 
 ENTRIES = 2**26  # of logits, as float32, at a time
 OUTPUTS = ("last_hidden_state", "sample", "image_embeds", "text_embeds")
@@ -37,6 +39,7 @@ def check_batches(batches: Iterable[Batch]) -> list[Batch]:
 
 def run(model: Any, batch: Batch) -> Any:
     """The model's output for a batch, without a cache of keys."""
+    model = uncompiled(model)  # what watches its attention is not compiled either
     options = {"use_cache": False} if _takes_cache(model) else {}
     if isinstance(batch, Mapping):
         return model(**{**batch, **options})
@@ -75,8 +78,9 @@ def output_of(output: Any) -> Tensor:
 
 def visible(logits: Tensor, batch: Batch) -> Tensor:
     """Which predictions count, a flat boolean mask: not those at padding."""
-    shape = logits.shape[:-1]
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    shape, given = logits.shape[:-1], batch if isinstance(batch, Mapping) else {}
+    decodes = any(name.startswith("decoder_input") for name in given)  # the other mask: encoder's
+    mask = given.get("decoder_attention_mask" if decodes else "attention_mask")
     if isinstance(mask, Tensor) and mask.shape == shape:
         return mask.to(logits.device, torch.bool).flatten()
     return torch.ones(shape, dtype=torch.bool, device=logits.device).flatten()
@@ -108,7 +112,8 @@ def divergences(exact: Tensor, other: Tensor) -> Tensor:
     parts = []
     for one, two in zip(_chunks(exact), _chunks(other), strict=True):
         log_p, log_q = one.float().log_softmax(-1), two.float().log_softmax(-1)
-        parts.append((log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0.0))
+        terms = (log_p.exp() * (log_p - log_q)).masked_fill(log_p == -math.inf, 0.0)
+        parts.append(terms.sum(-1).clamp(min=0.0))
     return torch.cat(parts)
 
 

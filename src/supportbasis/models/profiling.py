@@ -127,6 +127,14 @@ def _statistics(call: Call, head: int) -> HeadProfile:
         hidden = (rows + call.offset).unsqueeze(1) < torch.arange(call.m, device=query.device)
     if call.key_mask is not None:
         hidden = hidden | ~call.key_mask[0]
+    if call.row_mask is not None:
+        shape = (len(query), call.query.shape[1], call.n, call.m)
+        mask = call.row_mask.expand(shape)[0, head, rows]
+        if mask.dtype == torch.bool:
+            hidden = hidden | ~mask
+        else:
+            hidden = hidden | (mask < torch.finfo(mask.dtype).min / 2)
+            score = score + mask.masked_fill(hidden, 0.0)
     weight = score.masked_fill(hidden, -math.inf).softmax(-1)
     entropy = torch.special.entr(weight).sum(-1)
     seen = score[~hidden]

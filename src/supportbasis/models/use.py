@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..distributed.token_layout import Layout
 from ..errors import InputError
 from ..integrations.answers import Answers
-from ..integrations.replacing import replaced
+from ..integrations.replacing import replaced, uncompiled
 from ..integrations.sliced import Group, SlicedAnswers
 from ..methods import Method
 from ..plans import ModelPlan
@@ -61,7 +61,7 @@ def use(
     """
     if plan is not None and method is not None:
         raise InputError(f"plan is {plan}, and method is {method}; expected one of them")
-    chosen = method if plan is None else plan
+    chosen, model = method if plan is None else plan, uncompiled(model)
     if group is None and layout is not None:
         raise InputError(f"layout is {layout!r}, but no group is given, whose ranks hold slices")
     first = None if isinstance(chosen, Mapping) else chosen
@@ -71,6 +71,7 @@ def use(
         answers = SlicedAnswers(*given, group, layout or "contiguous")
     with _with_positions(model) if group is not None else nullcontext():
         if not isinstance(chosen, Mapping):
+            _check_names(model, chosen)
             with replaced(model, answers, _layers(chosen)):
                 yield answers
             return
@@ -135,9 +136,22 @@ def _layers(chosen: Choice | None) -> int | None:
     return len(chosen.layers) if isinstance(chosen, ModelPlan) else None
 
 
+def _check_names(model: Any, chosen: Choice | None) -> None:
+    """Raise where a model has some modules of a plan, but not all."""
+    if not isinstance(chosen, ModelPlan) or not isinstance(model, nn.Module):
+        return
+    known = {name for name, _ in model.named_modules()}
+    missing = [layer.name for layer in chosen.layers if layer.name not in known]
+    if 0 < len(missing) < len(chosen.layers):
+        raise InputError(
+            f"plan: {type(model).__name__} has no {missing[0]}: it was made for another model"
+        )
+
+
 def _check_ranges(model: Any, chosen: Mapping[Range, Choice], min_tokens: int | None) -> int | None:
     """The number of attention modules that all plans agree on."""
     for limits, choice in chosen.items():
+        _check_names(model, choice)
         good = isinstance(limits, tuple) and len(limits) == 2 and limits[0] <= limits[1]
         if not good:
             raise InputError(

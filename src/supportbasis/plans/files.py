@@ -92,6 +92,9 @@ def load(path: str | Path, kind: type[Made]) -> Made:
     content, (name, version) = _read_json(path), FORMATS[kind]
     found = content.pop("format", None) if isinstance(content, dict) else content
     if found != version:
+        for other, (_, its) in FORMATS.items():
+            if found == its:
+                raise InputError(f"path: {path} is read by sb.{other.__name__}.load")
         raise InputError(
             f"path: {path} has format {_shown(found)} and is no {name} of this version "
             f"({version}); make the plan again and save it"
