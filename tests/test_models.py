@@ -159,6 +159,9 @@ def test_what_a_plan_needs_is_said() -> None:
         ([], "batches is empty"),
         (batches[0], "put it in a list"),
         (["text"], "batches: each must be"),
+        ([[1, 2, 3]], "got a list of numbers"),
+        ([batches[0][0]], r"a tensor of shape \(600,\) on cpu; expected"),
+        ([batches[0].to("meta")], r"a tensor of shape \(1, 600\) on meta"),
         (texts(1, 100), "the longest has 100 tokens"),
     ):
         with pytest.raises(sb.InputError, match=message):

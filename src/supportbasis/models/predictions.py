@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
@@ -33,6 +34,13 @@ def check_batches(batches: Iterable[Batch]) -> list[Batch]:
             raise InputError(
                 "batches: each must be a tensor, a dictionary of arguments or a sequence of them, "
                 f"got {type(batch).__name__}"
+            )
+        if isinstance(batch, Sequence) and all(isinstance(x, Number) for x in batch):
+            raise InputError("batches: got a list of numbers; put it in a tensor [batch, tokens]")
+        if isinstance(batch, Tensor) and (batch.dim() < 2 or batch.is_meta):
+            raise InputError(
+                f"batches: got a tensor of shape {tuple(batch.shape)} on {batch.device}; expected "
+                "[batch, tokens, ...], with entries"
             )
     return found
 
