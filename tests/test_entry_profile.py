@@ -74,6 +74,11 @@ def test_profile_of_grouped_heads() -> None:
         EntryProfile.of(query, gaussian(1, 3, 30, 5, seed=5))
 
 
+def test_profile_of_one_token_is_refused() -> None:
+    with pytest.raises(InputError, match=r"query has shape \(1, 8\); expected 2 tokens"):
+        EntryProfile.of(torch.ones(1, 8))
+
+
 def test_profile_counts_never_exceed_the_fitted_bound() -> None:
     for seed, power in enumerate((1, 2, 3)):
         profile = EntryProfile.of(gaussian(2, 300, 8, seed=seed) ** power, threshold=1.0)

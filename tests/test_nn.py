@@ -96,6 +96,8 @@ def test_rotary_scores_depend_on_distances_only():
     ("options", "words"),
     [
         ({"embed_dim": 10, "num_heads": 3}, "num_heads is 3"),
+        ({"embed_dim": 10, "num_heads": "2"}, "num_heads must be an integer >= 1"),
+        ({"embed_dim": 10, "num_heads": 2, "dropout": 1.5}, "dropout must be"),
         ({"embed_dim": 12, "num_heads": 4, "num_key_heads": 3}, "num_key_heads is 3"),
         ({"embed_dim": 9, "num_heads": 3, "rope": True}, "even head dim"),
         ({"embed_dim": 8, "num_heads": 2, "method": "auto"}, "method must be"),
@@ -105,6 +107,12 @@ def test_rotary_scores_depend_on_distances_only():
 def test_bad_options_are_named(options, words):
     with pytest.raises(sb.InputError, match=words):
         sb.nn.SupportBasisAttention(**options)
+
+
+@pytest.mark.parametrize("layers", [-1, 1.5])
+def test_a_number_of_layers_is_a_count(layers):
+    with pytest.raises(sb.InputError, match="num_layers must be an integer >= 0"):
+        sb.nn.SupportBasisEncoder(layers, 16, 2)
 
 
 def test_a_module_keeps_its_plan(monkeypatch):

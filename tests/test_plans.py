@@ -190,8 +190,9 @@ def test_a_plan_prints_and_draws(tmp_path):
     assert "cost" in text
     plan.draw(tmp_path / "supports.png", head=1)
     assert (tmp_path / "supports.png").stat().st_size > 5000
-    with pytest.raises(sb.InputError, match="head must be"):
-        plan.draw(head=2)
+    for head in (2, 0.5):
+        with pytest.raises(sb.InputError, match="head must be an integer from 0 to 1"):
+            plan.draw(head=head)
 
 
 @pytest.mark.parametrize("window", [0, 64])
@@ -232,6 +233,7 @@ def test_methods_take_numbers_of_other_kinds():
     assert method == sb.SingleThreshold(0.5, 2)
     assert type(method.threshold) is float
     assert sb.Polynomial(numpy.int64(1), numpy.float64(2.0)) == sb.Polynomial(1, 2.0)
+    assert type(sb.Auto(numpy.float32(0.25)).tolerance) is float
 
 
 def test_causal_attention_waits_for_the_thread_with_the_last_rows(monkeypatch):

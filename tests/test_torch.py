@@ -218,6 +218,7 @@ def test_vmap_calls_the_plan_for_each_slice(method):
 
     expected = torch.stack([call(x) for x in several.unbind(1)], 2)
     assert_equal([torch.func.vmap(call, in_dims=1, out_dims=2)(several)], [expected])
+    assert torch.func.vmap(call)(q.new_zeros(0, *q.shape)).shape == (0, *q.shape)
     slopes = torch.func.vmap(torch.func.grad(lambda q: call(q).square().sum()), in_dims=1)(several)
     each = [x.clone().requires_grad_() for x in several.unbind(1)]
     assert_equal(slopes, [grads(call(x), x)[0] for x in each])

@@ -153,7 +153,10 @@ class EntryProfile:
         proxies = {name: variance_proxy(x) for name, x in given.items()}
         sizes = [(x.shape[-2], x.shape[-1], proxies[name]) for name, x in given.items()]
         sharpest = max(sharpest_threshold(*size, alpha) for size in sizes)
-        considered = {"sqrt(ln n)": log_threshold(max(sizes)[0]), f"T({alpha:g})": sharpest}
+        n = max(sizes)[0]
+        if n < 2:
+            raise InputError(f"query has shape {tuple(query.shape)}; expected 2 tokens or more")
+        considered = {"sqrt(ln n)": log_threshold(n), f"T({alpha:g})": sharpest}
         if threshold is not None:
             considered["T"] = check_number("threshold", threshold)
         levels = tuple(considered.values())

@@ -20,6 +20,7 @@ from .gradient.closed_attention import check_method
 from .methods import Auto, Method
 from .methods.base import check_is_method
 from .plans import Plan
+from .problem.checks import check_integer
 
 __all__ = ["SupportBasisAttention", "SupportBasisEncoder"]
 
@@ -65,6 +66,8 @@ class SupportBasisAttention(nn.Module):
         self.embed_dim, self.num_heads, self.gradient = embed_dim, num_heads, gradient
         self.num_key_heads = num_heads if num_key_heads is None else num_key_heads
         self.head_dim = _head_dim(embed_dim, num_heads, self.num_key_heads, rope)
+        if not 0.0 <= dropout < 1.0:
+            raise InputError(f"dropout must be in [0, 1), got {dropout!r}")
         self.is_causal, self.rope, self.dropout = is_causal, rope, dropout
         self.kept_plan: Plan | None = None
         if method is not None and tolerance is not None:
@@ -183,8 +186,7 @@ class SupportBasisEncoder(nn.Module):
         feedforward_dim: int | None = None, **options: Any,
     ):  # fmt: skip
         super().__init__()
-        if num_layers < 0:
-            raise InputError(f"num_layers must be at least 0, got {num_layers}")
+        num_layers = check_integer("num_layers", num_layers, 0)
         hidden = 4 * embed_dim if feedforward_dim is None else feedforward_dim
         layers = nn.ModuleList(
             _Layer(SupportBasisAttention(embed_dim, num_heads, **options), hidden)
@@ -254,9 +256,12 @@ def rotated(x: Tensor) -> Tensor:
 
 
 def _head_dim(embed_dim: int, heads: int, key_heads: int, rope: bool) -> int:
-    if heads < 1 or embed_dim < 1 or embed_dim % heads:
+    sizes = {"embed_dim": embed_dim, "num_heads": heads, "num_key_heads": key_heads}
+    for name, size in sizes.items():
+        check_integer(name, size, 1)
+    if embed_dim % heads:
         raise InputError(f"num_heads is {heads}; expected a divisor of embed_dim={embed_dim}")
-    if key_heads < 1 or heads % key_heads:
+    if heads % key_heads:
         raise InputError(f"num_key_heads is {key_heads}; expected a divisor of num_heads={heads}")
     if rope and embed_dim // heads % 2:
         raise InputError(f"rope needs an even head dim, got {embed_dim // heads}")

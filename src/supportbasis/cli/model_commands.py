@@ -50,7 +50,7 @@ def batch_tokens(loaded: LoadedModel, path: Path, wanted: int | None, batches: i
 def run_plan(loaded: LoadedModel, ids: Tensor, wish: dict[str, Any], out: Path) -> None:
     """Plan a model on batches [batches, tokens] and write plan and report."""
     plan = models.plan(loaded.model, list(ids.split(1)), **wish)
-    folder, to, machine = out.with_suffix(""), console(), Machine.here(loaded.device.type)
+    folder, to, machine = out.with_suffix(""), console(), Machine.here(str(loaded.device))
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(out)
     plan.draw(folder / "plan.png")
@@ -90,7 +90,7 @@ def run_plan(loaded: LoadedModel, ids: Tensor, wish: dict[str, Any], out: Path) 
 def run_profile(loaded: LoadedModel, ids: Tensor, tolerance: float, out: Path) -> None:
     """Profile the heads of a model on token ids [1, tokens]."""
     found = profile(loaded.model, ids, LENGTHS, tolerance=tolerance)
-    machine = Machine.here(loaded.device.type)
+    machine = Machine.here(str(loaded.device))
     write_csv(out / "heads.csv", machine, [_profile_row(head) for head in found])
     draw_profile(found, out / "heads.png")
     headings = ["head", "query σ, max", "key σ, max", "score σ, max", "entropy", "of uniform"]
@@ -157,7 +157,7 @@ def run_eval(
 ) -> None:
     """Evaluate a plan on batches [batches, tokens], beside exact attention."""
     found = models.evaluate(loaded.model, plan, list(ids.split(1)), copies=copies, seed=seed)
-    to, machine = console(), Machine.here(loaded.device.type)
+    to, machine = console(), Machine.here(str(loaded.device))
     row = {key: value for key, value in asdict(found).items() if key not in ("copies", "quantiles")}
     write_csv(out / "evaluation.csv", machine, [{"model": loaded.name, **row}])
     if found.copies:

@@ -202,14 +202,17 @@ class _Operator(torch.autograd.Function):
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-        """A plan belongs to given heads, so the operator is called for each slice."""
+        """A plan belongs to given heads, so the operator is called for each slice; for an empty
+        batch with zeros, whose results have the right shapes."""
         apply: Any = cls.apply
-        pairs = list(zip(args, in_dims, strict=True))
-        results = [
-            apply(*(x if dim is None else x.select(dim, i) for x, dim in pairs))
-            for i in range(info.batch_size)
-        ]
-        stacked = tuple(map(torch.stack, zip(*results, strict=True)))
+        size, pairs = info.batch_size, list(zip(args, in_dims, strict=True))
+
+        def slices(x: Any, dim: int) -> list[Tensor]:
+            return x.unbind(dim) if size else [x.new_zeros(x.movedim(dim, 0).shape[1:])]
+
+        each = ([x] * max(1, size) if dim is None else slices(x, dim) for x, dim in pairs)
+        results = [apply(*given) for given in zip(*each, strict=True)]
+        stacked = tuple(torch.stack(parts)[:size] for parts in zip(*results, strict=True))
         return stacked, (0,) * len(stacked)
 
 

@@ -45,8 +45,8 @@ class Auto(Method):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_number("tolerance", self.tolerance)
-        self._set(seed=check_seed(self.seed))
+        tolerance = check_number("tolerance", self.tolerance)
+        self._set(tolerance=tolerance, seed=check_seed(self.seed))
 
     def plan_head(self, head: Head) -> HeadPlan:
         limit = exact_seconds(head)

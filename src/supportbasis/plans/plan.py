@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakValueDictionary
 
-from ..errors import InputError, SupportBasisError
+from ..errors import SupportBasisError
+from ..problem.checks import check_integer
 from .heads import ExactHead, HeadPlan, ListHead
 
 if TYPE_CHECKING:
@@ -130,9 +131,7 @@ class Plan(SomeHeads):
         """Draw the components of one head: which pairs are exact, and how the rest is summed."""
         from .drawing import draw_supports
 
-        if not 0 <= head < len(self.heads):
-            raise InputError(f"head must be in 0..{len(self.heads) - 1}, got {head}")
-        return draw_supports(self.heads[head], path)
+        return draw_supports(self.heads[check_integer("head", head, 0, len(self.heads) - 1)], path)
 
 
 _numbers = itertools.count()

@@ -51,7 +51,8 @@ class Result:
     ``output`` is what the plain call returns, ``lse`` the natural log of each row's sum of
     weights. A kernel sum is ``output * exp(log_scale)``: a number for each (batch, head) in the
     caller's leading dims, 0 for attention. ``implementation`` says what ran: "sdpa" (PyTorch's own
-    attention, for exact plans), "eager", "triton", or how many heads each of the two took."""
+    attention, for exact plans), "eager", "triton" (which has exact heads run by PyTorch's fused
+    kernels where these take them), or how many heads each of the two took."""
 
     output: Tensor
     lse: Tensor

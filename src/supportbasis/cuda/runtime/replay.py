@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-MOST_GRAPHS = 32
+MOST_GRAPHS, MOST_EVICTED = 32, 4096
 PATIENCE = 64  # calls after which a graph that was evicted, or found no memory, is captured again
 
 Function = Callable[..., tuple[Tensor, ...]]
@@ -101,11 +101,13 @@ def replayed(key: Hashable, function: Function, *given: Tensor) -> tuple[Tensor,
     key = (key, stream, tuple((x.shape, x.dtype) for x in given))
     with _lock:
         if key not in _graphs and _uncaptured[hash(key)] in (0, PATIENCE):
-            _uncaptured[hash(key)] = 0
+            _uncaptured.pop(hash(key), None)
             with suppress(torch.OutOfMemoryError):
                 _graphs[key] = CapturedGraph.of(function, given, stream)
             if len(_graphs) > MOST_GRAPHS:
                 _uncaptured[hash(_graphs.popitem(last=False)[0])] = 1
+            if len(_uncaptured) > MOST_EVICTED:  # of shapes that never came again
+                _uncaptured.clear()
         if key in _graphs:
             _graphs.move_to_end(key)
             return _graphs[key].replay(given)
