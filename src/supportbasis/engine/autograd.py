@@ -165,8 +165,8 @@ def _(grad: Any, grad_lse: Any, output: Any, lse: Tensor, *others: Any) -> tuple
 def _call_of(*inputs: Any) -> tuple[Problem, str, str]:
     """Inputs of both operators as a problem, the handle of its plan and the implementation."""
     query, key, value, weight, mask, handle, implementation, scale, is_causal, *kept = inputs
-    factors, leading = (weight, None, mask), tuple(query.shape[:2])
-    call = Problem(query, key, value, *factors, 0.0, is_causal, scale, True, leading, *kept)
+    factors, last = (weight, None), (kept or [None])[0]
+    call = Problem(query, key, value, *factors, scale, is_causal, True, mask, kept=last)
     return call, handle, implementation
 
 

@@ -96,7 +96,7 @@ def check_scores(problem: Problem, plan: Plan | None = None) -> None:
 def _largest_step(problem: Problem, query: float, key: float) -> float:
     """Upper bound of every product on the way to a score, whether the scale comes first or last."""
     scale = abs(problem.scale)
-    return max(problem.query.shape[-1] * query * key * max(scale, 1.0), scale * max(query, key))
+    return max(problem.dim * query * key * max(scale, 1.0), scale * max(query, key))
 
 
 def check_output(problem: Problem, output: Tensor) -> None:

@@ -96,7 +96,7 @@ def label(found: Sequence[Group]) -> str:
 
 def refusal(problem: Problem, implementation: str) -> str | None:
     """Why no head of this call can run through kernels, or None."""
-    query, widest = problem.query, max(problem.query.shape[-1], problem.value.shape[-1])
+    query, widest = problem.query, max(problem.dim, problem.value_dim)
     if implementation == "eager":
         return "the caller asked for it"
     if not has_triton():

@@ -100,7 +100,7 @@ def widened(plan: HeadPlan, heads: Sequence[Head]) -> HeadPlan | None:
 def check_plan(problem: Problem, plan: Plan) -> None:
     """Raise if a plan does not fit the shapes of a call, its causality or its scale. A problem
     moves the sign of the scale to the queries; operators do not know it."""
-    shape, made_for = (problem.heads, problem.query.shape[-1]), (plan.num_heads, plan.dim)
+    shape, made_for = (problem.heads, problem.dim), (plan.num_heads, plan.dim)
     if shape != made_for:
         raise InputError(f"plan was made for (heads, dim) = {made_for}, the inputs have {shape}")
     if plan.is_exact:

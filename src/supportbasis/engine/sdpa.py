@@ -23,7 +23,7 @@ ORDINARY = 1e6  # entries and scales below this: nothing overflows
 
 def can_run(problem: Problem, need_lse: bool) -> bool:
     """Whether SDPA computes this problem: normalised, not empty, with a bias that it takes."""
-    sizes = (problem.batch, problem.heads, problem.n, problem.m, problem.value.shape[-1])
+    sizes = (problem.batch, problem.heads, problem.n, problem.m, problem.value_dim)
     if not problem.normalise or 0 in sizes:
         return False
     if problem.dropout_p > 0:
@@ -38,7 +38,7 @@ def can_run(problem: Problem, need_lse: bool) -> bool:
 
 def _is_fused(problem: Problem) -> bool:
     """Whether PyTorch takes the CPU kernel that takes causal masks and biases together."""
-    same_dim = problem.query.shape[-1] == problem.value.shape[-1]
+    same_dim = problem.dim == problem.value_dim
     return problem.query.device.type == "cpu" and same_dim and problem.dropout_p == 0
 
 
@@ -99,7 +99,7 @@ def _may_hide(problem: Problem) -> bool:
     zeros."""
     if problem.query.dtype != torch.bfloat16 or not problem.query.is_cpu or is_tracing():
         return False
-    reach = abs(problem.scale) * problem.query.shape[-1] * math.prod(problem.largest)
+    reach = abs(problem.scale) * problem.dim * math.prod(problem.largest)
     return not reach < torch.finfo(torch.float32).max
 
 

@@ -74,7 +74,7 @@ def make_plan(problem: Problem, method: Method) -> Plan:
         text = f"supportbasis: {text}; give a tolerance to limit it"
         warnings.warn(text, UserWarning, stacklevel=4)
     scale = -problem.scale if problem.is_flipped else problem.scale
-    return Plan(method, problem.query.shape[-1], heads, scale, problem.is_causal)
+    return Plan(method, problem.dim, heads, scale, problem.is_causal)
 
 
 def _check_call(problem: Problem, method: Method) -> None:
@@ -142,7 +142,7 @@ def _error(method: Method, plan: HeadPlan, head: Head) -> float:
     query, key, value = (x[None, None] for x in (head.query, head.key, head.value))
     log_weights = (head.key_log_weight, head.query_log_weight)
     keys, rows = (None if x is None else x[None, None] for x in log_weights)
-    flags = (head.is_causal, head.scale, head.normalise)
-    problem = Problem(query, key, value, keys, rows, None, 0.0, *flags, (1, 1))
+    flags = (head.scale, head.is_causal, head.normalise)
+    problem = Problem(query, key, value, keys, rows, *flags)
     whole = Plan(method, head.dim, (plan,)).resolved(head.requires_grad)
     return float(certify(problem, whole, execute(problem, whole)).limit)

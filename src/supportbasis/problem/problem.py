@@ -48,8 +48,8 @@ def _largest(x: Tensor) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class Head:
-    """One (batch, head) pair: rows of ``query`` attend to rows of ``key``.
+class Pairs:
+    """Rows of ``query`` attend to rows of ``key``: of one head, or [batch, heads, ...] of a call.
 
     A pair (i, j) has weight ``exp(scale * <q_i, k_j> + key_log_weight_j)``, and zero when
     ``is_causal`` and ``j > i``. A padded key has log-weight ``-inf``."""
@@ -64,8 +64,7 @@ class Head:
     normalise: bool  # attention divides by the row sum, a kernel sum does not
     mask: Tensor | None = None  # [n, m] bool or bias; only exact sums take it
     precision: torch.dtype | None = None  # of all sums; None: chosen from the input
-    is_reused: bool = False  # whether its plan will serve many calls, and may take some time
-    together: int = 1  # heads of the call, which run at once on a GPU
+    is_reused: bool = False  # whether the plan will serve many calls, and may take some time
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,19 +72,26 @@ class Head:
 
     @property
     def n(self) -> int:
-        return self.query.shape[0]
+        return self.query.shape[-2]
 
     @property
     def m(self) -> int:
-        return self.key.shape[0]
+        return self.key.shape[-2]
 
     @property
     def dim(self) -> int:
-        return self.query.shape[1]
+        return self.query.shape[-1]
 
     @property
     def value_dim(self) -> int:
-        return self.value.shape[1]
+        return self.value.shape[-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Head(Pairs):
+    """One (batch, head) pair."""
+
+    together: int = 1  # heads of the call, which run at once on a GPU
 
     @property
     def pairs(self) -> int:
@@ -144,22 +150,13 @@ class Kept(dict[tuple[int, int], "tuple[Head, Sequence[RowGroup]]"]):
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
-    """A validated call, with leading dims flattened to [batch, heads] and layout settled."""
+class Problem(Pairs):
+    """A validated call, with leading dims flattened to [batch, heads] and layout settled; keys and
+    values are [batch, key heads, ...]."""
 
-    query: Tensor  # [batch, heads, n, d]
-    key: Tensor  # [batch, key heads, m, d]
-    value: Tensor  # [batch, key heads, m, dv]
-    key_log_weight: Tensor | None  # [batch, heads, m]
-    query_log_weight: Tensor | None  # [batch, heads, n]
-    mask: Tensor | None  # any other mask, [batch, heads, n, m]
-    dropout_p: float
-    is_causal: bool
-    scale: float
-    normalise: bool
-    leading: tuple[int, ...]  # the caller's leading dims, heads included
+    leading: tuple[int, ...] = ()  # the caller's leading dims, heads included
+    dropout_p: float = 0.0
     kept: Kept | None = None  # filled by a forward pass for the backward pass
-    is_reused: bool = False  # whether the plan will serve many calls
     is_flipped: bool | None = None  # whether the caller's scale is negative; None: not known
 
     def __post_init__(self) -> None:
@@ -182,18 +179,6 @@ class Problem:
     def group(self) -> int:
         """Query heads per key head."""
         return self.heads // max(1, self.key.shape[1])
-
-    @property
-    def n(self) -> int:
-        return self.query.shape[2]
-
-    @property
-    def m(self) -> int:
-        return self.key.shape[2]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return compute_dtype(self.query.dtype)
 
     @property
     def requires_grad(self) -> bool:

@@ -32,7 +32,7 @@ class Outcome:
     def empty(problem: Problem) -> Outcome:
         """Memory for output and lse of all heads; the rest is zero."""
         query, rows = problem.query, (problem.batch, problem.heads, problem.n)
-        output = query.new_empty(*rows, problem.value.shape[-1])
+        output = query.new_empty(*rows, problem.value_dim)
         lse = query.new_empty(rows, dtype=problem.dtype)
         failed = query.new_zeros(rows, dtype=torch.bool)
         units, invalid, rounding = lse.new_zeros(3, *rows[:2]).unbind(0)

@@ -48,8 +48,8 @@ def attention_problem(
     if not isinstance(dropout_p, Real) or not 0.0 <= dropout_p < 1.0:
         raise InputError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
     return Problem(
-        *tokens, weight, None, mask, float(dropout_p), is_causal, scale, True, leading,
-        is_flipped=is_flipped,
+        *tokens, weight, None, scale, is_causal, True, mask, leading=leading,
+        dropout_p=float(dropout_p), is_flipped=is_flipped,
     )  # fmt: skip
 
 
