@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import api
-from ..engine.call_checks import check_entries
 from ..engine.dispatch import of_heads
 from ..engine.ranges import check_plan
 from ..errors import InputError
@@ -180,7 +179,6 @@ def _problem(given: tuple[Tensor, Tensor, Tensor, Tensor | None], options: _Opti
         )
     if options.plan is not None:
         check_plan(problem, options.plan)
-        check_entries(problem)
     return problem
 
 

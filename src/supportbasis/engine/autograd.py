@@ -22,7 +22,7 @@ from ..problem.checks import is_tracing, refuse_forward, refuse_second
 from ..problem.problem import Kept, Problem, in_rows
 from ..problem.result import Outcome
 from . import dispatch, sdpa
-from .call_checks import check_output, checked, reports_later, warn_about
+from .call_checks import check_entries, check_output, checked, reports_later, warn_about
 
 _in_graphs: dict[str, Plan] = {}  # a compiled graph holds a handle, so its plan has to live on
 
@@ -113,6 +113,7 @@ def _plan_of(problem: Problem, handle: str, implementation: str) -> Plan:
     plan = Plan.known(handle)
     if problem.kept is not None:
         return plan
+    check_entries(problem)
     instead = checked(problem, plan, implementation)
     return plan if reports_later(problem, plan, implementation) else instead
 

@@ -21,10 +21,8 @@ from . import dispatch, ranges
 
 
 def checked(problem: Problem, plan: Plan, implementation: str) -> Plan:
-    """The plan to use for a call, whose entries are checked: heads whose scores leave the range
-    they were planned for are exact, with kernels on a GPU those that left it in earlier calls."""
-    ranges.check_plan(problem, plan)
-    check_entries(problem)
+    """The plan to use for a call: heads whose scores leave the range they were planned for are
+    exact, with kernels on a GPU those that left it in earlier calls."""
     if reports_later(problem, plan, implementation):
         from ..cuda.runtime import range_check
 
@@ -42,11 +40,9 @@ def reports_later(problem: Problem, plan: Plan, implementation: str) -> bool:
 
 
 def check_entries(problem: Problem) -> None:
-    """Raise if an entry is not finite; not on a GPU."""
-    if problem.query.device.type == "cpu":
-        if not all(map(math.isfinite, problem.largest)):  # which checks both without another pass
-            check_finite(query=problem.query, key=problem.key)
-        check_finite(value=problem.value)
+    """Raise if an entry of a traced call is not finite; not on a GPU."""
+    if problem.query.is_cpu:
+        check_finite(query=problem.query, key=problem.key, value=problem.value)
         if problem.key_log_weight is not None:
             check_bias(problem.key_log_weight)
 

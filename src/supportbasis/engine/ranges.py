@@ -98,8 +98,7 @@ def widened(plan: HeadPlan, heads: Sequence[Head]) -> HeadPlan | None:
 
 
 def check_plan(problem: Problem, plan: Plan) -> None:
-    """Raise if a plan does not fit the shapes of a call, its causality or its scale. A problem
-    moves the sign of the scale to the queries; operators do not know it."""
+    """Raise if a plan does not fit the shapes of a call, its causality or its scale."""
     shape, made_for = (problem.heads, problem.dim), (plan.num_heads, plan.dim)
     if shape != made_for:
         raise InputError(f"plan was made for (heads, dim) = {made_for}, the inputs have {shape}")
@@ -113,8 +112,7 @@ def check_plan(problem: Problem, plan: Plan) -> None:
     if plan.scale is None:
         return
     scale = -problem.scale if problem.is_flipped else problem.scale
-    wanted = abs(plan.scale) if problem.is_flipped is None else plan.scale
-    if abs(scale - wanted) > SAME_SCALE * abs(wanted):
+    if abs(scale - plan.scale) > SAME_SCALE * abs(plan.scale):
         raise InputError(
             f"plan was made with scale={plan.scale:g}, but the call has scale={scale:g}; make a "
             "plan for it"

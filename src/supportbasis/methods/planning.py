@@ -43,11 +43,10 @@ def plan_of(
     _check_call(problem, plan.method)
     if problem.needs_exact:
         if not is_tracing():
-            call_checks.check_entries(problem)
             call_checks.check_scores(problem)
         return make_plan(problem, plan.method)
+    ranges.check_plan(problem, plan)
     if is_tracing():  # the operator checks entries
-        ranges.check_plan(problem, plan)
         return plan
     with torch.autocast(problem.query.device.type, enabled=False):  # ranges are in full precision
         return call_checks.checked(problem, plan, implementation)

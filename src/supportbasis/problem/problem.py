@@ -157,7 +157,7 @@ class Problem(Pairs):
     leading: tuple[int, ...] = ()  # the caller's leading dims, heads included
     dropout_p: float = 0.0
     kept: Kept | None = None  # filled by a forward pass for the backward pass
-    is_flipped: bool | None = None  # whether the caller's scale is negative; None: not known
+    is_flipped: bool = False  # whether the caller's scale is negative
 
     def __post_init__(self) -> None:
         for name in ("query", "key", "value"):

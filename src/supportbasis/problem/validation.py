@@ -23,9 +23,11 @@ def attention_problem(
     is_causal: bool, scale: float | None, enable_gqa: bool, *, finite: bool = True,
     names: tuple[str, str, str] = ("query", "key", "value"),
 ) -> Problem:  # fmt: skip
-    """Check every argument of a call in SDPA's form and flatten it to [batch, heads, ...]."""
+    """Check every argument of a call in SDPA's form and flatten it to [batch, heads, ...]. Unless
+    ``finite`` entries must be, they are read on a CPU only, and not of traced calls."""
     given = (query, key, value)
     check_tensors(given, names)
+    finite = finite or (query.is_cpu and not is_tracing())
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             raise InputError(f"{name} must be True or False, got {flag!r}")
@@ -171,9 +173,9 @@ def _split_mask(
     if mask.dtype == torch.bool:
         weight = torch.where(mask, 0.0, -math.inf).to(dtype)
     else:
-        if (finite or query.device.type == "cpu") and not is_tracing():  # else the operator does
-            check_bias(mask)
         weight = mask.to(dtype)
+        if finite:
+            check_bias(weight)
     return weight.expand(*shape[:-2], 1, shape[-1]).reshape(batch, heads, shape[-1]), None
 
 
