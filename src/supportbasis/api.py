@@ -13,8 +13,8 @@ from .accuracy.certificate import certify
 from .cuda.runtime.noise import with_noise
 from .engine import sdpa
 from .engine.autograd import is_sdpa, run
-from .engine.call_checks import warn_about
 from .engine.dispatch import check_implementation, groups, label
+from .engine.execute import warn_about
 from .errors import InputError
 from .methods import Method
 from .methods.planning import plan_of

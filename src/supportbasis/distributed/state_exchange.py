@@ -22,9 +22,8 @@ from torch.autograd.function import once_differentiable
 from ..components import ExactSum, evaluate
 from ..components.partial import Partial
 from ..components.streaming import State, sum_keys
-from ..engine.call_checks import warn_about
 from ..engine.dispatch import of_heads
-from ..engine.execute import check_values, falls_back, usable_rows
+from ..engine.execute import check_values, falls_back, usable_rows, warn_about
 from ..engine.ranges import exact_where, leaves, range_of
 from ..plans import FittedHead, Plan, PolynomialHead
 from ..problem.problem import Head, Problem

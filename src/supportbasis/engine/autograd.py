@@ -18,11 +18,12 @@ from torch import Tensor
 
 from ..components.cotangent import SavedForward
 from ..plans import Plan
-from ..problem.checks import is_tracing, refuse_forward, refuse_second
+from ..problem.checks import check_bias, check_finite, is_tracing, refuse_forward, refuse_second
 from ..problem.problem import Kept, Problem, in_rows
 from ..problem.result import Outcome
 from . import dispatch, sdpa
-from .call_checks import check_entries, check_output, checked, reports_later, warn_about
+from .execute import check_output, warn_about
+from .ranges import checked, reports_later
 
 _in_graphs: dict[str, Plan] = {}  # a compiled graph holds a handle, so its plan has to live on
 
@@ -113,7 +114,10 @@ def _plan_of(problem: Problem, handle: str, implementation: str) -> Plan:
     plan = Plan.known(handle)
     if problem.kept is not None:
         return plan
-    check_entries(problem)
+    if problem.query.is_cpu:  # a GPU would synchronise with the host
+        check_finite(query=problem.query, key=problem.key, value=problem.value)
+        if problem.key_log_weight is not None:
+            check_bias(problem.key_log_weight)
     instead = checked(problem, plan, implementation)
     return plan if reports_later(problem, plan, implementation) else instead
 

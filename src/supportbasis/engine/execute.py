@@ -9,6 +9,7 @@ are saved, and, outside of graphs, the components with the sums of features over
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +23,7 @@ from ..plans import HeadPlan, Plan, PolynomialHead, ThresholdHead
 from ..plans.supports import RowGroup
 from ..polynomials.balancing import transformed_heads
 from ..problem.problem import Head, Problem
-from ..problem.result import Outcome
+from ..problem.result import FAILED_SHARE, Outcome
 from ..problem.rounding import unit_roundoff
 from .jensen import least_lse
 
@@ -79,6 +80,39 @@ def run_head(
 def falls_back(plan: HeadPlan) -> bool:
     """Whether failed rows are computed exactly."""
     return isinstance(plan, ThresholdHead) or plan.may_fail
+
+
+def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
+    """Warn about failed rows, and raise if the output is not finite."""
+    texts = []
+    if int(outcome.invalid_rows.sum() - outcome.fallback_rows.sum()):
+        texts.append(
+            "rows had no usable denominator (their weights cancel or vanish) and return zeros; "
+            "sb.attention(..., return_result=True) counts them by head"
+        )
+    may_fail = any(head.may_fail for head in plan.heads)
+    if may_fail and float(outcome.fallback_rows.max()) > FAILED_SHARE * problem.n:
+        advice = "a larger sketch_size" if plan.heads[0].is_sketched else "a new plan"
+        texts.append(
+            "a sketch or fitted polynomial failed on more than 1 % of a head's rows, which were "
+            f"computed exactly; use {advice} or another method"
+        )
+    for text in texts:
+        warnings.warn(f"supportbasis: {text}", UserWarning, stacklevel=4)
+    check_output(problem, outcome.output)
+
+
+def check_output(problem: Problem, output: Tensor) -> None:
+    """Raise if the output is not finite: finite inputs may overflow in a score or in a sum."""
+    if output.is_cuda or math.isfinite(output.detach().sum(dtype=problem.dtype).item()):
+        return
+    if not bool(output.isfinite().all()):
+        tokens = (problem.query, problem.key, problem.value)
+        query, key, value = (float(x.detach().abs().max()) for x in tokens)
+        raise InputError(
+            f"the output overflows {problem.dtype}: the largest entries of query, key and value "
+            f"are {query:.3g}, {key:.3g} and {value:.3g}; scale them down or use float64"
+        )
 
 
 def check_values(head: Head) -> None:

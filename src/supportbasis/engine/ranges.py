@@ -1,7 +1,8 @@
-"""The range of scores that a plan was made for, and which heads of a call leave it.
+"""Whether a plan suits a call: the range of scores that it was made for, and which heads leave it.
 
 An approximation is certified, fitted or measured on the scores of the data it was planned on. A
 plan remembers how large they could be, by norms; a call with larger ones runs these heads exactly.
+On a GPU that takes no synchronisation with the host: what a call finds is reported at the next one.
 """
 
 from __future__ import annotations
@@ -17,11 +18,21 @@ from torch import Tensor
 
 from ..components.polynomial_sum import LARGEST_REACH
 from ..errors import InputError
-from ..plans import ExactHead, FittedHead, HeadPlan, ListHead, Plan, PowerHead, ScoreRange
+from ..plans import (
+    ExactHead,
+    FittedHead,
+    HeadPlan,
+    ListHead,
+    Plan,
+    PolynomialHead,
+    PowerHead,
+    ScoreRange,
+)
 from ..plans.supports import take
 from ..polynomials.balancing import transformed
 from ..polynomials.certified import CertifiedPolynomial
 from ..problem.problem import Head, Problem
+from . import dispatch
 
 # new tokens of the same kind are somewhat longer by chance
 GROWTH = 10.0  # times its certified error may a polynomial err beyond its range
@@ -119,6 +130,25 @@ def check_plan(problem: Problem, plan: Plan) -> None:
         )
 
 
+def checked(problem: Problem, plan: Plan, implementation: str) -> Plan:
+    """The plan to use for a call: heads whose scores leave the range they were planned for are
+    exact, with kernels on a GPU those that left it in earlier calls."""
+    if reports_later(problem, plan, implementation):
+        from ..cuda.runtime import range_check
+
+        return range_check.checked(problem, plan)
+    plan = in_range(problem, plan)
+    check_scores(problem, plan)
+    return plan
+
+
+def reports_later(problem: Problem, plan: Plan, implementation: str) -> bool:
+    """Whether the range of a call's scores is checked on the device, and reported later."""
+    if plan.is_exact or not problem.query.is_cuda:
+        return False
+    return dispatch.refusal(problem, implementation) is None
+
+
 def in_range(problem: Problem, plan: Plan) -> Plan:
     """The plan with those heads exact whose scores, in some batch element, leave the range they
     were planned for."""
@@ -169,3 +199,31 @@ def exact_where(plan: Plan, reasons: dict[int, str]) -> Plan:
         ExactHead(reason=reasons[number], n=head.n, m=head.m) if number in reasons else head
         for number, head in enumerate(plan.heads)
     )
+
+
+def check_scores(problem: Problem, plan: Plan | None = None) -> None:
+    """Raise if a score can overflow, unless a plan has one polynomial for all of a head's scores,
+    which has units of its own. A score of +inf shows in the output; but if all scores of a row
+    become -inf, kernels take it for a row that may attend to nothing."""
+    has_units = plan is not None and all(type(head) is PolynomialHead for head in plan.heads)
+    if problem.query.is_cuda or has_units:
+        return
+    if _largest_step(problem, *problem.largest) < torch.finfo(problem.dtype).max:
+        return
+    for _, _, head in problem.each_head():  # keys that are masked may hold anything
+        keys = head.key_maxima if head.live_keys is None else head.key_maxima[head.live_keys]
+        if not keys.numel() or not head.n:
+            continue
+        sizes = [float(head.query_maxima.max()), float(keys.max())]
+        if not _largest_step(problem, *sizes) < torch.finfo(problem.dtype).max:
+            raise InputError(
+                f"a score overflows {problem.dtype}: scale is {problem.scale:.3g}, the largest "
+                f"entries of query and key are {sizes[0]:.3g} and {sizes[1]:.3g}; scale them down "
+                "or use float64"
+            )
+
+
+def _largest_step(problem: Problem, query: float, key: float) -> float:
+    """Upper bound of every product on the way to a score, whether the scale comes first or last."""
+    scale = abs(problem.scale)
+    return max(problem.dim * query * key * max(scale, 1.0), scale * max(query, key))

@@ -10,9 +10,8 @@ from dataclasses import replace
 import torch
 
 from ..accuracy.certificate import certify
-from ..engine import call_checks, ranges
 from ..engine.execute import execute
-from ..engine.ranges import leaves, score_range, with_range
+from ..engine.ranges import check_plan, check_scores, checked, leaves, score_range, with_range
 from ..errors import InputError
 from ..plans import BucketHead, ExactHead, HeadPlan, ListHead, Plan, PolynomialHead
 from ..problem.checks import is_tracing
@@ -34,7 +33,7 @@ def plan_of(
         method = method or Auto()
         _check_call(problem, method)
         if problem.needs_exact or not isinstance(method, Polynomial):
-            call_checks.check_scores(problem)
+            check_scores(problem)
         return make_plan(problem, method)
     if not isinstance(plan, Plan):
         raise InputError(f"plan must be an sb.Plan, got {type(plan).__name__}")
@@ -43,13 +42,13 @@ def plan_of(
     _check_call(problem, plan.method)
     if problem.needs_exact:
         if not is_tracing():
-            call_checks.check_scores(problem)
+            check_scores(problem)
         return make_plan(problem, plan.method)
-    ranges.check_plan(problem, plan)
+    check_plan(problem, plan)
     if is_tracing():  # the operator checks entries
         return plan
     with torch.autocast(problem.query.device.type, enabled=False):  # ranges are in full precision
-        return call_checks.checked(problem, plan, implementation)
+        return checked(problem, plan, implementation)
 
 
 def make_plan(problem: Problem, method: Method) -> Plan:
