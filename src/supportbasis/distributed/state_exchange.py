@@ -95,7 +95,7 @@ class StateExchange:
             sums = self.facts[:, unit.number, :NORM_SUMS].view(-1, 4, 3)
             sums = torch.cat([sums[..., :2].sum(0), sums[..., 2:].amax(0)], 1)
             plan = self.own.heads[unit.at[1]]
-            reason = leaves(plan, range_of(plan, unit.head.scale, sums))
+            reason = leaves(plan, range_of(unit.head.scale, sums))
             left |= {} if reason is None else {unit.at[1]: reason}
         return left
 

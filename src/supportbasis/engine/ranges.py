@@ -43,17 +43,10 @@ HEADROOM = 1.25  # times the mean score, which varies less than the largest
 SAME_SCALE = 1e-6  # relative: a scale may have been rounded to float32
 
 
-def score_range(plan: HeadPlan, head: Head) -> ScoreRange | None:
+def score_range(plan: HeadPlan, head: Head) -> ScoreRange:
     """Largest and mean score that norms allow for the approximated pairs of a head: |scale| max|q|
-    max|k| and |scale| mean|q| mean|k|. None where nothing is approximated, or nothing depends on
-    the range.
-
-    A polynomial is certified up to the largest score; where its error was measured too, the mean
-    counts as well. Lists and fitted polynomials compute outlier queries exactly, so only the mean
-    counts for them."""
-    if isinstance(plan, (ExactHead, PowerHead)):
-        return None
-    return range_of(plan, head.scale, norm_sums(plan, head))
+    max|k| and |scale| mean|q| mean|k|; and the mean of the transformed tokens."""
+    return range_of(head.scale, norm_sums(plan, head))
 
 
 def norm_sums(plan: HeadPlan, head: Head) -> Tensor:
@@ -76,24 +69,26 @@ def norm_sums(plan: HeadPlan, head: Head) -> Tensor:
     return sums
 
 
-def range_of(plan: HeadPlan, scale: float, sums: Tensor) -> ScoreRange:
+def range_of(scale: float, sums: Tensor) -> ScoreRange:
     """The range of scores that `norm_sums` allow."""
-    certified = not isinstance(plan, (ListHead, FittedHead))
     means, tops = (sums[:, 1] / sums[:, 0].clamp(min=1)).tolist(), sums[:, 2].tolist()
     largest, mean = (min(LARGEST_REACH, abs(scale) * x[0] * x[1]) for x in (tops, means))
-    is_measured = plan.measured is not None or not certified
-    balanced = means[2] * means[3] if isinstance(plan, FittedHead) else None
-    return ScoreRange(largest if certified else None, mean if is_measured else None, balanced)
+    return ScoreRange(largest, mean, means[2] * means[3])
 
 
 def with_range(plan: HeadPlan, heads: Sequence[Head], *before: ScoreRange) -> HeadPlan:
     """The plan of a head, with the range of the scores of all batch elements it was made for, and
-    of ranges found ``before``."""
-    found = [found for head in heads if (found := score_range(plan, head)) is not None]
-    if not found:
+    of ranges found ``before``; without one where nothing is approximated, or depends on it.
+
+    A polynomial is certified up to the largest score; where its error was measured too, the mean
+    counts as well. Lists and fitted polynomials compute outlier queries exactly, so only the mean
+    counts for them."""
+    if not heads or isinstance(plan, (ExactHead, PowerHead)):
         return plan
-    pairs = zip(*found, *before, strict=True)
-    most = (None if None in values else max(values) for values in pairs)
+    certified = not isinstance(plan, (ListHead, FittedHead))
+    counts = (certified, plan.measured is not None or not certified, isinstance(plan, FittedHead))
+    pairs = zip(*(score_range(plan, head) for head in heads), *before, strict=True)
+    most = (max(x) if is_kept else None for is_kept, x in zip(counts, pairs, strict=True))
     return replace(plan, scores=ScoreRange(*most))
 
 
@@ -105,7 +100,7 @@ def widened(plan: HeadPlan, heads: Sequence[Head]) -> HeadPlan | None:
         return plan
     if isinstance(plan, (ListHead, FittedHead)):
         return with_range(plan, heads, plan.scores)
-    return plan if leaves(plan, with_range(plan, heads).scores) is None else None
+    return None if any(leaves(plan, score_range(plan, head)) for head in heads) else plan
 
 
 def check_plan(problem: Problem, plan: Plan) -> None:
@@ -160,9 +155,9 @@ def in_range(problem: Problem, plan: Plan) -> Plan:
     return exact_where(plan, left) if left else plan
 
 
-def leaves(plan: HeadPlan, found: ScoreRange | None) -> str | None:
+def leaves(plan: HeadPlan, found: ScoreRange) -> str | None:
     """The reason why scores leave the range of a head's plan; None where they do not."""
-    if plan.scores is None or found is None:
+    if plan.scores is None:
         return None
     names = ("largest", "mean", "mean balanced")
     for which, now, before in zip(names, found, plan.scores, strict=True):
