@@ -12,7 +12,7 @@ from torch import Tensor
 from .accuracy.certificate import certify
 from .cuda.runtime.noise import with_noise
 from .engine import sdpa
-from .engine.autograd import is_sdpa, run
+from .engine.autograd import run
 from .engine.dispatch import check_implementation, groups, label
 from .engine.execute import warn_about
 from .errors import InputError
@@ -74,7 +74,9 @@ def attention(
     torch.Size([1, 2, 128, 16])
     """
     if torch.compiler.is_compiling():
-        if not _fits_graph(attn_mask, dropout_p, plan, return_result):
+        # planning and certificates read entries
+        is_key_mask = attn_mask is None or attn_mask.dim() < 2 or attn_mask.shape[-2] == 1
+        if plan is None or return_result or dropout_p or not is_key_mask:
             return torch.compiler.disable(attention)(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
                 method=method, plan=plan, return_result=return_result,
@@ -203,14 +205,6 @@ def gaussian_kde(
     return replace(result, output=density, log_scale=torch.zeros_like(result.log_scale))
 
 
-def _fits_graph(
-    attn_mask: Tensor | None, dropout_p: float, plan: Plan | None, return_result: bool
-) -> bool:
-    """Whether a compiled graph can hold the call: planning and certificates read entries."""
-    is_key_mask = attn_mask is None or attn_mask.dim() < 2 or attn_mask.shape[-2] == 1
-    return plan is not None and not return_result and not dropout_p and is_key_mask
-
-
 def autocast(*tensors: Tensor) -> Sequence[Tensor]:
     """Inputs in the dtype of autocast for matrix products, as in SDPA."""
     if not all(isinstance(x, Tensor) for x in tensors):
@@ -225,7 +219,7 @@ def autocast(*tensors: Tensor) -> Sequence[Tensor]:
 
 def _result(problem: Problem, plan: Plan, outcome: Outcome, implementation: str = "auto") -> Result:
     ran = "sdpa"
-    if not is_sdpa(problem, plan, True, implementation):
+    if not sdpa.can_run(problem, plan, True, implementation):
         found = groups(problem, plan, implementation)
         ran = label(found)
         if ran != "eager":

@@ -42,7 +42,7 @@ class Partial:
         self.log_scale.copy_(top)
         return self
 
-    def put_(self, rows: Tensor, other: Partial) -> None:
+    def put_(self, rows: slice | Tensor, other: Partial) -> None:
         """Replace some rows."""
         self.num[rows], self.den[rows] = other.num, other.den
         self.log_scale[rows], self.noise[rows] = other.log_scale, other.noise

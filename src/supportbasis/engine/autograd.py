@@ -32,7 +32,7 @@ def run(problem: Problem, plan: Plan, need_lse: bool, implementation: str = "aut
     """Run a plan: by SDPA if every head is exact, as an operator if the call is differentiated or
     traced, else directly."""
     with torch.autocast(problem.query.device.type, enabled=False):
-        if is_sdpa(problem, plan, need_lse, implementation):
+        if sdpa.can_run(problem, plan, need_lse, implementation):
             outcome = sdpa.attend(problem, plan, need_lse)
             if not is_tracing():
                 check_output(problem, outcome.output)
@@ -40,20 +40,6 @@ def run(problem: Problem, plan: Plan, need_lse: bool, implementation: str = "aut
         if problem.requires_grad or is_tracing():
             return as_operator(problem, plan, implementation)
         return compute(problem, plan, implementation)
-
-
-def is_sdpa(problem: Problem, plan: Plan, need_lse: bool, implementation: str) -> bool:
-    """Whether `run` calls SDPA."""
-    if not plan.is_exact or implementation == "triton" or not sdpa.can_run(problem, need_lse):
-        return False
-    if is_tracing() and problem.query.is_cpu and problem.needs_exact is None:
-        return False  # entries are checked, which only operators can do here
-    if implementation == "eager" or not problem.query.is_cuda:
-        return True
-    if not need_lse and problem.key_log_weight is None:
-        return True
-    # PyTorch's CUDA kernels give no lse, and `sdpa` has to read the entries of a bias
-    return dispatch.groups(problem, plan, implementation)[0].kind is None
 
 
 def as_operator(
@@ -76,7 +62,7 @@ def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
     """Run every head, through kernels where they take it, and warn about failed rows.
 
     Rows made by kernels are not checked, since that would synchronise with the host."""
-    if plan.is_exact and implementation == "auto" and sdpa.gives_lse(problem):
+    if sdpa.is_fused(problem) and sdpa.can_run(problem, plan, True, implementation):
         outcome = sdpa.attend(problem, plan, need_lse=True)
         check_output(problem, outcome.output)
         return outcome

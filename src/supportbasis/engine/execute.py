@@ -27,7 +27,6 @@ from ..problem.result import FAILED_SHARE, Outcome
 from ..problem.rounding import unit_roundoff
 from .jensen import least_lse
 
-Finished = tuple[Tensor | slice, Partial, Tensor]  # rows, their sums, which of them are valid
 At = tuple[int, int]  # batch element and head
 
 
@@ -47,7 +46,7 @@ def run_head(
     head: Head, plan: HeadPlan, basis: Sequence[RowGroup], outcome: Outcome, at: At
 ) -> None:
     """One head: evaluate, check, fall back to exact sums where rows failed, divide."""
-    finished: list[Finished] = []
+    sums = None if head.normalise else Partial.empty(head.n, head.value_dim, head.query, head.dtype)
     for group in basis:
         where = slice(None) if group.rows is None else group.rows
         total = evaluate(group.components, head, group.rows)
@@ -67,14 +66,15 @@ def run_head(
             relative = (total.noise / total.den.abs())[valid].max()
             relative = relative.nan_to_num(1.0 if head.normalise else math.inf, posinf=math.inf)
             outcome.rounding[at] = torch.maximum(outcome.rounding[at], relative)
-        finished.append((where, total, valid))
-    if not head.normalise:
-        _write_sums(head, finished, outcome, at)
-        return
-    for where, total, valid in finished:
-        output, lse = total.divide_(valid)
-        outcome.output[at][where] = output.to(outcome.output.dtype)
-        outcome.lse[at][where] = lse
+        if sums is None:
+            output, lse = total.divide_(valid)
+            outcome.output[at][where] = output.to(outcome.output.dtype)
+            outcome.lse[at][where] = lse
+        else:
+            total.log_scale.masked_fill_(~valid, -math.inf)
+            sums.put_(where, total)
+    if sums is not None:
+        _write_sums(head, sums, outcome, at)
 
 
 def falls_back(plan: HeadPlan) -> bool:
@@ -142,31 +142,28 @@ def usable_rows(
     return usable
 
 
-def _write_sums(head: Head, finished: list[Finished], outcome: Outcome, at: At) -> None:
+def _write_sums(head: Head, total: Partial, outcome: Outcome, at: At) -> None:
     """Unnormalised sums of all rows in one common unit, exp(log_scale), so that none overflows.
 
     The unit is that of the largest sum, but not so small that a factor overflows; one that does
     belongs to sums of zero. A factor e^x has the rounding of x, and a few of exp; it is applied in
     halves, since it may vanish where its product with a huge value does not."""
-    top, least = -math.inf, -math.log(torch.finfo(head.dtype).max) / 2
-    for where, total, valid in finished:
-        if head.query_log_weight is not None:
-            total.log_scale = total.log_scale + head.query_log_weight[where]
-        largest = total.num.abs().amax(-1) if head.value_dim else torch.ones_like(total.den)
-        size = largest.log().clamp(min=least) + total.log_scale
-        size = torch.where(valid & (largest > 0), size, -math.inf)
-        top = max(top, float(size.max()) if size.numel() else -math.inf)
-    outcome.log_scale[at] = top if top > -math.inf else 0.0
-    unit, longest = float(outcome.log_scale[at]), 0.0
-    for where, total, valid in finished:
-        exponent = total.log_scale - unit
-        half = torch.where(valid & (exponent < -least * 2), (exponent / 2).exp(), 0.0)
-        if bool((half > 0).any()):
-            longest = max(longest, float(exponent[half > 0].abs().max()))
-        sums = total.num.nan_to_num(0.0).mul_(half.unsqueeze(1)).mul_(half.unsqueeze(1))
-        outcome.output[at][where] = sums.to(outcome.output.dtype)
-        den = torch.where(valid & (total.den > 0), total.den.log() + total.log_scale, -math.inf)
-        outcome.lse[at][where] = den.to(outcome.lse.dtype)
+    valid, log_scale = total.has_keys, total.log_scale
+    least = -math.log(torch.finfo(head.dtype).max) / 2
+    if head.query_log_weight is not None:
+        log_scale = log_scale + head.query_log_weight
+    largest = total.num.abs().amax(-1) if head.value_dim else torch.ones_like(total.den)
+    size = largest.log().clamp(min=least) + log_scale
+    size = size[valid & (largest > 0) & (log_scale > -math.inf)]
+    outcome.log_scale[at] = size.max() if len(size) else 0.0
+    exponent = log_scale - float(outcome.log_scale[at])
+    half = torch.where(valid & (exponent < -least * 2), (exponent / 2).exp(), 0.0)
+    kept = exponent[half > 0].abs()
+    longest = float(kept.max()) if len(kept) else 0.0
+    sums = total.num.nan_to_num(0.0).mul_(half.unsqueeze(1)).mul_(half.unsqueeze(1))
+    outcome.output[at] = sums.to(outcome.output.dtype)
+    den = torch.where(valid & (total.den > 0), total.den.log() + log_scale, -math.inf)
+    outcome.lse[at] = den.to(outcome.lse.dtype)
     outcome.rounding[at] += math.expm1((longest + 8) * unit_roundoff(head.dtype))
 
 

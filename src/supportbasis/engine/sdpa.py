@@ -16,35 +16,36 @@ from ..problem.checks import first_order, is_tracing
 from ..problem.problem import Problem
 from ..problem.result import Outcome
 from ..problem.rounding import unit_roundoff
+from . import dispatch
 from .execute import execute
 
 ORDINARY = 1e6  # entries and scales below this: nothing overflows
 
 
-def can_run(problem: Problem, need_lse: bool) -> bool:
-    """Whether SDPA computes this problem: normalised, not empty, with a bias that it takes."""
+def can_run(problem: Problem, plan: Plan, need_lse: bool, implementation: str) -> bool:
+    """Whether SDPA computes this call: exact, normalised, not empty, with a bias that it takes."""
     sizes = (problem.batch, problem.heads, problem.n, problem.m, problem.value_dim)
-    if not problem.normalise or 0 in sizes:
+    if not plan.is_exact or implementation == "triton" or not problem.normalise or 0 in sizes:
         return False
     if problem.dropout_p > 0:
         return True
     bias = problem.key_log_weight
-    if bias is not None and is_tracing():
-        return False  # which kernel takes it depends on its entries
+    if is_tracing() and (bias is not None or (problem.query.is_cpu and problem.mask is None)):
+        return False  # entries of a bias choose a kernel, others are checked: operators do both
     if problem.requires_grad and (need_lse or (bias is not None and bias.requires_grad)):
         return False  # its kernels have no gradients of lse or of a bias
-    return bias is None or not problem.is_causal or _is_fused(problem)
+    if bias is not None and problem.is_causal and not is_fused(problem):
+        return False
+    if implementation == "eager" or not problem.query.is_cuda or not (need_lse or bias is not None):
+        return True
+    # PyTorch's CUDA kernels give no lse, and `attend` has to read the entries of a bias
+    return dispatch.groups(problem, plan, implementation)[0].kind is None
 
 
-def _is_fused(problem: Problem) -> bool:
+def is_fused(problem: Problem) -> bool:
     """Whether PyTorch takes the CPU kernel that takes causal masks and biases together."""
     same_dim = problem.dim == problem.value_dim
-    return problem.query.device.type == "cpu" and same_dim and problem.dropout_p == 0
-
-
-def gives_lse(problem: Problem) -> bool:
-    """Whether PyTorch has a kernel that also returns the log-sum-exp of each row."""
-    return flash.AVAILABLE and _is_fused(problem) and can_run(problem, need_lse=True)
+    return flash.AVAILABLE and problem.query.is_cpu and same_dim and problem.dropout_p == 0
 
 
 def attend(problem: Problem, plan: Plan, need_lse: bool) -> Outcome:
@@ -54,7 +55,7 @@ def attend(problem: Problem, plan: Plan, need_lse: bool) -> Outcome:
     lse = zero.new_empty(*zero.shape, 0)
     if need_lse:
         noise = sdpa_noise(problem)
-    if need_lse and gives_lse(problem):
+    if need_lse and is_fused(problem):
         if problem.group > 1:
             key, value = (x.repeat_interleave(problem.group, 1) for x in (key, value))
         output, lse = flash.attend(query, key, value, mask, problem.scale, causal)
@@ -82,7 +83,7 @@ def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor | None, 
     mask, causal = problem.mask, problem.is_causal
     if mask is None and problem.key_log_weight is not None:
         mask = problem.key_log_weight.unsqueeze(2)
-    if mask is not None and causal and (problem.mask is not None or not _is_fused(problem)):
+    if mask is not None and causal and (problem.mask is not None or not is_fused(problem)):
         later = torch.ones(problem.n, problem.m, dtype=torch.bool, device=mask.device).triu_(1)
         mask = mask & ~later if mask.dtype == torch.bool else mask.masked_fill(later, -math.inf)
         causal = False
