@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from .accuracy.certificate import certify
+from .accuracy.certificate import Certificate, certify
 from .cuda.runtime.noise import with_noise
 from .engine import sdpa
 from .engine.autograd import run
@@ -20,9 +20,30 @@ from .methods import Method
 from .methods.planning import plan_of
 from .plans import Plan
 from .problem.checks import is_tracing
-from .problem.problem import Problem
-from .problem.result import Outcome, Result
+from .problem.problem import Outcome, Problem
 from .problem.validation import attention_problem, check_tensors, density_problem
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """Output, lse, plan and certificate of a call.
+
+    ``output`` is what the plain call returns, ``lse`` the natural log of each row's sum of
+    weights. A kernel sum is ``output * exp(log_scale)``: a number for each (batch, head) in the
+    caller's leading dims, 0 for attention. ``implementation`` says what ran: "sdpa" (PyTorch's own
+    attention, for exact plans), "eager", "triton" (which has exact heads run by PyTorch's fused
+    kernels where these take them), or how many heads each of the two took."""
+
+    output: Tensor
+    lse: Tensor
+    log_scale: Tensor
+    plan: Plan
+    certificate: Certificate
+    implementation: str = "eager"
+
+    def __repr__(self) -> str:
+        said = f"output {list(self.output.shape)}, computed by {self.implementation}"
+        return f"Result: {said}\n{self.certificate}\n{self.plan}"
 
 
 @overload

@@ -11,8 +11,7 @@ from torch import Tensor
 from ..lists.list_sum import row_risks
 from ..plans import FittedHead, HeadPlan, ListHead, Plan, PolynomialHead, PowerHead
 from ..polynomials.proofs import exp
-from ..problem.problem import Head, Problem
-from ..problem.result import FAILED_SHARE, Outcome
+from ..problem.problem import FAILED_SHARE, Head, Outcome, Problem
 from ..problem.rounding import unit_roundoff
 from .bounds import distortion
 from .estimates import largest_error

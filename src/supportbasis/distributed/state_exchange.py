@@ -26,8 +26,7 @@ from ..engine.dispatch import of_heads
 from ..engine.execute import check_values, falls_back, usable_rows, warn_about
 from ..engine.ranges import exact_where, leaves, range_of
 from ..plans import FittedHead, Plan, PolynomialHead
-from ..problem.problem import Head, Problem
-from ..problem.result import Outcome
+from ..problem.problem import Head, Outcome, Problem
 from .ranks import Ranks
 from .related_sums import Chunks, Gathered, Relation
 from .state_bounds import group_sums, least_lse_with

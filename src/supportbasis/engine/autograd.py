@@ -19,8 +19,7 @@ from torch import Tensor
 from ..components.cotangent import SavedForward
 from ..plans import Plan
 from ..problem.checks import check_bias, check_finite, is_tracing, refuse_forward, refuse_second
-from ..problem.problem import Kept, Problem, in_rows
-from ..problem.result import Outcome
+from ..problem.problem import Kept, Outcome, Problem, in_rows
 from . import dispatch, sdpa
 from .execute import check_output, warn_about
 from .ranges import checked, reports_later

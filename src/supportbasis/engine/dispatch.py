@@ -23,8 +23,7 @@ from ..components.cotangent import Gradients, SavedForward
 from ..errors import InputError
 from ..plans import HeadPlan, Plan
 from ..problem.caching import WeakCache
-from ..problem.problem import Problem
-from ..problem.result import Outcome
+from ..problem.problem import Outcome, Problem
 from .execute import backward, execute
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

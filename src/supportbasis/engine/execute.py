@@ -22,8 +22,7 @@ from ..errors import InputError
 from ..plans import HeadPlan, Plan, PolynomialHead, ThresholdHead
 from ..plans.supports import RowGroup
 from ..polynomials.balancing import transformed_heads
-from ..problem.problem import Head, Problem
-from ..problem.result import FAILED_SHARE, Outcome
+from ..problem.problem import FAILED_SHARE, Head, Outcome, Problem
 from ..problem.rounding import unit_roundoff
 from .jensen import least_lse
 

@@ -13,8 +13,7 @@ from ..components import flash
 from ..components.exact_sum import softmax_rounding
 from ..plans import Plan
 from ..problem.checks import first_order, is_tracing
-from ..problem.problem import Problem
-from ..problem.result import Outcome
+from ..problem.problem import Outcome, Problem
 from ..problem.rounding import unit_roundoff
 from . import dispatch
 from .execute import execute

@@ -1,4 +1,5 @@
-"""`Problem`: a validated call; `Head`: the two-dimensional problem of one of its heads."""
+"""`Problem`: a validated call; `Head`: the two-dimensional problem of one of its heads; `Outcome`:
+what a plan makes of the call."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from .rounding import compute_dtype, unit_roundoff
 
 if TYPE_CHECKING:
     from ..plans.supports import RowGroup
+
+FAILED_SHARE = 0.01  # of a head's rows: a plan on which more rows fail is reported
 
 
 def in_rows(x: Tensor) -> Tensor:
@@ -223,3 +226,30 @@ class Problem(Pairs):
     def restore(self, tensor: Tensor) -> Tensor:
         """[batch, heads, ...] back to the caller's leading dims."""
         return tensor.reshape((*self.leading, *tensor.shape[2:]))
+
+
+@dataclass
+class Outcome:
+    """Result of running a plan, [batch, heads, ...]."""
+
+    output: Tensor  # [batch, heads, n, dv], input dtype
+    lse: Tensor  # [batch, heads, n]
+    log_scale: Tensor  # [batch, heads]: units of the output of a kernel sum, 0 for attention
+    invalid_rows: Tensor  # [batch, heads]: rows without a usable denominator
+    rounding: Tensor  # [batch, heads]: largest relative rounding error of a row's sums
+    fallback: Tensor  # [batch, heads, n]: failed rows that were computed exactly
+
+    @staticmethod
+    def empty(problem: Problem) -> Outcome:
+        """Memory for output and lse of all heads; the rest is zero."""
+        query, rows = problem.query, (problem.batch, problem.heads, problem.n)
+        output = query.new_empty(*rows, problem.value_dim)
+        lse = query.new_empty(rows, dtype=problem.dtype)
+        failed = query.new_zeros(rows, dtype=torch.bool)
+        units, invalid, rounding = lse.new_zeros(3, *rows[:2]).unbind(0)
+        return Outcome(output, lse, units, invalid, rounding, failed)
+
+    @property
+    def fallback_rows(self) -> Tensor:
+        """How many failed rows were computed exactly, [batch, heads]."""
+        return self.fallback.sum(-1)
