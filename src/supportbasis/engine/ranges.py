@@ -18,16 +18,7 @@ from torch import Tensor
 
 from ..components.polynomial_sum import LARGEST_REACH
 from ..errors import InputError
-from ..plans import (
-    ExactHead,
-    FittedHead,
-    HeadPlan,
-    ListHead,
-    Plan,
-    PolynomialHead,
-    PowerHead,
-    ScoreRange,
-)
+from ..plans import ExactHead, FittedHead, HeadPlan, ListHead, Plan, PolynomialHead, ScoreRange
 from ..plans.supports import take
 from ..polynomials.balancing import transformed
 from ..polynomials.certified import CertifiedPolynomial
@@ -83,7 +74,7 @@ def with_range(plan: HeadPlan, heads: Sequence[Head], *before: ScoreRange) -> He
     A polynomial is certified up to the largest score; where its error was measured too, the mean
     counts as well. Lists and fitted polynomials compute outlier queries exactly, so only the mean
     counts for them."""
-    if not heads or isinstance(plan, (ExactHead, PowerHead)):
+    if not heads or plan.kind in ("exact", "power"):
         return plan
     certified = not isinstance(plan, (ListHead, FittedHead))
     counts = (certified, plan.measured is not None or not certified, isinstance(plan, FittedHead))

@@ -131,14 +131,12 @@ def plainly(
     if not all(type(x) is Tensor and x.is_cpu and x.dim() == 4 for x in tensors):
         return None
     try:
-        (batch, heads, _, dim), key_heads = query.shape, key.shape[1]
+        (_, heads, _, dim), key_heads = query.shape, key.shape[1]
         fits = (
             type(is_causal) is type(enable_gqa) is bool
             and (scale is None or (type(scale) is float and 1 / ORDINARY < scale < ORDINARY))
             and key.shape == value.shape
-            and (batch, dim) == (key.shape[0], key.shape[3])
-            and 0 not in (*query.shape, *key.shape)
-            and (heads == key_heads or (enable_gqa and heads % key_heads == 0))
+            and (heads == key_heads or enable_gqa)
             and (heads, dim) == (plan.num_heads, plan.dim)
             and not torch.is_autocast_enabled("cpu")
             and all(map(_is_ordinary, tensors))

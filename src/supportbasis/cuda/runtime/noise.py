@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from ...accuracy.bounds import recertified
+from ...accuracy.certificate import recertified
 from ...components.flash import dead_rows
 from ...engine import sdpa
 from ...engine.dispatch import Group
