@@ -21,7 +21,7 @@ from ..plans import Plan
 from ..problem.checks import check_bias, check_finite, is_tracing, refuse_forward, refuse_second
 from ..problem.problem import Kept, Outcome, Problem, in_rows
 from . import dispatch, sdpa
-from .execute import check_output, warn_about
+from .execute import warn_about
 from .ranges import checked, reports_later
 
 _in_graphs: dict[str, Plan] = {}  # a compiled graph holds a handle, so its plan has to live on
@@ -32,10 +32,7 @@ def run(problem: Problem, plan: Plan, need_lse: bool, implementation: str = "aut
     traced, else directly."""
     with torch.autocast(problem.query.device.type, enabled=False):
         if sdpa.can_run(problem, plan, need_lse, implementation):
-            outcome = sdpa.attend(problem, plan, need_lse)
-            if not is_tracing():
-                check_output(problem, outcome.output)
-            return outcome
+            return sdpa.attend(problem, plan, need_lse)
         if problem.requires_grad or is_tracing():
             return as_operator(problem, plan, implementation)
         return compute(problem, plan, implementation)
@@ -62,9 +59,7 @@ def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
 
     Rows made by kernels are not checked, since that would synchronise with the host."""
     if sdpa.is_fused(problem) and sdpa.can_run(problem, plan, True, implementation):
-        outcome = sdpa.attend(problem, plan, need_lse=True)
-        check_output(problem, outcome.output)
-        return outcome
+        return sdpa.attend(problem, plan, need_lse=True)
     groups = dispatch.groups(problem, plan, implementation)
     with torch.cuda.device_of(problem.query):  # kernels run on the current device
         outcome = dispatch.run(problem, groups)

@@ -16,7 +16,7 @@ from ..problem.checks import first_order, is_tracing
 from ..problem.problem import Outcome, Problem
 from ..problem.rounding import unit_roundoff
 from . import dispatch
-from .execute import execute
+from .execute import check_output, execute
 
 ORDINARY = 1e6  # entries and scales below this: nothing overflows
 
@@ -50,10 +50,8 @@ def is_fused(problem: Problem) -> bool:
 def attend(problem: Problem, plan: Plan, need_lse: bool) -> Outcome:
     """All heads of an exact plan; the output is differentiable."""
     query, key, value, mask, causal = _operands(problem)
-    zero = noise = query.new_zeros(problem.batch, problem.heads, dtype=problem.dtype)
-    lse = zero.new_empty(*zero.shape, 0)
-    if need_lse:
-        noise = sdpa_noise(problem)
+    zero = query.new_zeros(problem.batch, problem.heads, dtype=problem.dtype)
+    lse, noise = zero.new_empty(*zero.shape, 0), sdpa_noise(problem) if need_lse else zero
     if need_lse and is_fused(problem):
         if problem.group > 1:
             key, value = (x.repeat_interleave(problem.group, 1) for x in (key, value))
@@ -72,6 +70,8 @@ def attend(problem: Problem, plan: Plan, need_lse: bool) -> Outcome:
             dead = flash.dead_rows(mask, problem.n, causal)
             output = output.masked_fill(dead.unsqueeze(-1), 0.0)
     output, none = output.to(problem.query.dtype), torch.zeros_like(lse, dtype=torch.bool)
+    if not is_tracing():
+        check_output(problem, output)
     return Outcome(output, lse, zero, zero, noise, none)
 
 
