@@ -76,9 +76,9 @@ def attend(problem: Problem, plan: Plan, need_lse: bool) -> Outcome:
 
 
 def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
-    """Query, key, value and mask in one dtype: the input's, unless it cannot hold the mask, or
-    scores may overflow in it undetected. The mask [batch, heads, 1 or n, m] is causal itself where
-    kernels take only one of the two; else the last result says whether the call is."""
+    """Query, key, value and mask in one dtype: the input's, unless it cannot hold the mask. The
+    mask [batch, heads, 1 or n, m] is causal itself where kernels take only one of the two; else the
+    last result says whether the call is."""
     mask, causal = problem.mask, problem.is_causal
     if mask is None and problem.key_log_weight is not None:
         mask = problem.key_log_weight.unsqueeze(2)
@@ -88,19 +88,9 @@ def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor | None, 
         causal = False
     query, key, value = first_order(problem.query, problem.key, problem.value)
     bias = None if mask is None or mask.dtype == torch.bool else mask
-    is_rounded = bias is not None and not torch.equal(bias.to(query.dtype).to(bias.dtype), bias)
-    if is_rounded or _may_hide(problem):
+    if bias is not None and not torch.equal(bias.to(query.dtype).to(bias.dtype), bias):
         query, key, value = (x.to(problem.dtype) for x in (query, key, value))
     return query, key, value, mask if bias is None else bias.to(query.dtype), causal
-
-
-def _may_hide(problem: Problem) -> bool:
-    """Whether scores may overflow without a trace in the output: in bfloat16 a CPU returns
-    zeros."""
-    if problem.query.dtype != torch.bfloat16 or not problem.query.is_cpu or is_tracing():
-        return False
-    reach = abs(problem.scale) * problem.dim * math.prod(problem.largest)
-    return not reach < torch.finfo(torch.float32).max
 
 
 def sdpa_noise(problem: Problem) -> Tensor:
