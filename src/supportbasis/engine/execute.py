@@ -45,35 +45,38 @@ def run_head(
     head: Head, plan: HeadPlan, basis: Sequence[RowGroup], outcome: Outcome, at: At
 ) -> None:
     """One head: evaluate, check, fall back to exact sums where rows failed, divide."""
-    sums = None if head.normalise else Partial.empty(head.n, head.value_dim, head.query, head.dtype)
+    total = _sums(head, basis)
+    valid = total.has_keys & usable_rows(plan, head, None, total)
+    failed = total.has_keys & ~valid
+    if bool(failed.any()):
+        outcome.invalid_rows[at] += failed.sum()
+        if falls_back(plan):
+            rows = failed.nonzero().squeeze(1)
+            total.put_(rows, evaluate([plan.exact(head)], head, rows))
+            valid = total.has_keys & (total.usable if head.normalise else total.finite)
+            outcome.fallback[at] = failed & valid
+    if type(plan) is not PolynomialHead and bool((total.has_keys & ~total.finite).any()):
+        check_values(head)
+    if bool(valid.any()):
+        relative = (total.noise / total.den.abs())[valid].max()
+        unknown = 1.0 if head.normalise else math.inf
+        outcome.rounding[at] = relative.nan_to_num(unknown, posinf=math.inf)
+    if not head.normalise:
+        _write_sums(head, total, valid, outcome, at)
+        return
+    output, lse = total.divide_(valid)
+    outcome.output[at], outcome.lse[at] = output.to(outcome.output.dtype), lse
+
+
+def _sums(head: Head, basis: Sequence[RowGroup]) -> Partial:
+    """The sums of all rows."""
+    if len(basis) == 1 and basis[0].rows is None:
+        return evaluate(basis[0].components, head, None)
+    total = Partial.empty(head.n, head.value_dim, head.query, head.dtype)
     for group in basis:
-        where = slice(None) if group.rows is None else group.rows
-        total = evaluate(group.components, head, group.rows)
-        valid = total.has_keys & usable_rows(plan, head, group.rows, total)
-        failed = total.has_keys & ~valid
-        if bool(failed.any()):
-            outcome.invalid_rows[at] += failed.sum()
-            if falls_back(plan):
-                some = failed.nonzero().squeeze(1)
-                rows = some if group.rows is None else group.rows[some]
-                total.put_(some, evaluate([plan.exact(head)], head, rows))
-                valid = total.has_keys & (total.usable if head.normalise else total.finite)
-                outcome.fallback[at][where] = failed & valid
-        if type(plan) is not PolynomialHead and bool((total.has_keys & ~total.finite).any()):
-            check_values(head)
-        if bool(valid.any()):
-            relative = (total.noise / total.den.abs())[valid].max()
-            relative = relative.nan_to_num(1.0 if head.normalise else math.inf, posinf=math.inf)
-            outcome.rounding[at] = torch.maximum(outcome.rounding[at], relative)
-        if sums is None:
-            output, lse = total.divide_(valid)
-            outcome.output[at][where] = output.to(outcome.output.dtype)
-            outcome.lse[at][where] = lse
-        else:
-            total.log_scale.masked_fill_(~valid, -math.inf)
-            sums.put_(where, total)
-    if sums is not None:
-        _write_sums(head, sums, outcome, at)
+        rows = slice(None) if group.rows is None else group.rows
+        total.put_(rows, evaluate(group.components, head, group.rows))
+    return total
 
 
 def falls_back(plan: HeadPlan) -> bool:
@@ -141,14 +144,13 @@ def usable_rows(
     return usable
 
 
-def _write_sums(head: Head, total: Partial, outcome: Outcome, at: At) -> None:
+def _write_sums(head: Head, total: Partial, valid: Tensor, outcome: Outcome, at: At) -> None:
     """Unnormalised sums of all rows in one common unit, exp(log_scale), so that none overflows.
 
     The unit is that of the largest sum, but not so small that a factor overflows; one that does
     belongs to sums of zero. A factor e^x has the rounding of x, and a few of exp; it is applied in
     halves, since it may vanish where its product with a huge value does not."""
-    valid, log_scale = total.has_keys, total.log_scale
-    least = -math.log(torch.finfo(head.dtype).max) / 2
+    least, log_scale = -math.log(torch.finfo(head.dtype).max) / 2, total.log_scale
     if head.query_log_weight is not None:
         log_scale = log_scale + head.query_log_weight
     largest = total.num.abs().amax(-1) if head.value_dim else torch.ones_like(total.den)
