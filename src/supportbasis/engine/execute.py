@@ -45,7 +45,9 @@ def run_head(
     head: Head, plan: HeadPlan, basis: Sequence[RowGroup], outcome: Outcome, at: At
 ) -> None:
     """One head: evaluate, check, fall back to exact sums where rows failed, divide."""
-    total = _sums(head, basis)
+    total = Partial.empty(head.n, head.value_dim, head.query, head.dtype)
+    for group in basis:
+        total.put_(group.rows, evaluate(group.components, head, group.rows))
     valid = total.has_keys & usable_rows(plan, head, None, total)
     failed = total.has_keys & ~valid
     if bool(failed.any()):
@@ -66,17 +68,6 @@ def run_head(
         return
     output, lse = total.divide_(valid)
     outcome.output[at], outcome.lse[at] = output.to(outcome.output.dtype), lse
-
-
-def _sums(head: Head, basis: Sequence[RowGroup]) -> Partial:
-    """The sums of all rows."""
-    if len(basis) == 1 and basis[0].rows is None:
-        return evaluate(basis[0].components, head, None)
-    total = Partial.empty(head.n, head.value_dim, head.query, head.dtype)
-    for group in basis:
-        rows = slice(None) if group.rows is None else group.rows
-        total.put_(rows, evaluate(group.components, head, group.rows))
-    return total
 
 
 def falls_back(plan: HeadPlan) -> bool:
