@@ -192,13 +192,16 @@ def check_scores(problem: Problem, plan: Plan | None = None) -> None:
     which has units of its own. A score of +inf shows in the output; but if all scores of a row
     become -inf, kernels take it for a row that may attend to nothing."""
     has_units = plan is not None and all(type(head) is PolynomialHead for head in plan.heads)
-    if problem.query.is_cuda or has_units:
+    tokens = (problem.query.detach(), problem.key.detach())
+    if problem.query.is_cuda or has_units or not all(x.numel() for x in tokens):
         return
-    if _largest_step(problem, *problem.largest) < torch.finfo(problem.dtype).max:
+    ends = [x.aminmax() for x in tokens]
+    sizes = [max(-low.item(), high.item()) for low, high in ends]
+    if _largest_step(problem, *sizes) < torch.finfo(problem.dtype).max:
         return
     for _, _, head in problem.each_head():  # keys that are masked may hold anything
-        keys = head.key_maxima if head.live_keys is None else head.key_maxima[head.live_keys]
-        if not keys.numel() or not head.n:
+        keys = take(head.key_maxima, head.live_keys)
+        if not len(keys):
             continue
         sizes = [float(head.query_maxima.max()), float(keys.max())]
         if not _largest_step(problem, *sizes) < torch.finfo(problem.dtype).max:

@@ -129,7 +129,10 @@ def plainly(
             and (heads == key_heads or enable_gqa)
             and (heads, dim) == (plan.num_heads, plan.dim)
             and not torch.is_autocast_enabled("cpu")
-            and all(map(_is_ordinary, tensors))
+            and all(
+                low.item() > -ORDINARY and high.item() < ORDINARY
+                for low, high in (x.detach().aminmax() for x in tensors)
+            )
         )
         if not fits:
             return None
@@ -139,8 +142,3 @@ def plainly(
         )
     except RuntimeError:
         return None
-
-
-def _is_ordinary(x: Tensor) -> bool:
-    low, high = x.detach().aminmax()
-    return low.item() > -ORDINARY and high.item() < ORDINARY

@@ -31,8 +31,6 @@ def in_rows(x: Tensor) -> Tensor:
 def largest_entries(x: Tensor) -> Tensor:
     """max_j |x_ij| of each row, `[..., n, d]` -> `[..., n]`, same dtype; |x| itself would fill as
     much fresh memory as x, which is slow."""
-    if x.shape[-1] == 0:
-        return x.new_zeros(x.shape[:-1])
     return torch.maximum(x.detach().amax(-1), x.detach().amin(-1).neg())
 
 
@@ -43,11 +41,6 @@ def _norms(x: Tensor, maxima: Tensor) -> Tensor:
     unit = top if top > 1e150 or 0 < top < 1e-150 else 1.0
     norms = torch.linalg.vector_norm(x / unit if unit != 1.0 else x, dim=-1, dtype=dtype).double()
     return norms * unit * (1 + (x.shape[-1] + 4) * unit_roundoff(dtype))
-
-
-def _largest(x: Tensor) -> float:
-    low, high = x.aminmax() if x.numel() else (x.new_zeros(()), x.new_zeros(()))
-    return max(-low.item(), high.item())
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,11 +189,6 @@ class Problem(Pairs):
         if self.mask is not None:
             return "the mask is not a key mask: it depends on the query"
         return None
-
-    @cached_property
-    def largest(self) -> tuple[float, float]:
-        """Largest |entry| of query and key; NaN if an entry is."""
-        return _largest(self.query.detach()), _largest(self.key.detach())
 
     @cached_property
     def _heads(self) -> dict[tuple[int, int], Head]:
