@@ -31,6 +31,8 @@ def in_rows(x: Tensor) -> Tensor:
 def largest_entries(x: Tensor) -> Tensor:
     """max_j |x_ij| of each row, `[..., n, d]` -> `[..., n]`, same dtype; |x| itself would fill as
     much fresh memory as x, which is slow."""
+    if x.shape[-1] == 0:
+        return x.new_zeros(x.shape[:-1])
     return torch.maximum(x.detach().amax(-1), x.detach().amin(-1).neg())
 
 
