@@ -13,7 +13,7 @@ from .accuracy.certificate import Certificate, certify
 from .cuda.runtime.noise import with_noise
 from .engine import sdpa
 from .engine.autograd import run
-from .engine.dispatch import check_implementation, groups, label
+from .engine.dispatch import groups, label
 from .engine.execute import warn_about
 from .errors import InputError
 from .methods import Method
@@ -110,7 +110,9 @@ def attention(
         output = sdpa.plainly(query, key, value, plan, is_causal, scale, enable_gqa)
         if output is not None:
             return output
-    check_implementation(implementation)
+    if implementation not in ("auto", "eager", "triton"):
+        wanted = "one of 'auto', 'eager', 'triton'"
+        raise InputError(f"implementation must be {wanted}, got {implementation!r}")
     query, key, value = autocast(query, key, value)
     problem = attention_problem(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=plan is None

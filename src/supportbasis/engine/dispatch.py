@@ -66,12 +66,6 @@ class Group:
     index: Tensor | None = None  # the heads on the device; None: all of them, as they come
 
 
-def check_implementation(implementation: object) -> None:
-    if implementation not in ("auto", "eager", "triton"):
-        wanted = "one of 'auto', 'eager', 'triton'"
-        raise InputError(f"implementation must be {wanted}, got {implementation!r}")
-
-
 _groups: WeakCache[Plan, tuple[torch.device, str, bool, bool], tuple[Group, ...]] = WeakCache()
 
 
