@@ -87,9 +87,7 @@ def widened(plan: HeadPlan, heads: Sequence[Head]) -> HeadPlan | None:
     """The plan of a head whose effect is measured on other data, too: the range of lists and fitted
     polynomials, which are not certified, holds the scores of both. None where those leave the
     range of a certified polynomial."""
-    if plan.scores is None:
-        return plan
-    if isinstance(plan, (ListHead, FittedHead)):
+    if isinstance(plan, (ListHead, FittedHead)) and plan.scores is not None:
         return with_range(plan, heads, plan.scores)
     return None if any(leaves(plan, score_range(plan, head)) for head in heads) else plan
 

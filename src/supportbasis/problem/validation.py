@@ -23,8 +23,8 @@ def attention_problem(
     is_causal: bool, scale: float | None, enable_gqa: bool, *, finite: bool = True,
     names: tuple[str, str, str] = ("query", "key", "value"),
 ) -> Problem:  # fmt: skip
-    """Check every argument of a call in SDPA's form and flatten it to [batch, heads, ...]. Unless
-    ``finite`` entries must be, they are read on a CPU only, and not of traced calls."""
+    """Check every argument of a call in SDPA's form and flatten it to [batch, heads, ...]. Entries
+    are checked, too; if not ``finite``, for calls with a plan, on a CPU only, and not if traced."""
     given = (query, key, value)
     check_tensors(given, names)
     finite = finite or (query.is_cpu and not is_tracing())
@@ -155,7 +155,6 @@ def _split_mask(
     if mask.dtype != torch.bool and mask.dtype not in DTYPES:
         raise InputError(f"attn_mask has dtype {mask.dtype}; expected bool or floating point")
     whole = _expanded("attn_mask", mask, shape)
-    batch, heads = math.prod(shape[:-3]), shape[-3] if len(shape) > 2 else 1
     rows = mask.shape[-2] if mask.dim() >= 2 else 1
     if rows == 0:  # no queries, and a mask for each of them
         return None, None
@@ -166,7 +165,7 @@ def _split_mask(
                 "keys [..., 1, keys] has gradients: detach it"
             )
         check_bias(mask)
-        return None, whole.reshape(batch, heads, *shape[-2:])
+        return None, _four(whole, shape[:-2])
     if rows > 1:
         mask = mask[..., :1, :]
     dtype = compute_dtype(query.dtype)
@@ -176,7 +175,8 @@ def _split_mask(
         weight = mask.to(dtype)
         if finite:
             check_bias(weight)
-    return weight.expand(*shape[:-2], 1, shape[-1]).reshape(batch, heads, shape[-1]), None
+    weight = weight.expand(*shape[:-2], 1, shape[-1])
+    return _four(weight, shape[:-2]).squeeze(2), None
 
 
 # ---- kernel densities --------------------------------------------------------------------------
