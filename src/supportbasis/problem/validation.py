@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .checks import check_bias, check_finite, check_visible, is_tracing
+from .checks import check_bias, check_finite, is_tracing
 from .problem import Problem
 from .rounding import compute_dtype, unit_roundoff
 
@@ -150,8 +150,6 @@ def _split_mask(
     if not isinstance(mask, Tensor):
         raise InputError(f"attn_mask must be a torch.Tensor or None, got {type(mask).__name__}")
     _check_place("attn_mask", mask, "query", query)
-    if finite:
-        check_visible("attn_mask", mask)
     if mask.dtype != torch.bool and mask.dtype not in DTYPES:
         raise InputError(f"attn_mask has dtype {mask.dtype}; expected bool or floating point")
     whole = _expanded("attn_mask", mask, shape)
@@ -168,13 +166,10 @@ def _split_mask(
         return None, _four(whole, shape[:-2])
     if rows > 1:
         mask = mask[..., :1, :]
-    dtype = compute_dtype(query.dtype)
-    if mask.dtype == torch.bool:
-        weight = torch.where(mask, 0.0, -math.inf).to(dtype)
-    else:
-        weight = mask.to(dtype)
-        if finite:
-            check_bias(weight)
+    weight = torch.where(mask, 0.0, -math.inf) if mask.dtype == torch.bool else mask
+    weight = weight.to(compute_dtype(query.dtype))
+    if finite:
+        check_bias(weight)
     weight = weight.expand(*shape[:-2], 1, shape[-1])
     return _four(weight, shape[:-2]).squeeze(2), None
 
