@@ -77,9 +77,9 @@ def with_range(plan: HeadPlan, heads: Sequence[Head], *before: ScoreRange) -> He
     if not heads or plan.kind in ("exact", "power"):
         return plan
     certified = not isinstance(plan, (ListHead, FittedHead))
-    counts = (certified, plan.measured is not None or not certified, isinstance(plan, FittedHead))
+    matters = (certified, plan.measured is not None or not certified, isinstance(plan, FittedHead))
     pairs = zip(*(score_range(plan, head) for head in heads), *before, strict=True)
-    most = (max(x) if is_kept else None for is_kept, x in zip(counts, pairs, strict=True))
+    most = (max(x) if it_does else None for it_does, x in zip(matters, pairs, strict=True))
     return replace(plan, scores=ScoreRange(*most))
 
 
