@@ -14,7 +14,7 @@ from torch import Tensor
 import supportbasis as sb
 from cases import dense_attention, max_error, qkv
 from paper_cases import DTYPES, EPS, dense_power, head_of, log_weights, matrix_errors, norm
-from supportbasis.accuracy.bounds import distortion
+from supportbasis.accuracy.certificate import distortion
 from supportbasis.engine import jensen
 from supportbasis.plans import ExactHead, HeadPlan, PowerHead, supports
 from supportbasis.polynomials.powers import PowerKernel

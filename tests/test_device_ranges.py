@@ -12,7 +12,7 @@ import torch
 import supportbasis as sb
 from cases import dense_attention, qkv
 from device_cases import DEVICE, needs_triton, on_device, planned, smooth
-from supportbasis.engine import call_checks
+from supportbasis.engine import ranges
 from supportbasis.problem.validation import attention_problem
 
 # after the interpreter is chosen, which is read when a kernel is decorated
@@ -104,7 +104,7 @@ def test_the_next_call_reports_which_heads_left_their_range(method):
 @needs_triton
 def test_causal_lists_are_reported_too(monkeypatch):
     """What runs is another plan, with ``strict`` settled for the call."""
-    monkeypatch.setattr(call_checks, "reports_later", lambda *call: True)
+    monkeypatch.setattr(ranges, "reports_later", lambda *call: True)
     q, k, v = smooth(1, 2048)
     plan = planned(q / 2, k / 2, v, is_causal=True, method=sb.BlockSupport(0.5))
     assert plan.resolved(False) is not plan

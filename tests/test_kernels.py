@@ -187,11 +187,12 @@ def test_the_bound_over_norm_bins_is_attained():
     """One row, two keys at the edge of their bin, a remainder of even leading power: both keys err
     the same way and by nearly the most that their norm allows."""
     points, data = torch.tensor([[1.0]]), torch.tensor([[1.0], [-1.0]])
-    head = density_problem(points.double(), data.double(), 1.0, None)[0].head(0, 0)
+    head = density_problem(points.double(), data.double(), 1.0, None).head(0, 0)
     poly = taylor(3, 1.0)
     plan = PolynomialHead(n=1, m=2, cost=1.0, speedup=1.0, polynomial=poly)
     z = torch.tensor([1.0, -1.0], dtype=torch.float64)
-    true = abs(float((poly(z) * math.e - z.exp()).sum())) * math.exp(-1.0)  # times both weights
+    weights = math.exp(-1.0) / (2 * math.sqrt(2 * math.pi))  # of a row and a key, over the norm
+    true = abs(float((poly(z) * math.e - z.exp()).sum())) * weights
     bound = largest_error(head, plan, 0.0)
     assert true <= bound <= 1.5 * true
 

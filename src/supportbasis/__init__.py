@@ -11,7 +11,7 @@ _gc.disable()  # a collection would go through all of torch, and find nothing
 try:
     from . import analysis, distributed, gradient, integrations, models, nn, sketch
     from .accuracy.certificate import Certificate
-    from .api import attention, gaussian_kde, kernel_sum, plan
+    from .api import Result, attention, gaussian_kde, kernel_sum, plan
     from .errors import InputError, SupportBasisError
     from .methods import (
         Auto,
@@ -24,7 +24,6 @@ try:
         SingleThreshold,
     )
     from .plans import ModelPlan, Plan
-    from .problem.result import Result
 except KeyboardInterrupt:  # torch takes seconds to import; half of this package is imported again
     raise KeyboardInterrupt("supportbasis was interrupted while it was imported") from None
 finally:

@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from .accuracy.certificate import certify
+from .accuracy.certificate import Certificate, certify
 from .cuda.runtime.noise import with_noise
 from .engine import sdpa
-from .engine.autograd import is_sdpa, run
-from .engine.call_checks import warn_about
-from .engine.dispatch import check_implementation, groups, label
+from .engine.autograd import run
+from .engine.dispatch import groups, label
+from .engine.execute import warn_about
 from .errors import InputError
 from .methods import Method
 from .methods.planning import plan_of
 from .plans import Plan
 from .problem.checks import is_tracing
-from .problem.problem import Problem
-from .problem.result import Outcome, Result
+from .problem.problem import Outcome, Problem
 from .problem.validation import attention_problem, check_tensors, density_problem
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """Output, lse, plan and certificate of a call.
+
+    ``output`` is what the plain call returns, ``lse`` the natural log of each row's sum of
+    weights. A kernel sum is ``output * exp(log_scale)``: a number for each (batch, head) in the
+    caller's leading dims, 0 for attention. ``implementation`` says what ran: "sdpa" (PyTorch's own
+    attention, for exact plans), "eager", "triton" (which has exact heads run by PyTorch's fused
+    kernels where these take them), or how many heads each of the two took."""
+
+    output: Tensor
+    lse: Tensor
+    log_scale: Tensor
+    plan: Plan
+    certificate: Certificate
+    implementation: str = "eager"
+
+    def __repr__(self) -> str:
+        said = f"output {list(self.output.shape)}, computed by {self.implementation}"
+        return f"Result: {said}\n{self.certificate}\n{self.plan}"
 
 
 @overload
@@ -74,7 +95,9 @@ def attention(
     torch.Size([1, 2, 128, 16])
     """
     if torch.compiler.is_compiling():
-        if not _fits_graph(attn_mask, dropout_p, plan, return_result):
+        # planning and certificates read entries
+        is_key_mask = attn_mask is None or attn_mask.dim() < 2 or attn_mask.shape[-2] == 1
+        if plan is None or return_result or dropout_p or not is_key_mask:
             return torch.compiler.disable(attention)(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
                 method=method, plan=plan, return_result=return_result,
@@ -87,7 +110,9 @@ def attention(
         output = sdpa.plainly(query, key, value, plan, is_causal, scale, enable_gqa)
         if output is not None:
             return output
-    check_implementation(implementation)
+    if implementation not in ("auto", "eager", "triton"):
+        wanted = "one of 'auto', 'eager', 'triton'"
+        raise InputError(f"implementation must be {wanted}, got {implementation!r}")
     query, key, value = autocast(query, key, value)
     problem = attention_problem(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, finite=plan is None
@@ -193,25 +218,14 @@ def gaussian_kde(
     >>> sb.gaussian_kde(torch.zeros(1, 1), torch.zeros(5, 1), 1.0)  # 1/sqrt(2 pi)
     tensor([0.3989])
     """
-    problem, log_norm = density_problem(points, data, bandwidth, weights)
+    problem = density_problem(points, data, bandwidth, weights)
     plan = plan_of(problem, method, None)
     outcome = run(problem, plan, return_result)
-    log_scale = outcome.log_scale - log_norm.reshape(outcome.log_scale.shape)
-    scaled = replace(outcome, log_scale=log_scale)
-    density = _in_linear_units(problem, scaled, points.dtype).squeeze(-1)
+    density = _in_linear_units(problem, outcome, points.dtype).squeeze(-1)
     if not return_result:
         return density
     result = _result(problem, plan, outcome)
-    lse, unit = result.lse - log_norm.unsqueeze(-1), torch.zeros_like(result.log_scale)
-    return replace(result, output=density, lse=lse, log_scale=unit)
-
-
-def _fits_graph(
-    attn_mask: Tensor | None, dropout_p: float, plan: Plan | None, return_result: bool
-) -> bool:
-    """Whether a compiled graph can hold the call: planning and certificates read entries."""
-    is_key_mask = attn_mask is None or attn_mask.dim() < 2 or attn_mask.shape[-2] == 1
-    return plan is not None and not return_result and not dropout_p and is_key_mask
+    return replace(result, output=density, log_scale=torch.zeros_like(result.log_scale))
 
 
 def autocast(*tensors: Tensor) -> Sequence[Tensor]:
@@ -228,7 +242,7 @@ def autocast(*tensors: Tensor) -> Sequence[Tensor]:
 
 def _result(problem: Problem, plan: Plan, outcome: Outcome, implementation: str = "auto") -> Result:
     ran = "sdpa"
-    if not is_sdpa(problem, plan, True, implementation):
+    if not sdpa.can_run(problem, plan, True, implementation):
         found = groups(problem, plan, implementation)
         ran = label(found)
         if ran != "eager":

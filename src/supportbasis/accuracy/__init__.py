@@ -2,7 +2,6 @@
 
 ==============  ==========================================================================
 `certificate`   measured errors with their limits, and proved bounds, of a call
-`bounds`        proved bounds from the components of a head
 `sampling`      rows on which errors are measured, and their probabilities
 `estimates`     errors of a plan that has not run: expected, measured on rows, bounded
 ==============  ==========================================================================

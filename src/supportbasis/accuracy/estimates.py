@@ -24,8 +24,7 @@ from ..plans.supports import take
 from ..polynomials.balancing import transformed
 from ..polynomials.certified import KINDS, CertifiedPolynomial, built
 from ..polynomials.proofs import exp
-from ..problem.problem import Head
-from ..problem.result import FAILED_SHARE
+from ..problem.problem import FAILED_SHARE, Head
 from .sampling import RowSample
 
 SCORE_ROWS, SCORE_KEYS = 64, 256

@@ -198,7 +198,7 @@ def _by_kernel(head: Head, rows: Index, keys: Index, total: Partial, noise: Tens
 def softmax_rounding(given: Head | Problem, reach: Tensor, keys: int) -> Tensor:
     """Relative rounding error of scores of at most ``reach``, and of sums of their exp."""
     unit = product_roundoff(given.dtype)
-    score = reach * gamma(given.query.shape[-1] + 6, unit)
+    score = reach * gamma(given.dim + 6, unit)
     for bias in (given.key_log_weight, given.mask):
         if bias is not None and bias.dtype != torch.bool:
             finite = bias.masked_fill(bias == -math.inf, 0.0).abs()

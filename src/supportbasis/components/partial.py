@@ -42,8 +42,11 @@ class Partial:
         self.log_scale.copy_(top)
         return self
 
-    def put_(self, rows: Tensor, other: Partial) -> None:
-        """Replace some rows."""
+    def put_(self, rows: Tensor | None, other: Partial) -> None:
+        """Replace some rows (None: all, without a copy)."""
+        if rows is None:
+            vars(self).update(vars(other))
+            return
         self.num[rows], self.den[rows] = other.num, other.den
         self.log_scale[rows], self.noise[rows] = other.log_scale, other.noise
 

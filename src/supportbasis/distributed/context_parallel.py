@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import api
-from ..engine.call_checks import check_entries
 from ..engine.dispatch import of_heads
-from ..engine.ranges import check_plan
+from ..engine.ranges import check_plan, check_scores
 from ..errors import InputError
 from ..methods import Auto, Exact, Method
 from ..methods.base import check_is_method
@@ -180,7 +179,8 @@ def _problem(given: tuple[Tensor, Tensor, Tensor, Tensor | None], options: _Opti
         )
     if options.plan is not None:
         check_plan(problem, options.plan)
-        check_entries(problem)
+    if options.plan is not None or isinstance(options.method, Exact):
+        check_scores(problem, options.plan)
     return problem
 
 

@@ -22,13 +22,11 @@ from torch.autograd.function import once_differentiable
 from ..components import ExactSum, evaluate
 from ..components.partial import Partial
 from ..components.streaming import State, sum_keys
-from ..engine.call_checks import warn_about
 from ..engine.dispatch import of_heads
-from ..engine.execute import check_values, falls_back, usable_rows
+from ..engine.execute import check_values, falls_back, usable_rows, warn_about
 from ..engine.ranges import exact_where, leaves, range_of
 from ..plans import FittedHead, Plan, PolynomialHead
-from ..problem.problem import Head, Problem
-from ..problem.result import Outcome
+from ..problem.problem import Head, Outcome, Problem
 from .ranks import Ranks
 from .related_sums import Chunks, Gathered, Relation
 from .state_bounds import group_sums, least_lse_with
@@ -96,7 +94,7 @@ class StateExchange:
             sums = self.facts[:, unit.number, :NORM_SUMS].view(-1, 4, 3)
             sums = torch.cat([sums[..., :2].sum(0), sums[..., 2:].amax(0)], 1)
             plan = self.own.heads[unit.at[1]]
-            reason = leaves(plan, range_of(plan, unit.head.scale, sums))
+            reason = leaves(plan, range_of(unit.head.scale, sums))
             left |= {} if reason is None else {unit.at[1]: reason}
         return left
 

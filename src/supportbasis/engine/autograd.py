@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ..components.cotangent import SavedForward
 from ..plans import Plan
-from ..problem.checks import is_tracing, refuse_forward, refuse_second
-from ..problem.problem import Kept, Problem, in_rows
-from ..problem.result import Outcome
+from ..problem.checks import check_bias, check_finite, is_tracing, refuse_forward, refuse_second
+from ..problem.problem import Kept, Outcome, Problem, in_rows
 from . import dispatch, sdpa
-from .call_checks import check_output, checked, reports_later, warn_about
+from .execute import warn_about
+from .ranges import checked, reports_later
 
 _in_graphs: dict[str, Plan] = {}  # a compiled graph holds a handle, so its plan has to live on
 
@@ -31,28 +31,11 @@ def run(problem: Problem, plan: Plan, need_lse: bool, implementation: str = "aut
     """Run a plan: by SDPA if every head is exact, as an operator if the call is differentiated or
     traced, else directly."""
     with torch.autocast(problem.query.device.type, enabled=False):
-        if is_sdpa(problem, plan, need_lse, implementation):
-            outcome = sdpa.attend(problem, plan, need_lse)
-            if not is_tracing():
-                check_output(problem, outcome.output)
-            return outcome
+        if sdpa.can_run(problem, plan, need_lse, implementation):
+            return sdpa.attend(problem, plan, need_lse)
         if problem.requires_grad or is_tracing():
             return as_operator(problem, plan, implementation)
         return compute(problem, plan, implementation)
-
-
-def is_sdpa(problem: Problem, plan: Plan, need_lse: bool, implementation: str) -> bool:
-    """Whether `run` calls SDPA."""
-    if not plan.is_exact or implementation == "triton" or not sdpa.can_run(problem, need_lse):
-        return False
-    if is_tracing() and problem.query.is_cpu and problem.needs_exact is None:
-        return False  # entries are checked, which only operators can do here
-    if implementation == "eager" or not problem.query.is_cuda:
-        return True
-    if not need_lse and problem.key_log_weight is None:
-        return True
-    # PyTorch's CUDA kernels give no lse, and `sdpa` has to read the entries of a bias
-    return dispatch.groups(problem, plan, implementation)[0].kind is None
 
 
 def as_operator(
@@ -75,10 +58,8 @@ def compute(problem: Problem, plan: Plan, implementation: str) -> Outcome:
     """Run every head, through kernels where they take it, and warn about failed rows.
 
     Rows made by kernels are not checked, since that would synchronise with the host."""
-    if plan.is_exact and implementation == "auto" and sdpa.gives_lse(problem):
-        outcome = sdpa.attend(problem, plan, need_lse=True)
-        check_output(problem, outcome.output)
-        return outcome
+    if sdpa.is_fused(problem) and sdpa.can_run(problem, plan, True, implementation):
+        return sdpa.attend(problem, plan, need_lse=True)
     groups = dispatch.groups(problem, plan, implementation)
     with torch.cuda.device_of(problem.query):  # kernels run on the current device
         outcome = dispatch.run(problem, groups)
@@ -113,6 +94,10 @@ def _plan_of(problem: Problem, handle: str, implementation: str) -> Plan:
     plan = Plan.known(handle)
     if problem.kept is not None:
         return plan
+    if problem.query.is_cpu:  # a GPU would synchronise with the host
+        check_finite(query=problem.query, key=problem.key, value=problem.value)
+        if problem.key_log_weight is not None:
+            check_bias(problem.key_log_weight)
     instead = checked(problem, plan, implementation)
     return plan if reports_later(problem, plan, implementation) else instead
 
@@ -165,8 +150,8 @@ def _(grad: Any, grad_lse: Any, output: Any, lse: Tensor, *others: Any) -> tuple
 def _call_of(*inputs: Any) -> tuple[Problem, str, str]:
     """Inputs of both operators as a problem, the handle of its plan and the implementation."""
     query, key, value, weight, mask, handle, implementation, scale, is_causal, *kept = inputs
-    factors, leading = (weight, None, mask), tuple(query.shape[:2])
-    call = Problem(query, key, value, *factors, 0.0, is_causal, scale, True, leading, *kept)
+    factors, last = (weight, None), (kept or [None])[0]
+    call = Problem(query, key, value, *factors, scale, is_causal, True, mask, kept=last)
     return call, handle, implementation
 
 

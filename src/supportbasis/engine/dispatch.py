@@ -23,8 +23,7 @@ from ..components.cotangent import Gradients, SavedForward
 from ..errors import InputError
 from ..plans import HeadPlan, Plan
 from ..problem.caching import WeakCache
-from ..problem.problem import Problem
-from ..problem.result import Outcome
+from ..problem.problem import Outcome, Problem
 from .execute import backward, execute
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,12 +66,6 @@ class Group:
     index: Tensor | None = None  # the heads on the device; None: all of them, as they come
 
 
-def check_implementation(implementation: object) -> None:
-    if implementation not in ("auto", "eager", "triton"):
-        wanted = "one of 'auto', 'eager', 'triton'"
-        raise InputError(f"implementation must be {wanted}, got {implementation!r}")
-
-
 _groups: WeakCache[Plan, tuple[torch.device, str, bool, bool], tuple[Group, ...]] = WeakCache()
 
 
@@ -96,7 +89,7 @@ def label(found: Sequence[Group]) -> str:
 
 def refusal(problem: Problem, implementation: str) -> str | None:
     """Why no head of this call can run through kernels, or None."""
-    query, widest = problem.query, max(problem.query.shape[-1], problem.value.shape[-1])
+    query, widest = problem.query, max(problem.dim, problem.value_dim)
     if implementation == "eager":
         return "the caller asked for it"
     if not has_triton():

@@ -9,6 +9,7 @@ are saved, and, outside of graphs, the components with the sums of features over
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -21,12 +22,10 @@ from ..errors import InputError
 from ..plans import HeadPlan, Plan, PolynomialHead, ThresholdHead
 from ..plans.supports import RowGroup
 from ..polynomials.balancing import transformed_heads
-from ..problem.problem import Head, Problem
-from ..problem.result import Outcome
+from ..problem.problem import FAILED_SHARE, Head, Outcome, Problem
 from ..problem.rounding import unit_roundoff
 from .jensen import least_lse
 
-Finished = tuple[Tensor | slice, Partial, Tensor]  # rows, their sums, which of them are valid
 At = tuple[int, int]  # batch element and head
 
 
@@ -46,39 +45,67 @@ def run_head(
     head: Head, plan: HeadPlan, basis: Sequence[RowGroup], outcome: Outcome, at: At
 ) -> None:
     """One head: evaluate, check, fall back to exact sums where rows failed, divide."""
-    finished: list[Finished] = []
+    total = Partial.empty(head.n, head.value_dim, head.query, head.dtype)
     for group in basis:
-        where = slice(None) if group.rows is None else group.rows
-        total = evaluate(group.components, head, group.rows)
-        valid = total.has_keys & usable_rows(plan, head, group.rows, total)
-        failed = total.has_keys & ~valid
-        if bool(failed.any()):
-            outcome.invalid_rows[at] += failed.sum()
-            if falls_back(plan):
-                some = failed.nonzero().squeeze(1)
-                rows = some if group.rows is None else group.rows[some]
-                total.put_(some, evaluate([plan.exact(head)], head, rows))
-                valid = total.has_keys & (total.usable if head.normalise else total.finite)
-                outcome.fallback[at][where] = failed & valid
-        if type(plan) is not PolynomialHead and bool((total.has_keys & ~total.finite).any()):
-            check_values(head)
-        if bool(valid.any()):
-            relative = (total.noise / total.den.abs())[valid].max()
-            relative = relative.nan_to_num(1.0 if head.normalise else math.inf, posinf=math.inf)
-            outcome.rounding[at] = torch.maximum(outcome.rounding[at], relative)
-        finished.append((where, total, valid))
+        total.put_(group.rows, evaluate(group.components, head, group.rows))
+    valid = total.has_keys & usable_rows(plan, head, None, total)
+    failed = total.has_keys & ~valid
+    if bool(failed.any()):
+        outcome.invalid_rows[at] += failed.sum()
+        if falls_back(plan):
+            rows = failed.nonzero().squeeze(1)
+            total.put_(rows, evaluate([plan.exact(head)], head, rows))
+            valid = total.has_keys & (total.usable if head.normalise else total.finite)
+            outcome.fallback[at] = failed & valid
+    if type(plan) is not PolynomialHead and bool((total.has_keys & ~total.finite).any()):
+        check_values(head)
+    if bool(valid.any()):
+        relative = (total.noise / total.den.abs())[valid].max()
+        unknown = 1.0 if head.normalise else math.inf
+        outcome.rounding[at] = relative.nan_to_num(unknown, posinf=math.inf)
     if not head.normalise:
-        _write_sums(head, finished, outcome, at)
+        _write_sums(head, total, valid, outcome, at)
         return
-    for where, total, valid in finished:
-        output, lse = total.divide_(valid)
-        outcome.output[at][where] = output.to(outcome.output.dtype)
-        outcome.lse[at][where] = lse
+    output, lse = total.divide_(valid)
+    outcome.output[at], outcome.lse[at] = output.to(outcome.output.dtype), lse
 
 
 def falls_back(plan: HeadPlan) -> bool:
     """Whether failed rows are computed exactly."""
     return isinstance(plan, ThresholdHead) or plan.may_fail
+
+
+def warn_about(problem: Problem, plan: Plan, outcome: Outcome) -> None:
+    """Warn about failed rows, and raise if the output is not finite."""
+    texts = []
+    if int(outcome.invalid_rows.sum() - outcome.fallback_rows.sum()):
+        texts.append(
+            "rows had no usable denominator (their weights cancel or vanish) and return zeros; "
+            "sb.attention(..., return_result=True) counts them by head"
+        )
+    may_fail = any(head.may_fail for head in plan.heads)
+    if may_fail and float(outcome.fallback_rows.max()) > FAILED_SHARE * problem.n:
+        advice = "a larger sketch_size" if plan.heads[0].is_sketched else "a new plan"
+        texts.append(
+            "a sketch or fitted polynomial failed on more than 1 % of a head's rows, which were "
+            f"computed exactly; use {advice} or another method"
+        )
+    for text in texts:
+        warnings.warn(f"supportbasis: {text}", UserWarning, stacklevel=4)
+    check_output(problem, outcome.output)
+
+
+def check_output(problem: Problem, output: Tensor) -> None:
+    """Raise if the output is not finite: finite inputs may overflow in a score or in a sum."""
+    if output.is_cuda or math.isfinite(output.detach().sum(dtype=problem.dtype).item()):
+        return
+    if not bool(output.isfinite().all()):
+        tokens = (problem.query, problem.key, problem.value)
+        query, key, value = (float(x.detach().abs().max()) for x in tokens)
+        raise InputError(
+            f"the output overflows {problem.dtype}: the largest entries of query, key and value "
+            f"are {query:.3g}, {key:.3g} and {value:.3g}; scale them down or use float64"
+        )
 
 
 def check_values(head: Head) -> None:
@@ -108,31 +135,27 @@ def usable_rows(
     return usable
 
 
-def _write_sums(head: Head, finished: list[Finished], outcome: Outcome, at: At) -> None:
+def _write_sums(head: Head, total: Partial, valid: Tensor, outcome: Outcome, at: At) -> None:
     """Unnormalised sums of all rows in one common unit, exp(log_scale), so that none overflows.
 
     The unit is that of the largest sum, but not so small that a factor overflows; one that does
     belongs to sums of zero. A factor e^x has the rounding of x, and a few of exp; it is applied in
     halves, since it may vanish where its product with a huge value does not."""
-    top, least = -math.inf, -math.log(torch.finfo(head.dtype).max) / 2
-    for where, total, valid in finished:
-        if head.query_log_weight is not None:
-            total.log_scale = total.log_scale + head.query_log_weight[where]
-        largest = total.num.abs().amax(-1) if head.value_dim else torch.ones_like(total.den)
-        size = largest.log().clamp(min=least) + total.log_scale
-        size = torch.where(valid & (largest > 0), size, -math.inf)
-        top = max(top, float(size.max()) if size.numel() else -math.inf)
-    outcome.log_scale[at] = top if top > -math.inf else 0.0
-    unit, longest = float(outcome.log_scale[at]), 0.0
-    for where, total, valid in finished:
-        exponent = total.log_scale - unit
-        half = torch.where(valid & (exponent < -least * 2), (exponent / 2).exp(), 0.0)
-        if bool((half > 0).any()):
-            longest = max(longest, float(exponent[half > 0].abs().max()))
-        sums = total.num.nan_to_num(0.0).mul_(half.unsqueeze(1)).mul_(half.unsqueeze(1))
-        outcome.output[at][where] = sums.to(outcome.output.dtype)
-        den = torch.where(valid & (total.den > 0), total.den.log() + total.log_scale, -math.inf)
-        outcome.lse[at][where] = den.to(outcome.lse.dtype)
+    least, log_scale = -math.log(torch.finfo(head.dtype).max) / 2, total.log_scale
+    if head.query_log_weight is not None:
+        log_scale = log_scale + head.query_log_weight
+    largest = total.num.abs().amax(-1) if head.value_dim else torch.ones_like(total.den)
+    size = largest.log().clamp(min=least) + log_scale
+    size = size[valid & (largest > 0) & (log_scale > -math.inf)]
+    outcome.log_scale[at] = size.max() if len(size) else 0.0
+    exponent = log_scale - float(outcome.log_scale[at])
+    half = torch.where(valid & (exponent < -least * 2), (exponent / 2).exp(), 0.0)
+    kept = exponent[half > 0].abs()
+    longest = float(kept.max()) if len(kept) else 0.0
+    sums = total.num.nan_to_num(0.0).mul_(half.unsqueeze(1)).mul_(half.unsqueeze(1))
+    outcome.output[at] = sums.to(outcome.output.dtype)
+    den = torch.where(valid & (total.den > 0), total.den.log() + log_scale, -math.inf)
+    outcome.lse[at] = den.to(outcome.lse.dtype)
     outcome.rounding[at] += math.expm1((longest + 8) * unit_roundoff(head.dtype))
 
 

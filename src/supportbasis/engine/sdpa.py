@@ -13,48 +13,46 @@ from ..components import flash
 from ..components.exact_sum import softmax_rounding
 from ..plans import Plan
 from ..problem.checks import first_order, is_tracing
-from ..problem.problem import Problem
-from ..problem.result import Outcome
+from ..problem.problem import Outcome, Problem
 from ..problem.rounding import unit_roundoff
-from .execute import execute
+from . import dispatch
+from .execute import check_output, execute
 
 ORDINARY = 1e6  # entries and scales below this: nothing overflows
 
 
-def can_run(problem: Problem, need_lse: bool) -> bool:
-    """Whether SDPA computes this problem: normalised, not empty, with a bias that it takes."""
-    sizes = (problem.batch, problem.heads, problem.n, problem.m, problem.value.shape[-1])
-    if not problem.normalise or 0 in sizes:
+def can_run(problem: Problem, plan: Plan, need_lse: bool, implementation: str) -> bool:
+    """Whether SDPA computes this call: exact, normalised, not empty, with a bias that it takes."""
+    sizes = (problem.batch, problem.heads, problem.n, problem.m, problem.value_dim)
+    if not plan.is_exact or implementation == "triton" or not problem.normalise or 0 in sizes:
         return False
     if problem.dropout_p > 0:
         return True
     bias = problem.key_log_weight
-    if bias is not None and is_tracing():
-        return False  # which kernel takes it depends on its entries
+    if is_tracing() and (bias is not None or (problem.query.is_cpu and problem.mask is None)):
+        return False  # entries of a bias choose a kernel, others are checked: operators do both
     if problem.requires_grad and (need_lse or (bias is not None and bias.requires_grad)):
         return False  # its kernels have no gradients of lse or of a bias
-    return bias is None or not problem.is_causal or _is_fused(problem)
+    if bias is not None and problem.is_causal and not is_fused(problem):
+        return False
+    if implementation == "eager" or not problem.query.is_cuda or not (need_lse or bias is not None):
+        return True
+    # PyTorch's CUDA kernels give no lse, and `attend` has to read the entries of a bias
+    return dispatch.groups(problem, plan, implementation)[0].kind is None
 
 
-def _is_fused(problem: Problem) -> bool:
+def is_fused(problem: Problem) -> bool:
     """Whether PyTorch takes the CPU kernel that takes causal masks and biases together."""
-    same_dim = problem.query.shape[-1] == problem.value.shape[-1]
-    return problem.query.device.type == "cpu" and same_dim and problem.dropout_p == 0
-
-
-def gives_lse(problem: Problem) -> bool:
-    """Whether PyTorch has a kernel that also returns the log-sum-exp of each row."""
-    return flash.AVAILABLE and _is_fused(problem) and can_run(problem, need_lse=True)
+    same_dim = problem.dim == problem.value_dim
+    return flash.AVAILABLE and problem.query.is_cpu and same_dim and problem.dropout_p == 0
 
 
 def attend(problem: Problem, plan: Plan, need_lse: bool) -> Outcome:
     """All heads of an exact plan; the output is differentiable."""
     query, key, value, mask, causal = _operands(problem)
-    zero = noise = query.new_zeros(problem.batch, problem.heads, dtype=problem.dtype)
-    lse = zero.new_empty(*zero.shape, 0)
-    if need_lse:
-        noise = sdpa_noise(problem)
-    if need_lse and gives_lse(problem):
+    zero = query.new_zeros(problem.batch, problem.heads, dtype=problem.dtype)
+    lse, noise = zero.new_empty(*zero.shape, 0), sdpa_noise(problem) if need_lse else zero
+    if need_lse and is_fused(problem):
         if problem.group > 1:
             key, value = (x.repeat_interleave(problem.group, 1) for x in (key, value))
         output, lse = flash.attend(query, key, value, mask, problem.scale, causal)
@@ -72,35 +70,27 @@ def attend(problem: Problem, plan: Plan, need_lse: bool) -> Outcome:
             dead = flash.dead_rows(mask, problem.n, causal)
             output = output.masked_fill(dead.unsqueeze(-1), 0.0)
     output, none = output.to(problem.query.dtype), torch.zeros_like(lse, dtype=torch.bool)
+    if not is_tracing():
+        check_output(problem, output)
     return Outcome(output, lse, zero, zero, noise, none)
 
 
 def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
-    """Query, key, value and mask in one dtype: the input's, unless it cannot hold the mask, or
-    scores may overflow in it undetected. The mask [batch, heads, 1 or n, m] is causal itself where
-    kernels take only one of the two; else the last result says whether the call is."""
+    """Query, key, value and mask in one dtype: the input's, unless it cannot hold the mask. The
+    mask [batch, heads, 1 or n, m] is causal itself where kernels take only one of the two; else the
+    last result says whether the call is."""
     mask, causal = problem.mask, problem.is_causal
     if mask is None and problem.key_log_weight is not None:
         mask = problem.key_log_weight.unsqueeze(2)
-    if mask is not None and causal and (problem.mask is not None or not _is_fused(problem)):
+    if mask is not None and causal and (problem.mask is not None or not is_fused(problem)):
         later = torch.ones(problem.n, problem.m, dtype=torch.bool, device=mask.device).triu_(1)
         mask = mask & ~later if mask.dtype == torch.bool else mask.masked_fill(later, -math.inf)
         causal = False
     query, key, value = first_order(problem.query, problem.key, problem.value)
     bias = None if mask is None or mask.dtype == torch.bool else mask
-    is_rounded = bias is not None and not torch.equal(bias.to(query.dtype).to(bias.dtype), bias)
-    if is_rounded or _may_hide(problem):
+    if bias is not None and not torch.equal(bias.to(query.dtype).to(bias.dtype), bias):
         query, key, value = (x.to(problem.dtype) for x in (query, key, value))
     return query, key, value, mask if bias is None else bias.to(query.dtype), causal
-
-
-def _may_hide(problem: Problem) -> bool:
-    """Whether scores may overflow without a trace in the output: in bfloat16 a CPU returns
-    zeros."""
-    if problem.query.dtype != torch.bfloat16 or not problem.query.is_cpu or is_tracing():
-        return False
-    reach = abs(problem.scale) * problem.query.shape[-1] * math.prod(problem.largest)
-    return not reach < torch.finfo(torch.float32).max
 
 
 def sdpa_noise(problem: Problem) -> Tensor:
@@ -131,17 +121,18 @@ def plainly(
     if not all(type(x) is Tensor and x.is_cpu and x.dim() == 4 for x in tensors):
         return None
     try:
-        (batch, heads, _, dim), key_heads = query.shape, key.shape[1]
+        (_, heads, _, dim), key_heads = query.shape, key.shape[1]
         fits = (
             type(is_causal) is type(enable_gqa) is bool
             and (scale is None or (type(scale) is float and 1 / ORDINARY < scale < ORDINARY))
             and key.shape == value.shape
-            and (batch, dim) == (key.shape[0], key.shape[3])
-            and 0 not in (*query.shape, *key.shape)
-            and (heads == key_heads or (enable_gqa and heads % key_heads == 0))
+            and (heads == key_heads or enable_gqa)
             and (heads, dim) == (plan.num_heads, plan.dim)
             and not torch.is_autocast_enabled("cpu")
-            and all(map(_is_ordinary, tensors))
+            and all(
+                low.item() > -ORDINARY and high.item() < ORDINARY
+                for low, high in (x.detach().aminmax() for x in tensors)
+            )
         )
         if not fits:
             return None
@@ -151,8 +142,3 @@ def plainly(
         )
     except RuntimeError:
         return None
-
-
-def _is_ordinary(x: Tensor) -> bool:
-    low, high = x.detach().aminmax()
-    return low.item() > -ORDINARY and high.item() < ORDINARY

@@ -21,8 +21,7 @@ from ..methods.planning import make_plan
 from ..plans import HeadPlan, Plan, PolynomialHead
 from ..polynomials.certified import true_rank
 from ..problem.checks import check_finite, check_integer
-from ..problem.problem import Head, Problem
-from ..problem.result import Outcome
+from ..problem.problem import Head, Outcome, Problem
 from ..problem.rounding import compute_dtype
 from ..problem.validation import attention_problem, check_tensors
 from ..sketch import approximate_svd

@@ -10,9 +10,8 @@ from dataclasses import replace
 import torch
 
 from ..accuracy.certificate import certify
-from ..engine import call_checks, ranges
 from ..engine.execute import execute
-from ..engine.ranges import leaves, score_range, with_range
+from ..engine.ranges import check_plan, check_scores, checked, leaves, score_range, with_range
 from ..errors import InputError
 from ..plans import BucketHead, ExactHead, HeadPlan, ListHead, Plan, PolynomialHead
 from ..problem.checks import is_tracing
@@ -34,7 +33,7 @@ def plan_of(
         method = method or Auto()
         _check_call(problem, method)
         if problem.needs_exact or not isinstance(method, Polynomial):
-            call_checks.check_scores(problem)
+            check_scores(problem)
         return make_plan(problem, method)
     if not isinstance(plan, Plan):
         raise InputError(f"plan must be an sb.Plan, got {type(plan).__name__}")
@@ -43,14 +42,13 @@ def plan_of(
     _check_call(problem, plan.method)
     if problem.needs_exact:
         if not is_tracing():
-            call_checks.check_entries(problem)
-            call_checks.check_scores(problem)
+            check_scores(problem)
         return make_plan(problem, plan.method)
+    check_plan(problem, plan)
     if is_tracing():  # the operator checks entries
-        ranges.check_plan(problem, plan)
         return plan
     with torch.autocast(problem.query.device.type, enabled=False):  # ranges are in full precision
-        return call_checks.checked(problem, plan, implementation)
+        return checked(problem, plan, implementation)
 
 
 def make_plan(problem: Problem, method: Method) -> Plan:
@@ -74,7 +72,7 @@ def make_plan(problem: Problem, method: Method) -> Plan:
         text = f"supportbasis: {text}; give a tolerance to limit it"
         warnings.warn(text, UserWarning, stacklevel=4)
     scale = -problem.scale if problem.is_flipped else problem.scale
-    return Plan(method, problem.query.shape[-1], heads, scale, problem.is_causal)
+    return Plan(method, problem.dim, heads, scale, problem.is_causal)
 
 
 def _check_call(problem: Problem, method: Method) -> None:
@@ -142,7 +140,7 @@ def _error(method: Method, plan: HeadPlan, head: Head) -> float:
     query, key, value = (x[None, None] for x in (head.query, head.key, head.value))
     log_weights = (head.key_log_weight, head.query_log_weight)
     keys, rows = (None if x is None else x[None, None] for x in log_weights)
-    flags = (head.is_causal, head.scale, head.normalise)
-    problem = Problem(query, key, value, keys, rows, None, 0.0, *flags, (1, 1))
+    flags = (head.scale, head.is_causal, head.normalise)
+    problem = Problem(query, key, value, keys, rows, *flags)
     whole = Plan(method, head.dim, (plan,)).resolved(head.requires_grad)
     return float(certify(problem, whole, execute(problem, whole)).limit)

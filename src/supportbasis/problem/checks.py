@@ -20,12 +20,9 @@ from .rounding import compute_dtype
 def is_tracing() -> bool:
     """Whether something traces the call: the compiler, a transform of `torch.func`, or forward-mode
     differentiation. Then only operators see entries."""
-    transforms = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-    return bool(torch.compiler.is_compiling() or transforms() or _in_dual_level())
-
-
-def _in_dual_level() -> bool:
-    return bool(getattr(forward_ad, "_current_level", -1) >= 0)
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def check_visible(name: str, tensor: Tensor) -> None:
@@ -41,8 +38,7 @@ def check_visible(name: str, tensor: Tensor) -> None:
                 "it as plan=, or pass the batch as leading dims"
             )
         inner = functorch.get_unwrapped(inner)
-    if _in_dual_level():
-        first_order(tensor)  # raises if there is a tangent
+    first_order(tensor)  # raises if there is a tangent
 
 
 def check_finite(**tensors: Tensor) -> None:

@@ -1,4 +1,5 @@
-"""`Problem`: a validated call; `Head`: the two-dimensional problem of one of its heads."""
+"""`Problem`: a validated call; `Head`: the two-dimensional problem of one of its heads; `Outcome`:
+what a plan makes of the call."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from .rounding import compute_dtype, unit_roundoff
 
 if TYPE_CHECKING:
     from ..plans.supports import RowGroup
+
+FAILED_SHARE = 0.01  # of a head's rows: a plan on which more rows fail is reported
 
 
 def in_rows(x: Tensor) -> Tensor:
@@ -42,14 +45,9 @@ def _norms(x: Tensor, maxima: Tensor) -> Tensor:
     return norms * unit * (1 + (x.shape[-1] + 4) * unit_roundoff(dtype))
 
 
-def _largest(x: Tensor) -> float:
-    low, high = x.aminmax() if x.numel() else (x.new_zeros(()), x.new_zeros(()))
-    return max(-low.item(), high.item())
-
-
 @dataclass(frozen=True, eq=False)
-class Head:
-    """One (batch, head) pair: rows of ``query`` attend to rows of ``key``.
+class Pairs:
+    """Rows of ``query`` attend to rows of ``key``: of one head, or [batch, heads, ...] of a call.
 
     A pair (i, j) has weight ``exp(scale * <q_i, k_j> + key_log_weight_j)``, and zero when
     ``is_causal`` and ``j > i``. A padded key has log-weight ``-inf``."""
@@ -64,8 +62,7 @@ class Head:
     normalise: bool  # attention divides by the row sum, a kernel sum does not
     mask: Tensor | None = None  # [n, m] bool or bias; only exact sums take it
     precision: torch.dtype | None = None  # of all sums; None: chosen from the input
-    is_reused: bool = False  # whether its plan will serve many calls, and may take some time
-    together: int = 1  # heads of the call, which run at once on a GPU
+    is_reused: bool = False  # whether the plan will serve many calls, and may take some time
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,19 +70,26 @@ class Head:
 
     @property
     def n(self) -> int:
-        return self.query.shape[0]
+        return self.query.shape[-2]
 
     @property
     def m(self) -> int:
-        return self.key.shape[0]
+        return self.key.shape[-2]
 
     @property
     def dim(self) -> int:
-        return self.query.shape[1]
+        return self.query.shape[-1]
 
     @property
     def value_dim(self) -> int:
-        return self.value.shape[1]
+        return self.value.shape[-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Head(Pairs):
+    """One (batch, head) pair."""
+
+    together: int = 1  # heads of the call, which run at once on a GPU
 
     @property
     def pairs(self) -> int:
@@ -144,23 +148,14 @@ class Kept(dict[tuple[int, int], "tuple[Head, Sequence[RowGroup]]"]):
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
-    """A validated call, with leading dims flattened to [batch, heads] and layout settled."""
+class Problem(Pairs):
+    """A validated call, with leading dims flattened to [batch, heads] and layout settled; keys and
+    values are [batch, key heads, ...]."""
 
-    query: Tensor  # [batch, heads, n, d]
-    key: Tensor  # [batch, key heads, m, d]
-    value: Tensor  # [batch, key heads, m, dv]
-    key_log_weight: Tensor | None  # [batch, heads, m]
-    query_log_weight: Tensor | None  # [batch, heads, n]
-    mask: Tensor | None  # any other mask, [batch, heads, n, m]
-    dropout_p: float
-    is_causal: bool
-    scale: float
-    normalise: bool
-    leading: tuple[int, ...]  # the caller's leading dims, heads included
+    leading: tuple[int, ...] = ()  # the caller's leading dims, heads included
+    dropout_p: float = 0.0
     kept: Kept | None = None  # filled by a forward pass for the backward pass
-    is_reused: bool = False  # whether the plan will serve many calls
-    is_flipped: bool | None = None  # whether the caller's scale is negative; None: not known
+    is_flipped: bool = False  # whether the caller's scale is negative
 
     def __post_init__(self) -> None:
         for name in ("query", "key", "value"):
@@ -184,18 +179,6 @@ class Problem:
         return self.heads // max(1, self.key.shape[1])
 
     @property
-    def n(self) -> int:
-        return self.query.shape[2]
-
-    @property
-    def m(self) -> int:
-        return self.key.shape[2]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return compute_dtype(self.query.dtype)
-
-    @property
     def requires_grad(self) -> bool:
         tensors = (self.query, self.key, self.value, self.key_log_weight)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -208,11 +191,6 @@ class Problem:
         if self.mask is not None:
             return "the mask is not a key mask: it depends on the query"
         return None
-
-    @cached_property
-    def largest(self) -> tuple[float, float]:
-        """Largest |entry| of query and key; NaN if an entry is."""
-        return _largest(self.query.detach()), _largest(self.key.detach())
 
     @cached_property
     def _heads(self) -> dict[tuple[int, int], Head]:
@@ -238,3 +216,30 @@ class Problem:
     def restore(self, tensor: Tensor) -> Tensor:
         """[batch, heads, ...] back to the caller's leading dims."""
         return tensor.reshape((*self.leading, *tensor.shape[2:]))
+
+
+@dataclass
+class Outcome:
+    """Result of running a plan, [batch, heads, ...]."""
+
+    output: Tensor  # [batch, heads, n, dv], input dtype
+    lse: Tensor  # [batch, heads, n]
+    log_scale: Tensor  # [batch, heads]: units of the output of a kernel sum, 0 for attention
+    invalid_rows: Tensor  # [batch, heads]: rows without a usable denominator
+    rounding: Tensor  # [batch, heads]: largest relative rounding error of a row's sums
+    fallback: Tensor  # [batch, heads, n]: failed rows that were computed exactly
+
+    @staticmethod
+    def empty(problem: Problem) -> Outcome:
+        """Memory for output and lse of all heads; the rest is zero."""
+        query, rows = problem.query, (problem.batch, problem.heads, problem.n)
+        output = query.new_empty(*rows, problem.value_dim)
+        lse = query.new_empty(rows, dtype=problem.dtype)
+        failed = query.new_zeros(rows, dtype=torch.bool)
+        units, invalid, rounding = lse.new_zeros(3, *rows[:2]).unbind(0)
+        return Outcome(output, lse, units, invalid, rounding, failed)
+
+    @property
+    def fallback_rows(self) -> Tensor:
+        """How many failed rows were computed exactly, [batch, heads]."""
+        return self.fallback.sum(-1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .checks import check_bias, check_finite, check_visible, is_tracing
+from .checks import check_bias, check_finite, is_tracing
 from .problem import Problem
 from .rounding import compute_dtype, unit_roundoff
 
@@ -23,9 +23,11 @@ def attention_problem(
     is_causal: bool, scale: float | None, enable_gqa: bool, *, finite: bool = True,
     names: tuple[str, str, str] = ("query", "key", "value"),
 ) -> Problem:  # fmt: skip
-    """Check every argument of a call in SDPA's form and flatten it to [batch, heads, ...]."""
+    """Check every argument of a call in SDPA's form and flatten it to [batch, heads, ...]. Entries
+    are checked, too; if not ``finite``, for calls with a plan, on a CPU only, and not if traced."""
     given = (query, key, value)
     check_tensors(given, names)
+    finite = finite or (query.is_cpu and not is_tracing())
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             raise InputError(f"{name} must be True or False, got {flag!r}")
@@ -48,8 +50,8 @@ def attention_problem(
     if not isinstance(dropout_p, Real) or not 0.0 <= dropout_p < 1.0:
         raise InputError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
     return Problem(
-        *tokens, weight, None, mask, float(dropout_p), is_causal, scale, True, leading,
-        is_flipped=is_flipped,
+        *tokens, weight, None, scale, is_causal, True, mask, leading=leading,
+        dropout_p=float(dropout_p), is_flipped=is_flipped,
     )  # fmt: skip
 
 
@@ -148,12 +150,9 @@ def _split_mask(
     if not isinstance(mask, Tensor):
         raise InputError(f"attn_mask must be a torch.Tensor or None, got {type(mask).__name__}")
     _check_place("attn_mask", mask, "query", query)
-    if finite:
-        check_visible("attn_mask", mask)
     if mask.dtype != torch.bool and mask.dtype not in DTYPES:
         raise InputError(f"attn_mask has dtype {mask.dtype}; expected bool or floating point")
     whole = _expanded("attn_mask", mask, shape)
-    batch, heads = math.prod(shape[:-3]), shape[-3] if len(shape) > 2 else 1
     rows = mask.shape[-2] if mask.dim() >= 2 else 1
     if rows == 0:  # no queries, and a mask for each of them
         return None, None
@@ -164,17 +163,15 @@ def _split_mask(
                 "keys [..., 1, keys] has gradients: detach it"
             )
         check_bias(mask)
-        return None, whole.reshape(batch, heads, *shape[-2:])
+        return None, _four(whole, shape[:-2])
     if rows > 1:
         mask = mask[..., :1, :]
-    dtype = compute_dtype(query.dtype)
-    if mask.dtype == torch.bool:
-        weight = torch.where(mask, 0.0, -math.inf).to(dtype)
-    else:
-        if (finite or query.device.type == "cpu") and not is_tracing():  # else the operator does
-            check_bias(mask)
-        weight = mask.to(dtype)
-    return weight.expand(*shape[:-2], 1, shape[-1]).reshape(batch, heads, shape[-1]), None
+    weight = torch.where(mask, 0.0, -math.inf) if mask.dtype == torch.bool else mask
+    weight = weight.to(compute_dtype(query.dtype))
+    if finite:
+        check_bias(weight)
+    weight = weight.expand(*shape[:-2], 1, shape[-1])
+    return _four(weight, shape[:-2]).squeeze(2), None
 
 
 # ---- kernel densities --------------------------------------------------------------------------
@@ -182,9 +179,9 @@ def _split_mask(
 
 def density_problem(
     points: Tensor, data: Tensor, bandwidth: float | Tensor, weights: Tensor | None
-) -> tuple[Problem, Tensor]:
-    """A density as a kernel sum, and the log of what to divide that by: with x, y centred and
-    divided by h, exp(-|x-y|^2/2) = exp(<x,y>) exp(-|x|^2/2) exp(-|y|^2/2)."""
+) -> Problem:
+    """A density as a kernel sum: with x, y centred and divided by h, exp(-|x-y|^2/2) = exp(<x,y>)
+    exp(-|x|^2/2) exp(-|y|^2/2); the factors of the rows are divided by the density's norm."""
     names = ("points", "data", "data")
     given = attention_problem(points, data, data, None, 0.0, False, 1.0, False, names=names)
     if not data.shape[-2]:
@@ -196,17 +193,17 @@ def density_problem(
     row_weight, log_weight = (-x.square().sum(-1) / 2 for x in (query, key))
     weight = data64.new_ones(()) if weights is None else _check_weights(weights, data)
     log_weight = log_weight + weight.log()
-    total = weight.expand(data.shape[:-1]).sum(-1).expand(given.leading)
+    total = weight.expand(data.shape[:-1]).sum(-1, keepdim=True)
+    volume = (width.log() + math.log(2 * math.pi) / 2).expand(points.shape[-1]).sum()
+    row_weight = row_weight - total.log() - volume
     dtype = _density_dtype(points.dtype, query, key)
     tokens = (query.to(dtype), key.to(dtype), key.new_ones(*key.shape[:-1], 1, dtype=dtype))
     parts = (*tokens, log_weight.unsqueeze(-1), row_weight.unsqueeze(-1))
     query, key, value, keys, rows = (_four(x, given.leading) for x in parts)
-    problem = replace(
+    return replace(
         given, query=query, key=key, value=value, key_log_weight=keys.squeeze(-1),
         query_log_weight=rows.squeeze(-1), normalise=False,
     )  # fmt: skip
-    volume = (width.log() + math.log(2 * math.pi) / 2).expand(points.shape[-1]).sum()
-    return problem, total.log() + volume
 
 
 def _density_dtype(dtype: torch.dtype, query: Tensor, key: Tensor) -> torch.dtype:

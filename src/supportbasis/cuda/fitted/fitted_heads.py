@@ -29,8 +29,7 @@ from ...engine.dispatch import Forward
 from ...engine.jensen import FITTED_SHARE, grouped_lse
 from ...plans import FittedHead, HeadPlan, Plan
 from ...problem.caching import WeakCache
-from ...problem.problem import Problem
-from ...problem.result import FAILED_SHARE
+from ...problem.problem import FAILED_SHARE, Problem
 from ..exact.exact_heads import finished, precision, whole
 from ..exact.rectangle import Rectangle, Totals, add_gradients, exact_rows, slopes
 from ..runtime.capacity import Capacity, Sizes, all_unless, enough, marked

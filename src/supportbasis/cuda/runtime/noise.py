@@ -16,13 +16,12 @@ from dataclasses import replace
 
 import torch
 
-from ...accuracy.bounds import recertified
+from ...accuracy.certificate import recertified
 from ...components.flash import dead_rows
 from ...engine import sdpa
 from ...engine.dispatch import Group
 from ...plans import HeadPlan, PolynomialHead
-from ...problem.problem import Head, Problem
-from ...problem.result import Outcome
+from ...problem.problem import Head, Outcome, Problem
 from ...problem.rounding import gamma, product_roundoff, sum_depth, unit_roundoff
 
 ROUNDINGS = {torch.bfloat16: 4, torch.float16: 9, torch.float32: 9}
