@@ -65,7 +65,7 @@ def approximate_svd(
         return left[:, :k], values[:k], right[:k].T
     source = Source(("svd", n, m, k, eps, seed), matrix.dtype, matrix.device)
     # row by row in memory, as a sparse product reads it
-    basis = torch.linalg.qr(_sketch(matrix, size, _draw_buckets(n, size, source)).T).Q.contiguous()
+    basis = torch.linalg.qr(_sketch(matrix, size, source).T).Q.contiguous()
     tall = torch.linalg.qr(matrix @ basis)
     left, values, right = torch.linalg.svd(tall.R)
     return tall.Q @ left[:, :k], values[:k], basis @ right[:k].T
@@ -79,19 +79,15 @@ def sketch_size(k: int, eps: float) -> int:
     return STACKED * math.ceil((k + 4 * k / eps) / STACKED)
 
 
-def _draw_buckets(coordinates: int, size: int, source: Source) -> tuple[Tensor, Tensor]:
-    """Row of the sketch, and sign, of each coordinate in each CountSketch, [STACKED, n] both."""
-    width = size // STACKED
-    first = width * torch.arange(STACKED, device=source.device).unsqueeze(1)
-    index = first + source.below(width, STACKED, coordinates)
-    return index, source.signs(STACKED, coordinates, scale=STACKED**-0.5)
-
-
-def _sketch(a: Tensor, size: int, buckets: tuple[Tensor, Tensor]) -> Tensor:
-    """S A [size, m], A dense or COO: the rows of A with random signs, added up in buckets."""
-    m = a.shape[1]
+def _sketch(a: Tensor, size: int, source: Source) -> Tensor:
+    """S A [size, m], A dense or COO: each CountSketch adds the rows of A up, with random signs, in
+    random buckets, which are its own rows of S A."""
+    (n, m), width = a.shape, size // STACKED
+    first = width * torch.arange(STACKED, device=a.device).unsqueeze(1)
+    buckets = first + source.below(width, STACKED, n)
     image = a.new_zeros(size, m, layout=torch.strided)
-    for bucket, signs in zip(*buckets, strict=True):
+    scaled = source.signs(STACKED, n, scale=STACKED**-0.5)
+    for bucket, signs in zip(buckets, scaled, strict=True):
         if not a.is_sparse:
             image.index_add_(0, bucket, a * signs.unsqueeze(1))
             continue
