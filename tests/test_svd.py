@@ -15,7 +15,6 @@ from torch import Tensor
 from cases import in_turn
 from supportbasis.errors import InputError
 from supportbasis.sketch import approximate_svd
-from supportbasis.sketch.svd import sketch_sizes
 
 FAILURE = 0.1  # of the theorem
 SEEDS = 60
@@ -80,10 +79,9 @@ def test_error_is_within_the_theorem(kind, make, k, eps, sparse):
     errors = [relative_error(a, approximate_svd(given, k, eps, s), delta) for s in range(SEEDS)]
     assert min(errors) >= 1 - EXACT  # nothing of rank k is closer than the best
     assert sum(error > 1 + eps for error in errors) <= MOST_FAILURES
-    # E(error²/Δ² - 1) is near k/ℓ ≤ eps/4 over the first sketch and of that order over the second,
-    # where two such terms stay below eps: a sketch without signs or with half its rows is not
+    # E(error²/Δ² - 1) is near k/ℓ ≤ eps/4: a sketch without signs or with half its rows is not
     mean = sum(error**2 - 1 for error in errors) / SEEDS
-    assert mean <= eps
+    assert mean <= 1.5 * eps / 4
 
 
 def test_the_binomial_limit_is_what_the_comment_says():
@@ -126,26 +124,12 @@ def test_layouts_dtypes_and_repeated_entries_agree():
     )
     reference = approximate_svd(coo, 3, 0.5, 7)
     product = (reference[0] * reference[1]) @ reference[2].T
-    for other in (a.to_sparse_csr(), halves):
+    for other in (a, a.to_sparse_csr(), halves):
         left, values, right = approximate_svd(other, 3, 0.5, 7)
         torch.testing.assert_close((left * values) @ right.T, product, atol=1e-10, rtol=0)
     for dtype in (torch.float32, torch.bfloat16):
         left, values, right = approximate_svd(a.to(dtype), 3, 0.5, 7)
         assert left.dtype == values.dtype == right.dtype == torch.float32
-
-
-def test_the_second_sketch_runs_where_it_is_cheaper():
-    """Both ways meet the bound; a dense matrix takes the sketch, a sparse one the product."""
-    k, eps = 2, 0.5
-    size, second = sketch_sizes(k, eps)
-    values = spectra(k, 150)["step"]
-    a = spread(values, 200, 210)
-    assert size < 200 and 200 * second < a.numel()
-    narrow = torch.where(torch.arange(210) < second // 2, a, 0.0).to_sparse()
-    assert narrow.values().numel() <= 200 * second
-    for matrix, dense in ((a, a), (narrow, narrow.to_dense())):
-        delta = float(torch.linalg.svdvals(dense)[k:].square().sum().sqrt())
-        assert relative_error(dense, approximate_svd(matrix, k, eps, 0), delta) <= 1 + eps
 
 
 def test_results_depend_on_the_seed_alone_and_leave_the_generator_alone():

@@ -59,8 +59,7 @@ def closed_form_attention(
         check_method(method)
     query, key, value = autocast(query, key, value)
     problem = attention_problem(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
-    with torch.autocast(query.device.type, enabled=False):
-        plan = plan_of(problem, method, plan, "eager")
+    plan = plan_of(problem, method, plan, "eager")
     check_method(plan.method)
     for head in plan.heads:
         if isinstance(head, PolynomialHead):

@@ -4,39 +4,46 @@ With weights Â (rows add up to 1), V = XY, residual R = ÂV - E and t = R Yᵀ,
 𝒬 = R Vᵀ = t Xᵀ has low rank, and r_i = Σ_j Â_ij 𝒬_ij = t_i · m_i with m = ÂX. All is made of
 
     N = (Â∘𝒬 - diag(r) Â) X,    row i: Σ_j Â_ij (t_i · x_j - r_i) x_j,
-    M = (Â∘𝒬 - diag(r) Â)ᵀ X,   row j: Σ_i Â_ij (t_i · x_j - r_i) x_i,    and Z = Âᵀ t:
+    M = (Â∘𝒬 - diag(r) Â)ᵀ Q,   row j: Σ_i Â_ij (t_i · x_j - r_i) q_i,    and Z = Âᵀ R,
 
-    ∂L/∂W = 2 scale Xᵀ N,   ∂L/∂Y = 2 mᵀ R,   ∂L/∂X = 2 scale (N Wᵀ + M W) + 2 Z.
+with q = W_Qᵀ x and W = W_Q W_Kᵀ (W_K = 1 where W came whole):
+
+    ∂L/∂W = 2 scale Xᵀ N,   ∂L/∂Y = 2 mᵀ R,   ∂L/∂X = 2 scale (N Wᵀ + M W_Kᵀ) + 2 Z Yᵀ.
 
 Row i of N is the covariance of the tokens under the weights of row i, times t_i. Tokens are
 measured from their mean c, so that no covariance is a difference of large numbers: x = x' + c,
-m = m' + c and t_i · x_j - r_i = t_i · x'_j - t_i · m'_i. Weights that were cut to low rank do not
-add up to 1; for them c = 0.
+m = m' + c and t_i · x_j - r_i = t_i · x'_j - t_i · m'_i = τ_i · ξ_j, where τ = (t, -t · m') and
+ξ = (x', 1). Weights that were cut to low rank do not add up to 1; for them c = 0.
 
 A plan has low-rank weights, and exact ones beside them. For weights U₁U₂ᵀ with rows u_i and w_j,
 
-    (U₁U₂ᵀ) ∘ (t xᵀ) = (U₁ ⊙ t)(U₂ ⊙ x)ᵀ,    row i of U₁ ⊙ t being u_i ⊗ t_i:
+    (U₁U₂ᵀ) ∘ (τ ξᵀ) = (U₁ ⊙ τ)(U₂ ⊙ ξ)ᵀ,    row i of U₁ ⊙ τ being u_i ⊗ τ_i:
 
-low rank again. Its product with x needs (U₂ ⊙ x)ᵀ x = Σ_j w_j ⊗ x_j ⊗ x_j, symmetric in the last
-two, so half of it is summed (`Sums.add_low_rank`); u_i reads Σ_j a_ij x_j x_jᵀ from it, and that is
-applied to t_i. The transposed product needs Σ_i u_i ⊗ t_i ⊗ x_i; nothing there is symmetric.
+low rank again. Its product with x' needs Σ_j w_j ⊗ ξ_j ⊗ x'_j, symmetric in the last two, so half
+of it is summed (`Sums.add_low_rank`); u_i reads Σ_j a_ij x'_j ξ_jᵀ from it, and that is applied to
+τ_i. The transposed product needs Σ_i u_i ⊗ τ_i ⊗ q_i; nothing there is symmetric.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ..components.polynomial_sum import PolynomialSum
-from ..plans import ExactHead, HeadPlan, PolynomialHead, ThresholdHead
+from ..components import ExactSum, PolynomialSum
+from ..components.streaming import Task
+from ..errors import InputError
+from ..plans import HeadPlan
 from ..polynomials.features import block_rows
 from ..problem.problem import Head
 
 TILE = 2**21  # exact weights at a time
 LEAST_ROWS = 16
+STATE_LIMIT = 2**28  # numbers in the sums of a polynomial's features: 1 GiB of float32
 
 Exact = tuple[Tensor, Tensor]  # rows and keys between which weights are exact
 
@@ -76,28 +83,31 @@ def weights_of(
     """The disjoint weights of a plan that ran, with its lse [n] and the failed rows it computed
     exactly [n]. Rows without a sum are in none."""
     everything = torch.arange(head.n, device=lse.device)
-    if isinstance(plan, ExactHead):
-        return [], [(everything, everything)]
-    assert isinstance(plan, PolynomialHead)
-    small_rows, small_keys = ~fallback, torch.ones_like(fallback)
-    if isinstance(plan, ThresholdHead):
-        small_rows &= head.query_maxima <= plan.threshold
-        small_keys = head.key_maxima <= plan.threshold
-    exact, rows = everything[~small_rows], everything[small_rows & (lse > -torch.inf)]
-    keys = everything[small_keys]
-    # p(scores) e^-lse through packed features: u_i = e^(unit - lse_i) W φ(q_i), w_j = φ(k_j)
-    task = PolynomialSum(plan.polynomial, keys).task(head, rows)
+    low_rank, exact = list[Factors](), [(everything[fallback], everything)]
+    for group in plan.basis(head):
+        rows = everything if group.rows is None else group.rows
+        rows = rows[(lse[rows] > -torch.inf) & ~fallback[rows]]
+        for part in group.components:
+            assert isinstance(part, (ExactSum, PolynomialSum))
+            keys = everything if part.keys is None else part.keys
+            if isinstance(part, ExactSum):
+                exact.append((rows, keys))
+            else:
+                low_rank.append(_factors(part.task(head, rows), rows, keys, lse))
+    return low_rank, exact
+
+
+def _factors(task: Task, rows: Tensor, keys: Tensor, lse: Tensor) -> Factors:
+    """p(scores) e^-lse through packed features: u_i = e^(unit - lse_i) W φ(q_i), w_j = φ(k_j)."""
     share = (task.shift - lse).exp().unsqueeze(1)
 
+    def features(side: str, some: Tensor) -> Tensor:
+        return task.features(task.unit(side, getattr(task.head, side)[some])[0])
+
     def left(some: Tensor) -> Tensor:
-        unit, _ = task.unit("query", head.query[some])
-        return task.features(unit).mul_(task.weights).mul_(share[some])
+        return features("query", some).mul_(task.weights).mul_(share[some])
 
-    def right(some: Tensor) -> Tensor:
-        return task.features(task.unit("key", head.key[some])[0])
-
-    factors = Factors(rows, keys, task.features.count, left, right)
-    return [factors], [(exact, everything), (rows, everything[~small_keys])]
+    return Factors(rows, keys, task.features.count, left, partial(features, "key"))
 
 
 def exact_tiles(
@@ -112,12 +122,9 @@ def exact_tiles(
 
 def sparse_part(head: Head, lse: Tensor, parts: list[Exact]) -> Tensor:
     """The exact weights as a sparse matrix [n, n]."""
-    index, values = [], []
-    for rows, keys, tile in exact_tiles(head, lse, parts):
-        index.append(torch.cartesian_prod(rows, keys).T)
-        values.append(tile.flatten())
-    where, shape = torch.cat(index, 1), (head.n, head.m)
-    return torch.sparse_coo_tensor(where, torch.cat(values), shape, check_invariants=False)
+    where = torch.cat([torch.cartesian_prod(*part) for part in parts]).T
+    values = torch.cat([tile.flatten() for *_, tile in exact_tiles(head, lse, parts)])
+    return torch.sparse_coo_tensor(where, values, (head.n, head.m), check_invariants=False)
 
 
 class Sums:
@@ -125,52 +132,59 @@ class Sums:
     that have weights. ``inputs``: with M and Z, which only ∂L/∂X needs."""
 
     def __init__(self, call: Call, centre: Tensor, shifted: Tensor, has_sum: Tensor, inputs: bool):
-        self.x, self.near, self.inputs = call.x, call.x - centre, inputs
+        self.inputs, self.query = inputs, call.query
+        self.tokens = pad(call.x - centre, (0, 1), value=1.0)  # ξ
         attended = shifted + centre * has_sum.unsqueeze(1)
         self.output = attended @ call.weight_v
-        residual = self.output - call.goal
-        self.loss = residual.square().sum(dtype=torch.float64)
-        self.weight_v = 2 * attended.T @ residual
-        self.t = residual @ call.weight_v.T
-        self.rho = (self.t * shifted).sum(1, keepdim=True)
-        self.rows, self.columns, self.values = call.x.new_zeros(3, *call.x.shape)  # N, M, Z
+        self.residual = self.output - call.goal
+        self.loss = self.residual.square().sum(dtype=torch.float64)
+        self.weight_v = 2 * attended.T @ self.residual
+        t = self.residual @ call.weight_v.T
+        self.slopes = torch.cat([t, -(t * shifted).sum(1, keepdim=True)], 1)  # τ
+        sides = (call.x, self.query, self.residual)
+        self.rows, self.keys, self.values = map(torch.zeros_like, sides)  # N, M, Z
 
     def add_exact(self, rows: Tensor, keys: Tensor, tile: Tensor) -> None:
         """Exact weights [rows, keys]: sparse ∘ low-rank is sparse, so 𝒬 is formed there alone."""
-        near, t = self.near[keys], self.t[rows]
-        pairs = (t @ near.T).sub_(self.rho[rows]).mul_(tile)
-        self.rows[rows] += pairs @ near
+        tokens = self.tokens[keys]
+        pairs = (self.slopes[rows] @ tokens.T).mul_(tile)
+        self.rows[rows] += pairs @ tokens[:, :-1]
         if self.inputs:
-            self.columns.index_add_(0, keys, pairs.T @ self.x[rows])
-            self.values.index_add_(0, keys, tile.T @ t)
+            self.keys.index_add_(0, keys, pairs.T @ self.query[rows])
+            self.values.index_add_(0, keys, tile.T @ self.residual[rows])
 
     def add_low_rank(self, factors: Factors) -> None:
-        """Low-rank weights: rows read Σ_j w_j ⊗ (x_j, upper triangle of x_j x_jᵀ), and keys
-        Σ_i u_i ⊗ (x_i ⊗ t_i, ρ_i x_i, t_i)."""
-        dim = self.x.shape[1]
-        size = block_rows(max(factors.rank, dim**2), self.x.dtype)
-        row, column = torch.triu_indices(dim, dim, device=self.x.device).unbind(0)
-        index = row.new_empty(dim, dim)  # of all d² entries in the triangle
+        """Low-rank weights: rows read Σ_j w_j ⊗ (upper triangle of x'_j ξ_jᵀ), and keys
+        Σ_i u_i ⊗ (τ_i ⊗ q_i, R_i)."""
+        dim, head_dim = self.rows.shape[1], self.query.shape[1]
+        size = block_rows(max(factors.rank, dim**2), self.tokens.dtype)
+        row, column = torch.triu_indices(dim, dim + 1, device=self.tokens.device).unbind(0)
+        index = row.new_empty(dim + 1, dim + 1)  # of all entries in the triangle
         index[row, column] = index[column, row] = torch.arange(len(row), device=row.device)
-        moments = self.x.new_zeros(factors.rank, dim + len(row))
+        widths = [(dim + 1) * head_dim, self.residual.shape[1]]
+        columns = [len(row), sum(widths) if self.inputs else 0]
+        if factors.rank * sum(columns) > STATE_LIMIT:
+            raise InputError(
+                f"method needs sums of {factors.rank} features by {sum(columns)} columns, more "
+                f"than {STATE_LIMIT} numbers; use a lower degree, a pair weight_qk of fewer "
+                "columns, or sb.Exact()"
+            )
+        moments, state = self.tokens.new_zeros(factors.rank, sum(columns)).split(columns, 1)
         for keys in factors.keys.split(size):
-            x = self.near[keys]
-            moments.addmm_(factors.right(keys).T, torch.cat([x, x[:, row] * x[:, column]], 1))
-        state = self.x.new_zeros(factors.rank, dim**2 + 2 * dim if self.inputs else 0)
+            tokens = self.tokens[keys]
+            moments.addmm_(factors.right(keys).T, tokens[:, row] * tokens[:, column])
         for rows in factors.rows.split(size):
-            left, x, t, rho = factors.left(rows), self.x[rows], self.t[rows], self.rho[rows]
-            read = left @ moments
-            square = read[:, dim:].index_select(1, index.flatten()).view(-1, dim, dim)
-            self.rows[rows] += (square @ t.unsqueeze(2)).squeeze(2) - rho * read[:, :dim]
+            left, slopes = factors.left(rows), self.slopes[rows].unsqueeze(2)
+            read = (left @ moments).index_select(1, index[:dim].flatten()).view(-1, dim, dim + 1)
+            self.rows[rows] += (read @ slopes).squeeze(2)
             if self.inputs:
-                outer = (x.unsqueeze(2) * t.unsqueeze(1)).flatten(1)
-                state.addmm_(left.T, torch.cat([outer, rho * x, t], 1))
+                outer = (slopes * self.query[rows].unsqueeze(1)).flatten(1)
+                state.addmm_(left.T, torch.cat([outer, self.residual[rows]], 1))
         for keys in factors.keys.split(size) if self.inputs else ():
-            read = factors.right(keys) @ state
-            square, shift, value = read.split([dim**2, dim, dim], 1)
-            turned = square.view(-1, dim, dim) @ self.near[keys].unsqueeze(2)
-            self.columns.index_add_(0, keys, turned.squeeze(2) - shift)
-            self.values.index_add_(0, keys, value)
+            of_keys, of_values = (factors.right(keys) @ state).split(widths, 1)
+            turned = self.tokens[keys].unsqueeze(1) @ of_keys.view(-1, dim + 1, head_dim)
+            self.keys.index_add_(0, keys, turned.squeeze(1))
+            self.values.index_add_(0, keys, of_values)
 
 
 def row_gradients(call: Call, head: Head, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,7 @@ from ..engine.execute import execute
 from ..errors import InputError
 from ..methods import Method, SingleThreshold
 from ..methods.planning import make_plan
-from ..plans import HeadPlan, Plan, PolynomialHead
-from ..polynomials.certified import true_rank
+from ..plans import Plan
 from ..problem.checks import check_finite, check_integer
 from ..problem.problem import Head, Outcome, Problem
 from ..problem.rounding import compute_dtype
@@ -29,7 +28,6 @@ from .closed_attention import check_method, closed_form_attention
 from .closed_form import Call, Factors, Sums, exact_tiles, row_gradients, sparse_part, weights_of
 
 EPS, SEED = 0.5, 0  # of the approximate SVD
-STATE_LIMIT = 2**28  # numbers in the sums of a polynomial's features: 1 GiB of float32
 
 
 def attention_loss_gradient(
@@ -146,16 +144,21 @@ def _head_gradient(
         scale = call.pair[0].shape[1] ** -0.5 if scale is None else scale
         problem = attention_problem(call.query, call.key, call.x, None, 0.0, False, scale, False)
         head = problem.head(0, 0)
-        plan = Plan(method, head.dim, (method.plan_head(head),))
-        _check_work(plan.heads[0], head.dim, call.x.shape[1], low_rank, inputs)
+        planned = method.plan_head(head)
+        if low_rank is not None and planned.kind == "exact":
+            raise InputError(
+                f"low_rank is {low_rank}, but the exact part is the whole n x n matrix "
+                f"({planned.reason}); use a larger threshold, another degree, or low_rank=None"
+            )
+        plan = Plan(method, head.dim, (planned,))
         sums, part, outcome = _sum_up(call, problem, plan, low_rank, inputs)
         left, weight = call.pair[0], 2 * scale * (call.x.T @ sums.rows)
-        rows, columns, weight_q, weight_k = sums.rows, sums.columns @ left, None, None
+        rows, keys, weight_q, weight_k = sums.rows, sums.keys, None, None
         if len(call.pair) == 2:
             right = call.pair[1]
-            rows, columns = rows @ right, columns @ right.T
+            rows, keys = rows @ right, keys @ right.T
             weight_q, weight_k = weight @ right, weight.T @ left
-        of_x = 2 * scale * (rows @ left.T + columns) + 2 * sums.values
+        of_x = 2 * scale * (rows @ left.T + keys) + 2 * sums.values @ call.weight_v.T
     failed, fallback = int(outcome.invalid_rows), int(outcome.fallback_rows)
     if failed > fallback:
         warnings.warn(
@@ -230,25 +233,6 @@ def _truncated(matrix: Tensor, rank: int) -> tuple[Factors, LowRankPart]:
     everything = torch.arange(len(left), device=left.device)
     factors = Factors(everything, everything, rank, left.__getitem__, right.__getitem__)
     return factors, LowRankPart(rank, matrix._nnz(), residual)
-
-
-def _check_work(
-    plan: HeadPlan, head_dim: int, dim: int, low_rank: int | None, inputs: bool
-) -> None:
-    """The sums of the gradient have many more columns than those of attention: x and the upper
-    triangle of x xᵀ; for the gradients of the keys x tᵀ, x and t."""
-    if low_rank is not None and plan.kind == "exact":
-        raise InputError(
-            f"low_rank is {low_rank}, but the exact part is the whole n x n matrix "
-            f"({plan.reason}); use a larger threshold, another degree, or low_rank=None"
-        )
-    columns = dim + dim * (dim + 1) // 2 + inputs * (dim**2 + 2 * dim)
-    rank = true_rank(head_dim, plan.degree) if isinstance(plan, PolynomialHead) else 0
-    if rank * columns > STATE_LIMIT:
-        raise InputError(
-            f"method needs sums of {rank} features by {columns} columns, more than {STATE_LIMIT} "
-            "numbers; use a lower degree, a pair weight_qk of fewer columns, or sb.Exact()"
-        )
 
 
 @dataclass(frozen=True)
