@@ -32,8 +32,9 @@ from ...problem.caching import WeakCache
 from ...problem.problem import Problem
 from ...problem.result import FAILED_SHARE
 from ..exact.exact_heads import finished, precision, whole
-from ..exact.rectangle import Rectangle, Totals, add_gradients, exact_rows, slopes
-from ..runtime.capacity import Capacity, Sizes, all_unless, enough, marked
+from ..exact.rectangle import Rectangle, Totals, exact_rows, slopes
+from ..exact.split import Split, first
+from ..runtime.capacity import Capacity, Sizes
 from ..runtime.replay import replayed
 from . import fitted_sums
 from .fitted_sums import Features, Near, finite, with_ones
@@ -122,12 +123,12 @@ def _outcome(
     """Output, lse, which rows failed, and three counts of the worst head: far keys and exact rows,
     whose capacity is ``sizes``, and failed rows."""
     built, features = _Built.of(problem, plan, *given), _table(problem, plan)[2]
-    rows = built.exact_rows
+    rows, far = built.exact_rows, first(built.is_far, sizes[0])
     sums = [fitted_sums.sums(each, built.near(i, rows)) for i, each in enumerate(features)]
     total, unit = (torch.stack(x) for x in zip(*sums, strict=True))
     unit = unit + built.shift
     if sizes[0]:
-        more, size = _sums_over(built.far_keys(sizes))
+        more, size = _sums_over(replace(built.whole, keys=far[0]))
         top = torch.maximum(unit, size)
         mine, theirs = ((x - finite(top)).exp().unsqueeze(2) for x in (unit, size))
         total, unit = total * mine + with_ones(more) * theirs, top
@@ -135,12 +136,11 @@ def _outcome(
     num = torch.where(den == 0, 0.0, total[..., :-1] / den)  # zero for a row without keys
     lse = den.squeeze(2).log() + finite(unit)
     failed = ~((lse >= built.least()) & (lse < math.inf)) & ~rows
-    needed, shape = built.needed(rows | failed), problem.query.shape[:3]
+    shape = problem.query.shape[:3]
     output, lse = num.to(problem.value.dtype).view(*shape, -1), lse.view(shape).contiguous()
-    exact_rows(replace(built.whole, rows=marked(rows | failed, sizes[1])), output, lse)
-    if guarded:
-        exact_rows(all_unless(enough(needed, sizes), built.whole), output, lse)
-    counts = torch.cat([needed, failed.sum(1).amax().view(1)])
+    split = Split(built.whole, far, rows | failed, sizes[1], guarded)
+    split.write(output, lse)
+    counts = torch.cat([split.needed, failed.sum(1).amax().view(1)])
     return output, lse, failed.view(lse.shape), counts
 
 
@@ -150,15 +150,11 @@ def _gradients(
     """Gradients of query, key, value and log-weights, one for each head of the queries, and the
     needed capacity."""
     (output, lse, fallback, grad, grad_lse), given = given[:5], given[5:]
-    built, (query_side, key_side, features) = (
-        _Built.of(problem, plan, *given),
-        _table(problem, plan),
-    )
-    far, rows = built.far_keys(sizes), built.exact_rows | fallback.flatten(0, 1)
-    needed = built.needed(rows)
-    fits, slope = enough(needed, sizes), slopes(grad, grad_lse, output)
-    known = torch.where(fits, lse, math.inf)
-    near = torch.where(rows.view(lse.shape), math.inf, known)
+    query_side, key_side, features = _table(problem, plan)
+    built = _Built.of(problem, plan, *given)
+    rows, far = built.exact_rows | fallback.flatten(0, 1), first(built.is_far, sizes[0])
+    split, slope = Split(built.whole, far, rows, sizes[1], guarded), slopes(grad, grad_lse, output)
+    near = split.near(lse)
     real = near.isfinite().flatten(0, 1)
     both = torch.cat([grad.float(), slope.unsqueeze(3)], 3).flatten(0, 1)
     both = torch.where(real.unsqueeze(2), both, 0.0)
@@ -171,18 +167,15 @@ def _gradients(
     # to that of lse, less far keys
     shift = torch.where(real, grad_lse.float().flatten(0, 1), 0.0)
     if sizes[0]:
-        own, size = _sums_over(far)
+        own, size = _sums_over(split.keys)
         share = (size - near.flatten(0, 1)).exp().nan_to_num(0.0)  # a row without keys has none
         along = (grad.float().flatten(0, 1) * own).sum(2)
         shift = shift - share * (along + slope.flatten(0, 1))
     query, key, value, weight = map(torch.stack, zip(*parts, strict=True))
     made = (query_side.pull_back(query, shift), key_side.pull_back(key, weight), value, weight)
     total = Totals(*(x.unflatten(0, lse.shape[:2]).contiguous() for x in made))
-    add_gradients(total, grad, slope, near, far)
-    add_gradients(total, grad, slope, known, replace(built.whole, rows=marked(rows, sizes[1])))
-    if guarded:
-        add_gradients(total, grad, slope, lse, all_unless(fits, built.whole))
-    return *total, needed
+    split.add_gradients(total, grad, slope, lse, near)
+    return *total, split.needed
 
 
 class _Built(NamedTuple):
@@ -228,14 +221,6 @@ class _Built(NamedTuple):
         key = self.key.masked_fill((self.log_weight == -math.inf).unsqueeze(2), 0.0)
         bound = grouped_lse(self.query, key, self.log_weight)
         return bound + self.shift + math.log(FITTED_SHARE)
-
-    def needed(self, rows: Tensor) -> Tensor:
-        """Far keys and exact ``rows`` of the worst head, [2]."""
-        return torch.stack([flags.sum(1).amax() for flags in (self.is_far, rows)])
-
-    def far_keys(self, sizes: Sizes) -> Rectangle:
-        """All rows and as many far keys of each head as there is capacity for."""
-        return replace(self.whole, keys=marked(self.is_far, sizes[0]))
 
 
 def _sums_over(far: Rectangle) -> tuple[Tensor, Tensor]:
