@@ -28,9 +28,8 @@ from ...problem.caching import WeakCache
 from ...problem.problem import Problem
 from ..exact.exact_heads import empty_results, finished, precision, whole
 from ..exact.rectangle import Start, Totals, exact_rows, slopes
-from ..exact.split import Split, first
+from ..exact.split import Split, first, large, limits, thresholds
 from ..runtime.capacity import Capacity, Sizes
-from ..runtime.lengths import large, limits, thresholds
 from .setting import Polynomials
 from .sums import key_weights, polynomial_gradients, polynomial_sums
 

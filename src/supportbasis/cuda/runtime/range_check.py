@@ -18,7 +18,7 @@ from ...engine import ranges
 from ...plans import Plan, ScoreRange
 from ...problem.caching import WeakCache
 from ...problem.problem import Problem
-from .lengths import lengths, limits
+from ..exact.split import large, limits
 from .reporting import Report, capturing
 
 SECONDS = 0.1  # between two calls that are checked
@@ -74,3 +74,16 @@ def _left(plan: Plan, found: Tensor, scale: float) -> dict[int, str]:
         if reason is not None:
             left[number % plan.num_heads] = f"in an earlier call {reason}"
     return left
+
+
+def lengths(tokens: Tensor, heads: int, limit: Tensor, log_weight: Tensor | None) -> Tensor:
+    """The largest norm, the sum of norms and their number, [batch * heads, 3], of the tokens
+    [batch, heads or fewer, n, d] of each head that have no entry beyond its ``limit`` and, if it is
+    given, a finite log-weight [batch, heads, n]."""
+    norm = torch.linalg.vector_norm(tokens, dim=3, dtype=torch.float32)
+    norm = norm.repeat_interleave(heads // tokens.shape[1], 1).flatten(0, 1)
+    counted = ~large(tokens, heads, limit, None)
+    if log_weight is not None:
+        counted &= log_weight.flatten(0, 1) > -torch.inf
+    norm = torch.where(counted, norm, 0.0)
+    return torch.stack([norm.amax(1), norm.sum(1), counted.sum(1)], 1)
