@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from ...plans import Plan, ThresholdHead
-from ...problem.caching import WeakCache
-from ...problem.problem import Problem
 from ..runtime.language import cdiv, power_of_two
 from . import split_kernels as kernels
 from .rectangle import Rectangle, Tokens, Totals, add_gradients, exact_rows
@@ -91,17 +89,6 @@ def large(tokens: Tensor, heads: int, limit: Tensor, log_weight: Tensor | None) 
 def thresholds(plan: Plan) -> list[float]:
     """Of all heads; infinite where there is none."""
     return [head.threshold if isinstance(head, ThresholdHead) else math.inf for head in plan.heads]
-
-
-_limits: WeakCache[Plan, tuple[torch.device, int], Tensor] = WeakCache()
-
-
-def limits(plan: Plan, problem: Problem) -> Tensor:
-    """The thresholds of all heads [batch * heads] on the device. They are copied once: a call that
-    a CUDA graph captures could not do it."""
-    device, batch = problem.query.device, problem.batch
-    exact = thresholds(plan) * batch
-    return _limits.get(plan, (device, batch), lambda: rounded_down(exact).to(device))
 
 
 def rounded_down(limits: Sequence[float]) -> Tensor:

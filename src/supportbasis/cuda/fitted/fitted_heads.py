@@ -31,7 +31,7 @@ from ...plans import FittedHead, HeadPlan, Plan
 from ...problem.caching import WeakCache
 from ...problem.problem import Problem
 from ...problem.result import FAILED_SHARE
-from ..exact.exact_heads import finished, precision, whole
+from ..exact.exact_heads import empty_results, finished, precision, whole
 from ..exact.rectangle import Rectangle, Totals, exact_rows, slopes
 from ..exact.split import Split, first
 from ..runtime.capacity import Capacity, Sizes
@@ -93,9 +93,8 @@ def _replayed(
 
     def run(sizes: Sizes, guarded: bool) -> tuple[tuple[Tensor, ...], Tensor]:
         function = partial(work, problem, plan, sizes, guarded)
-        *results, needed = (
-            replayed((*key, sizes), function, *given) if guarded else function(*given)
-        )
+        call = partial(replayed, (*key, sizes), function) if guarded else function
+        *results, needed = call(*given)
         return tuple(results), needed
 
     return capacity.run(run, backward=bool(saved))
@@ -135,7 +134,8 @@ def _outcome(
     den = total[..., -1:]
     num = torch.where(den == 0, 0.0, total[..., :-1] / den)  # zero for a row without keys
     lse = den.squeeze(2).log() + finite(unit)
-    failed = ~((lse >= built.least()) & (lse < math.inf)) & ~rows
+    least = grouped_lse(built.query, built.key, built.log_weight) + built.shift
+    failed = ~((lse >= least + math.log(FITTED_SHARE)) & (lse < math.inf)) & ~rows
     shape = problem.query.shape[:3]
     output, lse = num.to(problem.value.dtype).view(*shape, -1), lse.view(shape).contiguous()
     split = Split(built.whole, far, rows | failed, sizes[1], guarded)
@@ -183,7 +183,7 @@ class _Built(NamedTuple):
     and backward build the same."""
 
     query: Tensor
-    key: Tensor
+    key: Tensor  # zero where hidden
     value: Tensor  # in the input dtype
     log_weight: Tensor
     shift: Tensor  # scale <q, c>, which log-sums of transformed rows lack
@@ -203,30 +203,22 @@ class _Built(NamedTuple):
         (x, shift), (y, log_weight) = query_side.apply(query), key_side.apply(key)
         if weight is not None:
             log_weight = log_weight + weight.flatten(0, 1)
+            y.masked_fill_((log_weight == -math.inf).unsqueeze(2), 0.0)  # may hold anything
         is_far = torch.linalg.vector_norm(y, dim=2) > key_side.radius
-        is_far &= log_weight > -math.inf
         rows = torch.linalg.vector_norm(x, dim=2) > query_side.radius
         rows |= torch.arange(problem.n, device=query.device) < _fitted(plan.heads[0]).exact_rows
         return _Built(x, y, value.flatten(0, 1), log_weight, shift, is_far, rows, every)
 
     def near(self, head: int, rows: Tensor) -> Near:
         """The tokens of one head without far keys and without these exact ``rows`` [heads, n]."""
-        log_weight = self.log_weight[head].masked_fill(self.is_far[head], -math.inf)
-        key = self.key[head].masked_fill((log_weight == -math.inf).unsqueeze(1), 0.0)
         query = self.query[head].masked_fill(rows[head].unsqueeze(1), 0.0)
+        key = self.key[head].masked_fill(self.is_far[head].unsqueeze(1), 0.0)
+        log_weight = self.log_weight[head].masked_fill(self.is_far[head], -math.inf)
         return Near(query, key, self.value[head], log_weight)
-
-    def least(self) -> Tensor:
-        """Logs of the smallest sums of all rows [heads, n] that have not failed."""
-        key = self.key.masked_fill((self.log_weight == -math.inf).unsqueeze(2), 0.0)
-        bound = grouped_lse(self.query, key, self.log_weight)
-        return bound + self.shift + math.log(FITTED_SHARE)
 
 
 def _sums_over(far: Rectangle) -> tuple[Tensor, Tensor]:
     """Mean values [heads, n, dv] and log-sums [heads, n] of all rows over far keys, exactly."""
-    problem, shape = far.problem, (far.heads, far.problem.n)
-    lse = problem.query.new_empty(shape, dtype=torch.float32)
-    output = lse.new_empty(*shape, problem.value.shape[3])
+    output, lse = (x.flatten(0, 1) for x in empty_results(far.problem, torch.float32))
     exact_rows(far, output, lse)
     return output, lse

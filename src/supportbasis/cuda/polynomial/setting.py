@@ -81,10 +81,6 @@ class Setting:
         self.switches = {"OPERAND": operand, "PRECISION": self.precision}
         self.tiles = choose_tiles(dim, self.value_dim, full, self.causal)
 
-    def scan(self, before: bool) -> int:
-        """1: rows attend to tokens not after them, -1: not before them; 0: to all."""
-        return (1 if before else -1) if self.causal else 0
-
 
 def operands(x: Tensor, causal: bool) -> Tensor:
     """Rows of 16-bit tokens as the kernels take them: in bfloat16, since that is what products

@@ -60,6 +60,8 @@ class Side:
         self.tokens, self.values = x, v = in_rows(tokens), in_rows(values)
         self.weight = weight  # of keys
         self.slope = slope  # of queries whose values are gradients: those of the denominators
+        # 1: rows of the other side read tokens not after them, -1: not before them; 0: all
+        self.scan = 0 if not setting.causal else 1 if slope is None else -1
         (batch, heads, n, d), packed = x.shape, setting.packed
         self.padded = padded = cdiv(n, PAD) * PAD
         self.transposed: Tensor | None = None  # tokens, [batch, heads, d, padded]: what sums need
@@ -94,7 +96,7 @@ def sums_over(side: Side, setting: Setting, rows: int, group: int = 1) -> State:
     blocks, shape, small = setting.blocks, setting.tiles.state, setting.tiles.small
     weight, square = side.slope if queries else side.weight, setting.degree == 2
     row_tiles, col_tiles = cdiv(width, shape.rows), cdiv(value_width, shape.columns)
-    groups, scan = cdiv(setting.pairs, shape.pairs), setting.scan(not queries)
+    groups, scan = cdiv(setting.pairs, shape.pairs), side.scan
     if scan:
         span, splits, states = setting.chunk, cdiv(n, setting.chunk), cdiv(rows, setting.chunk)
     else:
@@ -189,7 +191,7 @@ def launch(
         cdiv(heads, other_heads), other_heads, m, cdiv(other_heads, heads),
         *x.stride()[:3], *y.stride()[:3], *v.stride()[:3], *strides,
         setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
-        setting.degree, setting.scan(queries), queries, setting.packed,
+        setting.degree, other.scan, queries, setting.packed,
         **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
 

@@ -28,7 +28,7 @@ from ...problem.caching import WeakCache
 from ...problem.problem import Problem
 from ..exact.exact_heads import empty_results, finished, precision, whole
 from ..exact.rectangle import Start, Totals, exact_rows, slopes
-from ..exact.split import Split, first, large, limits, thresholds
+from ..exact.split import Split, first, large, rounded_down, thresholds
 from ..runtime.capacity import Capacity, Sizes
 from .setting import Polynomials
 from .sums import key_weights, polynomial_gradients, polynomial_sums
@@ -71,7 +71,7 @@ def _with_split(
         return work(problem, plan, None, None, *saved)
 
     def run(sizes: Sizes, guarded: bool) -> tuple[Result, Tensor]:
-        limit, heads, bias = limits(plan, problem), problem.heads, problem.key_log_weight
+        (*_, limit), heads, bias = _table(problem, plan), problem.heads, problem.key_log_weight
         rows = large(problem.query, heads, limit, None)
         keys = large(problem.key, heads, limit, None if bias is None else bias.float())
         split = Split(whole(problem), first(keys, sizes[0]), rows, sizes[1], guarded)
@@ -143,7 +143,7 @@ def _sums(
         and all(x == borders[head - head % group] for head, x in enumerate(borders))
         and (bias is None or bias.stride(1) == 0 or problem.heads == 1)
     )
-    (coefficients, unit), step = _table(problem, plan), group if shared else 1
+    (coefficients, unit, _), step = _table(problem, plan), group if shared else 1
     weight = None if small is None else small[:, ::step]
     if bias is not None:
         factor, shift = key_weights(bias[:, ::step])
@@ -163,19 +163,21 @@ def _sums(
     return query, key, value, polynomials
 
 
-_tables: WeakCache[Plan, tuple[torch.device, int, float], tuple[Tensor, Tensor]] = WeakCache()
+_Table = tuple[Tensor, Tensor, Tensor]
+_tables: WeakCache[Plan, tuple[torch.device, int, float], _Table] = WeakCache()
 
 
-def _table(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Coefficients and units [batch * heads], on the device."""
+def _table(problem: Problem, plan: Plan) -> _Table:
+    """Coefficients, units and thresholds of all heads [batch * heads], on the device. They are
+    copied once: a call that a CUDA graph captures could not do it."""
     device, batch, scale = problem.query.device, problem.batch, problem.scale
 
-    def make() -> tuple[Tensor, Tensor]:
-        coefficients = torch.tensor(
-            [_coefficients(head, scale) for head in plan.heads] * batch, dtype=torch.float64
-        )
-        unit = torch.tensor([_polynomial(head).bound for head in plan.heads] * batch)
-        return coefficients.float().to(device), unit.to(device)
+    def make() -> _Table:
+        heads, limit = plan.heads * batch, rounded_down(thresholds(plan) * batch)
+        rows = [_coefficients(head, scale) for head in heads]
+        coefficients = torch.tensor(rows, dtype=torch.float64).float()
+        unit = torch.tensor([_polynomial(head).bound for head in heads])
+        return coefficients.to(device), unit.to(device), limit.to(device)
 
     return _tables.get(plan, (device, batch, scale), make)
 

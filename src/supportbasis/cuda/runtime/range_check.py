@@ -18,7 +18,7 @@ from ...engine import ranges
 from ...plans import Plan, ScoreRange
 from ...problem.caching import WeakCache
 from ...problem.problem import Problem
-from ..exact.split import large, limits
+from ..exact.split import large, rounded_down, thresholds
 from .reporting import Report, capturing
 
 SECONDS = 0.1  # between two calls that are checked
@@ -27,13 +27,16 @@ SECONDS = 0.1  # between two calls that are checked
 class RangeCheck:
     """What the calls of one plan on one device report."""
 
-    def __init__(self) -> None:
+    def __init__(self, problem: Problem, plan: Plan) -> None:
         self.report, self.scale, self.last = Report(), 1.0, -math.inf
+        limit = rounded_down(thresholds(plan) * problem.batch)  # of entries of tokens that count
+        self.limit = limit.to(problem.query.device)
         self.instead: Plan | None = None  # with the heads exact that have left their range
 
     @staticmethod
     def of(problem: Problem, plan: Plan) -> RangeCheck:
-        return _kept.get(plan, (problem.query.device, problem.batch), RangeCheck)
+        key = (problem.query.device, problem.batch)
+        return _kept.get(plan, key, lambda: RangeCheck(problem, plan))
 
 
 _kept: WeakCache[Plan, tuple[torch.device, int], RangeCheck] = WeakCache()
@@ -56,8 +59,7 @@ def checked(problem: Problem, plan: Plan) -> Plan:
         weight = problem.key_log_weight
         sides = ((problem.query, None), (problem.key, None if weight is None else weight.float()))
         with torch.no_grad(), torch.cuda.device_of(problem.query):
-            limit = limits(plan, problem)
-            sizes = [lengths(tokens, problem.heads, limit, each) for tokens, each in sides]
+            sizes = [lengths(tokens, problem.heads, check.limit, each) for tokens, each in sides]
             check.report.send(torch.stack(sizes))
         check.scale, check.last = abs(problem.scale), now
     return plan
