@@ -38,7 +38,7 @@ from ..runtime.capacity import Capacity, Sizes
 from ..runtime.replay import replayed
 from . import fitted_sums
 from .fitted_sums import Features, Near, finite, with_ones
-from .transformed import Side, sides_of
+from .transformed import Side
 
 
 def refusal(head: HeadPlan) -> None:
@@ -111,7 +111,8 @@ def _table(problem: Problem, plan: Plan) -> _Table:
     def make() -> _Table:
         heads = [_fitted(head) for head in plan.heads]
         features = tuple(Features.of(head.fitted, device) for head in heads)
-        return *sides_of(heads * batch, scale, device), features * batch
+        query, key = (Side.of(heads * batch, name, scale, device) for name in ("query", "key"))
+        return query, key, features * batch
 
     return _tables.get(plan, (device, batch, scale), make)
 

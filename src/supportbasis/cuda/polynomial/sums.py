@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...components.cotangent import Gradients, SavedForward
 from ...problem.problem import in_rows
-from ..exact.rectangle import slopes
+from ..exact.rectangle import slopes, splits_of
 from ..runtime.language import cdiv, power_of_two
 from . import contract, folded, moments
 from .setting import Polynomials, Setting, Tile, operands
@@ -93,7 +93,7 @@ def sums_over(side: Side, setting: Setting, rows: int, group: int = 1) -> State:
     batch, heads, n, d = x.shape
     all_heads, own = batch * heads, batch * heads // group
     dv, width, value_width = setting.value_dim, setting.width, setting.value_width
-    blocks, shape, small = setting.blocks, setting.tiles.state, setting.tiles.small
+    blocks, shape, small = setting.blocks, setting.state_tile, setting.small
     weight, square = side.slope if queries else side.weight, setting.degree == 2
     row_tiles, col_tiles = cdiv(width, shape.rows), cdiv(value_width, shape.columns)
     groups, scan = cdiv(setting.pairs, shape.pairs), side.scan
@@ -101,9 +101,7 @@ def sums_over(side: Side, setting: Setting, rows: int, group: int = 1) -> State:
         span, splits, states = setting.chunk, cdiv(n, setting.chunk), cdiv(rows, setting.chunk)
     else:
         programs = max(groups, 4) * row_tiles * col_tiles * all_heads
-        splits = min(cdiv(PROGRAMS, programs), cdiv(n, 1024))
-        span = cdiv(cdiv(n, splits), PAD) * PAD
-        splits, states = cdiv(n, span), 1
+        (splits, span), states = splits_of(programs, n, PAD, PROGRAMS), 1
     flat_at = d * d if square else 0
     flat_size = flat_at + dv + d + 1
     new = partial(torch.empty, dtype=torch.float32, device=x.device)
@@ -161,7 +159,7 @@ def read(
         fold_masks(x.shape[3], x.device), other.slope if normaliser else None, unit,
         out, den if normaliser else None,
     )  # fmt: skip
-    launch(folded.read_out, setting.tiles.read, setting.value_width, rows, state, other, setting,
+    launch(folded.read_out, setting.read_tile, setting.value_width, rows, state, other, setting,
            given)  # fmt: skip
     return out, den
 
@@ -172,7 +170,7 @@ def token_gradient(
     """Gradient of the tokens of ``rows``, whose values are the directions (see `contract`)."""
     u, slope = rows.values, other.slope if rows.slope is None else rows.slope
     out = torch.empty(rows.tokens.shape, dtype=dtype, device=u.device)
-    launch(contract.contract, setting.tiles.contract, setting.width, rows, state, other, setting,
+    launch(contract.contract, setting.contract_tile, setting.width, rows, state, other, setting,
            (u, slope, out), u.stride()[:3])  # fmt: skip
     return out
 

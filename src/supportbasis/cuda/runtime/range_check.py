@@ -27,16 +27,14 @@ SECONDS = 0.1  # between two calls that are checked
 class RangeCheck:
     """What the calls of one plan on one device report."""
 
-    def __init__(self, problem: Problem, plan: Plan) -> None:
+    def __init__(self) -> None:
         self.report, self.scale, self.last = Report(), 1.0, -math.inf
-        limit = rounded_down(thresholds(plan) * problem.batch)  # of entries of tokens that count
-        self.limit = limit.to(problem.query.device)
+        self.limit: Tensor | None = None  # of entries of tokens that count, for each head
         self.instead: Plan | None = None  # with the heads exact that have left their range
 
     @staticmethod
     def of(problem: Problem, plan: Plan) -> RangeCheck:
-        key = (problem.query.device, problem.batch)
-        return _kept.get(plan, key, lambda: RangeCheck(problem, plan))
+        return _kept.get(plan, (problem.query.device, problem.batch), RangeCheck)
 
 
 _kept: WeakCache[Plan, tuple[torch.device, int], RangeCheck] = WeakCache()
@@ -58,6 +56,8 @@ def checked(problem: Problem, plan: Plan) -> Plan:
     if not (check.report.pending or now - check.last < SECONDS or capturing()):
         weight = problem.key_log_weight
         sides = ((problem.query, None), (problem.key, None if weight is None else weight.float()))
+        if check.limit is None:  # copied once: it synchronises
+            check.limit = rounded_down(thresholds(plan) * problem.batch).to(problem.query.device)
         with torch.no_grad(), torch.cuda.device_of(problem.query):
             sizes = [lengths(tokens, problem.heads, check.limit, each) for tokens, each in sides]
             check.report.send(torch.stack(sizes))
