@@ -78,7 +78,7 @@ def large(tokens: Tensor, heads: int, limit: Tensor, log_weight: Tensor | None) 
     of a head, and a finite log-weight [batch, heads, n]: [batch * heads, n] bool."""
     batch, key_heads, count, d = tokens.shape
     out = torch.empty(batch * heads, count, dtype=torch.uint8, device=tokens.device)
-    weight = None if log_weight is None else log_weight.contiguous()
+    weight = None if log_weight is None else log_weight.float().contiguous()
     kernels.large[(cdiv(count, ROWS), batch * heads)](
         tokens, weight, limit, out, heads, heads // key_heads, count, d,
         *tokens.stride()[:3], ROWS, power_of_two(d),

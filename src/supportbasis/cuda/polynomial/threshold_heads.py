@@ -71,9 +71,9 @@ def _with_split(
         return work(problem, plan, None, None, *saved)
 
     def run(sizes: Sizes, guarded: bool) -> tuple[Result, Tensor]:
-        (*_, limit), heads, bias = _table(problem, plan), problem.heads, problem.key_log_weight
+        limit, heads = _table(problem, plan)[2], problem.heads
         rows = large(problem.query, heads, limit, None)
-        keys = large(problem.key, heads, limit, None if bias is None else bias.float())
+        keys = large(problem.key, heads, limit, problem.key_log_weight)
         split = Split(whole(problem), first(keys, sizes[0]), rows, sizes[1], guarded)
         small = 1.0 - keys.view(problem.batch, heads, -1).float() if sizes[0] else None
         return work(problem, plan, split, small, *saved), split.needed

@@ -54,8 +54,7 @@ def checked(problem: Problem, plan: Plan) -> Plan:
     if check.instead is not None:
         return checked(problem, check.instead)
     if not (check.report.pending or now - check.last < SECONDS or capturing()):
-        weight = problem.key_log_weight
-        sides = ((problem.query, None), (problem.key, None if weight is None else weight.float()))
+        sides = ((problem.query, None), (problem.key, problem.key_log_weight))
         if check.limit is None:  # copied once: it synchronises
             check.limit = rounded_down(thresholds(plan) * problem.batch).to(problem.query.device)
         with torch.no_grad(), torch.cuda.device_of(problem.query):
