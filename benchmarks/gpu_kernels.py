@@ -41,7 +41,7 @@ def sweep(d: int) -> None:
         ((64, 4), (128, 8), (128, 4), (256, 8)), {64, d}, (2, 3, 4)
     ):
         setting.read_tile = read = Tile(count, columns, 64, warps, stages)
-        show(read, partial(polynomial.read, queries, sums, keys, setting))
+        show(read, partial(polynomial.read, queries, sums, setting))
 
 
 def show(shape: object, call: Callable[[], object]) -> None:
