@@ -24,25 +24,24 @@ def sweep(d: int) -> None:
     table = torch.tensor([[1.0, 0.1, 0.005]], device="cuda").expand(8, 3).contiguous()
     given = polynomial.Polynomials(table, torch.zeros(8, device="cuda"), 2)
     setting = Setting(q, v, given)
-    known = setting.tiles
+    known = setting.state_tile
     for rows, pairs, (tokens, stages), warps in itertools.product(
         {64, d}, (1, 2, 4), ((64, 3), (32, 4), (64, 2)), (4, 8)
     ):
         if 64 <= rows * d * pairs // (warps * 32) <= 128:  # registers of the sums
             state = Tile(rows, d, tokens, warps, stages, pairs)
-            setting.tiles = known._replace(state=state)
+            setting.state_tile = state
             side = polynomial.Side(k, v, None, setting, summed=True)
             show(state, partial(polynomial.sums_over, side, setting, LONG))
-    setting.tiles = known
+    setting.state_tile = known
     keys = polynomial.Side(k, v, None, setting, summed=True)
     queries = polynomial.Side(q, v, None, setting, read=True)
     sums = polynomial.sums_over(keys, setting, LONG)
     for (count, warps), columns, stages in itertools.product(
         ((64, 4), (128, 8), (128, 4), (256, 8)), {64, d}, (2, 3, 4)
     ):
-        read = Tile(count, columns, 64, warps, stages)
-        setting.tiles = known._replace(read=read)
-        show(read, partial(polynomial.read, queries, sums, keys, setting))
+        setting.read_tile = read = Tile(count, columns, 64, warps, stages)
+        show(read, partial(polynomial.read, queries, sums, setting))
 
 
 def show(shape: object, call: Callable[[], object]) -> None:

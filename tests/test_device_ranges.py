@@ -16,8 +16,8 @@ from supportbasis.engine import ranges
 from supportbasis.problem.validation import attention_problem
 
 # after the interpreter is chosen, which is read when a kernel is decorated
-from supportbasis.cuda.runtime.range_check import SECONDS, RangeCheck, checked  # isort: skip
-from supportbasis.cuda.runtime.lengths import large, lengths, listed, rounded_down  # isort: skip
+from supportbasis.cuda.exact.split import first, large, rounded_down  # isort: skip
+from supportbasis.cuda.runtime.range_check import SECONDS, RangeCheck, checked, lengths  # isort: skip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -55,9 +55,10 @@ def test_sizes_are_those_of_the_tokens_that_count(n, m, d, dtype, weighted):
 def test_flagged_tokens_are_listed_in_order(n, most):
     flags = torch.rand(3, n, generator=torch.Generator().manual_seed(n)) < 0.4
     flags[1] = False
-    index, count = listed(flags.to(DEVICE), most)
+    tokens, count = first(flags.to(DEVICE), most)
     assert count.tolist() == flags.sum(1).tolist()
-    for row, flag in zip(index.cpu(), flags, strict=True):
+    assert tokens.count.tolist() == flags.sum(1).clamp(max=most).tolist()
+    for row, flag in zip(tokens.index.cpu(), flags, strict=True):
         expected = flag.nonzero().squeeze(1)[:most]
         assert row[: len(expected)].tolist() == expected.tolist()
 

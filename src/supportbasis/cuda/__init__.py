@@ -2,7 +2,7 @@
 
 ==============  ==========================================================================
 `runtime`       preallocated capacity, CUDA graph replay, and what is reported at the next call
-`exact`         exact heads by PyTorch's fused kernels, and rectangles of exact pairs
+`exact`         exact heads by PyTorch's fused kernels, rectangles of exact pairs in others
 `polynomial`    polynomials and single thresholds
 `lists`         sorting, tilted keys, selection, attention over lists
 `fitted`        fitted polynomials, by PyTorch operations

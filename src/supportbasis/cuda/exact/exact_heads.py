@@ -51,10 +51,10 @@ def precision() -> str:
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def empty_results(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Memory for output and lse."""
+def empty_results(problem: Problem, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Memory for output (None: in the dtype of the query) and lse."""
     shape, new = (problem.batch, problem.heads, problem.n), problem.query.new_empty
-    return new(*shape, problem.value.shape[-1]), new(shape, dtype=torch.float32)
+    return new(*shape, problem.value.shape[-1], dtype=dtype), new(shape, dtype=torch.float32)
 
 
 def empty_totals(problem: Problem) -> Totals:

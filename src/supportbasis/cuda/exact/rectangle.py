@@ -75,9 +75,9 @@ class Tile(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
-def splits_of(blocks: int, length: int, tile: int) -> tuple[int, int]:
+def splits_of(blocks: int, length: int, tile: int, programs: int = PROGRAMS) -> tuple[int, int]:
     """Number of splits, and tokens of each, that occupy the device."""
-    wanted = min(cdiv(PROGRAMS, blocks), cdiv(length, LEAST_SPLIT))
+    wanted = min(cdiv(programs, blocks), cdiv(length, LEAST_SPLIT))
     span = cdiv(cdiv(length, wanted), tile) * tile
     return cdiv(length, span), span
 

@@ -30,13 +30,14 @@ from ...engine.jensen import FITTED_SHARE, grouped_lse
 from ...plans import FittedHead, HeadPlan, Plan
 from ...problem.caching import WeakCache
 from ...problem.problem import FAILED_SHARE, Problem
-from ..exact.exact_heads import finished, precision, whole
-from ..exact.rectangle import Rectangle, Totals, add_gradients, exact_rows, slopes
-from ..runtime.capacity import Capacity, Sizes, all_unless, enough, marked
+from ..exact.exact_heads import empty_results, finished, precision, whole
+from ..exact.rectangle import Rectangle, Totals, exact_rows, slopes
+from ..exact.split import Split, first
+from ..runtime.capacity import Capacity, Sizes
 from ..runtime.replay import replayed
 from . import fitted_sums
 from .fitted_sums import Features, Near, finite, with_ones
-from .transformed import Side, sides_of
+from .transformed import Side
 
 
 def refusal(head: HeadPlan) -> None:
@@ -91,9 +92,8 @@ def _replayed(
 
     def run(sizes: Sizes, guarded: bool) -> tuple[tuple[Tensor, ...], Tensor]:
         function = partial(work, problem, plan, sizes, guarded)
-        *results, needed = (
-            replayed((*key, sizes), function, *given) if guarded else function(*given)
-        )
+        call = partial(replayed, (*key, sizes), function) if guarded else function
+        *results, needed = call(*given)
         return tuple(results), needed
 
     return capacity.run(run, backward=bool(saved))
@@ -110,7 +110,8 @@ def _table(problem: Problem, plan: Plan) -> _Table:
     def make() -> _Table:
         heads = [_fitted(head) for head in plan.heads]
         features = tuple(Features.of(head.fitted, device) for head in heads)
-        return *sides_of(heads * batch, scale, device), features * batch
+        query, key = (Side.of(heads * batch, name, scale, device) for name in ("query", "key"))
+        return query, key, features * batch
 
     return _tables.get(plan, (device, batch, scale), make)
 
@@ -121,25 +122,25 @@ def _outcome(
     """Output, lse, which rows failed, and three counts of the worst head: far keys and exact rows,
     whose capacity is ``sizes``, and failed rows."""
     built, features = _Built.of(problem, plan, *given), _table(problem, plan)[2]
-    rows = built.exact_rows
+    rows, far = built.exact_rows, first(built.is_far, sizes[0])
     sums = [fitted_sums.sums(each, built.near(i, rows)) for i, each in enumerate(features)]
     total, unit = (torch.stack(x) for x in zip(*sums, strict=True))
     unit = unit + built.shift
     if sizes[0]:
-        more, size = _sums_over(built.far_keys(sizes))
+        more, size = _sums_over(replace(built.whole, keys=far[0]))
         top = torch.maximum(unit, size)
         mine, theirs = ((x - finite(top)).exp().unsqueeze(2) for x in (unit, size))
         total, unit = total * mine + with_ones(more) * theirs, top
     den = total[..., -1:]
     num = torch.where(den == 0, 0.0, total[..., :-1] / den)  # zero for a row without keys
     lse = den.squeeze(2).log() + finite(unit)
-    failed = ~((lse >= built.least()) & (lse < math.inf)) & ~rows
-    needed, shape = built.needed(rows | failed), problem.query.shape[:3]
+    least = grouped_lse(built.query, built.key, built.log_weight) + built.shift
+    failed = ~((lse >= least + math.log(FITTED_SHARE)) & (lse < math.inf)) & ~rows
+    shape = problem.query.shape[:3]
     output, lse = num.to(problem.value.dtype).view(*shape, -1), lse.view(shape).contiguous()
-    exact_rows(replace(built.whole, rows=marked(rows | failed, sizes[1])), output, lse)
-    if guarded:
-        exact_rows(all_unless(enough(needed, sizes), built.whole), output, lse)
-    counts = torch.cat([needed, failed.sum(1).amax().view(1)])
+    split = Split(built.whole, far, rows | failed, sizes[1], guarded)
+    split.write(output, lse)
+    counts = torch.cat([split.needed, failed.sum(1).amax().view(1)])
     return output, lse, failed.view(lse.shape), counts
 
 
@@ -149,15 +150,11 @@ def _gradients(
     """Gradients of query, key, value and log-weights, one for each head of the queries, and the
     needed capacity."""
     (output, lse, fallback, grad, grad_lse), given = given[:5], given[5:]
-    built, (query_side, key_side, features) = (
-        _Built.of(problem, plan, *given),
-        _table(problem, plan),
-    )
-    far, rows = built.far_keys(sizes), built.exact_rows | fallback.flatten(0, 1)
-    needed = built.needed(rows)
-    fits, slope = enough(needed, sizes), slopes(grad, grad_lse, output)
-    known = torch.where(fits, lse, math.inf)
-    near = torch.where(rows.view(lse.shape), math.inf, known)
+    query_side, key_side, features = _table(problem, plan)
+    built = _Built.of(problem, plan, *given)
+    rows, far = built.exact_rows | fallback.flatten(0, 1), first(built.is_far, sizes[0])
+    split, slope = Split(built.whole, far, rows, sizes[1], guarded), slopes(grad, grad_lse, output)
+    near = split.near(lse)
     real = near.isfinite().flatten(0, 1)
     both = torch.cat([grad.float(), slope.unsqueeze(3)], 3).flatten(0, 1)
     both = torch.where(real.unsqueeze(2), both, 0.0)
@@ -170,18 +167,15 @@ def _gradients(
     # to that of lse, less far keys
     shift = torch.where(real, grad_lse.float().flatten(0, 1), 0.0)
     if sizes[0]:
-        own, size = _sums_over(far)
+        own, size = _sums_over(split.keys)
         share = (size - near.flatten(0, 1)).exp().nan_to_num(0.0)  # a row without keys has none
         along = (grad.float().flatten(0, 1) * own).sum(2)
         shift = shift - share * (along + slope.flatten(0, 1))
     query, key, value, weight = map(torch.stack, zip(*parts, strict=True))
     made = (query_side.pull_back(query, shift), key_side.pull_back(key, weight), value, weight)
     total = Totals(*(x.unflatten(0, lse.shape[:2]).contiguous() for x in made))
-    add_gradients(total, grad, slope, near, far)
-    add_gradients(total, grad, slope, known, replace(built.whole, rows=marked(rows, sizes[1])))
-    if guarded:
-        add_gradients(total, grad, slope, lse, all_unless(fits, built.whole))
-    return *total, needed
+    split.add_gradients(total, grad, slope, lse, near)
+    return *total, split.needed
 
 
 class _Built(NamedTuple):
@@ -189,7 +183,7 @@ class _Built(NamedTuple):
     and backward build the same."""
 
     query: Tensor
-    key: Tensor
+    key: Tensor  # zero where hidden
     value: Tensor  # in the input dtype
     log_weight: Tensor
     shift: Tensor  # scale <q, c>, which log-sums of transformed rows lack
@@ -209,38 +203,22 @@ class _Built(NamedTuple):
         (x, shift), (y, log_weight) = query_side.apply(query), key_side.apply(key)
         if weight is not None:
             log_weight = log_weight + weight.flatten(0, 1)
+            y.masked_fill_((log_weight == -math.inf).unsqueeze(2), 0.0)  # may hold anything
         is_far = torch.linalg.vector_norm(y, dim=2) > key_side.radius
-        is_far &= log_weight > -math.inf
         rows = torch.linalg.vector_norm(x, dim=2) > query_side.radius
         rows |= torch.arange(problem.n, device=query.device) < _fitted(plan.heads[0]).exact_rows
         return _Built(x, y, value.flatten(0, 1), log_weight, shift, is_far, rows, every)
 
     def near(self, head: int, rows: Tensor) -> Near:
         """The tokens of one head without far keys and without these exact ``rows`` [heads, n]."""
-        log_weight = self.log_weight[head].masked_fill(self.is_far[head], -math.inf)
-        key = self.key[head].masked_fill((log_weight == -math.inf).unsqueeze(1), 0.0)
         query = self.query[head].masked_fill(rows[head].unsqueeze(1), 0.0)
+        key = self.key[head].masked_fill(self.is_far[head].unsqueeze(1), 0.0)
+        log_weight = self.log_weight[head].masked_fill(self.is_far[head], -math.inf)
         return Near(query, key, self.value[head], log_weight)
-
-    def least(self) -> Tensor:
-        """Logs of the smallest sums of all rows [heads, n] that have not failed."""
-        key = self.key.masked_fill((self.log_weight == -math.inf).unsqueeze(2), 0.0)
-        bound = grouped_lse(self.query, key, self.log_weight)
-        return bound + self.shift + math.log(FITTED_SHARE)
-
-    def needed(self, rows: Tensor) -> Tensor:
-        """Far keys and exact ``rows`` of the worst head, [2]."""
-        return torch.stack([flags.sum(1).amax() for flags in (self.is_far, rows)])
-
-    def far_keys(self, sizes: Sizes) -> Rectangle:
-        """All rows and as many far keys of each head as there is capacity for."""
-        return replace(self.whole, keys=marked(self.is_far, sizes[0]))
 
 
 def _sums_over(far: Rectangle) -> tuple[Tensor, Tensor]:
     """Mean values [heads, n, dv] and log-sums [heads, n] of all rows over far keys, exactly."""
-    problem, shape = far.problem, (far.heads, far.problem.n)
-    lse = problem.query.new_empty(shape, dtype=torch.float32)
-    output = lse.new_empty(*shape, problem.value.shape[3])
+    output, lse = (x.flatten(0, 1) for x in empty_results(far.problem, torch.float32))
     exact_rows(far, output, lse)
     return output, lse

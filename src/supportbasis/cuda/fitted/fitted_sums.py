@@ -37,8 +37,7 @@ def sums(features: Features, near: Near) -> tuple[Tensor, Tensor]:
     query, key = features.tokens(near)
     top = near.log_weight.max()
     state = features.state(key, near, finite(top))
-    parts = features.parts(len(query))
-    read = [_read(features.written(query[part])[0], state) for part in parts]
+    read = [_read(written, state) for _, written, _ in features.blocks(query)]
     return torch.cat(read), top.expand(len(query))
 
 
@@ -52,15 +51,14 @@ def gradients(
     state = features.state(key, near, top)
     unit, to_query, to_key, read = finite(log_factor.max()), [], [], []
     of_rows = torch.zeros_like(state)
-    for part in features.parts(len(query), with_gradients=True):
-        (written, buffer), factor = features.written(query[part]), log_factor[part].unsqueeze(1)
-        to_query.append(features.pull_back(buffer, state, grad[part] * (factor + top).exp()))
+    for part, written, buffer in features.blocks(query, with_gradients=True):
+        factor = log_factor[part].unsqueeze(1)
+        to_query.append(_pull_back(buffer, state, grad[part] * (factor + top).exp()))
         of_rows += _summed(written, grad[part] * (factor - unit).exp())
     of_rows *= features.weights
     weight = (near.log_weight + unit).exp().unsqueeze(1)
-    for part in features.parts(len(key), with_gradients=True):
-        written, buffer = features.written(key[part])
-        to_key.append(features.pull_back(buffer, of_rows, value[part] * weight[part]))
+    for part, written, buffer in features.blocks(key, with_gradients=True):
+        to_key.append(_pull_back(buffer, of_rows, value[part] * weight[part]))
         read.append(_read(written, of_rows))
     total = torch.cat(read) * weight
     sides = (torch.zeros_like(near.query), torch.zeros_like(near.key))
@@ -103,34 +101,25 @@ class Features:
         pairs = zip((near.query, near.key), self.units, strict=True)
         return tuple(x[:, : self.map.dim] / unit for x, unit in pairs)
 
-    def parts(self, tokens: int, *, with_gradients: bool = False) -> Iterator[slice]:
-        """Slices of tokens whose features (and their gradients) fit in memory."""
+    def blocks(
+        self, x: Tensor, *, with_gradients: bool = False
+    ) -> Iterator[tuple[slice, Tensor, Buffer]]:
+        """Slices of tokens [tokens, dim] whose features (and their gradients) fit in memory, these
+        features but the constant one, [count - 1, tokens], and the memory, the same for all."""
         entries = ENTRIES // 2 if with_gradients else ENTRIES
         step = max(PRODUCTS, entries // self.map.count // PRODUCTS * PRODUCTS)
-        return (slice(start, start + step) for start in range(0, tokens, step))
-
-    def written(self, x: Tensor) -> tuple[Tensor, Buffer]:
-        """Features of tokens [tokens, dim] but the constant one, [count - 1, tokens], and the
-        memory they are in."""
-        buffer = Buffer(self.map, 1, len(x), x)
-        return buffer.write(x.unsqueeze(0))[0], buffer
-
-    def pull_back(self, buffer: Buffer, state: Tensor, columns: Tensor) -> Tensor:
-        """Gradients of the tokens, given those of `_read`, ``columns`` [tokens, width]."""
-
-        def fill(out: Tensor) -> None:
-            torch.matmul(state[1:], columns.T.unsqueeze(0), out=out)
-
-        grad = buffer.pull_back(fill, len(columns))[0].mT
-        return grad.clone(memory_format=torch.contiguous_format)  # frees those of all features
+        buffer = Buffer(self.map, 1, min(step, len(x)), x)
+        for start in range(0, len(x), step):
+            part = slice(start, start + step)
+            yield part, buffer.write(x[part].unsqueeze(0))[0], buffer
 
     def state(self, key: Tensor, near: Near, unit: Tensor) -> Tensor:
         """Sums over keys of features and values (and ones), with the keys' weights in units of
         exp(unit) and those of the features: [count, dv + 1]."""
         columns = with_ones(near.value) * (near.log_weight - unit).exp().unsqueeze(1)
         total = columns.new_zeros(self.map.count, columns.shape[1])
-        for part in self.parts(len(key)):
-            total += _summed(self.written(key[part])[0], columns[part])
+        for part, written, _ in self.blocks(key):
+            total += _summed(written, columns[part])
         return total.mul_(self.weights)
 
 
@@ -142,3 +131,11 @@ def _summed(features: Tensor, columns: Tensor) -> Tensor:
 def _read(features: Tensor, state: Tensor) -> Tensor:
     """Features times a state [count, width]: [tokens, width]."""
     return features.mT @ state[1:] + state[:1]
+
+
+def _pull_back(buffer: Buffer, state: Tensor, columns: Tensor) -> Tensor:
+    """Gradients of the tokens whose features were written last, given those of `_read`, ``columns``
+    [tokens, width]."""
+    right = columns.T.unsqueeze(0)
+    grad = buffer.pull_back(lambda out: torch.matmul(state[1:], right, out=out), len(columns))
+    return grad[0].mT.clone(memory_format=torch.contiguous_format)  # blocks share the memory

@@ -27,6 +27,21 @@ class Side:
     level: Tensor  # c [heads, 1, 1]
     radius: Tensor  # [heads, 1]: longer tokens, transformed, are far
 
+    @staticmethod
+    def of(heads: Sequence[FittedHead], name: str, scale: float, device: torch.device) -> Side:
+        """The side of these heads with this ``name``, query or key: x = (q - a) A sqrt(scale) with
+        log-weight scale <q, c>, and y = (k - c) B sqrt(scale) with scale <k - c, a>."""
+        other = "key" if name == "query" else "query"
+        matrix, own, theirs = (
+            torch.stack([getattr(head.transform, part).cpu() for head in heads])
+            for part in (f"{name}_map", f"{name}_centre", f"{other}_centre")
+        )
+        root, own, theirs = math.sqrt(scale), own.unsqueeze(1), theirs.unsqueeze(2)
+        level = -(own @ theirs) * scale if name == "key" else own.new_zeros(len(heads), 1, 1)
+        radius = torch.tensor([[getattr(head.fitted, f"{name}_radius")] for head in heads])
+        parts = (matrix * root, -(own @ matrix) * root, theirs * scale, level, radius)
+        return Side(*(x.float().contiguous().to(device) for x in parts))
+
     def apply(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [batch, heads or fewer, tokens, d], which several heads may share, transformed
         [heads, tokens, d], and log-weights [heads, tokens]: in float32, and products are as good
@@ -50,23 +65,3 @@ class Side:
         grad = grad @ self.matrix.mT
         grad += of_weights.unsqueeze(2) * self.line.mT
         return grad
-
-
-def sides_of(heads: Sequence[FittedHead], scale: float, device: torch.device) -> tuple[Side, Side]:
-    """Queries and keys of these heads."""
-    query_map, key_map, query_centre, key_centre = (
-        torch.stack([getattr(head.transform, name).cpu() for head in heads])
-        for name in ("query_map", "key_map", "query_centre", "key_centre")
-    )
-    root, a, c = math.sqrt(scale), query_centre.unsqueeze(1), key_centre.unsqueeze(1)
-    level = -(c @ a.mT) * scale
-
-    def side(matrix: Tensor, own: Tensor, other: Tensor, level: Tensor, radii: list[float]) -> Side:
-        parts = (matrix * root, -(own @ matrix) * root, other.mT * scale, level)
-        moved = (x.float().contiguous().to(device) for x in (*parts, torch.tensor([radii]).mT))
-        return Side(*moved)
-
-    return (
-        side(query_map, a, c, torch.zeros_like(level), [x.fitted.query_radius for x in heads]),
-        side(key_map, c, a, level, [x.fitted.key_radius for x in heads]),
-    )

@@ -23,18 +23,9 @@ class Tile(NamedTuple):
     pairs: int = 1  # rows of the packing, of `square_state`
 
 
-class Tiles(NamedTuple):
-    """Tile shapes of one call."""
-
-    state: Tile  # of `square_state`
-    read: Tile  # of `read_out`
-    contract: Tile
-    small: int  # rows, columns of the small moments
-
-
-def choose_tiles(dim: int, value_dim: int, full_precision: bool, causal: bool) -> Tiles:
-    """The fastest tiles for keys of ``dim`` and values of ``value_dim`` entries."""
-    d, e = power_of_two(dim), power_of_two(value_dim)
+def choose_tiles(d: int, e: int, full_precision: bool, causal: bool) -> tuple[Tile, Tile, Tile]:
+    """The fastest tiles of `square_state`, `read_out` and `contract` for keys and values of this
+    width."""
     narrow, wide = max(d, e) <= 64, max(d, e) > 128
     state = Tile(min(d, 64), min(e, 128), 64, 4, 3, 4 if e <= 64 else 2)
     if full_precision:
@@ -47,7 +38,7 @@ def choose_tiles(dim: int, value_dim: int, full_precision: bool, causal: bool) -
     else:
         rows, warps, stages = (128, 4, 3) if narrow else (64, 8, 2)
         read, contract = Tile(rows, e, 64, 4, stages), Tile(128, min(d, 64), 64, warps, stages)
-    return Tiles(state, read, contract, min(d, e, 32 if full_precision else 64))
+    return state, read, contract
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,11 +70,9 @@ class Setting:
         self.precision = polynomials.precision if full else None  # of float32 products
         operand = tl.float32 if full else tl.bfloat16
         self.switches = {"OPERAND": operand, "PRECISION": self.precision}
-        self.tiles = choose_tiles(dim, self.value_dim, full, self.causal)
-
-    def scan(self, before: bool) -> int:
-        """1: rows attend to tokens not after them, -1: not before them; 0: to all."""
-        return (1 if before else -1) if self.causal else 0
+        self.small = min(self.width, self.value_width, 32 if full else 64)  # tile of small moments
+        tiles = choose_tiles(self.width, self.value_width, full, self.causal)
+        self.state_tile, self.read_tile, self.contract_tile = tiles
 
 
 def operands(x: Tensor, causal: bool) -> Tensor:

@@ -24,21 +24,13 @@ from torch import Tensor
 
 from ...components.cotangent import Gradients, SavedForward
 from ...problem.problem import in_rows
-from ..exact.rectangle import slopes
+from ..exact.rectangle import slopes, splits_of
 from ..runtime.language import cdiv, power_of_two
 from . import contract, folded, moments
 from .setting import Polynomials, Setting, Tile, operands
 
 PAD = 128  # transposed tokens are padded to a multiple of this
 PROGRAMS = 2048  # of the state kernel, at least, by cutting the keys into splits
-
-
-class State(NamedTuple):
-    """Sums over one side: of all its tokens, or before (after) each chunk."""
-
-    features: Tensor  # [states, batch * heads, blocks, width, value_width]
-    vectors: Tensor  # [states, batch * heads, dv + d + 1]: of values, of tokens, of weights
-    matrix: Tensor  # [states, batch * heads, 2, width, width]: of products, rounded and rest
 
 
 @lru_cache(maxsize=32)
@@ -60,6 +52,8 @@ class Side:
         self.tokens, self.values = x, v = in_rows(tokens), in_rows(values)
         self.weight = weight  # of keys
         self.slope = slope  # of queries whose values are gradients: those of the denominators
+        # 1: rows of the other side read tokens not after them, -1: not before them; 0: all
+        self.scan = 0 if not setting.causal else 1 if slope is None else -1
         (batch, heads, n, d), packed = x.shape, setting.packed
         self.padded = padded = cdiv(n, PAD) * PAD
         self.transposed: Tensor | None = None  # tokens, [batch, heads, d, padded]: what sums need
@@ -83,6 +77,15 @@ class Side:
             self.words = self.transposed
 
 
+class State(NamedTuple):
+    """Sums over one side: of all its tokens, or before (after) each chunk."""
+
+    features: Tensor  # [states, batch * heads, blocks, width, value_width]
+    vectors: Tensor  # [states, batch * heads, dv + d + 1]: of values, of tokens, of weights
+    matrix: Tensor  # [states, batch * heads, 2, width, width]: of products, rounded and rest
+    side: Side
+
+
 def sums_over(side: Side, setting: Setting, rows: int, group: int = 1) -> State:
     """Sums over the tokens of ``side``, over ``group`` heads together, for this number of rows: of
     their values, which weights multiply but slopes do not, and of weights or slopes."""
@@ -91,17 +94,15 @@ def sums_over(side: Side, setting: Setting, rows: int, group: int = 1) -> State:
     batch, heads, n, d = x.shape
     all_heads, own = batch * heads, batch * heads // group
     dv, width, value_width = setting.value_dim, setting.width, setting.value_width
-    blocks, shape, small = setting.blocks, setting.tiles.state, setting.tiles.small
+    blocks, shape, small = setting.blocks, setting.state_tile, setting.small
     weight, square = side.slope if queries else side.weight, setting.degree == 2
     row_tiles, col_tiles = cdiv(width, shape.rows), cdiv(value_width, shape.columns)
-    groups, scan = cdiv(setting.pairs, shape.pairs), setting.scan(not queries)
+    groups, scan = cdiv(setting.pairs, shape.pairs), side.scan
     if scan:
         span, splits, states = setting.chunk, cdiv(n, setting.chunk), cdiv(rows, setting.chunk)
     else:
         programs = max(groups, 4) * row_tiles * col_tiles * all_heads
-        splits = min(cdiv(PROGRAMS, programs), cdiv(n, 1024))
-        span = cdiv(cdiv(n, splits), PAD) * PAD
-        splits, states = cdiv(n, span), 1
+        (splits, span), states = splits_of(programs, n, PAD, PROGRAMS), 1
     flat_at = d * d if square else 0
     flat_size = flat_at + dv + d + 1
     new = partial(torch.empty, dtype=torch.float32, device=x.device)
@@ -142,11 +143,11 @@ def sums_over(side: Side, setting: Setting, rows: int, group: int = 1) -> State:
         splits, states, group, d, dv, flat_size, flat_at,
         size, power_of_two(max(dv + d + 1, width)), scan, queries,
     )  # fmt: skip
-    return State(features, vectors, matrix)
+    return State(features, vectors, matrix, side)
 
 
 def read(
-    rows: Side, state: State, other: Side, setting: Setting, *,
+    rows: Side, state: State, setting: Setting, *,
     normaliser: bool = True, unit: Tensor | None = None, dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Sums of every row of ``rows`` (their weight multiplies them), and those of weights or slopes,
@@ -156,40 +157,37 @@ def read(
     out = torch.empty(*shape, setting.value_dim, dtype=dtype, device=x.device)
     den = torch.empty(shape, dtype=torch.float32, device=x.device)
     given = (
-        fold_masks(x.shape[3], x.device), other.slope if normaliser else None, unit,
+        fold_masks(x.shape[3], x.device), state.side.slope if normaliser else None, unit,
         out, den if normaliser else None,
     )  # fmt: skip
-    launch(folded.read_out, setting.tiles.read, setting.value_width, rows, state, other, setting,
-           given)  # fmt: skip
+    launch(folded.read_out, setting.read_tile, setting.value_width, rows, state, setting, given)
     return out, den
 
 
-def token_gradient(
-    rows: Side, state: State, other: Side, setting: Setting, dtype: torch.dtype
-) -> Tensor:
+def token_gradient(rows: Side, state: State, setting: Setting, dtype: torch.dtype) -> Tensor:
     """Gradient of the tokens of ``rows``, whose values are the directions (see `contract`)."""
-    u, slope = rows.values, other.slope if rows.slope is None else rows.slope
+    u, slope = rows.values, state.side.slope if rows.slope is None else rows.slope
     out = torch.empty(rows.tokens.shape, dtype=dtype, device=u.device)
-    launch(contract.contract, setting.tiles.contract, setting.width, rows, state, other, setting,
+    launch(contract.contract, setting.contract_tile, setting.width, rows, state, setting,
            (u, slope, out), u.stride()[:3])  # fmt: skip
     return out
 
 
 def launch(
-    kernel: Any, shape: Tile, width: int, rows: Side, state: State, other: Side, setting: Setting,
+    kernel: Any, shape: Tile, width: int, rows: Side, state: State, setting: Setting,
     given: tuple[Tensor | None, ...], strides: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
-    """Launch a kernel whose rows read the sums of another side, ``width`` columns, with the
+    """Launch a kernel whose rows read the sums of the other side, ``width`` columns, with the
     arguments that all of them share and those that are given."""
-    (x, y, v), (batch, heads, n, d) = (rows.tokens, other.tokens, other.values), rows.tokens.shape
-    (other_heads, m), queries = y.shape[1:3], other.slope is None
+    x, other, (batch, heads, n, d) = rows.tokens, state.side, rows.tokens.shape
+    y, v, (other_heads, m) = other.tokens, other.values, other.tokens.shape[1:3]
     kernel[(cdiv(n, shape.rows), cdiv(width, shape.columns), batch * heads)](
-        x, rows.words, *state, y, v, other.weight, rows.weight, setting.coefficients, *given,
+        x, rows.words, *state[:3], y, v, other.weight, rows.weight, setting.coefficients, *given,
         heads, n, rows.padded, d, setting.value_dim, setting.pairs, setting.blocks, setting.chunk,
         cdiv(heads, other_heads), other_heads, m, cdiv(other_heads, heads),
         *x.stride()[:3], *y.stride()[:3], *v.stride()[:3], *strides,
         setting.width, setting.value_width, shape.columns, shape.rows, shape.tokens,
-        setting.degree, setting.scan(queries), queries, setting.packed,
+        setting.degree, other.scan, other.slope is None, setting.packed,
         **setting.switches, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
 
@@ -218,7 +216,7 @@ def polynomial_sums(
     keys = Side(key, value, polynomials.weight, setting, summed=True)
     state = sums_over(keys, setting, query.shape[2])
     queries = Side(query, value, None, setting, read=True)
-    out, den = read(queries, state, keys, setting, unit=unit, dtype=dtype)
+    out, den = read(queries, state, setting, unit=unit, dtype=dtype)
     return out[..., :columns], den
 
 
@@ -242,10 +240,10 @@ def polynomial_gradients(
     queries = Side(query, g, None, setting, summed=True, read=True, slope=h)
     state = sums_over(keys, setting, query.shape[2])
     of_queries = sums_over(queries, setting, key.shape[2], group)
-    grad_query = token_gradient(queries, state, keys, setting, dtype)
-    grad_key = token_gradient(keys, of_queries, queries, setting, dtype)
+    grad_query = token_gradient(queries, state, setting, dtype)
+    grad_key = token_gradient(keys, of_queries, setting, dtype)
     grad_value, slope = read(
-        keys, of_queries, queries, setting, normaliser=saved.for_weights,
+        keys, of_queries, setting, normaliser=saved.for_weights,
         dtype=torch.float32 if saved.for_weights else dtype,
     )  # fmt: skip
     made = (grad_query[..., :dim], grad_key[..., :dim], grad_value[..., :columns].to(dtype))

@@ -9,7 +9,6 @@ of a plan synchronises, until its capacity suffices.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -19,9 +18,7 @@ from ...errors import InputError
 from ...plans import Plan
 from ...problem.caching import WeakCache
 from ...problem.problem import Problem
-from ..exact.rectangle import Rectangle, Tokens
 from .language import cdiv, power_of_two
-from .lengths import listed
 from .reporting import Report, capturing
 
 Result = TypeVar("Result")
@@ -72,12 +69,9 @@ class Capacity:
 
     def _grow(self, needed: list[int]) -> bool:
         """Raise each size to what was needed; True if any size changed."""
-        before = self.sizes
-        needed, self.reported = needed[: len(before)], needed[len(before) :]
-        self.sizes = tuple(
-            size if need <= size else with_spare(need)
-            for size, need in zip(before, needed, strict=True)
-        )
+        before, self.reported = self.sizes, needed[len(self.sizes) :]
+        pairs = zip(before, needed, strict=False)
+        self.sizes = tuple(size if need <= size else with_spare(need) for size, need in pairs)
         return self.sizes != before
 
 
@@ -88,25 +82,3 @@ def with_spare(need: int) -> int:
     """``need`` and a quarter more, rounded up to coarse steps: similar needs get the same size."""
     step = max(16, power_of_two(need) // 8)
     return cdiv(need + need // 4, step) * step
-
-
-def enough(needed: Tensor, sizes: Sizes) -> Tensor:
-    """Whether needed [sizes] <= sizes in every entry: a bool tensor on the device."""
-    pairs = zip(needed.unbind(), sizes, strict=True)
-    return torch.stack([need <= size for need, size in pairs]).all()
-
-
-def marked(flags: Tensor, most: int) -> Tokens:
-    """The first ``most`` flagged tokens of each head; flags are [heads, tokens]."""
-    if not most:
-        return Tokens(0)
-    index, count = listed(flags, most)
-    return Tokens(most, index, count.clamp(max=most))
-
-
-def all_unless(fits: Tensor, whole: Rectangle) -> Rectangle:
-    """All rows of the ``whole`` if the capacity was exceeded (not ``fits``), else no row."""
-    n, heads = whole.rows.most, whole.heads
-    everyone = torch.arange(n, dtype=torch.int32, device=fits.device).expand(heads, -1)
-    count = ((~fits).int() * n).expand(heads)
-    return replace(whole, rows=Tokens(n, everyone.contiguous(), count.contiguous()))

@@ -36,13 +36,12 @@ def with_noise(problem: Problem, found: Sequence[Group], outcome: Outcome) -> Ou
         if weight is not None:  # a row without keys has not failed
             failed &= ~dead_rows(weight.unsqueeze(2), problem.n, problem.is_causal)
         exact = sdpa.sdpa_noise(problem)
-        rounding = outcome.rounding.clone()
-        invalid = failed.sum(-1).to(outcome.invalid_rows.dtype) + outcome.fallback_rows
+        rounding, invalid = outcome.rounding.clone(), outcome.invalid_rows.clone()
         for group in found:
+            if group.kind is None:  # whose failed rows and rounding are known
+                continue
             for number, plan in zip(group.heads, group.plan.heads, strict=True):
-                if group.kind is None:
-                    invalid[:, number] = outcome.invalid_rows[:, number]
-                    continue
+                invalid[:, number] += failed[:, number].sum(-1)
                 for b in range(problem.batch):
                     noise = _feature_noise(problem.head(b, number), plan)
                     rounding[b, number] = torch.clamp(exact[b, number] + noise, max=1.0)

@@ -18,7 +18,7 @@ from ...engine import ranges
 from ...plans import Plan, ScoreRange
 from ...problem.caching import WeakCache
 from ...problem.problem import Problem
-from .lengths import lengths, limits
+from ..exact.split import large, rounded_down, thresholds
 from .reporting import Report, capturing
 
 SECONDS = 0.1  # between two calls that are checked
@@ -29,6 +29,7 @@ class RangeCheck:
 
     def __init__(self) -> None:
         self.report, self.scale, self.last = Report(), 1.0, -math.inf
+        self.limit: Tensor | None = None  # of entries of tokens that count, for each head
         self.instead: Plan | None = None  # with the heads exact that have left their range
 
     @staticmethod
@@ -53,11 +54,11 @@ def checked(problem: Problem, plan: Plan) -> Plan:
     if check.instead is not None:
         return checked(problem, check.instead)
     if not (check.report.pending or now - check.last < SECONDS or capturing()):
-        weight = problem.key_log_weight
-        sides = ((problem.query, None), (problem.key, None if weight is None else weight.float()))
+        sides = ((problem.query, None), (problem.key, problem.key_log_weight))
+        if check.limit is None:  # copied once: it synchronises
+            check.limit = rounded_down(thresholds(plan) * problem.batch).to(problem.query.device)
         with torch.no_grad(), torch.cuda.device_of(problem.query):
-            limit = limits(plan, problem)
-            sizes = [lengths(tokens, problem.heads, limit, each) for tokens, each in sides]
+            sizes = [lengths(tokens, problem.heads, check.limit, each) for tokens, each in sides]
             check.report.send(torch.stack(sizes))
         check.scale, check.last = abs(problem.scale), now
     return plan
@@ -74,3 +75,16 @@ def _left(plan: Plan, found: Tensor, scale: float) -> dict[int, str]:
         if reason is not None:
             left[number % plan.num_heads] = f"in an earlier call {reason}"
     return left
+
+
+def lengths(tokens: Tensor, heads: int, limit: Tensor, log_weight: Tensor | None) -> Tensor:
+    """The largest norm, the sum of norms and their number, [batch * heads, 3], of the tokens
+    [batch, heads or fewer, n, d] of each head that have no entry beyond its ``limit`` and, if it is
+    given, a finite log-weight [batch, heads, n]."""
+    norm = torch.linalg.vector_norm(tokens, dim=3, dtype=torch.float32)
+    norm = norm.repeat_interleave(heads // tokens.shape[1], 1).flatten(0, 1)
+    counted = ~large(tokens, heads, limit, None)
+    if log_weight is not None:
+        counted &= log_weight.flatten(0, 1) > -torch.inf
+    norm = torch.where(counted, norm, 0.0)
+    return torch.stack([norm.amax(1), norm.sum(1), counted.sum(1)], 1)

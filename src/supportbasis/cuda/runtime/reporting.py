@@ -22,14 +22,12 @@ class Report:
     def send(self, x: Tensor) -> None:
         """Start a copy to the host; no other may be pending, and all have one shape and dtype."""
         self.pending = True
-        if not x.is_cuda:
-            self._copy = x
-            return
         if self._copy is None:
-            self._copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        self._event = self._event or torch.cuda.Event()
+            self._copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
         self._copy.copy_(x, non_blocking=True)
-        self._event.record()
+        if x.is_cuda:
+            self._event = self._event or torch.cuda.Event()
+            self._event.record()
 
     def read(self) -> Tensor | None:
         """The tensor, once its copy is complete; else, and while a CUDA graph is captured (when

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""The kernels of `lengths`."""
+"""The kernels of `split`."""
 
 from __future__ import annotations
 
-from .language import jit, tile_of, tl
+from ..runtime.language import jit, tile_of, tl
 
 
 @jit
