@@ -158,10 +158,8 @@ def write_page(
     loader = PackageLoader("supportbasis.cli", ".")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["base64"] = lambda path: base64.b64encode(path.read_bytes()).decode("ascii")
-    labels = {"cores": "threads", "version": "supportbasis"}
-    known = vars(machine) if machine else {}
-    facts = [(labels.get(name, name), value) for name, value in known.items() if value != ""]
     page = environment.get_template("report.html")
+    facts = asdict(machine) if machine else {}
     text = page.render(title=title, lead=lead, sections=sections, facts=facts)
     path.write_text(text, encoding="utf-8")
 

@@ -232,9 +232,8 @@ def _read_object(kind: type, value: Any, at: str) -> Any:
             _refuse(prefix + tag, name, " or ".join(map(repr, cases)))
         kind = cases[name]
     wanted = _fields(kind)
-    for name in wanted:
+    for name in {**wanted, **rest}:
         _require(name in rest, f"{prefix}{name} is missing")
-    for name in rest:
         _require(name in wanted, f"{prefix}{_shown(name)[1:-1]} is not a name of a plan")
     content = {name: _read(one, rest[name], prefix + name) for name, one in wanted.items()}
     try:
