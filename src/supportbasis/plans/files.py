@@ -16,7 +16,7 @@ from itertools import product, repeat
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
-from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from ..polynomials.fitting import HIGHEST_DEGREE, LARGEST_COEFFICIENT, FittedKer
 from ..polynomials.powers import LARGEST_POWER, PowerKernel
 from . import heads as kinds
 from .heads import KINDS, HeadPlan
-from .plan import UNITS, LayerPlan, ModelPlan, Plan, SomeHeads
+from .plan import UNITS, LayerPlan, Made, ModelPlan, Plan, SomeHeads
 
 FORMATS: dict[type[SomeHeads], tuple[str, str]] = {
     Plan: ("plan", "supportbasis-plan-5"),
@@ -75,7 +75,6 @@ TAGS: dict[type, tuple[str, dict[str, type]]] = {
     Method: ("name", {method.__name__: method for method in KINDS_OF}),
     HeadPlan: ("kind", KINDS),
 }
-Made = TypeVar("Made", bound=SomeHeads)
 
 
 def save(plan: SomeHeads, path: str | Path) -> None:
