@@ -24,8 +24,6 @@ from rich.text import Text
 
 import supportbasis
 
-from ..plans.drawing import new_figure as new_figure
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
