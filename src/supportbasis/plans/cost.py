@@ -180,8 +180,9 @@ def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
         more = Work(varying=FITTED_SECONDS)
     sampled = min(head.n, TRANSFORM_TOKENS) + min(head.m, TRANSFORM_TOKENS)  # for covariances
     products += (tokens + sampled) * head.dim**2
-    exact, dense = _visited(head, far), _diagonal(head, head.n)
-    return more + work_of(head, exact, dense, 0, tokens * count, products, moved)
+    dense, formed = _diagonal(head, head.n), tokens * count
+    more += work_of(head, dense=dense, formed=formed, products=products, moved=moved)
+    return more + pair_work(head, far)
 
 
 def list_work(head: Head, settings: ListSettings, opened: float) -> Work:
