@@ -10,8 +10,8 @@ import typer
 from .. import __version__
 from ..errors import InputError
 from .model_commands import evaluate_model, plan_model, profile_model
-from .selftest import run_selftest
-from .terminal import console, friendly
+from .selftest import selftest
+from .terminal import friendly
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -26,19 +26,7 @@ def about(
         raise typer.Exit
 
 
-@app.command()
-@friendly("selftest")
-def selftest(
-    device: Annotated[
-        str | None,
-        typer.Option(help="cuda, or cpu (Triton's interpreter). \\[default: cuda if there is one]"),
-    ] = None,
-) -> None:
-    """Compare the kernels of exact heads, polynomials and lists with float64, in words."""
-    if not run_selftest(device, console()):
-        raise typer.Exit(1)
-
-
+app.command("selftest")(selftest)
 app.command("plan")(plan_model)
 app.command("profile")(profile_model)
 app.command("eval")(evaluate_model)
