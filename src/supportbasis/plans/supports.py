@@ -68,8 +68,3 @@ def score_reach(head: Head, rows: Tensor | None, keys: Tensor | None) -> float:
     if not query.numel() or not key.numel():
         return 0.0
     return min(abs(head.scale) * float(query.max()) * float(key.max()), LARGEST_REACH)
-
-
-def entry_reach(head: Head, threshold: float) -> float:
-    """The same from the threshold alone: |scale| d T^2 (Lemma B.8 has scale = 1/d)."""
-    return abs(head.scale) * head.dim * threshold**2
