@@ -25,6 +25,7 @@ from .. import methods
 from ..errors import InputError
 from ..lists.tables import ListSettings
 from ..methods import Method
+from ..methods.base import LARGEST_SKETCH
 from ..methods.block_support import LARGEST_BLOCK
 from ..methods.fitted import MOST as MOST_FEATURES
 from ..polynomials.balancing import FLOOR, Transform
@@ -56,6 +57,7 @@ LIMITS: dict[str, tuple[float, float]] = {  # by name; else COUNTS for int, AMOU
     "window": (0, 2**16),
     "measured": (-LARGEST, math.inf),
     "power": (2, LARGEST_POWER),
+    "sketch_size": (1, LARGEST_SKETCH),
     "seed": (0, 2**63 - 1),
 }
 KINDS_OF: dict[type[Method], tuple[str, ...]] = {
