@@ -12,7 +12,7 @@ from ..accuracy.estimates import SAMPLED_SCORES, best_polynomial
 from ..errors import InputError
 from ..paper.buckets import check_ratio, edges, smallest_maximum
 from ..plans import BucketHead, BucketPair, HeadPlan
-from ..plans.cost import Work, pair_work, power_work, work_of
+from ..plans.cost import pair_work, power_work, work_of
 from ..plans.supports import score_reach, take
 from ..polynomials.features import check_rank
 from ..polynomials.powers import LARGEST_POWER, PowerKernel, normalising_constant, smallest_power
@@ -85,7 +85,7 @@ class MultiThreshold(Method):
             if pair in chosen:
                 kernel = self._kernel(head, rows[pair.row], keys[pair.key], pair.reach, power)
                 pair = replace(pair, kernel=kernel)
-                work += self._power_work(head, pair, power)
+                work += power_work(head, pair.rows, pair.keys, power, self.sketch_size, self.degree)
             else:
                 work += pair_work(head, pair.rows * pair.keys)
             pairs.append(pair)
@@ -106,14 +106,11 @@ class MultiThreshold(Method):
             return power < LARGEST_POWER
         if power > HIGHEST_POWER:
             return False
-        exact = pair_work(head, pair.rows * pair.keys)
-        ratio = exact.multiply_adds / self._power_work(head, pair, power).multiply_adds
+        work = power_work(head, pair.rows, pair.keys, power, self.sketch_size, self.degree)
+        ratio = pair_work(head, pair.rows * pair.keys).multiply_adds / work.multiply_adds
         is_small = pair.rows * pair.keys <= SMALL_SHARE * head.n * live_count(head)
         least = EXACT_OVER_SKETCH if power > HIGH_POWER else 1.0 if is_small else 0.0
         return ratio > least
-
-    def _power_work(self, head: Head, pair: BucketPair, power: int) -> Work:
-        return power_work(head, pair.rows, pair.keys, power, self.sketch_size, self.degree)
 
     def _kernel(
         self, head: Head, rows: Tensor | None, keys: Tensor | None, reach: float, power: int
