@@ -165,11 +165,12 @@ def test_small_pairs_are_exact_where_cheaper_and_high_powers_where_affordable():
         kernel = pair.kernel
         share = pair.rows * pair.keys / 4096**2
         if kernel is not None:
-            exact = multi_threshold.pair_work(head, pair.rows * pair.keys).multiply_adds(head)
-            work = multi_threshold.kernel_work(head, pair.rows, pair.keys, kernel)
+            exact = multi_threshold.pair_work(head, pair.rows * pair.keys).multiply_adds
+            sizes = (pair.rows, pair.keys, kernel.power, 32)
+            work = multi_threshold.power_work(head, *sizes).multiply_adds
             assert kernel.power <= 64
-            assert share > 1 / 16 or exact > work.multiply_adds(head)
-            assert kernel.power <= 8 or exact > 4 * work.multiply_adds(head)
+            assert share > 1 / 16 or exact > work
+            assert kernel.power <= 8 or exact > 4 * work
     assert {pair.kernel is None for pair in plan.pairs} == {True, False}
     assert "exact" in str(plan) and "sketch 32" in str(plan)
     unsketched = sb.plan(q, k, v, method=sb.MultiThreshold(2.0, 1)).heads[0]

@@ -9,11 +9,8 @@ from device_cases import CUDA, needs_triton
 
 pytest.importorskip("typer")
 
-from rich.console import Console
-
 from cli_cases import invoke
 from supportbasis.cli import selftest
-from supportbasis.errors import InputError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -23,11 +20,12 @@ pytestmark = [
 
 @needs_triton
 @pytest.mark.skipif(CUDA, reason="kernels are compiled in this process")
-def test_selftest_says_pass_or_fail(monkeypatch, capsys):
+def test_selftest_says_pass_or_fail(monkeypatch):
     case = selftest.Case("exact", selftest.Exact(), torch.float32, d=16, dv=16)
     monkeypatch.setattr(selftest, "IN_INTERPRETER", [case])
-    assert selftest.run_selftest("cpu", Console(width=200))
-    assert "PASS: all 1 cases" in capsys.readouterr().out
+    code, text = invoke("selftest", "--device", "cpu")
+    assert code == 0
+    assert "PASS: all 1 cases" in text
     monkeypatch.setattr(selftest, "OUTPUT", 0.0)
     code, text = invoke("selftest", "--device", "cpu")
     assert code == 1
@@ -42,5 +40,6 @@ def test_selftest_says_pass_or_fail(monkeypatch, capsys):
 
 
 def test_selftest_refuses_unknown_devices():
-    with pytest.raises(InputError, match="expected cpu or cuda"):
-        selftest.run_selftest("tpu", Console())
+    code, text = invoke("selftest", "--device", "tpu")
+    assert code == 2
+    assert "expected cpu or cuda" in text

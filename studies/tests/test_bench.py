@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 
 import supportbasis as sb
 from comparison_cases import (  # noqa: F401
@@ -20,7 +21,6 @@ from comparison_cases import (  # noqa: F401
     row,
     short,
 )
-from supportbasis.cli import report
 from supportbasis_studies import bench_commands
 from supportbasis_studies.comparison import bench, cases, measure, settings
 
@@ -166,7 +166,7 @@ def test_quick_benchmarks_are_short() -> None:
 def test_rows_are_not_appended_to_another_table(tmp_path: Path) -> None:
     (tmp_path / "results.csv").write_text("a,b\n1,2\n")
     with pytest.raises(sb.InputError, match="other columns"):
-        report.write_csv(tmp_path / "results.csv", None, [asdict(row())], append=True)
+        bench.run_bench(TINY, "kde", tmp_path, Console())
     assert (tmp_path / "results.csv").read_text() == "a,b\n1,2\n"
 
 

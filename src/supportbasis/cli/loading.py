@@ -47,11 +47,10 @@ class LoadedModel:
             text = path.read_text(encoding="utf-8", errors="ignore")
         except OSError as error:
             raise InputError(f"--text: {path} cannot be read ({error.strerror})") from None
-        ids: list[int] = []
-        for length in sorted({min(CHARACTERS * count, len(text)), len(text)}):
-            ids = self.tokenizer(text[:length], verbose=False).input_ids
-            if len(ids) > count:  # of as many the last may be half a word
-                break
+        first = CHARACTERS * count
+        ids = self.tokenizer(text[:first], verbose=False).input_ids
+        if len(ids) <= count and first < len(text):  # of as many the last may be half a word
+            ids = self.tokenizer(text, verbose=False).input_ids
         if not ids:
             raise InputError(f"--text: {path} has no tokens of {self.name}")
         return torch.tensor(ids[:count], device=self.device)

@@ -1,4 +1,4 @@
-"""``supportbasis plan``, ``profile`` and ``eval``: the attention of a whole model."""
+"""``supportbasis plan``, ``profile`` and ``eval``: the attention of a whole model, its options."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import torch
+import typer
 from torch import Tensor
 
 from .. import models
@@ -19,9 +20,29 @@ from ..models.profiling import HeadProfile, profile
 from ..plans import ExactHead, ModelPlan
 from ..plans.drawing import layer_panels, new_figure
 from ..plans.plan import UNITS
-from .loading import LoadedModel
+from .loading import Access, LoadedModel, chosen_device, chosen_dtype, load_model
 from .report import Grid, Machine, Section, length_label, plain_axes, publish, times, write_csv
-from .terminal import console
+from .terminal import console, friendly, writable
+
+ModelName = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Folder of a model of transformers, or its name.")
+]
+Text = Annotated[Path, typer.Option(metavar="FILE", help="Text that the model reads.")]
+Tokens = Annotated[
+    int | None,
+    typer.Option(min=2, help="Tokens of a batch. \\[default: 32768 on a GPU, 8192 on a CPU]"),
+]
+Device = Annotated[str | None, typer.Option(help="\\[default: cuda if there is one]")]
+Dtype = Annotated[
+    str | None, typer.Option(help="\\[default: float32 on a CPU, elsewhere that of the file]")
+]
+Download = Annotated[bool, typer.Option("--download", help="Fetch the model if need be.")]
+RemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+]
+Seed = Annotated[int, typer.Option(min=0)]
+Folder = Annotated[Path, typer.Option(help="Folder of the report.")]
+
 
 TOKENS, CPU_TOKENS = {"cuda": 32768}, 8192  # of a batch, where nothing is said
 SMALLEST = 1e-9  # nats, of a picture
@@ -47,22 +68,45 @@ def batch_tokens(loaded: LoadedModel, path: Path, wanted: int | None, batches: i
     return ids[: most * batches].view(batches, most)
 
 
-def run_plan(loaded: LoadedModel, ids: Tensor, wish: dict[str, Any], out: Path) -> None:
-    """Plan a model on batches [batches, tokens] and write plan and report."""
-    plan = models.plan(loaded.model, list(ids.split(1)), **wish)
+def _loaded(model: str, device: str | None, dtype: str | None, *allowed: bool) -> LoadedModel:
+    return load_model(model, Access(*allowed), chosen_device(device), chosen_dtype(dtype))
+
+
+@friendly("plan")
+def plan_model(
+    model: ModelName, text: Text,
+    kl: Annotated[
+        float | None, typer.Option(help="Nats per token that the prediction may move, on average.")
+    ] = None,
+    change: Annotated[
+        float | None,
+        typer.Option(help="Models without logits: allowed relative squared change of the output."),
+    ] = None,
+    tokens: Tokens = None,
+    batches: Annotated[
+        int, typer.Option(min=2, help="Every third, or the second of two, is held back.")
+    ] = 3,
+    minimise: Annotated[str, typer.Option(help="cost, or time on this device.")] = "cost",
+    device: Device = None, dtype: Dtype = None, download: Download = False,
+    trust_remote_code: RemoteCode = False, seed: Seed = 0,
+    out: Annotated[
+        Path,
+        typer.Option(metavar="FILE.json", help="The plan; its report is in a folder beside it."),
+    ] = Path("supportbasis-out/plan.json"),
+) -> None:  # fmt: skip
+    """Plan the attention of every head of a model within a change of its prediction."""
+    if out.suffix != ".json":
+        raise InputError(f"--out: got {out}, expected a file that ends in .json")
+    writable(out.parent)
+    loaded = _loaded(model, device, dtype, download, trust_remote_code)
+    ids = batch_tokens(loaded, text, tokens, batches)
+    read = list(ids.split(1))
+    plan = models.plan(loaded.model, read, kl=kl, change=change, minimise=minimise, seed=seed)
+    plan.save(out)
     folder, to, machine = out.with_suffix(""), console(), Machine.here(str(loaded.device))
     folder.mkdir(parents=True, exist_ok=True)
-    plan.save(out)
     plan.draw(folder / "plan.png")
-    rows, lines = [], []
-    columns = ("layer", "head", "kind", "cost", "speedup", plan.unit, "share")
-    for layer in plan.layers:
-        for number, (head, effect) in enumerate(zip(layer.heads, layer.effects, strict=True)):
-            share = effect / plan.predicted if plan.predicted else 0.0
-            row = (layer.name, number, head.kind, head.cost, head.speedup, effect, share)
-            rows.append(dict(zip(columns, row, strict=True)))
-            cells = [f"{head.cost:.3g}", times(head.speedup), f"{effect:.1e}", f"{share:.1%}"]
-            lines.append([f"{layer.name}, head {number}", head.kind, *cells])
+    rows, grid = _heads_of(plan)
     write_csv(folder / "heads.csv", machine, rows)
     exact = sum(isinstance(head, ExactHead) for head in plan.heads)
     finding = (
@@ -71,12 +115,11 @@ def run_plan(loaded: LoadedModel, ids: Tensor, wish: dict[str, Any], out: Path) 
         f"by {plan.measured:.2g} {UNITS[plan.unit]} (below {plan.upper:.2g} with 95 % confidence; "
         f"allowed {plan.limit:.2g})."
     )
-    text = "Cost of each head relative to exact attention, and its share of the predicted effect."
-    figures = [(folder / "plan.png", text)]
-    headings = ("head", "kind", "cost", "predicted speed", plan.unit, "share")
+    drawn = "Cost of each head relative to exact attention, and its share of the predicted effect."
+    figures = [(folder / "plan.png", drawn)]
     sections = [
         Section("The plan", findings=[finding], figures=figures, verbatim=str(plan)),
-        Section("Heads", grids=[Grid("", headings, lines)], printed=()),
+        Section("Heads", grids=[grid], printed=()),
     ]
     lead = (
         f"{loaded.name}, {len(ids)} batches of {ids.shape[1]} tokens; every third of them, or the "
@@ -87,8 +130,32 @@ def run_plan(loaded: LoadedModel, ids: Tensor, wish: dict[str, Any], out: Path) 
     to.print(f"Plan: {out}", style="bold")
 
 
-def run_profile(loaded: LoadedModel, ids: Tensor, tolerance: float, out: Path) -> None:
-    """Profile the heads of a model on token ids [1, tokens]."""
+def _heads_of(plan: ModelPlan) -> tuple[list[dict[str, object]], Grid]:
+    """What each head gets, as rows of a CSV file and as a table."""
+    rows: list[dict[str, object]] = []
+    lines: list[list[str]] = []
+    columns = ("layer", "head", "kind", "cost", "speedup", plan.unit, "share")
+    for layer in plan.layers:
+        for number, (head, effect) in enumerate(zip(layer.heads, layer.effects, strict=True)):
+            share = effect / plan.predicted if plan.predicted else 0.0
+            row = (layer.name, number, head.kind, head.cost, head.speedup, effect, share)
+            rows.append(dict(zip(columns, row, strict=True)))
+            cells = [f"{head.cost:.3g}", times(head.speedup), f"{effect:.1e}", f"{share:.1%}"]
+            lines.append([f"{layer.name}, head {number}", head.kind, *cells])
+    return rows, Grid("", ("head", "kind", "cost", "predicted speed", plan.unit, "share"), lines)
+
+
+@friendly("profile")
+def profile_model(
+    model: ModelName, text: Text,
+    tolerance: Annotated[float, typer.Option(help="Of the output of a head.")] = 0.05,
+    tokens: Tokens = None, device: Device = None, dtype: Dtype = None, download: Download = False,
+    trust_remote_code: RemoteCode = False, out: Folder = Path("supportbasis-out/profile"),
+) -> None:  # fmt: skip
+    """Entries, scores and entropy of every head of a model, and what each would get."""
+    writable(out)
+    loaded = _loaded(model, device, dtype, download, trust_remote_code)
+    ids = batch_tokens(loaded, text, tokens, 1)
     found = profile(loaded.model, ids, LENGTHS, tolerance=tolerance)
     machine = Machine.here(str(loaded.device))
     write_csv(out / "heads.csv", machine, [_profile_row(head) for head in found])
@@ -96,14 +163,14 @@ def run_profile(loaded: LoadedModel, ids: Tensor, tolerance: float, out: Path) -
     headings = ["head", "query σ, max", "key σ, max", "score σ, max", "entropy", "of uniform"]
     headings += [length_label(prospect.tokens) for prospect in found[0].prospects]
     grid = Grid("", headings, [_profile_line(head) for head in found])
-    text = (
+    about = (
         f"Entries of queries and keys as they are multiplied (after rotation), scaled scores and "
         f"the entropy of the weights in nats, on {found[0].tokens} tokens, and what "
         f"Auto({tolerance:g}) gives each head: a kind and its predicted speed over SDPA. Lengths "
         "with a ~ are predicted from the plan at the longest length there is text for."
     )
-    section = Section("Heads", text, grids=[grid], figures=[(out / "heads.png", "Layer × head.")])
-    publish(out, f"Attention of {loaded.name}", text, [section], machine, console())
+    section = Section("Heads", about, grids=[grid], figures=[(out / "heads.png", "Layer × head.")])
+    publish(out, f"Attention of {loaded.name}", about, [section], machine, console())
 
 
 def _profile_row(head: HeadProfile) -> dict[str, object]:
@@ -152,11 +219,22 @@ def draw_profile(found: Sequence[HeadProfile], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def run_eval(
-    loaded: LoadedModel, plan: ModelPlan, ids: Tensor, copies: int, seed: int, out: Path
-) -> None:
-    """Evaluate a plan on batches [batches, tokens], beside exact attention."""
-    found = models.evaluate(loaded.model, plan, list(ids.split(1)), copies=copies, seed=seed)
+@friendly("eval")
+def evaluate_model(
+    model: ModelName,
+    plan: Annotated[Path, typer.Option(metavar="FILE.json", help="A plan of this model.")],
+    text: Text, tokens: Tokens = None, batches: Annotated[int, typer.Option(min=1)] = 1,
+    copies: Annotated[int, typer.Option(min=0, help="Rounds of the copy test.")] = 4,
+    device: Device = None, dtype: Dtype = None, download: Download = False,
+    trust_remote_code: RemoteCode = False, seed: Seed = 0,
+    out: Folder = Path("supportbasis-out/eval"),
+) -> None:  # fmt: skip
+    """Loss and predictions of a language model with a plan, paired with exact attention."""
+    writable(out)
+    made = ModelPlan.load(plan)
+    loaded = _loaded(model, device, dtype, download, trust_remote_code)
+    ids = batch_tokens(loaded, text, tokens, batches)
+    found = models.evaluate(loaded.model, made, list(ids.split(1)), copies=copies, seed=seed)
     to, machine = console(), Machine.here(str(loaded.device))
     row = {key: value for key, value in asdict(found).items() if key not in ("copies", "quantiles")}
     write_csv(out / "evaluation.csv", machine, [{"model": loaded.name, **row}])
@@ -170,11 +248,11 @@ def run_eval(
         f"per token (below {found.kl_upper:.2g} with 95 % confidence); {found.agreement:.2%} of "
         "the most likely continuations are the same."
     )
-    text = "Both attentions read the same tokens; differences are paired."
+    about = "Both attentions read the same tokens; differences are paired."
     figures = [(picture, "How far predictions of single tokens move, and copying.")]
-    section = Section("Exact and planned", text, [finding], figures=figures, verbatim=str(found))
+    section = Section("Exact and planned", about, [finding], figures=figures, verbatim=str(found))
     read = f"{loaded.name} on {ids.shape[0]} × {ids.shape[1]} tokens"
-    lead = f"{read}; the plan allows {plan.unit} {plan.limit:g}."
+    lead = f"{read}; the plan allows {made.unit} {made.limit:g}."
     to.print(section.verbatim)
     publish(out, f"Evaluation of {loaded.name}", lead, [section], machine, to)
 

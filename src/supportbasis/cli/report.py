@@ -24,9 +24,6 @@ from rich.text import Text
 
 import supportbasis
 
-from ..errors import InputError
-from ..plans.drawing import new_figure as new_figure
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -108,22 +105,14 @@ def _commit() -> str:
     return os.environ.get("SUPPORTBASIS_COMMIT", "")
 
 
-def write_csv(
-    path: Path, machine: Machine | None, lines: Iterable[Mapping[str, object]], append: bool = False
-) -> None:
+def write_csv(path: Path, machine: Machine | None, lines: Iterable[Mapping[str, object]]) -> None:
     """Lines with the same columns, the machine's before them unless they are there already."""
     table = [(asdict(machine) if machine else {}) | dict(line) for line in lines]
-    if not table:
-        return
-    columns, append = list(table[0]), append and path.exists()
-    with path.open("a+" if append else "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns)
-        file.seek(0)
-        if not append:
+    if table:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(table[0]))
             writer.writeheader()
-        elif next(csv.reader(file), None) != columns:
-            raise InputError(f"--out: {path} has other columns; move it away to start anew")
-        writer.writerows(table)
+            writer.writerows(table)
 
 
 def plain_axes(axes: Axes) -> None:
@@ -167,10 +156,8 @@ def write_page(
     loader = PackageLoader("supportbasis.cli", ".")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["base64"] = lambda path: base64.b64encode(path.read_bytes()).decode("ascii")
-    labels = {"cores": "threads", "version": "supportbasis"}
-    known = vars(machine) if machine else {}
-    facts = [(labels.get(name, name), value) for name, value in known.items() if value != ""]
     page = environment.get_template("report.html")
+    facts = asdict(machine) if machine else {}
     text = page.render(title=title, lead=lead, sections=sections, facts=facts)
     path.write_text(text, encoding="utf-8")
 

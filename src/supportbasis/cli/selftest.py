@@ -11,15 +11,16 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from rich.console import Console
+import typer
 from torch import Tensor
 
 from ..api import attention, plan
 from ..errors import InputError
 from ..methods import BlockSupport, Exact, Method, Polynomial, SingleThreshold
+from .terminal import console, friendly
 
 UNITS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-9}
 OUTPUT, GRADIENT = 2.0, 8.0  # errors that are allowed, in units of the dtype
@@ -70,19 +71,26 @@ IN_INTERPRETER = [
 ]
 
 
-def run_selftest(device: str | None, console: Console) -> bool:
-    """Print a line for each case and a verdict; whether all passed."""
+@friendly("selftest")
+def selftest(
+    device: Annotated[
+        str | None,
+        typer.Option(help="cuda, or cpu (Triton's interpreter). \\[default: cuda if there is one]"),
+    ] = None,
+) -> None:
+    """Compare the kernels of exact heads, polynomials and lists with float64, in words."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _prepare(device)
-    start, passed = time.perf_counter(), []
+    to, start, passed = console(), time.perf_counter(), []
     for is_right, line in _verdicts(ON_DEVICE if device == "cuda" else IN_INTERPRETER, device):
         passed.append(is_right)
-        console.print(line)
+        to.print(line)
     count, wrong, seconds = len(passed), passed.count(False), time.perf_counter() - start
     where = torch.cuda.get_device_name() if device == "cuda" else "the CPU, by interpretation"
     right = f"PASS: all {count} cases are right on {where} ({seconds:.0f} s)."
-    console.print(f"FAIL: {wrong} of {count} cases are wrong on {where}." if wrong else right)
-    return not wrong
+    to.print(f"FAIL: {wrong} of {count} cases are wrong on {where}." if wrong else right)
+    if wrong:
+        raise typer.Exit(1)
 
 
 def _prepare(device: str) -> None:

@@ -6,6 +6,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import typer
 from rich.console import Console
@@ -35,9 +36,7 @@ def writable(out: Path) -> Path:
     """The folder, made if need be; one that cannot be written is refused before any work."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".writable"
-        probe.touch()
-        probe.unlink()
+        TemporaryFile(dir=out).close()
     except OSError as error:
         raise InputError(f"--out: cannot write to {out} ({error.strerror})") from None
     return out

@@ -12,7 +12,7 @@ from ..accuracy.estimates import SAMPLED_SCORES, best_polynomial
 from ..errors import InputError
 from ..paper.buckets import check_ratio, edges, smallest_maximum
 from ..plans import BucketHead, BucketPair, HeadPlan
-from ..plans.cost import Work, kernel_work, pair_work, sketch_work
+from ..plans.cost import pair_work, power_work, work_of
 from ..plans.supports import score_reach, take
 from ..polynomials.features import check_rank
 from ..polynomials.powers import LARGEST_POWER, PowerKernel, normalising_constant, smallest_power
@@ -80,12 +80,12 @@ class MultiThreshold(Method):
         possible = [pair for pair, power in powers.items() if self._is_power(head, pair, power)]
         chosen = _worth_a_polynomial(head, possible)
         scanned = 3 * (head.n + head.m) + SAMPLED_SCORES * len(chosen)
-        work, pairs = Work(scanned=scanned * head.dim), []
+        work, pairs = work_of(head, scanned=scanned * head.dim), []
         for pair, power in powers.items():
             if pair in chosen:
                 kernel = self._kernel(head, rows[pair.row], keys[pair.key], pair.reach, power)
                 pair = replace(pair, kernel=kernel)
-                work += kernel_work(head, pair.rows, pair.keys, kernel)
+                work += power_work(head, pair.rows, pair.keys, power, self.sketch_size, self.degree)
             else:
                 work += pair_work(head, pair.rows * pair.keys)
             pairs.append(pair)
@@ -106,9 +106,8 @@ class MultiThreshold(Method):
             return power < LARGEST_POWER
         if power > HIGHEST_POWER:
             return False
-        work = sketch_work(head, pair.rows, pair.keys, power, self.sketch_size, self.degree)
-        exact = pair_work(head, pair.rows * pair.keys)
-        ratio = exact.multiply_adds(head) / work.multiply_adds(head)
+        work = power_work(head, pair.rows, pair.keys, power, self.sketch_size, self.degree)
+        ratio = pair_work(head, pair.rows * pair.keys).multiply_adds / work.multiply_adds
         is_small = pair.rows * pair.keys <= SMALL_SHARE * head.n * live_count(head)
         least = EXACT_OVER_SKETCH if power > HIGH_POWER else 1.0 if is_small else 0.0
         return ratio > least
@@ -143,5 +142,5 @@ def _worth_a_polynomial(head: Head, pairs: Sequence[BucketPair]) -> set[BucketPa
     """The largest pairs, and of the others those whose sums take longer than a polynomial does:
     heavy tails make thousands of pairs with a few tokens each."""
     largest = sorted(pairs, key=lambda pair: -pair.rows * pair.keys)[:MOST_POLYNOMIALS]
-    work = {pair: pair_work(head, pair.rows * pair.keys).multiply_adds(head) for pair in pairs}
+    work = {pair: pair_work(head, pair.rows * pair.keys).multiply_adds for pair in pairs}
     return {*largest, *(pair for pair in pairs if work[pair] > POLYNOMIAL_WORK)}

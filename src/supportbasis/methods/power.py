@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import InputError
 from ..plans import PowerHead
-from ..plans.cost import Work, kernel_work
+from ..plans.cost import power_work, work_of
 from ..polynomials.powers import LARGEST_POWER, PowerKernel
 from ..problem.checks import check_integer, check_seed
 from ..problem.problem import Head
@@ -42,8 +42,8 @@ class PowerAttention(Method):
 
     def plan_head(self, head: Head) -> PowerHead:
         kernel, keys = PowerKernel(self.power, None, self.sketch_size, self.seed), live_count(head)
-        read = Work(scanned=2 * (head.n + keys) * head.dim)
-        work = kernel_work(head, head.n, keys, kernel) + read
+        work = power_work(head, head.n, keys, self.power, self.sketch_size)
+        work += work_of(head, scanned=2 * (head.n + keys) * head.dim)
         return PowerHead(kernel=kernel, **work.settings(head))
 
     def plan_exactly(self, head: Head, reason: str) -> PowerHead:

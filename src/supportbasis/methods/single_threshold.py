@@ -13,8 +13,8 @@ from ..accuracy.estimates import SAMPLED_SCORES, best_polynomial
 from ..errors import InputError
 from ..paper import sub_gaussian
 from ..plans import ExactHead, HeadPlan, ThresholdHead
-from ..plans.cost import Work, pair_work, polynomial_work
-from ..plans.supports import Side, entry_reach, is_empty, score_reach, split_at, take
+from ..plans.cost import pair_work, polynomial_work, work_of
+from ..plans.supports import Side, is_empty, score_reach, split_at, take
 from ..polynomials.certified import largest_bound
 from ..polynomials.features import check_rank, largest_degree
 from ..problem.checks import check_number
@@ -146,7 +146,7 @@ def threshold_plan(
     (large_rows, small_rows), (large_keys, small_keys) = rows.sizes(head.n), keys.sizes(head.m)
     work = polynomial_work(head, small_rows, small_keys, degree)
     work += pair_work(head, large_rows * head.m + small_rows * large_keys)
-    work += Work(scanned=(head.n + head.m + SAMPLED_SCORES) * head.dim)
+    work += work_of(head, scanned=(head.n + head.m + SAMPLED_SCORES) * head.dim)
     large = (large_rows, large_keys)
     return ThresholdHead(polynomial=poly, threshold=threshold, large=large, **work.settings(head))
 
@@ -161,5 +161,7 @@ def largest_threshold(head: Head, reach: float) -> float | None:
 
 
 def small_reach(head: Head, threshold: float, rows: Side, keys: Side) -> float:
-    """Largest possible |score| of small rows and keys."""
-    return min(entry_reach(head, threshold), score_reach(head, rows.small, keys.small))
+    """Largest possible |score| of small rows and keys: by the threshold alone it is |scale| d T^2
+    (Lemma B.8 has scale = 1/d)."""
+    by_entry = abs(head.scale) * head.dim * threshold**2
+    return min(by_entry, score_reach(head, rows.small, keys.small))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,10 +15,9 @@ from ..lists.tables import SCORED_MEMBERS, ListSettings
 from ..polynomials.balancing import TRANSFORM_TOKENS
 from ..polynomials.certified import true_rank
 from ..polynomials.features import block_rows
-from ..polynomials.powers import PowerKernel
 from ..problem.problem import Head
 from ..sketch import PolySketch
-from .calibration import Rates, rates_of, threads
+from .calibration import rates_of, threads
 
 # ---- of any head
 HEAD_SECONDS = 3e-4  # fixed time of a head on a CPU, where heads run one after the other
@@ -57,62 +56,23 @@ def _has_kernels(head: Head) -> bool:
 
 @dataclass(frozen=True)
 class Work:
-    """Amounts of each kind of work that one head takes."""
+    """What one head takes."""
 
-    exact_pairs: int = 0  # pairs summed exactly
-    feature_rows: int = 0  # tokens (rows and keys) turned into features
-    degree: int = 0
-    dense_pairs: int = 0  # pairs at which p is evaluated densely (causal diagonal, powers)
-    scanned: int = 0  # entries read to split, to bound norms and to sample
-    formed: int = 0  # features of sketches, and of what is sketched
-    products: int = 0  # multiply-adds of sketches and of their features with the values
-    moved: int = 0  # entries gathered, sorted and copied: adds to time only
-    equivalent: int = 0  # multiply-adds of exact attention in the same time: adds to cost only
-    direct: float = 0.0  # seconds that are known as such: of lists by kernels, of fixed parts
+    multiply_adds: float = 0  # and what takes as long as so many of exact attention
+    varying: float = 0.0  # predicted seconds, without the fixed time of any head
 
     def __add__(self, other: Work) -> Work:
-        """The sum of two amounts, of which at most one has features."""
-        return Work(*(x + y for x, y in zip(astuple(self), astuple(other), strict=True)))
-
-    def features(self, head: Head) -> int:
-        return self.feature_rows * true_rank(head.dim, self.degree)
-
-    def multiply_adds(self, head: Head) -> float:
-        pair = head.dim + head.value_dim
-        made = self.exact_pairs * pair + self.dense_pairs * (pair + self.degree)
-        made += self.features(head) * (head.value_dim + 2)
-        return made + self.scanned + self.formed + self.products + self.equivalent
+        return Work(self.multiply_adds + other.multiply_adds, self.varying + other.varying)
 
     def cost(self, head: Head) -> float:
         """Multiply-adds relative to those of exact attention on the same head."""
         exact = head.pairs * (head.dim + head.value_dim)
-        return self.multiply_adds(head) / exact if exact else 1.0
+        return self.multiply_adds / exact if exact else 1.0
 
     def seconds(self, head: Head) -> float:
         """Predicted time on this machine."""
-        rates, on_cpu = rates_of(head), head.query.device.type == "cpu"
-        by_kernels = _has_kernels(head) and 1 <= self.degree <= 2
-        features = (self._kernel_seconds if by_kernels else self._feature_seconds)(head, rates)
-        pairs = (1.3 * self.exact_pairs + 2.0 * self.dense_pairs) * rates.pair(head)
-        sketches = self.formed * rates.feature + self.products * rates.product
-        cpu_move = MOVE_PAIRS * rates.pairs[-1][1] * (MOVE_SERIAL * threads() + 1)
-        move = cpu_move if on_cpu else min(rates.scan, MOVE_SECONDS)
-        reading = self.scanned * rates.scan + self.moved * move
         fixed = CALL_SECONDS / head.together if head.query.is_cuda else HEAD_SECONDS
-        return fixed + self.direct + pairs + features + sketches + reading
-
-    def _feature_seconds(self, head: Head, rates: Rates) -> float:
-        """Features in blocks, by PyTorch operations."""
-        rows = block_rows(true_rank(head.dim, self.degree), head.dtype)
-        steps = 10 + (head.dim * (self.degree - 1) if self.degree > 2 else 2)
-        formed = self.features(head) * (rates.feature + rates.product * head.value_dim)
-        return formed + math.ceil(self.feature_rows / rows) * BLOCK_SECONDS * steps
-
-    def _kernel_seconds(self, head: Head, rates: Rates) -> float:
-        width = head.dim + head.value_dim
-        products = self.features(head) * (head.value_dim + 2)
-        read = KERNEL_READS * self.feature_rows * width * rates.scan
-        return products * KERNEL_PRODUCT * rates.pair(head) / width + read
+        return fixed + self.varying
 
     def speedup(self, head: Head) -> float:
         """Predicted time of exact attention over predicted time of this work."""
@@ -121,6 +81,26 @@ class Work:
     def settings(self, head: Head) -> dict[str, Any]:
         """What every `HeadPlan` of this work has."""
         return {"n": head.n, "m": head.m, "cost": self.cost(head), "speedup": self.speedup(head)}
+
+
+def work_of(
+    head: Head,
+    exact: int = 0,  # pairs summed exactly
+    dense: int = 0,  # pairs at which p is evaluated densely (causal diagonal, powers)
+    scanned: int = 0,  # entries read to split, to bound norms and to sample
+    formed: int = 0,  # features of sketches, and of what is sketched
+    products: int = 0,  # multiply-adds of sketches and of their features with the values
+    moved: int = 0,  # entries gathered, sorted and copied: adds to time only
+) -> Work:
+    """So much of each kind of work, by PyTorch operations."""
+    rates = rates_of(head)
+    if head.query.device.type == "cpu":
+        move = MOVE_PAIRS * rates.pairs[-1][1] * (MOVE_SERIAL * threads() + 1)
+    else:
+        move = min(rates.scan, MOVE_SECONDS)
+    made = (exact + dense) * (head.dim + head.value_dim) + scanned + formed + products
+    seconds = (1.3 * exact + 2.0 * dense) * rates.pair(head) + scanned * rates.scan
+    return Work(made, seconds + formed * rates.feature + products * rates.product + moved * move)
 
 
 def exact_seconds(head: Head) -> float:
@@ -136,33 +116,51 @@ def exact_seconds(head: Head) -> float:
     return EXACT_SECONDS / together + head.pairs * pair * causal
 
 
-def polynomial_work(head: Head, rows: int, keys: int, degree: int) -> Work:
-    """Features of ``rows`` rows and ``keys`` keys, and the causal diagonal."""
-    dense = rows * CAUSAL_CHUNK // 2 if head.is_causal else 0
-    scanned = 2 * (head.n + head.m) * head.dim
-    return Work(feature_rows=rows + keys, degree=degree, dense_pairs=dense, scanned=scanned)
-
-
 def pair_work(head: Head, pairs: int) -> Work:
-    """So many pairs exactly; of those of a causal head about half count."""
-    return Work(exact_pairs=int(pairs * (head.pairs / max(1, head.n * head.m))))
+    """So many pairs exactly."""
+    return work_of(head, _visited(head, pairs))
 
 
-def kernel_work(head: Head, rows: int, keys: int, kernel: PowerKernel) -> Work:
-    """A power of ``rows`` rows and ``keys`` keys: pair by pair, or sketched."""
-    if kernel.sketch_size is None:
-        return Work(dense_pairs=pair_work(head, rows * keys).exact_pairs)
-    degree = 1 if kernel.polynomial is None else kernel.polynomial.degree
-    return sketch_work(head, rows, keys, kernel.power, kernel.sketch_size, degree)
+def _visited(head: Head, pairs: int) -> int:
+    """Of so many pairs those that count: about half in a causal head."""
+    return int(pairs * (head.pairs / max(1, head.n * head.m)))
 
 
-def sketch_work(head: Head, rows: int, keys: int, power: int, size: int, degree: int) -> Work:
-    """A sketch of ``size`` rows of the power of a polynomial of ``degree``."""
-    pairs, tokens = pair_work(head, rows * keys).exact_pairs, rows + keys
+def _diagonal(head: Head, rows: int) -> int:
+    """Pairs of a causal head that are computed densely, whatever sums the others."""
+    return rows * CAUSAL_CHUNK // 2 if head.is_causal else 0
+
+
+def polynomial_work(head: Head, rows: int, keys: int, degree: int) -> Work:
+    """Features of ``rows`` rows and ``keys`` keys: by GPU kernels, or in blocks by PyTorch
+    operations; and the causal diagonal."""
+    tokens, dense = rows + keys, _diagonal(head, rows)
+    rates, rank, width = rates_of(head), true_rank(head.dim, degree), head.dim + head.value_dim
+    products = tokens * rank * (head.value_dim + 2)
+    if _has_kernels(head) and 1 <= degree <= 2:
+        seconds = products * KERNEL_PRODUCT * rates.pair(head) / width
+        seconds += KERNEL_READS * tokens * width * rates.scan
+    else:
+        steps = 10 + (head.dim * (degree - 1) if degree > 2 else 2)
+        seconds = math.ceil(tokens / block_rows(rank, head.dtype)) * BLOCK_SECONDS * steps
+        seconds += tokens * rank * (rates.feature + rates.product * head.value_dim)
+    work = work_of(head, dense=dense, scanned=2 * (head.n + head.m) * head.dim)
+    return work + Work(dense * degree + products, seconds)
+
+
+def power_work(
+    head: Head, rows: int, keys: int, power: int, size: int | None, degree: int = 1
+) -> Work:
+    """The power of a polynomial of ``degree``, of ``rows`` rows and ``keys`` keys: pair by pair,
+    or by a sketch of ``size`` rows."""
+    pairs, tokens = _visited(head, rows * keys), rows + keys
+    if size is None:
+        return work_of(head, dense=pairs)
     rank, packed = true_rank(head.dim, degree), true_rank(size, 2)
     sketch = PolySketch(power, size).cost(rank).multiply_adds
-    return Work(
-        dense_pairs=min(pairs, rows * CAUSAL_CHUNK // 2) if head.is_causal else 0,
+    return work_of(
+        head,
+        dense=min(pairs, _diagonal(head, rows)),
         formed=tokens * (rank + packed),
         products=tokens * (sketch + packed * (head.value_dim + 1)),
     )
@@ -171,24 +169,20 @@ def sketch_work(head: Head, rows: int, keys: int, power: int, size: int, degree:
 def fitted_work(head: Head, count: int, far_rows: int, far_keys: int) -> Work:
     """A fitted polynomial: transform, ``count`` features and far tokens. On a GPU, features and
     moved entries count as the multiply-adds of exact attention in the same time."""
-    tokens = head.n + head.m
+    tokens, moved, more = head.n + head.m, 0, Work()
     far = far_rows * head.m + (head.n - far_rows) * far_keys
     products = tokens * count * (head.value_dim + 1)
-    sampled = min(head.n, TRANSFORM_TOKENS) + min(head.m, TRANSFORM_TOKENS)  # for covariances
-    work = Work(
-        exact_pairs=pair_work(head, far).exact_pairs,
-        dense_pairs=head.n * CAUSAL_CHUNK // 2 if head.is_causal else 0,
-        formed=tokens * count,
-        products=products + (tokens + sampled) * head.dim**2,
-    )
     if _has_kernels(head):
         moved = int(FIT_ENTRY * tokens * (head.dim + head.value_dim))
-        equivalent = (FEATURE_COST - 1) * products + MOVE_COST * moved
-        return replace(work, moved=moved, equivalent=equivalent)
-    if head.query.device.type == "cpu":
+        more = Work((FEATURE_COST - 1) * products + MOVE_COST * moved)
+    elif head.query.device.type == "cpu":
         moved = tokens * (FITTED_TOKEN * head.dim + FITTED_FEATURE * count)
-        return replace(work, moved=moved, direct=FITTED_SECONDS)
-    return work
+        more = Work(varying=FITTED_SECONDS)
+    sampled = min(head.n, TRANSFORM_TOKENS) + min(head.m, TRANSFORM_TOKENS)  # for covariances
+    products += (tokens + sampled) * head.dim**2
+    dense, formed = _diagonal(head, head.n), tokens * count
+    more += work_of(head, dense=dense, formed=formed, products=products, moved=moved)
+    return more + pair_work(head, far)
 
 
 def list_work(head: Head, settings: ListSettings, opened: float) -> Work:
@@ -214,8 +208,9 @@ def list_work(head: Head, settings: ListSettings, opened: float) -> Work:
         pairs = TILT_PAIR * tilted + SELECT_PAIR * selected + LIST_PAIR * (coarse + exact)
         seconds = pairs * rates_of(head).pair(head)
         seconds += TOKEN_SECONDS * (head.n + keys) * (dim + width)
-        return Work(equivalent=int(made + exact * (dim + width)), direct=seconds)
+        return Work(int(made + exact * (dim + width)), seconds)
     tokens = LIST_TOKEN * (head.n + keys) + LIST_GATHERED * cells * opened * leaf
     moved = tokens * (dim + width) + LIST_TILT * tilted + LIST_EXACT * exact
     moved += LIST_COARSE * coarse * (2 if settings.strict else 1)
-    return Work(int(exact), products=int(made), moved=int(moved), direct=LIST_SECONDS)
+    work = work_of(head, int(exact), products=int(made), moved=int(moved))
+    return work + Work(varying=LIST_SECONDS)

@@ -55,9 +55,8 @@ def draw_supports(plan: HeadPlan, path: str | Path | None = None) -> Figure:
     else:
         more = f", T = {plan.threshold:.3g}" if isinstance(plan, ThresholdHead) else ""
         _draw_split(axes, plan)
-    parts = {patch.get_label(): patch for patch in axes.patches}
-    handles = list(parts.values())
-    figure.legend(handles=handles, loc="outside lower center", frameon=False, fontsize=8, ncols=1)
+    handles = list({patch.get_label(): patch for patch in axes.patches}.values())
+    figure.legend(handles=handles, loc="outside lower center", frameon=False, fontsize=8)
     title = f"{plan.kind}, {plan.n} × {plan.m} pairs, cost {plan.cost:.3g} of exact{more}"
     axes.set_title(title, fontsize=10)
     if path is not None:
@@ -87,8 +86,6 @@ def _draw_split(axes: Axes, plan: HeadPlan) -> None:
 def _draw_lists(axes: Axes, plan: ListHead) -> None:
     """How much a row attends to exactly. Which leaves are open is decided at each call, for each
     block of queries; their mean share is drawn: windows at their positions, open leaves first."""
-    from matplotlib.patches import Polygon
-
     n, keys, window = plan.n, plan.m, plan.lists.window
     columns, share = [(0, 0, keys, n)], plan.keys / max(1, keys)
     axes.set(xlabel="keys, those of open leaves first" + " in each window" * bool(window))
@@ -97,7 +94,7 @@ def _draw_lists(axes: Axes, plan: ListHead) -> None:
         for first in range(0, keys, window):  # its own rows see it exactly, later ones by lists
             end, last = min(keys, first + window), min(n, first + window)
             own = [(first, first), (end, end), (end, last), (first, last)]
-            axes.add_patch(Polygon(own, facecolor=OWN[0], label=OWN[1]))
+            axes.fill(*zip(*own, strict=True), facecolor=OWN[0], label=OWN[1])
             columns.append((first, last, end - first, n - last))
         far = sum(width * height for _, _, width, height in columns)
         share = plan.keys * n / far if far else 0.0

@@ -16,7 +16,7 @@ from itertools import product, repeat
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
-from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from ..polynomials.fitting import HIGHEST_DEGREE, LARGEST_COEFFICIENT, FittedKer
 from ..polynomials.powers import LARGEST_POWER, PowerKernel
 from . import heads as kinds
 from .heads import KINDS, HeadPlan
-from .plan import UNITS, LayerPlan, ModelPlan, Plan, SomeHeads
+from .plan import UNITS, LayerPlan, Made, ModelPlan, Plan, SomeHeads
 
 FORMATS: dict[type[SomeHeads], tuple[str, str]] = {
     Plan: ("plan", "supportbasis-plan-5"),
@@ -75,7 +75,6 @@ TAGS: dict[type, tuple[str, dict[str, type]]] = {
     Method: ("name", {method.__name__: method for method in KINDS_OF}),
     HeadPlan: ("kind", KINDS),
 }
-Made = TypeVar("Made", bound=SomeHeads)
 
 
 def save(plan: SomeHeads, path: str | Path) -> None:
@@ -232,9 +231,8 @@ def _read_object(kind: type, value: Any, at: str) -> Any:
             _refuse(prefix + tag, name, " or ".join(map(repr, cases)))
         kind = cases[name]
     wanted = _fields(kind)
-    for name in wanted:
+    for name in {**wanted, **rest}:
         _require(name in rest, f"{prefix}{name} is missing")
-    for name in rest:
         _require(name in wanted, f"{prefix}{_shown(name)[1:-1]} is not a name of a plan")
     content = {name: _read(one, rest[name], prefix + name) for name, one in wanted.items()}
     try:
@@ -268,12 +266,13 @@ def _shown(value: object) -> str:
 def _check(made: Any) -> None:
     """Raise a `ValueError` where the fields of something that was read do not fit together."""
     match made:
-        case HeadPlan():
-            needs_range = not isinstance(made, (kinds.ExactHead, kinds.PowerHead))
-            agrees = (made.scores is not None) == needs_range
-            _require(agrees, "scores is missing, or nothing needs it")
-            if isinstance(made, kinds.BucketHead):
-                _check_buckets(made)
+        case kinds.BucketHead(row_edges=rows, key_edges=keys, pairs=pairs):
+            for edges in (rows, keys):
+                ascend = bool(edges) and list(edges) == sorted(edges)
+                _require(ascend, f"edges {edges} do not ascend")
+            expected = list(product(range(len(rows)), range(len(keys))))
+            fault = f"pairs are not those of {len(rows)} x {len(keys)} buckets"
+            _require([(pair.row, pair.key) for pair in pairs] == expected, fault)
         case kinds.BucketPair(
             kernel=PowerKernel(power=power, polynomial=CertifiedPolynomial() as poly)
         ):
@@ -310,16 +309,6 @@ def _check(made: Any) -> None:
             _require(unit in UNITS, f"unit is {unit!r}; expected one of {', '.join(UNITS)}")
 
 
-def _check_buckets(head: kinds.BucketHead) -> None:
-    """Every bucket of rows meets every bucket of keys, in order."""
-    rows, keys = head.row_edges, head.key_edges
-    for edges in (rows, keys):
-        _require(bool(edges) and list(edges) == sorted(edges), f"edges {edges} do not ascend")
-    expected = list(product(range(len(rows)), range(len(keys))))
-    found = [(pair.row, pair.key) for pair in head.pairs]
-    _require(found == expected, f"pairs are not those of {len(rows)} x {len(keys)} buckets")
-
-
 def _check_transform(transform: Transform) -> None:
     """Scores stay as they are as long as A B^T = I (see `balancing`). Each map solves a
     system of condition at most FLOOR^-1/2, so A B^T has an error of about d / FLOOR roundoffs."""
@@ -344,6 +333,9 @@ def _check_head(plan: Plan, head: HeadPlan) -> None:
     method: Any = plan.method
     names = KINDS_OF[type(method)]
     _require(head.kind in names, f"kind is {head.kind!r}; expected {' or '.join(names)}")
+    needs_range = not isinstance(head, (kinds.ExactHead, kinds.PowerHead))
+    agrees = (head.scores is not None) == needs_range
+    _require(agrees, "scores is missing, or nothing needs it")
     if isinstance(head, kinds.PolynomialHead) or head.is_sketched:
         for polynomial in head.polynomials:
             check_rank(plan.dim, polynomial.degree)

@@ -7,7 +7,6 @@ serves any length, and every split is a disjoint cover of all pairs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -22,7 +21,7 @@ from ..polynomials.certified import CertifiedPolynomial
 from ..polynomials.fitting import FittedKernel
 from ..polynomials.powers import PowerKernel
 from ..problem.problem import Head
-from .supports import RowGroup, Side, is_empty, members, sides, split_at
+from .supports import RowGroup, Side, is_empty, members, side_of, split_at
 
 PRINTED_PAIRS = 8
 KINDS: dict[str, type[HeadPlan]] = {}  # by name, as files say it
@@ -179,7 +178,7 @@ class FittedHead(HeadPlan, kind="fitted"):
         rows = balanced.query.norm(dim=1) > self.fitted.query_radius
         rows[: self.exact_rows] = True
         keys = balanced.key.norm(dim=1) > self.fitted.key_radius
-        return sides(head, rows, keys)
+        return side_of(rows, None), side_of(keys, head.live_keys)
 
     def smooth_sum(self, keys: Tensor | None) -> FittedSum:
         return FittedSum(self.fitted, self.transform, keys)
@@ -257,12 +256,21 @@ class BucketHead(HeadPlan, kind="multi-threshold"):
         return rows, members(head.key_maxima, self.key_edges, head.live_keys)
 
     def basis(self, head: Head) -> list[RowGroup]:
-        row_sets, key_sets = self.buckets(head)
-        return [
-            RowGroup(rows, _pair_components([p for p in self.pairs if p.row == row], key_sets))
-            for row, rows in enumerate(row_sets)
-            if not is_empty(rows)
-        ]
+        """For each bucket of rows, all its exact keys make one component."""
+        groups, (row_sets, key_sets) = [], self.buckets(head)
+        for row, rows in enumerate(row_sets):
+            pairs = [pair for pair in self.pairs if pair.row == row]
+            exact = [key_sets[pair.key] for pair in pairs if pair.kernel is None]
+            indices = [keys for keys in exact if keys is not None]  # None: the only bucket
+            together = torch.cat(indices).sort().values if indices else None
+            components: list[Component] = [ExactSum(together)] if exact else []
+            components += [
+                _power(pair.kernel, keys)
+                for pair in pairs
+                if pair.kernel is not None and not is_empty(keys := key_sets[pair.key])
+            ]
+            groups.append(RowGroup(rows, components))
+        return [group for group in groups if not is_empty(group.rows)]
 
     def details(self) -> list[str]:
         kernels = (pair.kernel for pair in self.pairs)
@@ -286,18 +294,3 @@ class BucketHead(HeadPlan, kind="multi-threshold"):
 def _power(kernel: PowerKernel, keys: Tensor | None) -> Component:
     """A power component over some keys, sketched if the kernel has a sketch size."""
     return PowerSum(keys, kernel=kernel) if kernel.sketch_size is None else SketchSum(kernel, keys)
-
-
-def _pair_components(
-    pairs: Sequence[BucketPair], key_sets: Sequence[Tensor | None]
-) -> list[Component]:
-    """The components of one row bucket; all its exact keys make one of them."""
-    components: list[Component] = []
-    if exact := [key_sets[pair.key] for pair in pairs if pair.kernel is None]:
-        indices = [keys for keys in exact if keys is not None]  # None: the only bucket
-        components.append(ExactSum(torch.cat(indices).sort().values if indices else None))
-    for pair in pairs:
-        keys = key_sets[pair.key]
-        if pair.kernel is not None and not is_empty(keys):
-            components.append(_power(pair.kernel, keys))
-    return components

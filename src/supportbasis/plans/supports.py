@@ -41,15 +41,12 @@ def is_empty(index: Tensor | None) -> bool:
 
 def split_at(head: Head, threshold: float) -> tuple[Side, Side]:
     """Rows and live keys; large ones have an entry beyond the threshold (Definition B.3)."""
-    return sides(head, head.query_maxima > threshold, head.key_maxima > threshold)
+    keys = side_of(head.key_maxima > threshold, head.live_keys)
+    return side_of(head.query_maxima > threshold, None), keys
 
 
-def sides(head: Head, rows: Tensor, keys: Tensor) -> tuple[Side, Side]:
-    """Rows and live keys, given which are large, [n] and [m]."""
-    return _side(rows, None), _side(keys, head.live_keys)
-
-
-def _side(is_large: Tensor, live: Tensor | None) -> Side:
+def side_of(is_large: Tensor, live: Tensor | None) -> Side:
+    """All rows, or the live keys, given which are large, [n] or [m]."""
     index = torch.arange(len(is_large), device=is_large.device) if live is None else live
     is_large = take(is_large, live)
     large = index[is_large]
@@ -71,8 +68,3 @@ def score_reach(head: Head, rows: Tensor | None, keys: Tensor | None) -> float:
     if not query.numel() or not key.numel():
         return 0.0
     return min(abs(head.scale) * float(query.max()) * float(key.max()), LARGEST_REACH)
-
-
-def entry_reach(head: Head, threshold: float) -> float:
-    """The same from the threshold alone: |scale| d T^2 (Lemma B.8 has scale = 1/d)."""
-    return abs(head.scale) * head.dim * threshold**2

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from supportbasis.cli.report import length_label, new_figure, plain_axes
+from supportbasis.cli.report import length_label, plain_axes
+from supportbasis.plans.drawing import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from supportbasis import Auto, InputError, Polynomial, SingleThreshold
-from supportbasis.cli.report import write_csv
 from supportbasis.methods import Method
 
 from ..figures import COLOURS, INK, length_label, new_figure, plain_axes
 from ..numbers import small, times
 from ..progress import Steps, Tick, part
-from ..study import Grid, Machine, Section, publish
+from ..study import Grid, Machine, Records, Section, publish
 from .cases import measure_density, measure_training
 from .measure import Measurement, compare
 from .settings import Setting, gaussian, outliers
@@ -143,16 +142,19 @@ def run_bench(sizes: Sizes, only: str | None, out: Path, console: Console) -> No
         names = ", ".join(job.name for job in jobs(sizes))
         raise InputError(f"--only: no benchmark starts with {only!r}; there are {names}")
     machine = Machine.here()
+    results: Records[Any] = Records(out / "results.csv", Measurement, machine)
+    found: Records[Any] = Records(out / "crossover.csv", Crossover, machine)
     rows: list[Measurement] = []
     crossovers: list[Crossover] = []
     with Steps(console, len(chosen)) as steps:
         for job in chosen:
             measured = _run_job(job, steps)
-            write_csv(out / "results.csv", machine, map(asdict, measured), append=True)
+            results.add(measured)
             rows += measured
             if job.is_sweep:
                 crossovers.append(crossover(job.name, measured))
-    write_csv(out / "crossover.csv", machine, map(asdict, crossovers), append=True)
+    if crossovers:
+        found.add(crossovers)
     sections = list(_sections(rows, crossovers, out / "times.png"))
     publish(out, "supportbasis bench", LEAD, sections, machine, console)
 
