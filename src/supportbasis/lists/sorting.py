@@ -29,7 +29,6 @@ def window_length(count: int, leaf: int) -> int:
     return leaf << (leaves - 1).bit_length()
 
 
-@torch.no_grad()
 def window_permutation(x: Tensor, leaf: int, padded: Tensor | None = None) -> Tensor:
     """Permutations [windows, W] that sort the tokens of windows [windows, W, d] into leaves; those
     that are ``padded`` [windows, W] stay behind the others."""
@@ -49,7 +48,6 @@ def window_permutation(x: Tensor, leaf: int, padded: Tensor | None = None) -> Te
     return permutation.reshape(windows, width)
 
 
-@torch.no_grad()
 def head_permutation(x: Tensor, leaf: int, hidden: Tensor | None = None, window: int = 0) -> Tensor:
     """All tokens [n, d] that are not ``hidden`` sorted into leaves, [slots], -1 for slots that are
     left over: within windows of so many positions, or anywhere."""

@@ -40,7 +40,7 @@ def window_permutation(
     if 0 in (heads, windows):
         return torch.empty(heads, 0, dtype=torch.int32, device=x.device)
     if d > IN_REGISTERS:
-        points = _wide_points(x, sequence, window, windows)
+        points = _wide_points(x, sequence, window)
     else:
         points = x.new_empty((heads, windows, window, AXES), dtype=torch.float32)
         width = power_of_two(d)
@@ -92,16 +92,14 @@ def _operands(dtype: torch.dtype) -> tuple[Any, Any, str | None]:
     return tl.bfloat16, tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, None
 
 
-def _wide_points(x: Tensor, sequence: Tensor | None, window: int, windows: int) -> Tensor:
+def _wide_points(x: Tensor, sequence: Tensor | None, window: int) -> Tensor:
     """Coordinates by PyTorch, for tokens whose covariance no program can hold."""
     heads, count, d = x.shape
-    token = torch.arange(windows * window, device=x.device).expand(heads, -1)
-    if sequence is not None:
-        token = pad(sequence, (0, windows * window - count), value=-1)
-    padded = ((token < 0) | (token >= count)).reshape(heads * windows, window)
-    index = token.clamp(0, count - 1).long().unsqueeze(2).expand(-1, -1, d)
-    tokens = x.gather(1, index).view(heads * windows, window, d)
-    return sorting.leading_coordinates(tokens, padded).contiguous()
+    token = torch.arange(count, device=x.device).expand(heads, -1) if sequence is None else sequence
+    token = pad(token, (0, -count % window), value=-1).long()
+    tokens = x.gather(1, token.clamp(min=0).unsqueeze(2).expand(-1, -1, d))
+    padded = token.view(-1, window) < 0
+    return sorting.leading_coordinates(tokens.view(-1, window, d), padded).contiguous()
 
 
 def _by_centre(x: Tensor, hidden: Tensor | None) -> Tensor:
