@@ -53,22 +53,15 @@ def head_permutation(x: Tensor, leaf: int, hidden: Tensor | None = None, window:
     left over: within windows of so many positions, or anywhere."""
     n, width = len(x), window or window_length(len(x), leaf)
     hidden = x.new_zeros(n, dtype=torch.bool) if hidden is None else hidden
-    if n > width and not window:
-        permutation = _by_centres(x, hidden)
-    else:
-        permutation = hidden.to(torch.uint8).argsort(stable=True)
-    slots = pad(permutation, (0, -n % width), value=-1).view(-1, width)
+    group = hidden.to(torch.int16)
+    if n > width and not window:  # of the nearest centre
+        sample = sampled_leaves(x[None], hidden[None], window_permutation)[0]
+        group = nearest(x, sample.mean(1)).masked_fill(hidden, len(sample)).to(torch.int16)
+    slots = pad(group.argsort(stable=True), (0, -n % width), value=-1).view(-1, width)
     padded = torch.arange(slots.numel(), device=x.device).view_as(slots) >= (~hidden).sum()
     tokens = x[slots.clamp(min=0)]
     at = window_permutation(tokens, leaf, padded if bool(padded.any()) else None)
     return slots.masked_fill(padded, -1).gather(1, at).flatten()
-
-
-def _by_centres(x: Tensor, hidden: Tensor) -> Tensor:
-    """A permutation of all tokens that sorts them by their nearest centres."""
-    sample = sampled_leaves(x[None], hidden[None], window_permutation)[0]
-    member = nearest(x, sample.mean(1)).masked_fill(hidden, len(sample))
-    return member.to(torch.int16).argsort(stable=True)
 
 
 def sampled_leaves(

@@ -104,35 +104,29 @@ def _wide_points(x: Tensor, sequence: Tensor | None, window: int) -> Tensor:
 
 def _by_centre(x: Tensor, hidden: Tensor | None) -> Tensor:
     """A permutation of the tokens of each head by nearest centre, [heads, tokens] int32; hidden
-    tokens are -1, at the end."""
+    tokens are -1, at the end. With the mean s of the centres, and c about it in the dtype of x,
+    <x, c> - <s, c> - |c|^2 / 2 is largest at the nearest centre s + c."""
     heads, count, d = x.shape
-    centres, offset, many = _centres(x, hidden)
-    dtype = torch.int16 if heads * (many + 1) < 2**15 else torch.int32
-    key = torch.empty(heads, count, dtype=dtype, device=x.device)
-    padded, width = centres.shape[1], power_of_two(d)
-    _, operand, precision = _operands(x.dtype)
-    kernels.nearest[(cdiv(count, 128), heads)](
-        x, centres, offset, None if hidden is None else hidden.contiguous().view(torch.uint8), key,
-        count, *x.stride()[:2], d, many + 1, width, padded, 128, min(padded, 64),
-        operand, precision, num_warps=4 if width <= 64 else 8, num_stages=2,
-    )  # fmt: skip
-    key, index = key.flatten().sort(stable=True)
-    token = index.int().view(heads, count)
-    first = torch.arange(heads, dtype=torch.int32, device=x.device).unsqueeze(1)
-    token = token - first * count
-    if hidden is None:
-        return token
-    return token.masked_fill_(key.view(heads, count) == first * (many + 1) + many, -1)
-
-
-def _centres(x: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor, int]:
-    """Centres c [heads, Z, d] about their mean s in the dtype of x, and -<s, c> - |c|^2 / 2, both
-    padded, and how many there are: <x, c> + offset is largest at the nearest s + c."""
     mean = sorting.sampled_leaves(x, hidden, head_permutation).float().mean(2)
     shift = mean.mean(1, keepdim=True)
     centre = (mean - shift).to(x.dtype)
     known = centre.float()
     offset = -(known * (shift + known / 2)).sum(2)
-    many = mean.shape[1]
-    extra = power_of_two(many) - many
-    return pad(centre, (0, 0, 0, extra)), pad(offset, (0, extra), value=-math.inf), many
+    many, width = mean.shape[1], power_of_two(d)
+    padded = power_of_two(many)
+    centre = pad(centre, (0, 0, 0, padded - many))
+    offset = pad(offset, (0, padded - many), value=-math.inf)
+    dtype = torch.int16 if heads * (many + 1) < 2**15 else torch.int32
+    key = torch.empty(heads, count, dtype=dtype, device=x.device)
+    _, operand, precision = _operands(x.dtype)
+    kernels.nearest[(cdiv(count, 128), heads)](
+        x, centre, offset, None if hidden is None else hidden.contiguous().view(torch.uint8), key,
+        count, *x.stride()[:2], d, many + 1, width, padded, 128, min(padded, 64),
+        operand, precision, num_warps=4 if width <= 64 else 8, num_stages=2,
+    )  # fmt: skip
+    key, index = key.flatten().sort(stable=True)
+    first = torch.arange(heads, dtype=torch.int32, device=x.device).unsqueeze(1)
+    token = index.int().view(heads, count) - first * count
+    if hidden is None:
+        return token
+    return token.masked_fill_(key.view(heads, count) == first * (many + 1) + many, -1)
