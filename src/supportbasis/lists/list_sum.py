@@ -139,19 +139,15 @@ def list_reach(head: Head, settings: ListSettings) -> float:
     made, widest = tables(head, settings), 0.0
     apart, _ = deviations(made.key, made.slots)
     diameter = 2 * torch.linalg.vector_norm(apart, dim=2).amax(1)  # [leaves]
-
-    def away(rows: Tensor, mean: Tensor) -> Tensor:
-        distance = torch.linalg.vector_norm(rows_of(head, rows) - mean.unsqueeze(1), dim=2)
-        return distance.masked_fill(rows < 0, 0).amax(1)
-
     for group in groups(head, made, settings):
-        cell, mean = group.cell, made.mean[group.cells]
-        furthest = away(made.members[group.cells], mean)[cell]
-        furthest = torch.maximum(furthest, away(group.rows, mean[cell]))
+        cell, mean = group.cell, made.mean[group.cells].unsqueeze(1)
         closed = group.tilts.log_weight > -math.inf
         closed = closed if head.query.is_cuda else closed & ~group.open
-        leaf = (diameter[: closed.shape[1]] * closed).amax(1)
-        widest = max(widest, float((furthest * leaf[cell]).max()))
+        leaf = (diameter[: closed.shape[1]] * closed).amax(1)[cell]
+        for rows in (made.members[group.cells][cell], group.rows):
+            away = torch.linalg.vector_norm(rows_of(head, rows) - mean[cell], dim=2)
+            away = away.masked_fill(rows < 0, 0).amax(1)
+            widest = max(widest, float((away * leaf).max()))
     return widest * (1 + 4 * gamma(head.dim + 8, product_roundoff(head.dtype)))
 
 

@@ -110,7 +110,7 @@ def tables(head: Head, settings: ListSettings) -> Tables:
     cells = torch.arange(len(members), device=members.device)
     visible = visible_leaves(cells, len(slots), settings)
     if settings.strict:  # the cells of a window are made of the queries before it
-        members = pad(members, (0, 0, settings.cells, 0), value=-1)[: -settings.cells]
+        members = pad(members, (0, 0, settings.cells, -settings.cells), value=-1)
     member = rows_of(head, members)
     mean = member.sum(1) / (members >= 0).sum(1, keepdim=True).clamp(min=1)
     tiles, cell = members, cells

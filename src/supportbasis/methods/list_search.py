@@ -179,21 +179,19 @@ class ListSearch:
 
     def _curves(self, at_prices: Sequence[float], drawn_for: float | None) -> Curves:
         """Curves on rows sampled for a price; None: on a first, smaller sample."""
-        head, drawn = self.head, FIRST_ROWS
-        measures: tuple[Tensor, ...] = ()
-        if drawn_for is not None:
-            settings = replace(self.settings, price=drawn_for)
-            drawn, measures = ROWS, (row_risks(head, settings, self.made),)
-        sample = RowSample.draw(head, drawn, self.seed, measures)
+        head, on_gpu = self.head, self.head.query.is_cuda
+        if drawn_for is None:
+            sample = RowSample.draw(head, FIRST_ROWS, self.seed)
+        else:
+            risks = row_risks(head, replace(self.settings, price=drawn_for), self.made)
+            sample = RowSample.draw(head, ROWS, self.seed, (risks,))
         prices = torch.tensor(at_prices, dtype=torch.float64, device=head.query.device)
-        cell, on_gpu = self.cell[sample.rows], head.query.is_cuda
-        squared = prices.new_empty(len(prices), len(sample.rows))
-        size, opened = squared.new_empty(len(sample.rows)), squared.new_zeros(len(prices))
         at_once = max(8, min(256 if on_gpu else 64, ENTRIES[on_gpu] // head.m))
-        for at in cell.argsort(stable=True).split(at_once):
-            squared[:, at], size[at], count = self._errors(cell[at], sample.rows[at], prices)
-            opened += count.double() @ sample.weight[at]
-        return Curves(at_prices, sample, squared, size, opened / head.n)
+        cell, permutation = self.cell[sample.rows].sort(stable=True)
+        both = zip(cell.split(at_once), sample.rows[permutation].split(at_once), strict=True)
+        parts = zip(*(self._errors(*some, prices) for some in both), strict=True)
+        squared, size, count = (torch.cat(x, -1)[..., permutation.argsort()] for x in parts)
+        return Curves(at_prices, sample, squared, size, count.double() @ sample.weight / head.n)
 
     def _errors(self, cell: Tensor, rows: Tensor, prices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Squared errors [prices, rows], squared sizes [rows] and open leaves [prices, rows]."""

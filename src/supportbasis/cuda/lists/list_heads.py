@@ -140,8 +140,7 @@ def _tables(problem: Problem, settings: ListSettings) -> kernels.Tables:
     slots, members = _sorted(query, key, weight, settings)
     members = members.view(len(query), -1, settings.block)
     if settings.strict:  # the cells of a window are made of the queries before it
-        members = pad(members, (0, 0, settings.cells, 0), value=-1)[:, : -settings.cells]
-        members = members.contiguous()
+        members = pad(members, (0, 0, settings.cells, -settings.cells), value=-1)
     mean, variance = kernels.cell_means(query, members)
     tiles: tuple[Tensor, ...] = (members,)
     if settings.strict:
