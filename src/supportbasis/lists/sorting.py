@@ -72,12 +72,10 @@ def sampled_leaves(
     heads, n, d = x.shape
     centres = min(CENTRES, 1 << (-(-n // SORTED) - 1).bit_length())
     size = min(SORTED, max(512, 32 * centres))
-    token = torch.arange(size, device=x.device).expand(heads, size)
-    if hidden is None:
-        token = token * n // size
-    else:
-        shown = (~hidden).sum(1, keepdim=True)
-        token = hidden.to(torch.uint8).argsort(stable=True).gather(1, token * shown // size)
+    shown = n if hidden is None else (~hidden).sum(1, keepdim=True)
+    token = torch.arange(size, device=x.device).expand(heads, size) * shown // size
+    if hidden is not None:  # the first of all tokens when hidden ones are moved behind the others
+        token = hidden.to(torch.uint8).argsort(stable=True).gather(1, token)
     sample = x.gather(1, token.unsqueeze(2).expand(-1, -1, d))
     at = permutation(sample, size // centres).long()
     return sample.gather(1, at.unsqueeze(2).expand(-1, -1, d)).view(heads, centres, -1, d)

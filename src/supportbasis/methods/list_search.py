@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,8 +65,7 @@ def fastest_lists(head: Head, block: int | None = None) -> float:
     return list_work(head, settings_for(head, block, False), 0.0).speedup(head)
 
 
-@dataclass(frozen=True, eq=False)
-class Curves:
+class Curves(NamedTuple):
     """Errors of sampled rows, and lengths of lists, at all prices."""
 
     prices: Sequence[float]  # ascending

@@ -122,11 +122,8 @@ _kept: WeakCache[Plan, tuple[torch.device, int], Tensor] = WeakCache()
 def _prices(plan: Plan, problem: Problem) -> Tensor:
     """The price of each head of all batch elements."""
     device, batch = problem.query.device, problem.batch
-
-    def make() -> Tensor:
-        prices = [_settings_of(head).price for head in plan.heads] * batch
-        return torch.tensor(prices, dtype=torch.float32).to(device)
-
+    prices = [_settings_of(head).price for head in plan.heads] * batch
+    make = partial(torch.tensor, prices, dtype=torch.float32, device=device)
     return _kept.get(plan, (device, batch), make)
 
 

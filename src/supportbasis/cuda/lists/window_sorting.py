@@ -73,15 +73,13 @@ def head_permutation(
     without a window; their slots are padding, at the end. ``others`` as in `window_permutation`,
     with a window or more than SORTED tokens.
     """
-    if window:
-        return window_permutation(x, window, leaf, None, others)
-    if x.shape[1] > sorting.SORTED:
-        return window_permutation(x, sorting.SORTED, leaf, _by_centre(x, hidden), others)
-    sequence = None
-    if hidden is not None:  # the tokens that are not hidden, then -1
+    width, sequence = window or sorting.window_length(x.shape[1], leaf), None
+    if x.shape[1] > width and not window:
+        sequence = _by_centre(x, hidden)
+    elif hidden is not None:  # the tokens that are not hidden, then -1
         flags, token = hidden.to(torch.uint8).sort(dim=1, stable=True)
         sequence = token.int().masked_fill_(flags != 0, -1)
-    return window_permutation(x, sorting.window_length(x.shape[1], leaf), leaf, sequence)
+    return window_permutation(x, width, leaf, sequence, others)
 
 
 def _operands(dtype: torch.dtype) -> tuple[Any, Any, str | None]:
