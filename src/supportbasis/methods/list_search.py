@@ -121,12 +121,10 @@ class ListSearch:
             return None
         low, high = PRICES[max(0, at - 1)], PRICES[at]
         between = [low * (high / low) ** (i / STEPS) for i in range(STEPS + 1)]
-        for prices in (between, PRICES):  # new rows may have longer lists than those had
-            curves = self._curves(prices, high)
-            at = self._cheapest(curves, budget)
-            if at is not None:
-                return self._plan(at, curves)
-        return None
+        higher = PRICES[at + 1 :]  # new rows may have longer lists than those had
+        curves = self._curves((*between, *higher), high)
+        at = self._cheapest(curves, budget)
+        return None if at is None else self._plan(at, curves)
 
     def with_open_leaves(self, shares: Sequence[float]) -> list[ListHead]:
         """Plans of ascending cost: about these shares of the leaves that rows see are open."""
