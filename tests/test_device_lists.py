@@ -13,7 +13,6 @@ from device_cases import DEVICE, marks, needs_triton, slow_case  # before kernel
 
 import supportbasis as sb  # isort: skip
 from supportbasis.components.cotangent import SavedForward
-from supportbasis.cuda.lists import list_attention as kernels
 from supportbasis.cuda.lists import list_heads as device_lists
 from supportbasis.cuda.runtime import replay
 from supportbasis.engine.execute import backward
@@ -84,14 +83,12 @@ def test_lists_are_the_same(mode):
     tables = device_lists._tables(problem, settings)
     price = torch.full((2,), settings.price, device=DEVICE)
     found, listed = {}, 0
-    for first, last, leaves in device_lists.ranges(problem, settings):
-        tilts = kernels.tilt(tables, first, last, leaves)
-        lists = kernels.select(tables, tilts, price)
+    for tilts, lists in device_lists.groups(tables, settings, price):
         for h in range(2):
-            for cell in range(first, last):
-                rows = frozenset(tables.members[h, cell].tolist()) - {-1}
-                count = int(lists.count[h, cell - first])
-                leaf = lists.index[h, cell - first, :count].long()
+            for at in range(tilts.cells):
+                rows = frozenset(tables.members[h, tilts.first + at].tolist()) - {-1}
+                count = int(lists.count[h, at])
+                leaf = lists.index[h, at, :count].long()
                 keys = tables.slots[h].view(-1, settings.leaf)[leaf]
                 found[h, rows] = {frozenset(x) for x in keys.tolist()}
                 listed += count
@@ -159,7 +156,9 @@ def test_ranges_of_a_small_workspace_give_the_same_bits(monkeypatch):
         whole = device_lists.forward(problem, plan)
         with monkeypatch.context() as patch:
             patch.setattr(device_lists, "WORKSPACE", 2000)
-            assert len(list(device_lists.ranges(problem, settings_of(mode)))) > 1
+            tables = device_lists._tables(problem, settings_of(mode))
+            price = torch.zeros(1, device=DEVICE)
+            assert len(list(device_lists.groups(tables, settings_of(mode), price))) > 1
             parts = device_lists.forward(problem, plan)
         assert torch.equal(whole[0], parts[0]) and torch.equal(whole[1], parts[1])
 

@@ -19,7 +19,6 @@ attention. The forward pass is repeated for some windows at a time.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -47,7 +46,10 @@ def add_gradients(
     """Add the gradients of the tokens from those of the rows' sums."""
     made = tables(head, settings)
     if settings.window:
-        _add_own_windows(total, cotangent, head, settings.window)
+        tokens = (torch.arange(x, device=head.query.device) for x in (head.n, head.m))
+        windows = (x.split(settings.window) for x in tokens)
+        for rows, keys in zip(*windows, strict=False):  # the last ones may have no rows or no keys
+            ExactSum(keys).add_gradients(total, cotangent[rows], head, rows)
     slots, weight = made.slots, made.key.new_zeros(made.slots.shape)
     leaves = Leaves(*(torch.zeros_like(x) for x in (made.key, made.value, weight, made.spread)))
     for group in groups(head, made, settings):
@@ -70,18 +72,6 @@ def attention_gradients(
     slope = weight * (sums.num @ value.mT + sums.den.unsqueeze(2))
     of_query, of_key = scale * (slope @ key), scale * (slope.mT @ query)
     return of_query, of_key, weight.mT @ sums.num, slope.sum(1)
-
-
-def _add_own_windows(total: Gradients, cotangent: Cotangent, head: Head, width: int) -> None:
-    """Add the gradients of each window attending to itself."""
-    for start in range(0, min(head.n, head.m), width):
-        at = slice(start, start + width)
-        weights = (head.key_log_weight, total.key_log_weight)
-        weight, of_weight = (None if x is None else x[at] for x in weights)
-        query, key, value = head.query[at], head.key[at], head.value[at]
-        own = replace(head, query=query, key=key, value=value, key_log_weight=weight)
-        part = Gradients(total.query[at], total.key[at], total.value[at], of_weight)
-        ExactSum().add_gradients(part, cotangent[at], own, None)
 
 
 def _add_group(

@@ -94,11 +94,7 @@ class Group(NamedTuple):
 
 def list_attention(head: Head, settings: ListSettings) -> Attended:
     """Output [n, dv] and lse [n] of all rows in the dtype of sums."""
-    made = tables(head, settings)
-    output = head.query.new_zeros(head.n + 1, head.value_dim, dtype=head.dtype)  # last: of row -1
-    lse = output.new_full((head.n + 1,), -math.inf)
-    if settings.window:
-        output[:-1], lse[:-1] = own_windows(head, settings.window)
+    made, (output, lse) = tables(head, settings), own_windows(head, settings.window)
     for group in groups(head, made, settings):
         at, part = group.rows, attend(head, made, group)
         output[at], lse[at] = merged(output[at], lse[at], *part)
@@ -143,19 +139,15 @@ def list_reach(head: Head, settings: ListSettings) -> float:
     made, widest = tables(head, settings), 0.0
     apart, _ = deviations(made.key, made.slots)
     diameter = 2 * torch.linalg.vector_norm(apart, dim=2).amax(1)  # [leaves]
-
-    def away(rows: Tensor, mean: Tensor) -> Tensor:
-        distance = torch.linalg.vector_norm(rows_of(head, rows) - mean.unsqueeze(1), dim=2)
-        return distance.masked_fill(rows < 0, 0).amax(1)
-
     for group in groups(head, made, settings):
-        cell, mean = group.cell, made.mean[group.cells]
-        furthest = away(made.members[group.cells], mean)[cell]
-        furthest = torch.maximum(furthest, away(group.rows, mean[cell]))
+        cell, mean = group.cell, made.mean[group.cells].unsqueeze(1)
         closed = group.tilts.log_weight > -math.inf
         closed = closed if head.query.is_cuda else closed & ~group.open
-        leaf = (diameter[: closed.shape[1]] * closed).amax(1)
-        widest = max(widest, float((furthest * leaf[cell]).max()))
+        leaf = (diameter[: closed.shape[1]] * closed).amax(1)[cell]
+        for rows in (made.members[group.cells][cell], group.rows):
+            away = torch.linalg.vector_norm(rows_of(head, rows) - mean[cell], dim=2)
+            away = away.masked_fill(rows < 0, 0).amax(1)
+            widest = max(widest, float((away * leaf).max()))
     return widest * (1 + 4 * gamma(head.dim + 8, product_roundoff(head.dtype)))
 
 
@@ -163,13 +155,11 @@ def row_risks(head: Head, settings: ListSettings, made: Tables | None = None) ->
     """Estimated squared error of each row through its closed leaves, float64 [n]."""
     made = tables(head, settings) if made is None else made
     risk = torch.zeros(head.n + 1, dtype=torch.float64, device=head.query.device)  # last: row -1
-    own = own_windows(head, settings.window)[1] if settings.window else None
+    own = own_windows(head, settings.window)[1]
     for group in groups(head, made, settings):
         rows, (tilts, opened) = group.rows, group.of_tiles()
         weight, top = group.coarse or coarse_weights(rows_of(head, rows), tilts, head.scale)
-        total = weight.sum(2)
-        if own is not None:
-            total = total + (own[rows.clamp(min=0)] - top).exp()
+        total = weight.sum(2) + (own[rows] - top).exp()
         inner = tilts.variance.masked_fill(opened, 0.0).unsqueeze(2)
         found = (weight.square() @ inner).squeeze(2) / total.square().clamp(min=1e-30)
         risk[rows] = found.double()
@@ -193,8 +183,13 @@ def open_leaves(
 
 
 def own_windows(head: Head, width: int) -> Attended:
-    """Every row over the keys of its own window that are not ahead of it, a few windows at a time;
-    keys have log-weights where some are hidden, missing or weigh anything else than 1."""
+    """Every row over the keys of its own window that are not ahead of it, a few windows at a time,
+    and a last row, -1, without keys; no row has any without windows. Keys have log-weights where
+    some are hidden, missing or weigh anything else than 1."""
+    output = head.query.new_zeros(head.n + 1, head.value_dim, dtype=head.dtype)
+    lse = output.new_full((head.n + 1,), -math.inf)
+    if not width:
+        return output, lse
     windows, keys = -(-head.n // width), min(head.n, head.m)
     query, key, value = (
         pad(x.detach().to(head.dtype), (0, 0, 0, windows * width - len(x))).view(windows, width, -1)
@@ -209,8 +204,9 @@ def own_windows(head: Head, width: int) -> Attended:
         at = slice(first, first + step)
         weight = None if bias is None else bias[at]
         parts.append(attention(query[at], key[at], value[at], weight, head.scale, is_causal=True))
-    output, lse = (torch.cat(column).flatten(0, 1) for column in zip(*parts, strict=True))
-    return output[: head.n], lse[: head.n]
+    for whole, column in zip((output, lse), zip(*parts, strict=True), strict=True):
+        whole[:-1] = torch.cat(column).flatten(0, 1)[: head.n]
+    return output, lse
 
 
 def attention(

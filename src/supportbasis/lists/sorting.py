@@ -29,7 +29,6 @@ def window_length(count: int, leaf: int) -> int:
     return leaf << (leaves - 1).bit_length()
 
 
-@torch.no_grad()
 def window_permutation(x: Tensor, leaf: int, padded: Tensor | None = None) -> Tensor:
     """Permutations [windows, W] that sort the tokens of windows [windows, W, d] into leaves; those
     that are ``padded`` [windows, W] stay behind the others."""
@@ -49,28 +48,20 @@ def window_permutation(x: Tensor, leaf: int, padded: Tensor | None = None) -> Te
     return permutation.reshape(windows, width)
 
 
-@torch.no_grad()
 def head_permutation(x: Tensor, leaf: int, hidden: Tensor | None = None, window: int = 0) -> Tensor:
     """All tokens [n, d] that are not ``hidden`` sorted into leaves, [slots], -1 for slots that are
     left over: within windows of so many positions, or anywhere."""
     n, width = len(x), window or window_length(len(x), leaf)
     hidden = x.new_zeros(n, dtype=torch.bool) if hidden is None else hidden
-    if n > width and not window:
-        permutation = _by_centres(x, hidden)
-    else:
-        permutation = hidden.to(torch.uint8).argsort(stable=True)
-    slots = pad(permutation, (0, -n % width), value=-1).view(-1, width)
+    group = hidden.to(torch.int16)
+    if n > width and not window:  # of the nearest centre
+        sample = sampled_leaves(x[None], hidden[None], window_permutation)[0]
+        group = nearest(x, sample.mean(1)).masked_fill(hidden, len(sample)).to(torch.int16)
+    slots = pad(group.argsort(stable=True), (0, -n % width), value=-1).view(-1, width)
     padded = torch.arange(slots.numel(), device=x.device).view_as(slots) >= (~hidden).sum()
     tokens = x[slots.clamp(min=0)]
     at = window_permutation(tokens, leaf, padded if bool(padded.any()) else None)
     return slots.masked_fill(padded, -1).gather(1, at).flatten()
-
-
-def _by_centres(x: Tensor, hidden: Tensor) -> Tensor:
-    """A permutation of all tokens that sorts them by their nearest centres."""
-    sample = sampled_leaves(x[None], hidden[None], window_permutation)[0]
-    member = nearest(x, sample.mean(1)).masked_fill(hidden, len(sample))
-    return member.to(torch.int16).argsort(stable=True)
 
 
 def sampled_leaves(
@@ -81,12 +72,10 @@ def sampled_leaves(
     heads, n, d = x.shape
     centres = min(CENTRES, 1 << (-(-n // SORTED) - 1).bit_length())
     size = min(SORTED, max(512, 32 * centres))
-    token = torch.arange(size, device=x.device).expand(heads, size)
-    if hidden is None:
-        token = token * n // size
-    else:
-        shown = (~hidden).sum(1, keepdim=True)
-        token = hidden.to(torch.uint8).argsort(stable=True).gather(1, token * shown // size)
+    shown = n if hidden is None else (~hidden).sum(1, keepdim=True)
+    token = torch.arange(size, device=x.device).expand(heads, size) * shown // size
+    if hidden is not None:  # the first of all tokens when hidden ones are moved behind the others
+        token = hidden.to(torch.uint8).argsort(stable=True).gather(1, token)
     sample = x.gather(1, token.unsqueeze(2).expand(-1, -1, d))
     at = permutation(sample, size // centres).long()
     return sample.gather(1, at.unsqueeze(2).expand(-1, -1, d)).view(heads, centres, -1, d)

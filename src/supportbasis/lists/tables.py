@@ -110,7 +110,7 @@ def tables(head: Head, settings: ListSettings) -> Tables:
     cells = torch.arange(len(members), device=members.device)
     visible = visible_leaves(cells, len(slots), settings)
     if settings.strict:  # the cells of a window are made of the queries before it
-        members = pad(members, (0, 0, settings.cells, 0), value=-1)[: -settings.cells]
+        members = pad(members, (0, 0, settings.cells, -settings.cells), value=-1)
     member = rows_of(head, members)
     mean = member.sum(1) / (members >= 0).sum(1, keepdim=True).clamp(min=1)
     tiles, cell = members, cells
@@ -153,11 +153,10 @@ def _sorted(x: Tensor, leaf: int, window: int, hidden: Tensor | None) -> Tensor:
     has_kernel = x.is_cuda and x.dtype != torch.float64 and 16 <= width <= 4096 and leaf >= 2
     if not has_kernel or find_spec("triton") is None:
         return head_permutation(x, leaf, hidden, window).view(-1, leaf)
-    from ..cuda.lists import window_sorting as kernels
+    from ..cuda.lists.window_sorting import head_permutation as sort
 
     some = None if hidden is None else hidden[None]
-    slots = kernels.head_permutation(x[None].contiguous(), leaf, some, window)[0]
-    return slots.long().view(-1, leaf)
+    return sort(x[None].contiguous(), leaf, some, window).long().view(-1, leaf)
 
 
 def taken(x: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -176,26 +175,25 @@ def tiles_by_centre(query: Tensor, mean: Tensor, settings: ListSettings) -> tupl
     T], -1 for none, the cell of each tile, the first tile and the number of tiles of each cell."""
     (heads, cells), n = mean.shape[:2], query.shape[1]
     width, each, size = settings.window, settings.cells, settings.tile
-    windows = cells // each
+    windows, most = cells // each, width // size + each  # tiles of a window
+
+    def numbers(count: int) -> Tensor:
+        return torch.arange(count, device=query.device).expand(heads, -1).contiguous()
+
     padded = pad(query, (0, 0, 0, windows * width - n)).view(heads, windows, width, -1)
     cell = nearest(padded.to(mean), mean.view(heads, windows, each, -1))
-    position = torch.arange(windows * width, device=query.device).view(windows, width)
-    cell, at = torch.where(position < n, cell, each).sort(dim=2, stable=True)
-    bound = torch.arange(each + 1, device=query.device).expand(heads, windows, -1)
-    begin = torch.searchsorted(cell, bound.contiguous())
-    count = (begin.diff(dim=2) + size - 1) // size
-    first = count.cumsum(2) - count
-    each_window = width // size + each  # tiles
-    skipped = pad(first * size - begin[..., :-1], (0, 1))  # slots before each cell
-    slot = torch.arange(width, device=query.device) + skipped.gather(2, cell)
-    slot = torch.where(cell < each, slot, each_window * size)
-    rows = torch.where(position < n, position, -1).expand(heads, -1, -1).gather(2, at)
-    tiles = rows.new_full((heads, windows, each_window * size + 1), -1).scatter_(2, slot, rows)
-    tiles = tiles[..., :-1].reshape(heads, windows * each_window, size)
-    first = first + torch.arange(windows, device=query.device).view(-1, 1) * each_window
-    tile = torch.arange(tiles.shape[1], device=query.device).expand(heads, -1)
-    owner = torch.searchsorted(first.flatten(1), tile.contiguous(), right=True) - 1
-    return tiles, owner, first.flatten(1), count.flatten(1)
+    cell, row = cell.sort(dim=2, stable=True)
+    window = numbers(windows).unsqueeze(2)
+    cell, row = (cell + window * each).flatten(1), (row + window * width).flatten(1)
+    begin = torch.searchsorted(cell, numbers(cells + 1))
+    count = (begin.diff(dim=1) + size - 1) // size
+    tiles = count.view(heads, windows, each)
+    first = (tiles.cumsum(2) - tiles + window * most).flatten(1)
+    slot = numbers(windows * width) + (first * size - begin[:, :-1]).gather(1, cell)
+    rows = row.new_full((heads, windows * most * size), -1)
+    rows = rows.scatter_(1, slot, row.masked_fill(row >= n, -1)).view(heads, -1, size)
+    owner = torch.searchsorted(first, numbers(windows * most), right=True) - 1
+    return rows, owner, first, count
 
 
 def tilt(made: Tables, cells: slice | Tensor, leaves: int, scale: float) -> Tilts:

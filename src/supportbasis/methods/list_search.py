@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,8 +65,7 @@ def fastest_lists(head: Head, block: int | None = None) -> float:
     return list_work(head, settings_for(head, block, False), 0.0).speedup(head)
 
 
-@dataclass(frozen=True, eq=False)
-class Curves:
+class Curves(NamedTuple):
     """Errors of sampled rows, and lengths of lists, at all prices."""
 
     prices: Sequence[float]  # ascending
@@ -94,10 +94,9 @@ class ListSearch:
         self.head, self.settings, self.seed = head, settings, seed
         self.strict = strict  # as the caller gave it; in the settings it is settled
         self.made = made = tables(head, settings)
-        # output and lse of all rows over their own windows
-        self.own = own_windows(head, settings.window) if settings.window else None
-        self.cell = made.tiles.new_full((head.n + 1,), -1)  # of each row, -1 for none
-        self.cell[made.tiles] = made.cell.unsqueeze(1).expand_as(made.tiles)  # last: of row -1
+        self.own = own_windows(head, settings.window)
+        self.cell = made.cell.new_empty(head.n + 1)  # of each row; last: of row -1
+        self.cell[made.tiles] = made.cell.unsqueeze(1).expand_as(made.tiles)
 
     @staticmethod
     def of(
@@ -122,12 +121,10 @@ class ListSearch:
             return None
         low, high = PRICES[max(0, at - 1)], PRICES[at]
         between = [low * (high / low) ** (i / STEPS) for i in range(STEPS + 1)]
-        for prices in (between, PRICES):  # new rows may have longer lists than those had
-            curves = self._curves(prices, high)
-            at = self._cheapest(curves, budget)
-            if at is not None:
-                return self._plan(at, curves)
-        return None
+        higher = PRICES[at + 1 :]  # new rows may have longer lists than those had
+        curves = self._curves((*between, *higher), high)
+        at = self._cheapest(curves, budget)
+        return None if at is None else self._plan(at, curves)
 
     def with_open_leaves(self, shares: Sequence[float]) -> list[ListHead]:
         """Plans of ascending cost: about these shares of the leaves that rows see are open."""
@@ -180,33 +177,25 @@ class ListSearch:
 
     def _curves(self, at_prices: Sequence[float], drawn_for: float | None) -> Curves:
         """Curves on rows sampled for a price; None: on a first, smaller sample."""
-        head, made, own, drawn = self.head, self.made, self.own, FIRST_ROWS
-        measures: tuple[Tensor, ...] = ()
-        if drawn_for is not None:
-            settings = replace(self.settings, price=drawn_for)
-            drawn, measures = ROWS, (row_risks(head, settings, made),)
-        sample = RowSample.draw(head, drawn, self.seed, measures)
+        head, on_gpu = self.head, self.head.query.is_cuda
+        if drawn_for is None:
+            sample = RowSample.draw(head, FIRST_ROWS, self.seed)
+        else:
+            risks = row_risks(head, replace(self.settings, price=drawn_for), self.made)
+            sample = RowSample.draw(head, ROWS, self.seed, (risks,))
         prices = torch.tensor(at_prices, dtype=torch.float64, device=head.query.device)
-        cell = self.cell[sample.rows]
-        squared = prices.new_zeros(len(prices), len(sample.rows))
-        size, opened = squared.new_zeros(len(sample.rows)), squared.new_zeros(len(prices))
-        listed = (cell >= 0) & (made.visible[cell.clamp(min=0)] > 0)
-        if own is not None:
-            size[~listed] = own[0][sample.rows[~listed]].double().square().sum(1)
-        permutation = cell.argsort(stable=True)
-        on_gpu = head.query.is_cuda
-        at_once = max(8, min(256 if on_gpu else 64, ENTRIES[on_gpu] // max(1, head.m)))
-        shown = permutation[listed[permutation]]  # none where few rows are beyond the first window
-        for at in shown.split(at_once) if len(shown) else ():
-            squared[:, at], size[at], count = self._errors(cell[at], sample.rows[at], prices)
-            opened += count.double() @ sample.weight[at]
-        return Curves(at_prices, sample, squared, size, opened / max(1, head.n))
+        at_once = max(8, min(256 if on_gpu else 64, ENTRIES[on_gpu] // head.m))
+        cell, permutation = self.cell[sample.rows].sort(stable=True)
+        both = zip(cell.split(at_once), sample.rows[permutation].split(at_once), strict=True)
+        parts = zip(*(self._errors(*some, prices) for some in both), strict=True)
+        squared, size, count = (torch.cat(x, -1)[..., permutation.argsort()] for x in parts)
+        return Curves(at_prices, sample, squared, size, count.double() @ sample.weight / head.n)
 
     def _errors(self, cell: Tensor, rows: Tensor, prices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Squared errors [prices, rows], squared sizes [rows] and open leaves [prices, rows]."""
-        head, made, own = self.head, self.made, self.own
+        head, made, (own, own_lse) = self.head, self.made, (x[rows] for x in self.own)
         cells, owner = cell.unique(return_inverse=True)
-        leaves = int(made.visible[cells].max())
+        leaves = max(1, int(made.visible[cells].max()))  # one that is hidden in the first window
         key, value = made.key[:leaves], made.value[:leaves]
         tilts = tilt(made, cells, leaves, head.scale)
         members = made.members[cells]
@@ -218,16 +207,13 @@ class ListSearch:
         if made.weight is not None:
             score = score + made.weight[:leaves]
         score = score.masked_fill((coarse == -math.inf).unsqueeze(2), -math.inf)
-        top = torch.maximum(score.amax((1, 2)), coarse.amax(1))
-        top = top if own is None else torch.maximum(top, own[1][rows])
+        top = torch.maximum(torch.maximum(score.amax((1, 2)), coarse.amax(1)), own_lse)
         top = torch.where(top > -math.inf, top, 0.0)
         exact = (score - top.view(-1, 1, 1)).exp_().transpose(0, 1)  # [leaves, rows, L]
         sums = torch.cat([exact @ value, exact.sum(2, True)], 2)
         tilted = pad(tilts.value, (0, 1), value=1.0) * (coarse - top.unsqueeze(1)).exp_()[..., None]
-        start = tilted.double().sum(1)  # [rows, dv + 1]
-        if own is not None:
-            share = (own[1][rows] - top).exp_().double().unsqueeze(1)
-            start += pad(own[0][rows].double(), (0, 1), value=1.0) * share
+        share = (own_lse - top).exp_().double().unsqueeze(1)
+        start = tilted.double().sum(1) + pad(own.double(), (0, 1), value=1.0) * share
         return _at_prices(prices, start, sums - tilted.transpose(0, 1), matters)
 
 

@@ -162,10 +162,8 @@ def select(tables: Tables, tilts: Tilts, price: Tensor) -> Lists:
 
     Open leaves are attended by their keys: their lt becomes -inf, in place.
     """
-    lists = Lists(
-        torch.empty_like(tilts.lt, dtype=torch.int32),
-        tilts.lt.new_empty((tables.heads, tilts.cells), dtype=torch.int32),
-    )
+    index = torch.empty_like(tilts.lt, dtype=torch.int32)
+    lists = Lists(index, index.new_empty(index.shape[:2]))
     d, _, wide, _ = tables.widths
     block, tile = tables.members.shape[2], pick(TILES["select"], tables)
     stride = max(1, block // SCORED_MEMBERS)

@@ -41,8 +41,7 @@ class Rows:
     lse: Tensor  # [Hq, n] float32, -inf: the row has no weights
 
 
-@dataclass(frozen=True, eq=False)
-class Totals:
+class Totals(NamedTuple):
     """Float32 sums that gradients are added to; keys at their sorted slots, per query head."""
 
     query: Tensor  # [Hq, n, d]

@@ -7,6 +7,7 @@ longer than their work are captured as CUDA graphs, which synchronises once a sh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -18,7 +19,7 @@ from torch.nn.functional import pad
 from ...components.cotangent import Gradients, SavedForward
 from ...engine.dispatch import Forward
 from ...errors import InputError
-from ...lists.sorting import SORTED, window_length
+from ...lists.sorting import SORTED
 from ...lists.tables import ListSettings, tiles_by_centre, visible_leaves, window_ranges
 from ...plans import HeadPlan, ListHead, Plan
 from ...problem.caching import WeakCache
@@ -66,7 +67,7 @@ def forward(problem: Problem, plan: Plan) -> Forward:
 
 def _forward(problem: Problem, settings: ListSettings, *given: Tensor) -> tuple[Tensor, Tensor]:
     """Output and lse of all rows, ``given`` query, key, value, prices and log-weights, if any."""
-    parts, (query, key, value, price, *weight) = ranges(problem, settings), given
+    query, key, value, price, *weight = given
     weights = weight[0] if weight else None
     problem = replace(problem, query=query, key=key, value=value, key_log_weight=weights)
     tables = _tables(problem, settings)
@@ -74,9 +75,7 @@ def _forward(problem: Problem, settings: ListSettings, *given: Tensor) -> tuple[
         own = output, lse = own_windows(problem, settings.window)
     else:
         own, (output, lse) = None, (x.flatten(0, 1) for x in exact.empty_results(problem))
-    for first, last, leaves in parts:
-        tilts = kernels.tilt(tables, first, last, leaves)
-        lists = kernels.select(tables, tilts, price)
+    for tilts, lists in groups(tables, settings, price):
         kernels.attend(tables, tilts, lists, own, output, lse)
     shape = problem.query.shape[:3]
     return output.view(*shape, -1), lse.view(shape)
@@ -91,10 +90,7 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
     alike = (tables.ks, tables.vs, tables.spread, tables.ks[..., 0])
     sums = [total.query.new_zeros(tables.heads, *x.shape[1:]) for x in alike]
     sorted_total = backward.Totals(total.query.flatten(0, 1), *sums)
-    price = _prices(plan, problem)
-    for first, last, leaves in ranges(problem, settings):
-        tilts = kernels.tilt(tables, first, last, leaves)
-        lists = kernels.select(tables, tilts, price)
+    for tilts, lists in groups(tables, settings, _prices(plan, problem)):
         backward.gradients(tables, tilts, lists, rows, sorted_total)
     backward.add_spreads(tables, sorted_total)
     slots = tables.slots.repeat_interleave(group, 0)
@@ -111,11 +107,10 @@ def gradients(problem: Problem, plan: Plan, saved: SavedForward) -> Gradients:
 
 def _add_own_windows(total: Gradients, problem: Problem, width: int, saved: SavedForward) -> None:
     """Gradients of exact attention within windows, given the whole output and lse of the rows."""
-    own = saved.map(lambda x: _cut(x, problem, width, problem.n).contiguous())
+    own = saved.map(lambda x: _cut(x, problem, width).contiguous())
     part = exact.gradients(_windows(problem, width), _EXACT, own)
-    for name, piece in vars(part).items():
+    for whole, piece in zip(vars(total).values(), vars(part).values(), strict=True):
         if piece is not None:
-            whole = getattr(total, name)
             piece = _by_head(piece, problem, whole.shape[1])
             tokens = min(whole.shape[2], piece.shape[1])
             whole[:, :, :tokens] += piece[:, :tokens].unflatten(0, whole.shape[:2])
@@ -127,36 +122,32 @@ _kept: WeakCache[Plan, tuple[torch.device, int], Tensor] = WeakCache()
 def _prices(plan: Plan, problem: Problem) -> Tensor:
     """The price of each head of all batch elements."""
     device, batch = problem.query.device, problem.batch
-
-    def make() -> Tensor:
-        prices = [_settings_of(head).price for head in plan.heads] * batch
-        return torch.tensor(prices, dtype=torch.float32).to(device)
-
+    prices = [_settings_of(head).price for head in plan.heads] * batch
+    make = partial(torch.tensor, prices, dtype=torch.float32, device=device)
     return _kept.get(plan, (device, batch), make)
 
 
 def _tables(problem: Problem, settings: ListSettings) -> kernels.Tables:
     """The tables of a call."""
-    query, key, value = (
-        x.flatten(0, 1).contiguous() for x in (problem.query, problem.key, problem.value)
-    )
+    keys = min(problem.n, problem.m) if settings.window else problem.m  # that a row attends to
+    tokens = (problem.query, problem.key[:, :, :keys], problem.value[:, :, :keys])
+    query, key, value = (x.flatten(0, 1).contiguous() for x in tokens)
     weight = problem.key_log_weight
     weight = None if weight is None else weight.flatten(0, 1).float()
     slots, members = _sorted(query, key, weight, settings)
     members = members.view(len(query), -1, settings.block)
     if settings.strict:  # the cells of a window are made of the queries before it
-        members = pad(members, (0, 0, settings.cells, 0), value=-1)[:, : -settings.cells]
-        members = members.contiguous()
+        members = pad(members, (0, 0, settings.cells, -settings.cells), value=-1)
     mean, variance = kernels.cell_means(query, members)
     tiles: tuple[Tensor, ...] = (members,)
     if settings.strict:
         tiles = tuple(x.int().contiguous() for x in tiles_by_centre(query, mean, settings))
     ks, vs, spread = kernels.gather_leaves(key, value, slots, settings.leaf)
     bs = None
-    if weight is not None or slots.shape[1] != _keys(problem, settings):
+    if weight is not None or slots.shape[1] != keys:
         at = slots.repeat_interleave(problem.group, 0)
         if weight is None:
-            weight = ks.new_zeros((), dtype=torch.float32).expand(len(at), problem.m)
+            weight = ks.new_zeros((), dtype=torch.float32).expand(len(at), keys)
         bs = weight.gather(1, at.clamp(min=0).long()).masked_fill_(at < 0, -torch.inf)
     cells = torch.arange(members.shape[1], dtype=torch.int32, device=query.device)
     visible = visible_leaves(cells, slots.shape[1] // settings.leaf, settings)
@@ -166,38 +157,24 @@ def _tables(problem: Problem, settings: ListSettings) -> kernels.Tables:
     )  # fmt: skip
 
 
-def ranges(problem: Problem, settings: ListSettings) -> list[tuple[int, int, int]]:
-    """Cells [first, last) whose tilts fit the workspace, and how many leaves they attend to.
-    Raises if those of one window do not fit, before anything is computed."""
-    leaf, block, each = settings.leaf, settings.block, settings.cells
-    leaves = _slots(_keys(problem, settings), leaf, settings.window) // leaf
-    cells = torch.arange(0, _slots(problem.n, block, settings.window) // block, each, device="cpu")
-    visible = visible_leaves(cells, leaves, settings).tolist()
-    heads = problem.batch * problem.heads
-    width = problem.query.shape[-1] + problem.value.shape[-1]
-    pair = (width * problem.query.element_size() + 12) * heads
-    found = []
+def groups(
+    tables: kernels.Tables, settings: ListSettings, price: Tensor
+) -> Iterator[tuple[kernels.Tilts, kernels.Lists]]:
+    """Tilted keys and lists of the cells of consecutive windows, as many as the workspace allows,
+    that attend to any leaf. Raises if those of one window do not fit."""
+    each, heads, width = settings.cells, tables.heads, sum(tables.widths[:2])
+    cells = torch.arange(0, tables.cells, each, device="cpu")
+    visible = visible_leaves(cells, tables.spread.shape[1], settings).tolist()
+    pair = (width * tables.query.element_size() + 12) * heads
+    needed = each * visible[-1] * pair  # by the last window, which sees the most
+    if needed > 4 * WORKSPACE:
+        raise InputError(
+            f"query: lists of {visible[-1]} leaves for {heads} heads need a workspace of {needed} "
+            f"bytes, more than {4 * WORKSPACE}; use fewer heads in a call, or a larger block_size"
+        )
     for first, last in window_ranges(visible, each, WORKSPACE // pair):
-        needed = (last - first) * each * visible[last - 1] * pair
-        if needed > 4 * WORKSPACE:
-            raise InputError(
-                f"query: lists of {visible[last - 1]} leaves for {heads} heads need a workspace of "
-                f"{needed} bytes, more than {4 * WORKSPACE}; use fewer heads in a call, or a "
-                "larger block_size"
-            )
-        found.append((first * each, last * each, visible[last - 1]))
-    return found
-
-
-def _slots(tokens: int, leaf: int, window: int) -> int:
-    """Slots that `sorting.head_permutation` sorts tokens into."""
-    window = window or window_length(tokens, leaf)
-    return cdiv(tokens, window) * window
-
-
-def _keys(problem: Problem, settings: ListSettings) -> int:
-    """Keys that some row attends to."""
-    return min(problem.n, problem.m) if settings.window else problem.m
+        tilts = kernels.tilt(tables, first * each, last * each, visible[last - 1])
+        yield tilts, kernels.select(tables, tilts, price)
 
 
 def _sorted(
@@ -208,15 +185,14 @@ def _sorted(
     As many keys as queries are sorted together with them, as heads of one tensor: short calls do
     not fill the device.
     """
-    n, leaf, block = query.shape[1], settings.leaf, settings.block
+    n, leaf, block, hidden = query.shape[1], settings.leaf, settings.block, None
     sort = partial(sorting.head_permutation, window=settings.window)
     if weight is not None and not settings.window:  # hidden by all heads that share a key
         hidden = (weight == -torch.inf).unflatten(0, (len(key), -1)).all(1)
-        return sort(key, leaf, hidden), sort(query, block)
-    if n == key.shape[1] and (settings.window or n > SORTED):
+    elif n == key.shape[1] and (settings.window or n > SORTED):
         slots = sort(joined(query, key), block, others=(len(query), leaf))
         return slots[len(query) :], slots[: len(query)]
-    return sort(key[:, :n] if settings.window else key, leaf), sort(query, block)
+    return sort(key, leaf, hidden), sort(query, block)
 
 
 def own_windows(problem: Problem, width: int) -> tuple[Tensor, Tensor]:
@@ -231,26 +207,26 @@ _EXACT = cast(Plan, None)  # of exact heads, which need none
 
 def _windows(problem: Problem, width: int) -> Problem:
     """A problem whose batch elements are windows attending to themselves."""
-    keys = min(problem.n, problem.m)
-    weight = problem.key_log_weight
-    if weight is None and keys < problem.n:
-        weight = problem.query.new_zeros(problem.batch, problem.heads, keys, dtype=torch.float32)
+    weight, tokens = problem.key_log_weight, (problem.query, problem.key, problem.value)
+    if weight is None and problem.m < problem.n:
+        shape = (problem.batch, problem.heads, problem.m)
+        weight = problem.query.new_zeros(shape, dtype=torch.float32)
     if weight is not None:
-        weight = _cut(weight.float(), problem, width, keys, -torch.inf)
-    query = _cut(problem.query, problem, width, problem.n)
-    key, value = (_cut(x, problem, width, keys) for x in (problem.key, problem.value))
+        weight = _cut(weight.float(), problem, width, -torch.inf)
+    query, key, value = (_cut(x, problem, width) for x in tokens)
     return replace(
         problem, query=query, key=key, value=value, key_log_weight=weight,
         leading=tuple(query.shape[:2]), kept=None,
     )  # fmt: skip
 
 
-def _cut(x: Tensor, problem: Problem, width: int, tokens: int, fill: float = 0.0) -> Tensor:
-    """The first tokens of all heads [batch, heads, tokens, ...] as windows of one head each, or
-    [windows, heads, W, ...] where heads share keys; filled up to whole windows of the queries."""
-    extra = cdiv(problem.n, width) * width - tokens
-    x = pad(x[:, :, :tokens], (*[0, 0] * (x.dim() - 3), 0, extra), value=fill) if extra else x
-    x = x[:, :, : tokens + extra].unflatten(2, (-1, width))
+def _cut(x: Tensor, problem: Problem, width: int, fill: float = 0.0) -> Tensor:
+    """The tokens of all heads [batch, heads, tokens, ...] as windows of one head each, or [windows,
+    heads, W, ...] where heads share keys; cut and filled up to whole windows of the queries."""
+    x = x[:, :, : problem.n]
+    extra = cdiv(problem.n, width) * width - x.shape[2]
+    x = pad(x, (*[0, 0] * (x.dim() - 3), 0, extra), value=fill) if extra else x
+    x = x.unflatten(2, (-1, width))
     return x.flatten(0, 2).unsqueeze(1) if problem.group == 1 else x.transpose(1, 2).flatten(0, 1)
 
 

@@ -40,7 +40,7 @@ def window_permutation(
     if 0 in (heads, windows):
         return torch.empty(heads, 0, dtype=torch.int32, device=x.device)
     if d > IN_REGISTERS:
-        points = _wide_points(x, sequence, window, windows)
+        points = _wide_points(x, sequence, window)
     else:
         points = x.new_empty((heads, windows, window, AXES), dtype=torch.float32)
         width = power_of_two(d)
@@ -73,15 +73,13 @@ def head_permutation(
     without a window; their slots are padding, at the end. ``others`` as in `window_permutation`,
     with a window or more than SORTED tokens.
     """
-    if window:
-        return window_permutation(x, window, leaf, None, others)
-    if x.shape[1] > sorting.SORTED:
-        return window_permutation(x, sorting.SORTED, leaf, _by_centre(x, hidden), others)
-    sequence = None
-    if hidden is not None:  # the tokens that are not hidden, then -1
+    width, sequence = window or sorting.window_length(x.shape[1], leaf), None
+    if x.shape[1] > width and not window:
+        sequence = _by_centre(x, hidden)
+    elif hidden is not None:  # the tokens that are not hidden, then -1
         flags, token = hidden.to(torch.uint8).sort(dim=1, stable=True)
         sequence = token.int().masked_fill_(flags != 0, -1)
-    return window_permutation(x, sorting.window_length(x.shape[1], leaf), leaf, sequence)
+    return window_permutation(x, width, leaf, sequence, others)
 
 
 def _operands(dtype: torch.dtype) -> tuple[Any, Any, str | None]:
@@ -92,49 +90,41 @@ def _operands(dtype: torch.dtype) -> tuple[Any, Any, str | None]:
     return tl.bfloat16, tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, None
 
 
-def _wide_points(x: Tensor, sequence: Tensor | None, window: int, windows: int) -> Tensor:
+def _wide_points(x: Tensor, sequence: Tensor | None, window: int) -> Tensor:
     """Coordinates by PyTorch, for tokens whose covariance no program can hold."""
     heads, count, d = x.shape
-    token = torch.arange(windows * window, device=x.device).expand(heads, -1)
-    if sequence is not None:
-        token = pad(sequence, (0, windows * window - count), value=-1)
-    padded = ((token < 0) | (token >= count)).reshape(heads * windows, window)
-    index = token.clamp(0, count - 1).long().unsqueeze(2).expand(-1, -1, d)
-    tokens = x.gather(1, index).view(heads * windows, window, d)
-    return sorting.leading_coordinates(tokens, padded).contiguous()
+    token = torch.arange(count, device=x.device).expand(heads, -1) if sequence is None else sequence
+    token = pad(token, (0, -count % window), value=-1).long()
+    tokens = x.gather(1, token.clamp(min=0).unsqueeze(2).expand(-1, -1, d))
+    padded = token.view(-1, window) < 0
+    return sorting.leading_coordinates(tokens.view(-1, window, d), padded).contiguous()
 
 
 def _by_centre(x: Tensor, hidden: Tensor | None) -> Tensor:
     """A permutation of the tokens of each head by nearest centre, [heads, tokens] int32; hidden
-    tokens are -1, at the end."""
+    tokens are -1, at the end. With the mean s of the centres, and c about it in the dtype of x,
+    <x, c> - <s, c> - |c|^2 / 2 is largest at the nearest centre s + c."""
     heads, count, d = x.shape
-    centres, offset, many = _centres(x, hidden)
-    dtype = torch.int16 if heads * (many + 1) < 2**15 else torch.int32
-    key = torch.empty(heads, count, dtype=dtype, device=x.device)
-    padded, width = centres.shape[1], power_of_two(d)
-    _, operand, precision = _operands(x.dtype)
-    kernels.nearest[(cdiv(count, 128), heads)](
-        x, centres, offset, None if hidden is None else hidden.contiguous().view(torch.uint8), key,
-        count, *x.stride()[:2], d, many + 1, width, padded, 128, min(padded, 64),
-        operand, precision, num_warps=4 if width <= 64 else 8, num_stages=2,
-    )  # fmt: skip
-    key, index = key.flatten().sort(stable=True)
-    token = index.int().view(heads, count)
-    first = torch.arange(heads, dtype=torch.int32, device=x.device).unsqueeze(1)
-    token = token - first * count
-    if hidden is None:
-        return token
-    return token.masked_fill_(key.view(heads, count) == first * (many + 1) + many, -1)
-
-
-def _centres(x: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor, int]:
-    """Centres c [heads, Z, d] about their mean s in the dtype of x, and -<s, c> - |c|^2 / 2, both
-    padded, and how many there are: <x, c> + offset is largest at the nearest s + c."""
     mean = sorting.sampled_leaves(x, hidden, head_permutation).float().mean(2)
     shift = mean.mean(1, keepdim=True)
     centre = (mean - shift).to(x.dtype)
     known = centre.float()
     offset = -(known * (shift + known / 2)).sum(2)
-    many = mean.shape[1]
-    extra = power_of_two(many) - many
-    return pad(centre, (0, 0, 0, extra)), pad(offset, (0, extra), value=-math.inf), many
+    many, width = mean.shape[1], power_of_two(d)
+    padded = power_of_two(many)
+    centre = pad(centre, (0, 0, 0, padded - many))
+    offset = pad(offset, (0, padded - many), value=-math.inf)
+    dtype = torch.int16 if heads * (many + 1) < 2**15 else torch.int32
+    key = torch.empty(heads, count, dtype=dtype, device=x.device)
+    _, operand, precision = _operands(x.dtype)
+    kernels.nearest[(cdiv(count, 128), heads)](
+        x, centre, offset, None if hidden is None else hidden.contiguous().view(torch.uint8), key,
+        count, *x.stride()[:2], d, many + 1, width, padded, 128, min(padded, 64),
+        operand, precision, num_warps=4 if width <= 64 else 8, num_stages=2,
+    )  # fmt: skip
+    key, index = key.flatten().sort(stable=True)
+    first = torch.arange(heads, dtype=torch.int32, device=x.device).unsqueeze(1)
+    token = index.int().view(heads, count) - first * count
+    if hidden is None:
+        return token
+    return token.masked_fill_(key.view(heads, count) == first * (many + 1) + many, -1)
