@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from ..engine.sdpa import SDPA
 from ..errors import InputError
 from ..methods import Method
 from ..plans import ModelPlan, Plan
@@ -82,6 +83,11 @@ class Mode(TorchFunctionMode):
                 "checkpoints"
             )
         given = dict(zip(ARGUMENTS, args, strict=False)) | (kwargs or {})
+        if torch.compiler.is_compiling():  # a graph would not count
+            return torch.compiler.disable(self._answer)(given)
+        return self._answer(given)
+
+    def _answer(self, given: dict[str, Any]) -> Tensor:
         site = self.count % self.sites if self.sites else self.count
         self.count += 1
         return self.handler(call_of(site, given)).view(_shape(given))  # itself outside this mode
@@ -141,7 +147,7 @@ def _is_key_mask(mask: Tensor, key: Tensor) -> bool:
 
 
 def _own(given: dict[str, Any]) -> Callable[[], Tensor]:
-    return lambda: F.scaled_dot_product_attention(**given)
+    return lambda: SDPA(**given)
 
 
 def _shape(given: dict[str, Any]) -> tuple[int, ...]:
