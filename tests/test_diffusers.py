@@ -147,7 +147,7 @@ def test_a_model_whose_backend_is_ours_is_planned_and_used_like_any_other(diffus
 
 
 def test_calls_of_a_compiled_model_are_counted_in_every_pass(diffusers: Any) -> None:
-    """Also those that are exact, which a graph could hold with the number of its first pass."""
+    """Also those that are exact, whose own attention must not come as another call."""
     from supportbasis.plans import LayerPlan
 
     torch._dynamo.reset()

@@ -95,6 +95,14 @@ class Lab:
         counts += [extent.clips % extent.batch] if extent.clips % extent.batch else []
         return [self.inputs(count, self.seed + at) for at, count in enumerate(counts)]
 
+    @torch.no_grad()
+    def pass_seconds(self) -> float:
+        """Of a forward pass of one clip with exact attention."""
+        noise, prompts = self.inputs(1, CALIBRATION + self.seed)
+        dtype = next(self.model.parameters()).dtype
+        given = (noise.to(dtype), torch.full((1,), 0.5), prompts.to(dtype))
+        return timed(lambda: self.model(*given), self.device)[1]
+
     # ---- ranges of timesteps
 
     def bounds(self) -> list[float]:
