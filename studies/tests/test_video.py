@@ -267,7 +267,7 @@ def test_missing_weights_say_how_to_train(tmp_path: Path) -> None:
 def test_the_time_that_is_expected_counts_forward_passes(
     model: denoiser.Denoiser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 2 clips and 4 steps by 1 + 3 methods, or by 1 + 3 x 6; then heads, and plans of 2 ranges."""
+    """Clips by 1 + 3 methods, or by 1 + 3 x 6; then heads, and plans of 2 ranges."""
     lab = Lab(model, TINY, torch.device("cpu"), 0)
     assert 0 < lab.pass_seconds() < 60
     monkeypatch.setattr(lab.__class__, "pass_seconds", lambda _: 1.0)

@@ -155,7 +155,7 @@ def _clips(found: list[Sampled], extent: Extent, out: Path) -> list[Section]:
     pictures.draw_frames(found, out / "frames.png")
     pictures.draw_quality(rows, out / "quality.png")
     figures = [
-        (out / "frames.png", "Frames of clips, a line for each method, and its mean PSNR over all clips."),
+        (out / "frames.png", "Frames, a line for each method, with its mean PSNR over all clips."),
         (out / "quality.png", "Distance from exact clips against time; bars span the clips."),
     ]
     said = (
