@@ -26,8 +26,8 @@ QUICK = Extent(
     frames=8, size=32, steps=6, dense=1, parts=1, clips=2, batch=2, changes=(5e-3,)
 )  # fmt: skip
 KINDS = (SAME_TIME, CLUSTERS, TILES, SLIDING, IDEAL)
-SEARCH, CHECK = 70, 9  # forward passes of a clip that take as long as plans of a range: what they
-# are chosen from, and one for each change
+SEARCH = 70  # forward passes of a clip, in whose time the settings of a range are compared
+CHECK = 9  # the same for one plan of it, made and measured
 TITLE = "supportbasis reproduce video"
 LEAD = (
     "A small diffusion transformer samples clips of moving textured shapes; every token attends to "
