@@ -37,6 +37,7 @@ def override(
     0, s, 2s, ... belong to the first one. Calls shorter than ``min_tokens`` are exact, and so are
     calls whose mask depends on the query, which is reported once. The object that is returned
     counts calls. If no call arrives, or not a multiple of s, leaving raises an `InputError`.
+    The innermost override answers; `sb.attention` is not overridden.
 
     >>> import torch, supportbasis as sb
     >>> q = torch.randn(1, 2, 64, 8)
