@@ -119,9 +119,8 @@ def run_video(
     plans: dict[float, list[ModelPlan]] = {}
     if device.type == "cpu":
         console.print(
-            f"{extent.clips} clips of {extent.tokens} tokens on a CPU: about "
-            f"{roughly(expected(lab, baselines))}. --quick, fewer --clips and --no-baselines take "
-            "less."
+            f"On a CPU this takes about {roughly(expected(lab, baselines))}. --quick, fewer "
+            "--clips and --no-baselines take less."
         )
     with step(console, "exact attention"):
         found.append(lab.exact())
