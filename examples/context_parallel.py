@@ -47,6 +47,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--dim", type=int, default=32)
     parser.add_argument("--not-causal", action="store_true")
     options = parser.parse_args(arguments)
+    if "RANK" not in os.environ:
+        parser.error("run it as: torchrun --nproc-per-node 4 examples/context_parallel.py")
     device = start()
     tensors = [x.to(device) for x in made(options.heads, options.tokens, options.dim)]
     rows = [compared(name, tensors, not options.not_causal) for name in METHODS]

@@ -42,11 +42,9 @@ def main(points: int = POINTS, steps: int = STEPS) -> tuple[list[float], int]:
         optimizer.zero_grad()
         loss.backward()  # of the function that ran: time and memory grow like the forward pass's
         optimizer.step()
-        losses.append(float(loss.detach()))
-    print(
-        f"mean squared error {losses[0]:.3f}, {losses[-1]:.3f} after {steps} steps, {plans} plans"
-    )
-    encoder.method = sb.Exact()  # the same weights with exact attention
+        losses.append(loss.item())
+    print(f"mean squared error {losses[0]:.3f}, then {losses[-1]:.3f}, by {plans} plans")
+    encoder.method = sb.Exact()  # the same weights with exact attention, on other points
     with torch.no_grad():
         seen, behind = batch(points)
         print(f"exact: {float((last(encoder(first(seen))) - behind).square().mean()):.3f}")

@@ -41,4 +41,6 @@ def main(name: str, text: str) -> sb.ModelPlan:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     main(*sys.argv[1:])

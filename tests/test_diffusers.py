@@ -146,6 +146,29 @@ def test_a_model_whose_backend_is_ours_is_planned_and_used_like_any_other(diffus
     assert answers.calls == 4
 
 
+def test_calls_of_a_compiled_model_are_counted_in_every_pass(diffusers: Any) -> None:
+    """Also those that are exact, whose own attention must not come as another call."""
+    from supportbasis.plans import LayerPlan
+
+    torch._dynamo.reset()
+    model, given = wan(diffusers)
+    layers = []
+    for site, method in enumerate(2 * (sb.Polynomial(0), sb.Exact())):
+        tokens = torch.randn(3, 1, 2, 192, 32, generator=torch.Generator().manual_seed(site))
+        plan = sb.plan(*tokens, method=method)
+        layers.append(LayerPlan(f"call {site}", plan, (0.0, 0.0), 0))
+    plan = sb.ModelPlan(tuple(layers), "change", 0.1, 192, 0.0)
+    with torch.no_grad():
+        with sb.models.use(model, plan):
+            wanted = model(**given).sample
+        compiled = torch.compile(model, backend="eager")
+        with sb.models.use(compiled, plan) as answers:
+            for passes in (1, 2):
+                close(wanted, compiled(**given).sample)
+                assert answers.approximated == {0: passes, 2: passes}
+                assert answers.exact == {1: passes, 3: passes}
+
+
 def test_the_largest_timestep_of_tokens_counts(diffusers: Any) -> None:
     """A model that continues a first frame is given 0 for its tokens."""
     model, given = wan(diffusers)
@@ -300,11 +323,38 @@ def test_partial_results_are_merged_by_their_log_sum_exps(diffusers: Any) -> Non
     close(exact.transpose(1, 2), other)
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 1, 50), (50, 50), (1, 3, 50, 50), (2, 50)])
+@pytest.mark.parametrize("is_bias", [False, True])
+def test_a_call_with_any_mask_has_its_log_sum_exp(
+    shape: tuple[int, ...], is_bias: bool, diffusers: Any
+) -> None:
+    """Masks that no method takes run exactly, as without `return_lse`."""
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    answers = sb.integrations.diffusers.register(method=sb.Exact(), min_tokens=0)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 50, 3, 8, generator=generator)
+    mask = torch.randn(shape, generator=generator)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that some run exactly
+        found, lse = dispatch_attention_fn(
+            q, k, v, attn_mask=mask if is_bias else mask > 0, backend="support_basis",
+            attention_kwargs={"return_lse": True},
+        )  # fmt: skip
+    whole = mask[:, None, None] if shape == (2, 50) else mask
+    score = torch.einsum("bshd,bjhd->bhsj", q, k) / 8**0.5
+    score = score + whole if is_bias else score.masked_fill(whole <= 0, -torch.inf)
+    close(torch.einsum("bhsj,bjhd->bshd", score.softmax(-1), v), found)
+    close(score.logsumexp(-1).transpose(1, 2), lse)
+    assert answers.calls == 1
+
+
 def test_names_of_diffusers_are_not_taken(diffusers: Any) -> None:
     with pytest.raises(sb.InputError, match="has a backend 'native' already"):
         sb.integrations.diffusers.register("native")
-    with pytest.raises(sb.InputError, match="must be an identifier"):
-        sb.integrations.diffusers.register("support basis")
+    for name in ("support basis", "SupportBasis"):  # models look for names in lower case
+        with pytest.raises(sb.InputError, match="must be an identifier in lower case"):
+            sb.integrations.diffusers.register(name)
     with (
         pytest.raises(sb.InputError, match="every must be"),
         sb.integrations.diffusers.recorded(torch.nn.Linear(2, 2), 0),

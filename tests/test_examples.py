@@ -88,6 +88,21 @@ def test_transformers_model(tmp_path, monkeypatch, capsys):
     assert "calls by the plan" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("name", "usage"),
+    [("transformers_model", "transformers_model.py MODEL TEXT"), ("context_parallel", "torchrun")],
+)
+def test_examples_that_need_arguments_say_how_to_run_them(name, usage):
+    pytest.importorskip("transformers")
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / f"{name}.py"], capture_output=True, text=True, timeout=120,
+        env=environment | {"PYTHONPATH": str(EXAMPLES.parent / "src")},
+    )  # fmt: skip
+    assert done.returncode in (1, 2)
+    assert usage in done.stderr and "Traceback" not in done.stderr
+
+
 def test_diffusers_model(capsys):
     pytest.importorskip("diffusers")
     example = load("diffusers_model")

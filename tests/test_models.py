@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 
 import supportbasis as sb
 from model_cases import TOKENS, Toy, texts, tiny_llama
-from supportbasis.models import ladder
+from supportbasis.models import ladder, planning
 from supportbasis.models.evaluation import CUE, LINE, evaluate, hidden_lines
 from supportbasis.models.planning import upper_limit
 from supportbasis.models.predictions import divergences
@@ -57,6 +58,25 @@ def test_a_plan_keeps_to_its_limit_on_batches_that_it_has_not_seen(tmp_path: Pat
         assert torch.equal(model(batches[3]).logits, other)
     plan.draw(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 5000
+
+
+@pytest.mark.usefixtures("cheap")
+def test_only_the_plan_that_is_returned_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that were tried, and moved the prediction too far."""
+    found = iter([(torch.full((2, 8), 9.0), "too far"), (torch.zeros(2, 8), "near enough")])
+
+    def observed(*_: object) -> torch.Tensor:
+        values, text = next(found)
+        warnings.warn(text, UserWarning, stacklevel=1)
+        return values.flatten()
+
+    monkeypatch.setattr(planning, "_observations", observed)
+    x = torch.randn(2, 700, 16, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        plan = sb.models.plan(Toy(), list(x.split(1)), kl=0.1, progress=False)
+    assert plan.measured == 0
+    assert [str(each.message) for each in said] == ["near enough"]
 
 
 @pytest.mark.usefixtures("cheap")

@@ -48,6 +48,27 @@ def test_attention_over_all_views_is_replaced_and_that_within_one_is_not() -> No
     assert 0 < float((other - exact).norm() / exact.norm()) < 0.1
 
 
+def test_the_innermost_override_answers_and_the_librarys_own_attention_is_not_overridden() -> None:
+    """Neither by an override around another one, nor around calls of this library."""
+    model, x = Views(), torch.randn(6, 50, 16, generator=torch.Generator().manual_seed(0))
+    override = sb.integrations.sdpa.override
+    q = torch.randn(1, 2, 111, 8, generator=torch.Generator().manual_seed(0))
+    wanted = F.scaled_dot_product_attention(q, q, q)
+    with torch.no_grad():
+        exact = model(x)
+        with override(sb.Polynomial(0)) as outer:
+            with override(sb.Exact()) as inner:
+                close(exact, model(x))
+            with sb.models.use(model, sb.Exact()) as used:
+                close(exact, model(x))
+            assert (outer.calls, inner.calls, used.calls) == (0, 4, 4)
+            close(wanted, sb.attention(q, q, q, method=sb.Exact()))
+            close(wanted, sb.attention(q, q, q, plan=sb.plan(q, q, q, method=sb.Exact())))
+            assert outer.calls == 0
+            assert float((model(x) - exact).norm() / exact.norm()) > 1e-2
+        assert outer.calls == 4
+
+
 # ---- PyTorch's registry ----------------------------------------------------------------------
 
 

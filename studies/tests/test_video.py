@@ -18,7 +18,7 @@ from supportbasis.integrations.calls import Call
 from supportbasis.models import ladder
 from supportbasis.plans import ExactHead, LayerPlan, ListHead, Plan
 from supportbasis_studies import commands
-from supportbasis_studies.video import Extent, baselines, denoiser, findings, quality, train
+from supportbasis_studies.video import Extent, baselines, denoiser, findings, quality, study, train
 from supportbasis_studies.video import clips as video
 from supportbasis_studies.video.measure import Lab
 from supportbasis_studies.video.rows import VideoRow
@@ -264,6 +264,18 @@ def test_missing_weights_say_how_to_train(tmp_path: Path) -> None:
             video_extent(QUICK, wrong, None)
 
 
+def test_the_time_that_is_expected_counts_forward_passes(
+    model: denoiser.Denoiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clips by 1 + 3 methods, or by 1 + 3 x 6; then heads, and plans of 2 ranges."""
+    lab = Lab(model, TINY, torch.device("cpu"), 0)
+    assert 0 < lab.pass_seconds() < 60
+    monkeypatch.setattr(lab.__class__, "pass_seconds", lambda _: 1.0)
+    plans = 4 + 2 * (study.SEARCH + 3 * study.CHECK)
+    assert study.expected(lab, False) == 2 * 4 * 4 + plans
+    assert study.expected(lab, True) == 2 * 4 * 19 + plans
+
+
 def row(method: str, change: float | None, clip: int, psnr: float, planned: float) -> VideoRow:
     return VideoRow(method, change, clip, psnr, 1.0, 0.0, 0.1, planned, planned, 2.0, 1.0, 1.0,
                     3.0, "")  # fmt: skip
@@ -303,7 +315,10 @@ def test_the_command_compares_clips_with_exact_ones(
     cost = {(r["method"], r["change"]): float(r["cost"]) for r in rows}
     assert cost["plan", "0.01"] < 1
     assert cost[baselines.CLUSTERS, "0.01"] == pytest.approx(cost["plan", "0.01"])
+    assert "On a CPU this takes about" in " ".join(result.output.split())
     page = (out / "report.html").read_text()
+    assert "What plans should reach is asked of clips of 16384 tokens" in page
+    assert "statements hold" not in page
     assert page.count("data:image/png") == 2
     assert "ModelPlan: Denoiser" in page
     short = [*command[:-1], "1e-2", "--no-baselines"]

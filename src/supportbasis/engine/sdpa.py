@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..components import flash
@@ -19,6 +18,7 @@ from . import dispatch
 from .execute import check_output, execute
 
 ORDINARY = 1e6  # entries and scales below this: nothing overflows
+SDPA = torch.ops.aten.scaled_dot_product_attention.default  # F.'s may be overridden
 
 
 def can_run(problem: Problem, plan: Plan, need_lse: bool, implementation: str) -> bool:
@@ -62,7 +62,7 @@ def attend(problem: Problem, plan: Plan, need_lse: bool) -> Outcome:
             with torch.no_grad():  # no value has a part in it, nor can overflow it
                 plain = replace(problem, value=torch.zeros_like(problem.value[..., :1]))
                 lse = execute(plain, plan).lse
-        output = F.scaled_dot_product_attention(
+        output = SDPA(
             query, key, value, mask, problem.dropout_p, causal, scale=problem.scale,
             enable_gqa=problem.group > 1,
         )  # fmt: skip
@@ -137,7 +137,7 @@ def plainly(
         if not fits:
             return None
         query, key, value = first_order(*tensors)
-        return F.scaled_dot_product_attention(
+        return SDPA(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=heads != key_heads
         )
     except RuntimeError:

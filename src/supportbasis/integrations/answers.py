@@ -82,8 +82,13 @@ class Answers:
 
     def with_lse(self, call: Call) -> tuple[Tensor, Tensor]:
         """Output, and the log-sum-exp of scores [batch, heads, tokens]."""
-        if call.reason or call.dropout:
+        if call.dropout or (call.reason and call.row_mask is None):
             raise InputError(f"return_lse: {call.name} has none: {call.reason or 'it has dropout'}")
+        if call.row_mask is not None:
+            self._report(call, call.reason)
+            self.count(call, exactly=True)
+            keys = slice(0, call.m)
+            return with_lse(call, keys, call.row_mask, call.is_causal, Exact(), None)
         plan, exactly = self.plan_of(call)[0], not self.approximates(call)
         self.count(call, exactly)
         method = Exact() if exactly else self.method
@@ -124,12 +129,15 @@ class Answers:
 
     def _exact(self, call: Call, reason: str = "") -> Tensor:
         self.count(call, exactly=True)
+        self._report(call, reason)
+        return call.exact()
+
+    def _report(self, call: Call, reason: str) -> None:
         if reason and reason not in self._said:
             self._said.add(reason)
             warnings.warn(
                 f"supportbasis: {call.name} runs exactly because {reason}; other sites with this "
                 "reason are not reported",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
-        return call.exact()

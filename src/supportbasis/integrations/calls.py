@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..engine.sdpa import SDPA
+
 MASK_ENTRIES = 2**26  # of a mask that depends on the query, at a time
 
 
@@ -86,7 +88,7 @@ class Call:
         key, value = self.key[:, :, :keys], self.value[:, :, :keys]
         if self.group > 1 and mask is not None:  # PyTorch's fast kernels take masks or groups
             key, value = (x.repeat_interleave(self.group, 1) for x in (key, value))
-        return F.scaled_dot_product_attention(
+        return SDPA(
             query, key, value, mask, self.dropout, causal, scale=self.scale,
             enable_gqa=key.shape[1] != query.shape[1],
         )  # fmt: skip

@@ -44,13 +44,14 @@ def register(
     number 0, s, 2s, ... belong to the first layer, so all attention of the model must go through
     diffusers' backends (not that of HunyuanVideo's text refiner); `sb.models.use` needs no backend,
     and checks that each forward pass has s calls. The object that is returned counts calls.
+    ``set_attention_backend`` also sets the default of other models, until another one is set.
 
     ``return_lse`` and diffusers' context parallelism are supported. A ring runs by
     `sb.distributed.attention`, also in training: exact calls as a ring, others by what their plan
     exchanges. With ``ulysses_degree`` above 1 diffusers exchanges tokens itself, for inference.
     """
-    if not isinstance(name, str) or not name.isidentifier():
-        raise InputError(f"name must be an identifier, got {name!r}")
+    if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
+        raise InputError(f"name must be an identifier in lower case, got {name!r}")
     least = LEAST if min_tokens is None and not isinstance(plan, ModelPlan) else min_tokens
     answers = Answers(method, plan, least)
     backend = _backend(answers, len(plan.layers) if isinstance(plan, ModelPlan) else None)

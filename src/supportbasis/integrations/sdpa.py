@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from ..engine.sdpa import SDPA
 from ..errors import InputError
 from ..methods import Method
 from ..plans import ModelPlan, Plan
@@ -36,6 +37,7 @@ def override(
     0, s, 2s, ... belong to the first one. Calls shorter than ``min_tokens`` are exact, and so are
     calls whose mask depends on the query, which is reported once. The object that is returned
     counts calls. If no call arrives, or not a multiple of s, leaving raises an `InputError`.
+    The innermost override answers; `sb.attention` is not overridden.
 
     >>> import torch, supportbasis as sb
     >>> q = torch.randn(1, 2, 64, 8)
@@ -141,7 +143,7 @@ def _is_key_mask(mask: Tensor, key: Tensor) -> bool:
 
 
 def _own(given: dict[str, Any]) -> Callable[[], Tensor]:
-    return lambda: F.scaled_dot_product_attention(**given)
+    return lambda: SDPA(**given)
 
 
 def _shape(given: dict[str, Any]) -> tuple[int, ...]:

@@ -286,7 +286,10 @@ def _verified(
     allowed = aim = MARGIN * limit
     for _ in range(ROUNDS):
         made = _allocated(layers, options, unit, limit, allowed, minimise)
-        with use(model, made, min_tokens=0):  # too short to be faster is not too short to err
+        with (
+            warnings.catch_warnings(record=True) as said,
+            use(model, made, min_tokens=0),  # too short to be faster is not too short to err
+        ):
             observed = torch.cat([
                 _observations(model, batch, unit, before)
                 for batch, before in zip(batches, exact, strict=True)
@@ -294,6 +297,10 @@ def _verified(
         mean, upper = upper_limit(observed)
         made = replace(made, measured=mean, upper=upper)
         if upper <= aim or not made.predicted:
+            for warning in said:  # not those of plans that did not keep to the limit
+                warnings.warn_explicit(
+                    warning.message, warning.category, warning.filename, warning.lineno
+                )
             return made
         allowed *= min(0.9, 0.97 * aim / upper)
     made = _allocated(layers, options, unit, limit, 0.0, minimise)

@@ -26,6 +26,8 @@ QUICK = Extent(
     frames=8, size=32, steps=6, dense=1, parts=1, clips=2, batch=2, changes=(5e-3,)
 )  # fmt: skip
 KINDS = (SAME_TIME, CLUSTERS, TILES, SLIDING, IDEAL)
+SEARCH = 70  # forward passes of a clip, in whose time the settings of a range are compared
+CHECK = 9  # the same for one plan of it, made and measured
 TITLE = "supportbasis reproduce video"
 LEAD = (
     "A small diffusion transformer samples clips of moving textured shapes; every token attends to "
@@ -48,6 +50,10 @@ TEXT = (
     "without any time for grouping and selection, attends to in that time: a limit, not a method. "
     "The time of baselines is not measured."
 )
+SHORT = (
+    f"What plans should reach is asked of clips of {FULL.tokens} tokens. In shorter ones exact "
+    "attention takes so little time that nothing pays."
+)
 HEADS = f"Relative Frobenius errors of BlockSupport({BUDGET}) on all heads of a layer."
 
 
@@ -68,6 +74,24 @@ def video_extent(extent: Extent, changes: str | None, clips: int | None) -> Exte
     if not found or not all(0 < change < math.inf for change in found):
         raise InputError(f"--changes: expected numbers > 0 such as 1e-3,1e-2, got {changes!r}")
     return replace(extent, changes=found)
+
+
+def expected(lab: Lab, baselines: bool) -> float:
+    """Seconds that the study takes, from the time of one forward pass: each method takes about as
+    long as exact attention, plans as long as `SEARCH` and `CHECK` passes."""
+    extent = lab.extent
+    methods = 1 + len(extent.changes) * (1 + (len(KINDS) if baselines else 0))
+    plans = extent.parts * (SEARCH + CHECK * len(extent.changes))
+    return lab.pass_seconds() * (extent.clips * extent.steps * methods + extent.steps + plans)
+
+
+def roughly(value: float) -> str:
+    """Seconds in words.
+
+    >>> roughly(80), roughly(9000)
+    ('2 minutes', '2.5 hours')
+    """
+    return f"{math.ceil(value / 60)} minutes" if value < 7200 else f"{value / 3600:.1f} hours"
 
 
 @contextmanager
@@ -93,6 +117,11 @@ def run_video(
     lab = Lab(load(weights), extent, device, seed)
     found: list[Sampled] = []
     plans: dict[float, list[ModelPlan]] = {}
+    if device.type == "cpu":
+        console.print(
+            f"On a CPU this takes about {roughly(expected(lab, baselines))}. --quick, fewer "
+            "--clips and --no-baselines take less."
+        )
     with step(console, "exact attention"):
         found.append(lab.exact())
     with step(console, "effects of settings on the prediction"):
@@ -125,14 +154,17 @@ def _clips(found: list[Sampled], extent: Extent, out: Path) -> list[Section]:
     pictures.draw_frames(found, out / "frames.png")
     pictures.draw_quality(rows, out / "quality.png")
     figures = [
-        (out / "frames.png", "Frames of two clips, a line for each method."),
+        (out / "frames.png", "Frames, a line for each method, with its mean PSNR over all clips."),
         (out / "quality.png", "Distance from exact clips against time; bars span the clips."),
     ]
     said = (
         f"{extent.clips} clips of {extent.tokens} tokens, {extent.steps} steps, the first "
         f"{extent.dense} dense; exact attention: {found[0].note}."
     )
-    short = in_short("What the plans should reach", findings.checks(rows), said)
+    if extent.tokens < FULL.tokens:  # too short for anything to pay
+        short = Section("In short", findings=[said, SHORT])
+    else:
+        short = in_short("What the plans should reach", findings.checks(rows), said)
     return [short, Section("Clips", TEXT, grids=[findings.quality_table(rows)], figures=figures)]
 
 
