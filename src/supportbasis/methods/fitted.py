@@ -146,29 +146,28 @@ class FittedSearch:
         tolerance; None where there is none that is cheaper than exact attention and predicted to
         be faster than ``speedup``."""
         most = self.most(speedup)
-        last = self.plan(most) if most else None
-        if last is None or not self._is_likely(last, check):
+        if not most or self._likely(most, check) is None:
             return None
-        short, features = 0, FEWEST
-        found = self._measured(self.plan(features), check)
+        short, features, found = 0, FEWEST // 2, None
         while found is None and features < most:
             short, features = features, min(2 * features, most)
-            found = self._measured(self.plan(features), check)
-        for _ in range(BISECTIONS if found is not None and short else 0):
+            found = self._measured(features, check)
+        for _ in range(BISECTIONS if found is not None and short >= FEWEST else 0):
             middle = round(math.sqrt(short * features))
-            plan = self._measured(self.plan(middle), check)
-            if plan is None:
-                short = middle
-            else:
+            if plan := self._measured(middle, check):
                 found, features = plan, middle
+            else:
+                short = middle
         return found
 
-    def _measured(self, plan: FittedHead | None, check: RowCheck) -> FittedHead | None:
-        """The plan with its measured error, if there is one and that is within tolerance."""
-        if plan is None or not self._is_likely(plan, check):
+    def _measured(self, features: int, check: RowCheck) -> FittedHead | None:
+        """The plan with its measured error, if that is within tolerance."""
+        if (plan := self._likely(features, check)) is None:
             return None
         measured, limit = check.error(plan)
         return replace(plan, measured=measured) if limit <= check.tolerance else None
 
-    def _is_likely(self, plan: FittedHead, check: RowCheck) -> bool:
-        return self.sample.expected_error(plan.fitted) <= MEASURED_BELOW * check.tolerance
+    def _likely(self, features: int, check: RowCheck) -> FittedHead | None:
+        """The plan, if its expected error does not rule out that it is within tolerance."""
+        plan, most = self.plan(features), MEASURED_BELOW * check.tolerance
+        return plan if plan and self.sample.expected_error(plan.fitted) <= most else None
