@@ -56,9 +56,9 @@ class _SketchTask(Task):
         if poly is not None:
             coefficients, self.log_unit = list(poly.coefficients), kernel.log_unit
             if poly.bound > 0:
-                log_product = math.log(poly.bound) + math.log(kernel.power) - math.log(head.scale)
-                for side, sign in (("query", 1), ("key", -1)):
-                    self.log_units[side] = (log_product + sign * math.log(kernel.balance)) / 2
+                product = math.log(poly.bound) + math.log(kernel.power) - math.log(head.scale)
+                ratio = math.log(kernel.balance)
+                self.log_units = {"query": (product + ratio) / 2, "key": (product - ratio) / 2}
             else:
                 coefficients = coefficients[:1]
         self.monomials = FeatureMap(head.dim, len(coefficients) - 1)

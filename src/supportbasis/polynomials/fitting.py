@@ -70,7 +70,10 @@ def choose_spans(eigenvalues: Tensor, features: int) -> tuple[int, ...]:
     (2, 2)
     """
     squared = [min(float(s), 1.0) ** 2 for s in eigenvalues]
-    symmetric, left = _complete_symmetric(squared), features - 1
+    # h_k(s_1^2, ..., s_r^2) at [k][r], by h_k(r) = h_k(r - 1) + s_r^2 h_(k-1)(r)
+    symmetric, left = [[1.0] * (len(squared) + 1)], features - 1
+    for _ in range(HIGHEST_DEGREE):
+        symmetric.append([0.0, *accumulate(map(mul, squared, symmetric[-1][1:]))])
     spans = [len(squared)] + [0] * HIGHEST_DEGREE  # of degree 0: all
     while True:
         options = [(0.0, 0, 0)]
@@ -84,14 +87,6 @@ def choose_spans(eigenvalues: Tensor, features: int) -> tuple[int, ...]:
             return tuple(r for r in spans[1:] if r > 0)
         spans[-minus_k] += 1
         left -= count
-
-
-def _complete_symmetric(x: Sequence[float]) -> list[list[float]]:
-    """h_k(x_1, ..., x_r) at [k][r], by h_k(r) = h_k(r - 1) + x_r h_(k-1)(r)."""
-    table = [[1.0] * (len(x) + 1)]
-    for _ in range(HIGHEST_DEGREE):
-        table.append([0.0, *accumulate(map(mul, x, table[-1][1:]))])
-    return table
 
 
 @dataclass(frozen=True, eq=False)
