@@ -65,7 +65,7 @@ class Task:
         self.norm = dict(zip(("query", "key"), units, strict=True))
         self.row_count = head.n if rows is None else rows.numel()
         self.key_count = head.m if keys is None else keys.numel()
-        self.kernel, widest = kernel, max(kernel.spans, default=0)
+        self.kernel, widest = kernel, max(kernel.spans, default=head.dim)
         self.features = FeatureMap(widest, kernel.degree, kernel.spans)
         self.lanes = lane_count(head.query.device.type)
         coefficient = torch.tensor(kernel.coefficients, dtype=torch.float64)

@@ -146,28 +146,27 @@ class FittedSearch:
         tolerance; None where there is none that is cheaper than exact attention and predicted to
         be faster than ``speedup``."""
         most = self.most(speedup)
-        if not most or self._likely(most, check) is None:
+        last = self.plan(most) if most else None
+        if last is None or not self._is_likely(last, check):
             return None
         short, features, found = 0, FEWEST // 2, None
         while found is None and features < most:
             short, features = features, min(2 * features, most)
-            found = self._measured(features, check)
+            found = self._measured(self.plan(features), check)
         for _ in range(BISECTIONS if found is not None and short >= FEWEST else 0):
             middle = round(math.sqrt(short * features))
-            if plan := self._measured(middle, check):
+            if plan := self._measured(self.plan(middle), check):
                 found, features = plan, middle
             else:
                 short = middle
         return found
 
-    def _measured(self, features: int, check: RowCheck) -> FittedHead | None:
-        """The plan with its measured error, if that is within tolerance."""
-        if (plan := self._likely(features, check)) is None:
+    def _measured(self, plan: FittedHead | None, check: RowCheck) -> FittedHead | None:
+        """The plan with its measured error, if there is one and that is within tolerance."""
+        if plan is None or not self._is_likely(plan, check):
             return None
         measured, limit = check.error(plan)
         return replace(plan, measured=measured) if limit <= check.tolerance else None
 
-    def _likely(self, features: int, check: RowCheck) -> FittedHead | None:
-        """The plan, if its expected error does not rule out that it is within tolerance."""
-        plan, most = self.plan(features), MEASURED_BELOW * check.tolerance
-        return plan if plan and self.sample.expected_error(plan.fitted) <= most else None
+    def _is_likely(self, plan: FittedHead, check: RowCheck) -> bool:
+        return self.sample.expected_error(plan.fitted) <= MEASURED_BELOW * check.tolerance
