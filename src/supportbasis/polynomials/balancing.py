@@ -56,9 +56,8 @@ class Transform:
         linear, centre = self.query_map, self.key_centre
         if side == "key":
             linear, centre = self.key_map, self.query_centre
-        return ((grad @ linear.to(grad).T) * math.sqrt(scale)).addr_(
-            of_logs, centre.to(grad), alpha=scale
-        )
+        grad = grad @ (linear.to(grad).T * math.sqrt(scale))
+        return grad.addr_(of_logs, centre.to(grad), alpha=scale)
 
     def row_shift(self, head: Head, rows: Tensor | None) -> Tensor:
         """The second term, scale <q, c> [rows], which log-sums of the transformed head lack."""
