@@ -15,7 +15,7 @@ from supportbasis.methods.base import derived_degree
 from supportbasis.plans import BucketHead, PolynomialHead, ThresholdHead
 from supportbasis.polynomials import certified
 from supportbasis.polynomials.certified import smallest_degree
-from supportbasis.polynomials.degrees import widest_bound
+from supportbasis.polynomials.proofs import widest_bound
 
 KINDS = ("taylor", "chebyshev", "minimax")
 

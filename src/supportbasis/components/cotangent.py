@@ -77,7 +77,6 @@ class Gradients:
     key: Tensor  # [m, d]
     value: Tensor  # [m, dv]
     key_log_weight: Tensor | None  # [m]; None: not needed
-    query_log_weight: Tensor | None = None  # [n]: of a factor of each row, likewise
 
 
 def add_tokens(total: Tensor, index: Tensor | None, start: int, part: Tensor) -> None:

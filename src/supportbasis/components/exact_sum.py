@@ -33,21 +33,21 @@ Index = Tensor | None  # of tokens, sorted; None: all in order
 
 @dataclass(frozen=True, eq=False)
 class ExactSum:
-    """All pairs of the given rows with ``keys`` (sorted indices; None: every key)."""
+    """All pairs of the given rows with ``keys`` (sorted indices of live keys; None: all)."""
 
     keys: Index = None
 
     def add_to(self, total: Partial, head: Head, rows: Index) -> None:
-        key_at = take_index(self.keys, 0, head.m, head.query)
+        keys = head.live_keys if self.keys is None else self.keys
+        key_at = take_index(keys, 0, head.m, head.query)
         if not len(key_at) or not len(total.den):
             return
-        live = head.live_keys if self.keys is None else self.keys
-        reach = abs(head.scale) * take(head.query_norms, rows) * take(head.key_norms, live).max()
+        reach = abs(head.scale) * take(head.query_norms, rows) * take(head.key_norms, keys).max()
         rounding = self._rounding(head, reach, len(key_at))
-        if type(self) is ExactSum and _kernel_takes(head, rows, self.keys):
-            _by_kernel(head, rows, self.keys, total, rounding)
+        if type(self) is ExactSum and _kernel_takes(head, rows, keys):
+            _by_kernel(head, rows, keys, total, rounding)
             return
-        key, value = (take(x, self.keys).to(head.dtype) for x in (head.key, head.value))
+        key, value = (take(x, keys).to(head.dtype) for x in (head.key, head.value))
         for of_rows, query, row_at in _row_tiles(head, rows, len(total.den), len(key)):
             part = Partial.empty(len(query), head.value_dim, head.query, head.dtype)
             for at in _key_tiles(head, row_at, key_at):
@@ -163,12 +163,10 @@ def take_index(index: Index, start: int, stop: int, like: Tensor) -> Tensor:
 def _kernel_takes(head: Head, rows: Index, keys: Index) -> bool:
     """Whether PyTorch's CPU kernel, which also returns the log-sum-exp, can do this rectangle; of
     causal heads it takes the whole, without biases."""
-    bias = head.key_log_weight
     if head.mask is not None or not (head.query.is_cpu and flash.AVAILABLE):
         return False
-    if head.is_causal and not (rows is None and keys is None and bias is None):
-        return False
-    return bias is None or bool(take(bias, keys).isfinite().all())
+    whole = rows is None and keys is None and head.key_log_weight is None
+    return whole or not head.is_causal
 
 
 def _by_kernel(head: Head, rows: Index, keys: Index, total: Partial, noise: Tensor) -> None:

@@ -17,11 +17,10 @@ from torch.nn.functional import pad
 from ..errors import InputError
 from ..polynomials.balancing import Transform, transformed
 from ..polynomials.certified import CertifiedPolynomial
-from ..polynomials.features import FeatureMap
+from ..polynomials.features import Kernel
 from ..polynomials.fitting import FittedKernel
 from ..problem.problem import Head
 from ..problem.rounding import gamma, product_roundoff
-from .cotangent import Gradients
 from .exact_sum import Index, take
 from .streaming import Task
 from .streaming_backward import StreamedSum
@@ -51,8 +50,8 @@ class PolynomialSum(StreamedSum):
                 f"a polynomial on ±{poly.bound:.3g} overflows {head.dtype}; use a smaller bound or "
                 "float64"
             )
-        features, units = FeatureMap(head.dim, poly.degree), (query_norm, key_norm)
-        self.last[:] = [Task(head, rows, self.keys, features, coefficients, units, shift)]
+        kernel = Kernel(coefficients, (head.dim,) * poly.degree)
+        self.last[:] = [Task(head, rows, self.keys, kernel, (query_norm, key_norm), shift)]
         return self.last[0]
 
     def norms(self, head: Head, rows: Index) -> Tensor:
@@ -70,9 +69,7 @@ class FittedSum(StreamedSum):
 
     def task(self, head: Head, rows: Index, norms: Tensor | None = None) -> Task:
         """In units of the given norms (None: of their own)."""
-        norms = self.norms(head, rows) if norms is None else norms
-        shift = self.transform.row_shift(head, rows)
-        return _FittedTask(self, transformed(head, self.transform), rows, shift, norms)
+        return _FittedTask(self, head, rows, self.norms(head, rows) if norms is None else norms)
 
     def norms(self, head: Head, rows: Index) -> Tensor:
         """The same norms in the leading coordinates of each degree, [2, degree]."""
@@ -80,41 +77,34 @@ class FittedSum(StreamedSum):
         sides = (take(balanced.query, rows), take(balanced.key, self.keys))
         return _longest([x[:, :span].norm(dim=1) for x in sides for span in self.kernel.spans])
 
-    def inner_gradients(self, total: Gradients, head: Head) -> Gradients:
-        query, key = torch.zeros_like(total.query), torch.zeros_like(total.key)
-        return Gradients(query, key, total.value, key.new_zeros(head.m), query.new_zeros(head.n))
-
-    def pull_back(self, inner: Gradients, total: Gradients, head: Head) -> None:
-        self.transform.pull_back(inner, total, head.scale)
-
 
 class _FittedTask(Task):
     """Coordinates in units of the longest query and key, and the kernel in these units."""
 
-    def __init__(self, made: FittedSum, head: Head, rows: Index, shift: Tensor, norms: Tensor):
-        self.fitted, self.norms = made.kernel, norms
-        units, spans = (largest_norm(norms[0, :1]), largest_norm(norms[1, :1])), made.kernel.spans
-        unit = math.prod(units)
-        coefficients = tuple(a * unit**k for k, a in enumerate(made.kernel.coefficients))
-        features = FeatureMap(spans[0], len(spans), spans)
-        super().__init__(head, rows, made.keys, features, coefficients, units, shift)
-        self.scaled = FittedKernel(coefficients, spans)
+    logs_vary = True
 
-    def kernel(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.scaled(x, y)
+    def __init__(self, made: FittedSum, head: Head, rows: Index, norms: Tensor):
+        self.made, self.scale, self.norms = made, head.scale, norms
+        units = largest_norm(norms[0, 0]), largest_norm(norms[1, 0])
+        unit, spans = math.prod(units), made.kernel.spans
+        kernel = Kernel(tuple(a * unit**k for k, a in enumerate(made.kernel.coefficients)), spans)
+        balanced, shift = transformed(head, made.transform), made.transform.row_shift(head, rows)
+        super().__init__(balanced, rows, made.keys, kernel, units, shift)
 
-    def kernel_gradients(self, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return self.scaled.gradients(x, y, grad)
+    def pull_back(self, side: str, x: Tensor, grad: Tensor, of_logs: Tensor) -> Tensor:
+        grad = super().pull_back(side, x, grad, of_logs)
+        return self.made.transform.pull_back(side, grad, of_logs, self.scale)
 
     def noise(self) -> Tensor:
         """Typical rounding error of sum_k |a_k| |x_i|_k^k max_j |y_j|_k^k, norms in the leading r_k
         coordinates, with independent errors of the terms: no bound is proved for a fitted
         polynomial, and worst cases would exclude most rows."""
         query = take(self.head.query, self.rows)
-        magnitude = query.new_full((len(query),), abs(self.fitted.coefficients[0]))
-        for k, span in enumerate(self.fitted.spans, 1):
-            reach = query[:, :span].norm(dim=1) * largest_norm(self.norms[1, k - 1 : k])
-            magnitude += abs(self.fitted.coefficients[k]) * reach**k
+        constant, *coefficients = map(abs, self.made.kernel.coefficients)
+        magnitude, spans = query.new_full((len(query),), constant), self.kernel.spans
+        for k, (a, span) in enumerate(zip(coefficients, spans, strict=True), 1):
+            reach = query[:, :span].norm(dim=1) * largest_norm(self.norms[1, k - 1])
+            magnitude += a * reach**k
         depth = 4 * math.sqrt(self.all_keys + self.features.count)
         return magnitude * gamma(math.ceil(depth), product_roundoff(self.head.dtype))
 

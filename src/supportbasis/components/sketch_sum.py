@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..polynomials.features import Buffer, FeatureMap
+from ..polynomials.features import Buffer, FeatureMap, Kernel
 from ..polynomials.powers import PowerKernel
 from ..problem.problem import Head
 from ..sketch import PolySketch
@@ -27,7 +27,7 @@ from .exact_sum import Index
 from .streaming import Task
 from .streaming_backward import StreamedSum
 
-SQUARE = [0.0, 0.0, 1.0]
+SQUARE = (0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +56,9 @@ class _SketchTask(Task):
         if poly is not None:
             coefficients, self.log_unit = list(poly.coefficients), kernel.log_unit
             if poly.bound > 0:
-                log_product = math.log(poly.bound) + math.log(kernel.power) - math.log(head.scale)
-                for side, sign in (("query", 1), ("key", -1)):
-                    self.log_units[side] = (log_product + sign * math.log(kernel.balance)) / 2
+                product = math.log(poly.bound) + math.log(kernel.power) - math.log(head.scale)
+                ratio = math.log(kernel.balance)
+                self.log_units = {"query": (product + ratio) / 2, "key": (product - ratio) / 2}
             else:
                 coefficients = coefficients[:1]
         self.monomials = FeatureMap(head.dim, len(coefficients) - 1)
@@ -70,7 +70,7 @@ class _SketchTask(Task):
         roots = {"query": weight.abs().sqrt(), "key": weight.abs().sqrt() * weight.sign()}
         self.roots = {side: root.to(device, head.dtype) for side, root in roots.items()}
         self.half = PolySketch(kernel.power, kernel.sketch_size, kernel.seed).half
-        super().__init__(head, rows, component.keys, FeatureMap(self.half.size, 2), SQUARE)
+        super().__init__(head, rows, component.keys, Kernel(SQUARE, (self.half.size,) * 2))
 
     def magnitude(self) -> Tensor:
         return self.head.query.new_ones(self.row_count, dtype=self.head.dtype)
@@ -104,7 +104,7 @@ class _SketchTask(Task):
         log_length = (self.monomials.degree * log_ratio).squeeze(1).to(self.head.dtype)
         return (tokens.double() / divisor).to(self.head.dtype), divisor, weight, log_length
 
-    def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
+    def pull_back(self, side: str, x: Tensor, grad: Tensor, of_logs: Tensor) -> Tensor:
         """Gradient of some tokens from that of their unit vectors.
 
         Sums are of degree 2 in the sketched token and the sketch is homogeneous too, so gradients

@@ -13,7 +13,7 @@ multiplies them. (Features written by one core and read by another cost up to tw
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from copy import deepcopy
 from functools import cached_property
 from itertools import pairwise
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..polynomials.certified import derivative, horner
-from ..polynomials.features import Buffer, FeatureMap, block_rows
+from ..polynomials.certified import horner
+from ..polynomials.features import Buffer, FeatureMap, Kernel, block_rows
 from ..problem.problem import Head
 from ..problem.rounding import gamma, product_roundoff, sum_depth
 from .cotangent import Gradients, add_tokens
@@ -51,23 +51,25 @@ def lane_count(device: str) -> int:
 
 
 class Task:
-    """One evaluation: unit tokens, block by block, and the kernel's coefficients in t. Tokens, or
-    their leading coordinates, are divided by ``units``, the norms of the longest query and key;
-    sums of rows count in exp(``shift``), of each row [rows] or of all."""
+    """One evaluation: unit tokens, block by block, and their kernel. Tokens, or their leading
+    coordinates, are divided by ``units``, the norms of the longest query and key; sums of rows
+    count in exp(``shift``), of each row [rows] or of all."""
+
+    logs_vary = False  # whether the logs of factors have gradients that tokens receive
 
     def __init__(
-        self, head: Head, rows: Index, keys: Index, features: FeatureMap,
-        coefficients: Sequence[float], units: tuple[float, float] = (1.0, 1.0),
-        shift: Tensor | float = 0.0,
+        self, head: Head, rows: Index, keys: Index, kernel: Kernel,
+        units: tuple[float, float] = (1.0, 1.0), shift: Tensor | float = 0.0,
     ):  # fmt: skip
         self.head, self.rows, self.keys, self.shift = head, rows, keys, shift
         self.norm = dict(zip(("query", "key"), units, strict=True))
         self.row_count = head.n if rows is None else rows.numel()
         self.key_count = head.m if keys is None else keys.numel()
-        self.features, self.coefficients = features, coefficients
+        self.kernel, widest = kernel, max(kernel.spans, default=head.dim)
+        self.features = FeatureMap(widest, kernel.degree, kernel.spans)
         self.lanes = lane_count(head.query.device.type)
-        coefficient = torch.tensor(coefficients, dtype=torch.float64)
-        layout = features.multiplicity * coefficient[features.degrees]
+        coefficient = torch.tensor(kernel.coefficients, dtype=torch.float64)
+        layout = self.features.multiplicity * coefficient[self.features.degrees]
         self.weights = layout.to(head.dtype).to(head.query.device)
         self.reader: Reader | None = None  # of the keys, once they are summed
         # sums over keys on other devices: of causal heads those of all keys before the own ones,
@@ -79,23 +81,14 @@ class Task:
         the tensor), and the logs of their factors [tokens]."""
         return x[:, : self.features.dim] / self.norm[side], x.new_zeros(len(x))
 
-    def pull_back(self, side: str, x: Tensor, grad: Tensor) -> Tensor:
-        """Gradients of some queries or keys from those of their unit tokens."""
+    def pull_back(self, side: str, x: Tensor, grad: Tensor, of_logs: Tensor) -> Tensor:
+        """Gradients of some queries or keys from those of their unit tokens and logs."""
         return pad(grad / self.norm[side], (0, x.shape[1] - self.features.dim))
 
     def magnitude(self) -> Tensor:
         """sum_k |a_k| |x_i|^k: bounds the kernel's terms, and so its rounding, [rows]."""
         norms = (take(self.head.query_norms, self.rows) / self.norm["query"]).to(self.head.dtype)
-        return horner([abs(coefficient) for coefficient in self.coefficients], norms)
-
-    def kernel(self, x: Tensor, y: Tensor) -> Tensor:
-        """The kernel of all pairs, densely."""
-        return horner(self.coefficients, x @ y.T)
-
-    def kernel_gradients(self, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of both sides' tokens from those of the kernel of all pairs."""
-        slope = horner(derivative(self.coefficients), x @ y.T).mul_(grad)
-        return slope @ y, slope.T @ x
+        return horner([abs(coefficient) for coefficient in self.kernel.coefficients], norms)
 
     def queries(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Unit tokens of some rows, and the log of each row's factor."""
@@ -111,14 +104,16 @@ class Task:
         tokens, log_factor = self.unit("key", key)
         if head.key_log_weight is not None:
             log_factor = log_factor + take(head.key_log_weight, self.keys, start, stop)
-        ones = value.new_ones(len(value))
-        return Block((start, stop), tokens, log_factor.to(head.dtype), value, ones)
+        logs, ones = log_factor.to(head.dtype), value.new_ones(len(value))
+        return Block((start, stop), tokens, logs, value, ones)
 
-    def add_gradient(self, total: Gradients, side: str, start: int, grad: Tensor) -> None:
-        """Add the gradients of queries or keys from those of their unit tokens."""
+    def add_gradient(
+        self, total: Gradients, side: str, start: int, grad: Tensor, of_logs: Tensor
+    ) -> None:
+        """Add the gradients of queries or keys from those of their unit tokens and logs."""
         index = self.rows if side == "query" else self.keys
         x = take(getattr(self.head, side), index, start, start + len(grad)).to(self.head.dtype)
-        add_tokens(getattr(total, side), index, start, self.pull_back(side, x, grad))
+        add_tokens(getattr(total, side), index, start, self.pull_back(side, x, grad, of_logs))
 
     @property
     def all_keys(self) -> int:
@@ -303,7 +298,7 @@ class Reader:
         """Weights of a block's tokens in the units of the state."""
         return (block.logs + self.top).exp_()
 
-    def weight_gradient(self, num: Tensor, block: Block, features: Tensor) -> Tensor:
+    def of_logs(self, num: Tensor, block: Block, features: Tensor) -> Tensor:
         """Gradient of a block's log-weights, from what `num` gives."""
         factor, den = self.factor(block), self.den(features, len(num)) * block.column
         return torch.where(factor > 0, ((num * block.value).sum(1) + den) * factor, 0.0)

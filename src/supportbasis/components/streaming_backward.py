@@ -38,18 +38,10 @@ class StreamedSum:
     def add_gradients(
         self, total: Gradients, cotangent: Cotangent, head: Head, rows: Index
     ) -> None:
-        inner, task = self.inner_gradients(total, head), self.task(head, rows)
+        task = self.task(head, rows)
         if task.row_count and task.key_count:
-            backward = Backward(task, inner, cotangent)
+            backward = Backward(task, total, cotangent)
             backward.add_keys(backward.add_rows(summed=not task.head.is_causal))
-        self.pull_back(inner, total, head)
-
-    def inner_gradients(self, total: Gradients, head: Head) -> Gradients:
-        """What the evaluation adds gradients of its tokens to; here they are those of the head."""
-        return total
-
-    def pull_back(self, inner: Gradients, total: Gradients, head: Head) -> None:
-        """Add the gradients of the head's tokens from those of the evaluation's."""
 
 
 class Backward:
@@ -61,6 +53,7 @@ class Backward:
     def __init__(self, task: Task, total: Gradients, cotangent: Cotangent):
         self.task, self.total, self.cotangent = task, total, cotangent
         self.buffer = task.buffer()
+        self.with_logs = task.logs_vary or total.key_log_weight is not None
 
     def add_rows(self, summed: bool) -> State:
         """Gradients of the rows, and, if ``summed``, the state T of all of them (else empty). In
@@ -69,16 +62,14 @@ class Backward:
         for span, reader, keys in task.walk(self.buffer):
             block = self._row_block(span)
             features = task.write(block.tokens, self.buffer)
-            grad = torch.zeros_like(block.tokens)
+            grad, of_logs = torch.zeros_like(block.tokens), torch.zeros_like(block.logs)
+            if keys is not None:
+                grad, of_logs = self._diagonal(block, keys)
             if reader is not None:
                 grad += self._read(reader, block)
-                if self.total.query_log_weight is not None:
-                    num = reader.num(features, len(grad))
-                    weight = reader.weight_gradient(num, block, features)
-                    add_tokens(self.total.query_log_weight, task.rows, span[0], weight)
-            if keys is not None:
-                grad += self._diagonal(block, keys)
-            task.add_gradient(self.total, "query", span[0], grad)
+                if task.logs_vary:
+                    of_logs += reader.of_logs(reader.num(features, len(grad)), block, features)
+            task.add_gradient(self.total, "query", span[0], grad, of_logs)
             if summed:
                 rows.add(task, block, features)
         return rows
@@ -116,28 +107,33 @@ class Backward:
 
     def _finish_keys(self, reader: Reader, span: Span) -> None:
         """Gradients of some keys from the state of the rows that attend to all of them."""
-        task, total, block = self.task, self.total, self.task.key_block(*span)
-        features = task.write(block.tokens, self.buffer)
-        task.add_gradient(total, "key", span[0], self._read(reader, block))
-        value = reader.num(features, len(block.value))
-        if total.key_log_weight is not None:
-            weight = reader.weight_gradient(value, block, features)
-            add_tokens(total.key_log_weight, task.keys, span[0], weight)
-        value.mul_(reader.factor(block).unsqueeze(1))
-        add_tokens(total.value, task.keys, span[0], value)
+        block = self.task.key_block(*span)
+        features = self.task.write(block.tokens, self.buffer)
+        grad, value = self._read(reader, block), reader.num(features, len(block.value))
+        of_logs = torch.zeros_like(block.logs)
+        if self.with_logs:
+            of_logs = reader.of_logs(value, block, features)
+        self._add_keys(block, grad, of_logs, value.mul_(reader.factor(block).unsqueeze(1)))
 
-    def _diagonal(self, block: Block, keys: Block) -> Tensor:
-        """Rows and keys of one chunk: finishes the keys' part, returns that of the tokens x_i."""
-        task, total, row, key = self.task, self.total, block.at[0], keys.at[0]
-        weight = block.logs.unsqueeze(1) + keys.logs
-        weight = weight.masked_fill_(task.ahead(block.at, keys.at), -math.inf).exp_()
-        kernel = task.kernel(block.tokens, keys.tokens).mul_(weight)
-        add_tokens(total.value, task.keys, key, kernel.T @ block.value)
-        grad = torch.addmm(block.column.unsqueeze(1), block.value, keys.value.T)
+    def _add_keys(self, keys: Block, grad: Tensor, of_logs: Tensor, of_value: Tensor) -> None:
+        total, index, start = self.total, self.task.keys, keys.at[0]
+        self.task.add_gradient(total, "key", start, grad, of_logs)
+        add_tokens(total.value, index, start, of_value)
         if total.key_log_weight is not None:
-            add_tokens(total.key_log_weight, task.keys, key, (kernel * grad).sum(0))
-        if total.query_log_weight is not None:
-            add_tokens(total.query_log_weight, task.rows, row, (kernel * grad).sum(1))
-        of_rows, of_keys = task.kernel_gradients(block.tokens, keys.tokens, grad.mul_(weight))
-        task.add_gradient(total, "key", key, of_keys)
-        return of_rows
+            add_tokens(total.key_log_weight, index, start, of_logs)
+
+    def _diagonal(self, block: Block, keys: Block) -> tuple[Tensor, Tensor]:
+        """Rows and keys of one chunk: finishes the keys' part, returns that of the rows' tokens
+        and logs."""
+        weight = block.logs.unsqueeze(1) + keys.logs
+        weight = weight.masked_fill_(self.task.ahead(block.at, keys.at), -math.inf).exp_()
+        kernel = self.task.kernel(block.tokens, keys.tokens).mul_(weight)
+        grad = torch.addmm(block.column.unsqueeze(1), block.value, keys.value.T)
+        of_logs = torch.zeros_like(block.logs), torch.zeros_like(keys.logs)
+        if self.with_logs:
+            of_pairs = kernel * grad
+            of_logs = of_pairs.sum(1), of_pairs.sum(0)
+        of_value = kernel.T @ block.value
+        of_rows, of_keys = self.task.kernel.gradients(block.tokens, keys.tokens, grad.mul_(weight))
+        self._add_keys(keys, of_keys, of_logs[1], of_value)
+        return of_rows, of_logs[0]

@@ -67,19 +67,15 @@ class StateGradients:
         """Small rows and small keys, by states."""
         states, steps = [], []
         for unit, part, cotangent in self._each():
-            inner = unit.smooth.inner_gradients(part, unit.head)
-            step = Backward(unit.task, inner, self._small(unit, cotangent))
+            step = Backward(unit.task, part, self._small(unit, cotangent))
             states.append(step.add_rows(summed=True) if attends(unit) else State(unit.task))
-            steps.append((inner, step))
+            steps.append(step)
         vectors = [(state.flat(), state.top) for state in states]
         found = self.call.related_sums(vectors, [], self.call.seeing)
-        for (unit, part, _), (inner, step), (flat, top) in zip(
-            self._each(), steps, found, strict=True
-        ):
+        for unit, step, (flat, top) in zip(self.call.units, steps, found, strict=True):
             later = State.of_flat(unit.task, flat, top)
             if unit.task.key_count and (later.count or unit.head.is_causal):
                 step.add_keys(later)
-            unit.smooth.pull_back(inner, part, unit.head)
 
     def _large_keys(self) -> None:
         """Small rows and large keys."""

@@ -10,8 +10,7 @@ from dataclasses import dataclass, fields
 
 from ..errors import InputError
 from ..plans import ExactHead, HeadPlan
-from ..polynomials.certified import KINDS, built
-from ..polynomials.degrees import first_degree
+from ..polynomials.certified import KINDS, first_degree
 from ..polynomials.features import RANK_LIMIT, largest_degree
 from ..problem.checks import check_integer, check_number
 from ..problem.problem import Head
@@ -122,5 +121,4 @@ def strictest(polynomial: str) -> str:
 def derived_degree(epsilon: float, reach: float, dim: int, polynomial: str) -> int | None:
     """The smallest degree at which a polynomial of this kind is certified to epsilon on
     [-reach, reach] (Lemma A.3); None where there is none of few enough features."""
-    kind = strictest(polynomial)
-    return first_degree(lambda g: built(kind, g, reach).error, epsilon, reach, largest_degree(dim))
+    return first_degree(strictest(polynomial), epsilon, reach, largest_degree(dim))

@@ -149,18 +149,16 @@ class FittedSearch:
         last = self.plan(most) if most else None
         if last is None or not self._is_likely(last, check):
             return None
-        short, features = 0, FEWEST
-        found = self._measured(self.plan(features), check)
+        short, features, found = 0, FEWEST // 2, None
         while found is None and features < most:
             short, features = features, min(2 * features, most)
             found = self._measured(self.plan(features), check)
-        for _ in range(BISECTIONS if found is not None and short else 0):
+        for _ in range(BISECTIONS if found is not None and short >= FEWEST else 0):
             middle = round(math.sqrt(short * features))
-            plan = self._measured(self.plan(middle), check)
-            if plan is None:
-                short = middle
-            else:
+            if plan := self._measured(self.plan(middle), check):
                 found, features = plan, middle
+            else:
+                short = middle
         return found
 
     def _measured(self, plan: FittedHead | None, check: RowCheck) -> FittedHead | None:

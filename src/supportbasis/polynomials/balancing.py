@@ -14,16 +14,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..problem.caching import WeakCache
 from ..problem.problem import Head
-
-if TYPE_CHECKING:
-    from ..components.cotangent import Gradients
 
 LARGEST_DEVIATION = 1.0  # of the log-weights that centring the queries gives the keys
 TRANSFORM_TOKENS = 1024  # of each side, at most, that the covariances are taken from
@@ -54,18 +50,14 @@ class Transform:
         key = key @ self.key_map.to(like) * root
         return replace(head, query=query * root, key=key, key_log_weight=weight, scale=1.0)
 
-    def pull_back(self, balanced: Gradients, total: Gradients, scale: float) -> None:
-        """Add to ``total`` the gradients of query, key and key log-weights, from those ``balanced``
-        of the transformed head, whose query log-weights are `row_shift`."""
-        weight, shift = balanced.key_log_weight, balanced.query_log_weight
-        assert weight is not None and shift is not None
-        root, like = math.sqrt(scale), balanced.query
-        if total.key_log_weight is not None:
-            total.key_log_weight += weight
-        total.query.addmm_(balanced.query, self.query_map.to(like).T, alpha=root)
-        total.query.addr_(shift, self.key_centre.to(like), alpha=scale)
-        total.key.addmm_(balanced.key, self.key_map.to(like).T, alpha=root)
-        total.key.addr_(weight, self.query_centre.to(like), alpha=scale)
+    def pull_back(self, side: str, grad: Tensor, of_logs: Tensor, scale: float) -> Tensor:
+        """Gradients of queries or keys from those of the transformed ones, and of the logs that
+        come with them: `row_shift` for queries, log-weights for keys."""
+        linear, centre = self.query_map, self.key_centre
+        if side == "key":
+            linear, centre = self.key_map, self.query_centre
+        grad = grad @ (linear.to(grad).T * math.sqrt(scale))
+        return grad.addr_(of_logs, centre.to(grad), alpha=scale)
 
     def row_shift(self, head: Head, rows: Tensor | None) -> Tensor:
         """The second term, scale <q, c> [rows], which log-sums of the transformed head lack."""

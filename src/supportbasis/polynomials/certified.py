@@ -20,8 +20,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..problem.checks import check_integer, check_number
 from .coefficients import COEFFICIENTS, WIDEST, remez
-from .degrees import first_degree, widest_bound
-from .proofs import TINY, UNIT, certify, exp
+from .proofs import TINY, UNIT, certify, exp, widest_bound
 
 LARGEST_DEGREE = 256  # certification takes (degree + 1)^3 numbers, 185 MiB at twice this degree
 KINDS = (*COEFFICIENTS, "minimax")
@@ -191,7 +190,7 @@ def smallest_degree(
     """
     epsilon, bound = check_number("epsilon", epsilon), _checked_bound(bound)
     limit = _built_degree(limit, "limit")
-    found = first_degree(lambda g: built(kind, g, bound).error, epsilon, bound, limit)
+    found = first_degree(kind, epsilon, bound, limit)
     if found is not None:
         return built(kind, found, bound)
     raise InputError(
@@ -200,6 +199,22 @@ def smallest_degree(
         f"{built(kind, limit, bound).error:.3g}. Use a larger epsilon, a smaller bound or a "
         "larger limit (float64 rounding sets a floor near 1e-15 e^(2 bound))."
     )
+
+
+def first_degree(kind: str, epsilon: float, bound: float, limit: int) -> int | None:
+    """The degree of `smallest_degree`, or None."""
+    log_bound = math.log(bound) if bound > 0.0 else -math.inf
+    log_goal = math.log(epsilon) - 5 - 2 * bound
+    for degree in range(limit + 1):
+        if bound > widest_bound(epsilon, degree):
+            continue
+        if built(kind, degree, bound).error <= epsilon:
+            return degree
+        # truncation is at most 2 e^{2B} B^{g+1} / (g+1)! for all kinds: where that is below
+        # epsilon / 70, a higher degree has little to gain but rounding
+        if (degree + 1) * log_bound - math.lgamma(degree + 2) <= log_goal:
+            return None
+    return None
 
 
 def largest_bound(

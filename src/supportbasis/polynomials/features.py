@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
-from functools import cached_property, lru_cache
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, reduce
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .certified import LARGEST_DEGREE, true_rank
+from .certified import LARGEST_DEGREE, derivative, horner, true_rank
 
 RANK_LIMIT = 2**18  # 64 MiB of float32 state at 64 value columns
 BUFFER_BYTES = 9 * 2**19  # of one lane
@@ -54,6 +56,46 @@ def block_rows(rank: int, dtype: torch.dtype) -> int:
         return rows
     rows -= rows % 8
     return rows - 8 if rows % 64 == 0 else rows
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """sum_k a_k <x, y>_k ^ k, with <x, y>_k the inner product in the leading r_k coordinates, and
+    r_1 >= r_2 >= ...: what features sum, evaluated pair by pair.
+
+    >>> x = torch.tensor([[2.0, 3.0]])
+    >>> Kernel((1.0, 1.0, 0.5), (2, 1))(x, x)  # 1 + (4 + 9) + 0.5 * 4^2
+    tensor([[22.]])
+    """
+
+    coefficients: tuple[float, ...]  # a_0, ..., a_g
+    spans: tuple[int, ...]  # r_1, ..., r_g
+
+    @property
+    def degree(self) -> int:
+        return len(self.spans)
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """The kernel of all pairs of tokens x [..., n, d] and y [..., m, d]: [..., n, m]."""
+        parts = (horner(c, x[..., :r] @ y[..., :r].mT) for r, c in self._parts())
+        return reduce(Tensor.add_, parts)
+
+    def gradients(self, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of both sides' tokens from those of the kernel of all pairs."""
+        to_x, to_y = torch.zeros_like(x), torch.zeros_like(y)
+        for r, c in self._parts():
+            one, other = x[..., :r], y[..., :r]
+            slope = horner(derivative(c), one @ other.mT).mul_(grad)
+            to_x[..., :r] += slope @ other
+            to_y[..., :r] += slope.mT @ one
+        return to_x, to_y
+
+    def _parts(self) -> Iterator[tuple[int, list[float]]]:
+        """Polynomials of one inner product each, that of r coordinates, which add up to this."""
+        spans, start = (*self.spans[:1], *self.spans) or (0,), 0  # a_0 counts to the widest
+        for r, count in Counter(spans).items():
+            yield r, [0.0] * start + list(self.coefficients[start : start + count])
+            start += count
 
 
 class FeatureMap:

@@ -15,7 +15,7 @@ and so are failed rows, whose sums are too small.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..problem.problem import Head
+from .features import Kernel
 
 HIGHEST_DEGREE = 8
 ROWS, KEYS = 512, 256  # pairs that are fitted to
@@ -35,39 +36,15 @@ LARGEST_COEFFICIENT = torch.finfo(torch.float32).max  # sums may be in float32
 
 
 @dataclass(frozen=True)
-class FittedKernel:
-    """a_0, ..., a_g, and r_1 >= ... >= r_g."""
+class FittedKernel(Kernel):
+    """A kernel of transformed tokens, whose coordinates come by descending eigenvalue."""
 
-    coefficients: tuple[float, ...]
-    spans: tuple[int, ...]
     query_radius: float = math.inf  # largest norm of a transformed query that it is used for
     key_radius: float = math.inf
 
     @property
-    def degree(self) -> int:
-        return len(self.spans)
-
-    @property
     def features(self) -> int:
         return count_features(self.spans)
-
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """The kernel of all pairs of tokens x [..., n, d] and y [..., m, d], both
-        transformed: coordinates come by descending eigenvalue."""
-        result = x.new_full((*x.shape[:-1], y.shape[-2]), self.coefficients[0])
-        for k, power in enumerate(_powers(x, y, self.spans), 1):
-            result += power * self.coefficients[k]
-        return result
-
-    def gradients(self, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of both sides' tokens from those of the kernel of all pairs."""
-        to_x, to_y = torch.zeros_like(x), torch.zeros_like(y)
-        for k, r in enumerate(self.spans, 1):
-            one, other = x[..., :r], y[..., :r]
-            slope = (one @ other.mT).pow_(k - 1).mul_(grad).mul_(k * self.coefficients[k])
-            to_x[..., :r] += slope @ other
-            to_y[..., :r] += slope.mT @ one
-        return to_x, to_y
 
     def __str__(self) -> str:
         spans = ", ".join(map(str, self.spans))
@@ -93,7 +70,10 @@ def choose_spans(eigenvalues: Tensor, features: int) -> tuple[int, ...]:
     (2, 2)
     """
     squared = [min(float(s), 1.0) ** 2 for s in eigenvalues]
-    symmetric, left = _complete_symmetric(squared), features - 1
+    # h_k(s_1^2, ..., s_r^2) at [k][r], by h_k(r) = h_k(r - 1) + s_r^2 h_(k-1)(r)
+    symmetric, left = [[1.0] * (len(squared) + 1)], features - 1
+    for _ in range(HIGHEST_DEGREE):
+        symmetric.append([0.0, *accumulate(map(mul, squared, symmetric[-1][1:]))])
     spans = [len(squared)] + [0] * HIGHEST_DEGREE  # of degree 0: all
     while True:
         options = [(0.0, 0, 0)]
@@ -107,24 +87,6 @@ def choose_spans(eigenvalues: Tensor, features: int) -> tuple[int, ...]:
             return tuple(r for r in spans[1:] if r > 0)
         spans[-minus_k] += 1
         left -= count
-
-
-def _complete_symmetric(x: Sequence[float]) -> list[list[float]]:
-    """h_k(x_1, ..., x_r) at [k][r], by h_k(r) = h_k(r - 1) + x_r h_(k-1)(r)."""
-    table = [[1.0] * (len(x) + 1)]
-    for _ in range(HIGHEST_DEGREE):
-        table.append([0.0, *accumulate(map(mul, x, table[-1][1:]))])
-    return table
-
-
-def _powers(x: Tensor, y: Tensor, spans: Sequence[int]) -> Iterator[Tensor]:
-    """<x, y>_k ^ k for every degree, one after the other."""
-    for k, r in enumerate(spans, 1):
-        score = x[..., :r] @ y[..., :r].mT
-        power = score.clone()
-        for _ in range(k - 1):
-            power *= score
-        yield power
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +124,8 @@ class PairSample:
             return None
         share = self._share / (self.exact * self.key_count.rsqrt()).norm(dim=1, keepdim=True)
         unit = self.unit * share
-        columns = [unit, *(power * unit for power in _powers(self.query, self.key, spans))]
+        scores = (self.query[:, :r] @ self.key[:, :r].T for r in spans)
+        columns = [unit, *(math.prod([score] * k) * unit for k, score in enumerate(scores, 1))]
         design, target = torch.stack(columns).flatten(1), (self.exact * share).flatten()
         size = design.norm(dim=1, keepdim=True)
         if not bool((size > 0).all() & size.isfinite().all()):

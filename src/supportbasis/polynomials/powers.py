@@ -30,12 +30,10 @@ class PowerKernel:
         """Weights are ``exp(power * log_unit) * inner^power``."""
         return 0.0 if self.polynomial is None else self.polynomial.bound
 
-    def inner(self, score: Tensor) -> Tensor:
-        return score if self.polynomial is None else self.polynomial(score / self.power)
-
     def log(self, score: Tensor) -> Tensor:
         """Log-weights of scores; -inf where the weight is zero."""
-        return self.inner(score).abs().log().add_(self.log_unit).mul_(self.power)
+        inner = score if self.polynomial is None else self.polynomial(score / self.power)
+        return inner.abs().log().add_(self.log_unit).mul_(self.power)
 
     def log_slope(self, score: Tensor) -> Tensor:
         """Derivative of `log`; not finite where the weight is zero."""

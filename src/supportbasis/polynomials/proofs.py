@@ -67,6 +67,22 @@ def margin_operations(degree: int) -> int:
     return 2 * degree + 26
 
 
+def widest_bound(epsilon: float, degree: int) -> float:
+    """A bound beyond which no polynomial of this degree is certified to epsilon, whatever its
+    coefficients, so that searches build none that cannot do.
+
+    By the degree: on [-B, 0] such a p is at most 1 + epsilon, so at z = B it is at most
+    (1 + epsilon) T_g(3) <= (1 + epsilon) e^{g acosh 3}, but it is at least (1 - epsilon) e^B there.
+    By rounding: at z = -B the certificate allows for that of sum_k c_k t^k, relative to
+    sum_k |c_k|, which is at least p(B) e^{-B} >= 1 - epsilon, and there e^{2B} multiplies it. For
+    epsilon >= 1 nothing is known: p = 0 has an error of 1."""
+    if epsilon >= 1.0:
+        return math.inf
+    by_degree = degree * math.acosh(3.0) + 2 * math.atanh(epsilon)
+    by_rounding = 0.5 * math.log(epsilon / ((1.0 - epsilon) * margin_operations(degree) * UNIT))
+    return (1 + 1e-9) * max(0.0, min(by_degree, by_rounding))
+
+
 def _bulges(c: Tensor, bound: float, slack: float) -> tuple[Tensor, Tensor]:
     """Per cell, h^2/8 max|s'' - 2B s' + B^2 s| and h^2/8 max|s''|."""
     k = torch.arange(len(c) + 2, dtype=torch.float64)
