@@ -5,6 +5,7 @@ Rotary embeddings are applied by then, and keys that several query heads share c
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,10 +73,15 @@ def one_line(name: str) -> Iterator[None]:
     except (SupportBasisError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise InputError(
-            f"--model: {name} failed as it ran ({type(error).__name__}: {first})"
-        ) from error
+        first = str(error).strip().splitlines()[:1]
+        said = ": ".join([type(error).__name__, *first])
+        raise InputError(f"--model: {name} failed as it ran ({said})") from error
+
+
+def without_cache(model: Any) -> dict[str, Any]:
+    """Arguments of a forward pass that keeps no keys, if the model can be told."""
+    takes = "use_cache" in inspect.signature(model.forward).parameters
+    return {"use_cache": False} if takes else {}
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
