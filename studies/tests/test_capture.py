@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 import supportbasis as sb
 from llada_cases import save_llada
 from supportbasis import InputError
+from supportbasis.cli.app import app
 from supportbasis.cli.loading import Access, load_model
 from supportbasis_studies import commands
 from supportbasis_studies.distribution import capture
@@ -284,6 +285,27 @@ def test_its_code_is_run_only_when_asked_and_its_errors_are_a_line(
     file.write_text("raise RuntimeError('it does not even load')")
     code, said = distribution(broken, tmp_path, "--trust-remote-code")
     assert code == 2 and "does not even load" in " ".join(said.split())
+
+
+@pytest.mark.parametrize("command", ["plan", "profile", "eval"])
+def test_errors_of_its_code_are_a_line_in_commands_of_the_library(
+    command: str, llada: Path, tmp_path: Path
+) -> None:
+    folder, text = save_llada(tmp_path / "model"), tmp_path / "text.txt"
+    file = folder / "modeling_tiny_llada.py"
+    file.write_text(file.read_text().replace("return self.attn_out(", "return self.no_such("))
+    text.write_text("what goes up comes down " * 100)
+    plan = tmp_path / "plan.json"
+    making = ["--kl", "0.1", "--out", str(plan)]
+    more = {"plan": making, "eval": ["--plan", str(plan)]}.get(command, [])
+    common = ["--text", str(text), "--trust-remote-code"]
+    if command == "eval":
+        made = CliRunner().invoke(app, ["plan", str(llada), *common, *making])
+        assert made.exit_code == 0, made.output
+    result = CliRunner().invoke(app, [command, str(folder), *common, *more])
+    said = " ".join(result.output.split())
+    assert result.exit_code == 2, said
+    assert "model: model failed as it ran (AttributeError: 'TinyBlock'" in said
 
 
 def test_a_dtype_or_device_that_there_is_not(llada: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from ..models.profiling import HeadProfile, profile
 from ..plans import ExactHead, ModelPlan
 from ..plans.drawing import layer_panels, new_figure
 from ..plans.plan import UNITS
-from .loading import LoadedModel
+from .loading import LoadedModel, one_line
 from .report import Grid, Machine, Section, length_label, plain_axes, publish, times, write_csv
 from .terminal import console
 
@@ -49,7 +49,8 @@ def batch_tokens(loaded: LoadedModel, path: Path, wanted: int | None, batches: i
 
 def run_plan(loaded: LoadedModel, ids: Tensor, wish: dict[str, Any], out: Path) -> None:
     """Plan a model on batches [batches, tokens] and write plan and report."""
-    plan = models.plan(loaded.model, list(ids.split(1)), **wish)
+    with one_line(loaded.name):
+        plan = models.plan(loaded.model, list(ids.split(1)), **wish)
     folder, to, machine = out.with_suffix(""), console(), Machine.here(str(loaded.device))
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(out)
@@ -89,7 +90,8 @@ def run_plan(loaded: LoadedModel, ids: Tensor, wish: dict[str, Any], out: Path) 
 
 def run_profile(loaded: LoadedModel, ids: Tensor, tolerance: float, out: Path) -> None:
     """Profile the heads of a model on token ids [1, tokens]."""
-    found = profile(loaded.model, ids, LENGTHS, tolerance=tolerance)
+    with one_line(loaded.name):
+        found = profile(loaded.model, ids, LENGTHS, tolerance=tolerance)
     machine = Machine.here(str(loaded.device))
     write_csv(out / "heads.csv", machine, [_profile_row(head) for head in found])
     draw_profile(found, out / "heads.png")
@@ -156,7 +158,8 @@ def run_eval(
     loaded: LoadedModel, plan: ModelPlan, ids: Tensor, copies: int, seed: int, out: Path
 ) -> None:
     """Evaluate a plan on batches [batches, tokens], beside exact attention."""
-    found = models.evaluate(loaded.model, plan, list(ids.split(1)), copies=copies, seed=seed)
+    with one_line(loaded.name):
+        found = models.evaluate(loaded.model, plan, list(ids.split(1)), copies=copies, seed=seed)
     to, machine = console(), Machine.here(str(loaded.device))
     row = {key: value for key, value in asdict(found).items() if key not in ("copies", "quantiles")}
     write_csv(out / "evaluation.csv", machine, [{"model": loaded.name, **row}])

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from supportbasis import InputError, SupportBasisError
+from supportbasis import InputError
 from supportbasis.integrations.calls import Call
 from supportbasis.integrations.replacing import replaced
 
@@ -63,19 +63,6 @@ def attending(model: Any, attend: Attend) -> Iterator[None]:
 
     with replaced(model, handler):
         yield
-
-
-@contextmanager
-def one_line(name: str) -> Iterator[None]:
-    """Whatever goes wrong inside, in code that comes with a model too, is said in one line."""
-    try:
-        yield
-    except (SupportBasisError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        first = str(error).strip().splitlines()[:1]
-        said = ": ".join([type(error).__name__, *first])
-        raise InputError(f"--model: {name} failed as it ran ({said})") from error
 
 
 def without_cache(model: Any) -> dict[str, Any]:

@@ -10,12 +10,12 @@ import torch
 from rich.console import Console
 
 from supportbasis import InputError
-from supportbasis.cli.loading import Access, chosen_device, chosen_dtype
+from supportbasis.cli.loading import Access, chosen_device, chosen_dtype, one_line
 from supportbasis.cli.report import write_page
 
 from ..figures import save
 from ..files import folder_digest
-from ..models import one_line, without_cache
+from ..models import without_cache
 from ..study import Machine, Records, Section, Steps, Tick, in_short, publish
 from . import capture, findings, pictures
 from .models import BUILT_IN, PRESETS, RANDOM, Loaded, load

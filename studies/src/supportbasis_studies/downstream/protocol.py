@@ -24,10 +24,10 @@ from torch import Tensor
 
 import supportbasis as sb
 from supportbasis import InputError
-from supportbasis.cli.loading import LoadedModel
+from supportbasis.cli.loading import LoadedModel, one_line
 
 from ..files import model_state
-from ..models import attending, one_line, without_cache
+from ..models import attending, without_cache
 from .answers import Answer, questions
 from .benchmarks import Asked, data_state, read_benchmark
 from .diffusion import mask_token
