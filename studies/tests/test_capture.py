@@ -291,7 +291,8 @@ def test_its_code_is_run_only_when_asked_and_its_errors_are_a_line(
 def test_errors_of_its_code_are_a_line_in_commands_of_the_library(
     command: str, llada: Path, tmp_path: Path
 ) -> None:
-    folder, text = save_llada(tmp_path / "model"), tmp_path / "text.txt"
+    name = f"fails_in_{command}"  # transformers keeps the code of a folder by its name
+    folder, text = save_llada(tmp_path / name), tmp_path / "text.txt"
     file = folder / "modeling_tiny_llada.py"
     file.write_text(file.read_text().replace("return self.attn_out(", "return self.no_such("))
     text.write_text("what goes up comes down " * 100)
@@ -305,7 +306,7 @@ def test_errors_of_its_code_are_a_line_in_commands_of_the_library(
     result = CliRunner().invoke(app, [command, str(folder), *common, *more])
     said = " ".join(result.output.split())
     assert result.exit_code == 2, said
-    assert "model: model failed as it ran (AttributeError: 'TinyBlock'" in said
+    assert f"model: {name} failed as it ran (AttributeError: 'TinyBlock'" in said
 
 
 def test_a_dtype_or_device_that_there_is_not(llada: Path, tmp_path: Path) -> None:
