@@ -6,6 +6,7 @@ One model of each of the paper's architectures, and one with code of its own in 
 from __future__ import annotations
 
 import csv
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ pytest.importorskip("transformers")
 import supportbasis as sb
 from llada_cases import save_llada
 from supportbasis import InputError
+from supportbasis.cli.app import app
 from supportbasis.cli.loading import Access, load_model
 from supportbasis_studies import commands
 from supportbasis_studies.distribution import capture
@@ -139,6 +141,19 @@ def test_opt_shows_its_queries_to_attention_too_small(llada: Path) -> None:
     torch.testing.assert_close(found[0] * 8**0.5, layers_of(model)[0].seen[0])
 
 
+def test_a_projection_that_is_cut_in_another_way_is_not_shown() -> None:
+    """Query, key and value of each head side by side, under a name that elsewhere holds all queries
+    first: cut as there, values would not be those of attention."""
+    import transformers as hf
+
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 300, "n_positions": 64}
+    for shared in (True, False):
+        config = hf.GPTBigCodeConfig(**sizes, multi_query=shared, bos_token_id=1, eos_token_id=1)
+        layers = layers_of(hf.GPTBigCodeForCausalLM(config).eval())
+        assert [layer.projected is not None for layer in layers] == [shared] * 2
+        assert not any(layer.is_rotated for layer in layers)
+
+
 def turned(x: Tensor, part: int, base: float = 10000.0) -> Tensor:
     """Rotary embedding of the first ``part`` entries, halves paired."""
     half = part // 2
@@ -223,8 +238,36 @@ def test_projections_of_unknown_names_are_said_to_be_missing(
     monkeypatch.setattr(capture, "FUSED", ())
     monkeypatch.setattr(capture, "SEPARATE", {})
     code, said = distribution(llada, tmp_path / "out", "--trust-remote-code")
-    assert code == 0 and "names that the study does not know" in " ".join(said.split())
+    assert code == 0 and "that the study does not know" in " ".join(said.split())
     assert "before rotary" not in (tmp_path / "out" / "layers.csv").read_text()
+
+
+@pytest.mark.slow
+def test_rows_of_another_model_in_a_folder_of_this_name_are_not_used(
+    llada: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("what goes up comes down " * 3)
+    given = ("--text", str(text), "--trust-remote-code")
+    first, second = tmp_path / "a" / "model", tmp_path / "b" / "model"
+    shutil.copytree(llada, first)
+    save_llada(second, n_kv_heads=4)
+    for folder in (first, second, first):
+        code, said = distribution(folder, tmp_path / "out", *given)
+        assert code == 0, said
+    assert "kept" in said  # the first one's rows
+    with (tmp_path / "out" / "layers.csv").open(newline="", encoding="utf-8") as file:
+        spreads = {row["unit"]: row["std"] for row in csv.DictReader(file)}
+    assert len(spreads) == 4 and len(set(spreads.values())) == 2  # of values, which do not rotate
+
+
+def test_a_text_that_is_too_short_is_said(llada: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    wanted = "fewer than a window of 32; give a longer text"
+    for letters, more in ((9, ""), (20, " or --window 20")):
+        text.write_text("x" * letters)
+        code, said = distribution(llada, tmp_path, "--trust-remote-code", "--text", str(text))
+        assert code == 2 and said.strip().endswith(f"has {letters} tokens, {wanted}{more}")
 
 
 def test_its_code_is_run_only_when_asked_and_its_errors_are_a_line(
@@ -242,6 +285,28 @@ def test_its_code_is_run_only_when_asked_and_its_errors_are_a_line(
     file.write_text("raise RuntimeError('it does not even load')")
     code, said = distribution(broken, tmp_path, "--trust-remote-code")
     assert code == 2 and "does not even load" in " ".join(said.split())
+
+
+@pytest.mark.parametrize("command", ["plan", "profile", "eval"])
+def test_errors_of_its_code_are_a_line_in_commands_of_the_library(
+    command: str, llada: Path, tmp_path: Path
+) -> None:
+    name = f"fails_in_{command}"  # transformers keeps the code of a folder by its name
+    folder, text = save_llada(tmp_path / name), tmp_path / "text.txt"
+    file = folder / "modeling_tiny_llada.py"
+    file.write_text(file.read_text().replace("return self.attn_out(", "return self.no_such("))
+    text.write_text("what goes up comes down " * 100)
+    plan = tmp_path / "plan.json"
+    making = ["--kl", "0.1", "--out", str(plan)]
+    more = {"plan": making, "eval": ["--plan", str(plan)]}.get(command, [])
+    common = ["--text", str(text), "--trust-remote-code"]
+    if command == "eval":
+        made = CliRunner().invoke(app, ["plan", str(llada), *common, *making])
+        assert made.exit_code == 0, made.output
+    result = CliRunner().invoke(app, [command, str(folder), *common, *more])
+    said = " ".join(result.output.split())
+    assert result.exit_code == 2, said
+    assert f"model: {name} failed as it ran (AttributeError: 'TinyBlock'" in said
 
 
 def test_a_dtype_or_device_that_there_is_not(llada: Path, tmp_path: Path) -> None:

@@ -206,13 +206,16 @@ def local_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # lm-eval's and its dependencies'
 @pytest.mark.usefixtures("local_tasks")
-@pytest.mark.parametrize("kind", sorted(models.CONTEXT))
-def test_the_real_lm_eval_takes_both_kinds_of_models(
+@pytest.mark.parametrize("kind", [*sorted(models.CONTEXT), "llada"])
+def test_the_real_lm_eval_takes_all_kinds_of_models(
     kind: str, own_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(study, "NAMES", (methods.EXACT, methods.MEAN, "MultiThreshold"))
     names = ("own_choice", "own_group", "own_sum")
-    given = ("--model", own_model / kind, "--tasks", ",".join(names), "--limit", 3)
+    if kind == "llada":  # with code of its own
+        save_llada(own_model / kind)
+    model = ("--model", own_model / kind, *["--trust-remote-code"] * (kind == "llada"))
+    given = (*model, "--tasks", ",".join(names), "--limit", 3)
     code, text = invoke(*given, "--out", tmp_path / "out")
     assert code == 0, text
     with (tmp_path / "out" / "benchmarks.csv").open(newline="", encoding="utf-8") as file:
@@ -224,7 +227,7 @@ def test_the_real_lm_eval_takes_both_kinds_of_models(
         assert float(choice["accuracy"]) == float(group["accuracy"]) in (0.0, 1.0)
         assert total["metric"] == "exact_match,strict-match"
         assert float(total["accuracy"]) == 0.0 and float(total["unparsable"]) == 1.0
-    code, text = invoke("--model", own_model / kind, "--tasks", "nobody", "--out", tmp_path / "out")
+    code, text = invoke(*model, "--tasks", "nobody", "--out", tmp_path / "out")
     assert code == 2 and "nobody could not be run with" in text
 
 

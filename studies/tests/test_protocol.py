@@ -142,16 +142,33 @@ def test_a_model_with_code_of_its_own_answers_and_resumes(
     llada: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = ("--model", llada, "--trust-remote-code", "--data", data, "--out", tmp_path)
-    chosen = ("--methods", "ours6,mean", "--tasks", "gsm8k,arc_easy", "--batch", 2)
+    chosen = ("--methods", "ours6,mean", "--tasks", "gsm8k,arc_easy,gsm8k", "--batch", 2)
     code, text = invoke(*given, *chosen, "--limit", 3)
     assert code == 0, text
     assert "In all about" in text and "unparsable" in text and "8-billion-parameter" in text
     rows = rows_of(tmp_path)
     assert len(rows) == 3 * 2 and {row["items"] for row in rows} == {"3"}
     assert {row["method"] for row in rows} == {"exact", "ours (6), emulation", "mean(V)"}
+    assert len({row["unit"] for row in rows}) == len(rows)
     monkeypatch.setattr(protocol.Chat, "answers", None)  # nothing is asked again
     assert invoke(*given, *chosen, "--limit", 3)[0] == 0 and rows_of(tmp_path) == rows
     assert invoke(*given, *chosen, "--limit", 3, "--redraw")[0] == 0
+
+
+def test_code_that_neither_counts_layers_nor_has_a_cache(data: Path, tmp_path: Path) -> None:
+    folder = save_llada(tmp_path / "other")
+    for name, old, new in (
+        ("configuration", "num_hidden_layers", "depth"),
+        ("modeling", "use_cache=None, return_dict=None", "**more"),
+        ("modeling", "if use_cache is None:", "assert not more\n        if True:"),
+    ):
+        file = folder / f"{name}_tiny_llada.py"
+        assert old in file.read_text()
+        file.write_text(file.read_text().replace(old, new))
+    given = ("--model", folder, "--trust-remote-code", "--data", data, "--out", tmp_path / "out")
+    code, text = invoke(*given, "--methods", "block", "--tasks", "arc_easy", "--limit", 1)
+    assert code == 0, text
+    assert len(rows_of(tmp_path / "out")) == 2
 
 
 def test_batches_change_nothing(llada: Path, data: Path) -> None:
@@ -327,6 +344,7 @@ def test_what_is_refused(llada: Path, data: Path, tmp_path: Path) -> None:
         ((), "reads benchmarks from files"),
         (("--data", tmp_path / "absent"), "there is no folder"),
         (("--data", data, "--methods", "best"), "'best' is not one of"),
+        (("--data", data, "--methods", " "), "no method is named in ' '; there are exact, ours4"),
         (("--data", data, "--tasks", "nobody"), "'nobody' is not one of"),
     ):
         code, text = invoke(*given, *more)
@@ -354,6 +372,18 @@ def test_a_chat_template_that_fails_is_a_line(llada: Path, data: Path) -> None:
     chat.loaded.tokenizer.chat_template = "{{ raise_exception('not this user') }}"
     with pytest.raises(InputError, match=r"the tokenizer of .* failed as it ran .*not this user"):
         chat.prompted("gsm8k", 0, 1)
+
+
+def test_a_tokenizer_that_cannot_read_what_is_written_is_a_line(
+    llada: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(*_: object, **__: object) -> str:
+        raise KeyError(7)
+
+    chat = user_chat(llada, data)
+    monkeypatch.setattr(chat.loaded.tokenizer, "decode", decode)
+    with pytest.raises(InputError, match=r"the tokenizer of .* failed as it ran \(KeyError: 7\)"):
+        chat.answers(chat.prompted("gsm8k", 0, 1), 1)
 
 
 def test_a_causal_model_is_refused(data: Path, tmp_path: Path) -> None:

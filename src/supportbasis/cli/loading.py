@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from importlib.util import find_spec
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, SupportBasisError
 
 CONTEXT = ("max_position_embeddings", "max_sequence_length")  # in a configuration
 CHARACTERS = 8  # for each token that is wanted: how much of a text the tokenizer is given first
@@ -122,6 +124,19 @@ def why(name: str, access: Access, error: Exception) -> str:
         f"model: {name} could not be fetched ({first}); check the name and the network, or give "
         "the folder of a model that you have"
     )
+
+
+@contextmanager
+def one_line(name: str) -> Iterator[None]:
+    """Whatever goes wrong inside, in code that comes with a model too, is said in one line."""
+    try:
+        yield
+    except (SupportBasisError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        first = str(error).strip().splitlines()[:1]
+        said = ": ".join([type(error).__name__, *first])
+        raise InputError(f"model: {name} failed as it ran ({said})") from error
 
 
 def chosen_device(name: str | None) -> torch.device:

@@ -20,7 +20,14 @@ from ..models.profiling import HeadProfile, profile
 from ..plans import ExactHead, ModelPlan
 from ..plans.drawing import layer_panels, new_figure
 from ..plans.plan import UNITS
-from .loading import Access, LoadedModel, chosen_device, chosen_dtype, load_model
+from .loading import (
+    Access,
+    LoadedModel,
+    chosen_device,
+    chosen_dtype,
+    load_model,
+    one_line,
+)  # fmt: skip
 from .report import Grid, Machine, Section, length_label, plain_axes, publish, times, write_csv
 from .terminal import console, friendly, writable
 
@@ -101,7 +108,8 @@ def plan_model(
     loaded = _loaded(model, device, dtype, download, trust_remote_code)
     ids = batch_tokens(loaded, text, tokens, batches)
     read = list(ids.split(1))
-    plan = models.plan(loaded.model, read, kl=kl, change=change, minimise=minimise, seed=seed)
+    with one_line(loaded.name):
+        plan = models.plan(loaded.model, read, kl=kl, change=change, minimise=minimise, seed=seed)
     plan.save(out)
     folder, to, machine = out.with_suffix(""), console(), Machine.here(str(loaded.device))
     folder.mkdir(parents=True, exist_ok=True)
@@ -156,7 +164,8 @@ def profile_model(
     writable(out)
     loaded = _loaded(model, device, dtype, download, trust_remote_code)
     ids = batch_tokens(loaded, text, tokens, 1)
-    found = profile(loaded.model, ids, LENGTHS, tolerance=tolerance)
+    with one_line(loaded.name):
+        found = profile(loaded.model, ids, LENGTHS, tolerance=tolerance)
     machine = Machine.here(str(loaded.device))
     write_csv(out / "heads.csv", machine, [_profile_row(head) for head in found])
     draw_profile(found, out / "heads.png")
@@ -234,7 +243,8 @@ def evaluate_model(
     made = ModelPlan.load(plan)
     loaded = _loaded(model, device, dtype, download, trust_remote_code)
     ids = batch_tokens(loaded, text, tokens, batches)
-    found = models.evaluate(loaded.model, made, list(ids.split(1)), copies=copies, seed=seed)
+    with one_line(loaded.name):
+        found = models.evaluate(loaded.model, made, list(ids.split(1)), copies=copies, seed=seed)
     to, machine = console(), Machine.here(str(loaded.device))
     row = {key: value for key, value in asdict(found).items() if key not in ("copies", "quantiles")}
     write_csv(out / "evaluation.csv", machine, [{"model": loaded.name, **row}])

@@ -5,6 +5,7 @@ Rotary embeddings are applied by then, and keys that several query heads share c
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from supportbasis import InputError, SupportBasisError
+from supportbasis import InputError
 from supportbasis.integrations.calls import Call
 from supportbasis.integrations.replacing import replaced
 
@@ -64,18 +65,10 @@ def attending(model: Any, attend: Attend) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def one_line(name: str) -> Iterator[None]:
-    """Whatever goes wrong inside, in code that comes with a model too, is said in one line."""
-    try:
-        yield
-    except (SupportBasisError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise InputError(
-            f"--model: {name} failed as it ran ({type(error).__name__}: {first})"
-        ) from error
+def without_cache(model: Any) -> dict[str, Any]:
+    """Arguments of a forward pass that keeps no keys, if the model can be told."""
+    takes = "use_cache" in inspect.signature(model.forward).parameters
+    return {"use_cache": False} if takes else {}
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:

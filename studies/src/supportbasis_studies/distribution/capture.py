@@ -62,6 +62,8 @@ def captured(model: nn.Module, show: Callable[[Layer], None]) -> Iterator[None]:
 
     def handler(call: Call) -> Tensor:
         projected = _projected(latest, call)
+        if projected is not None and _differ(projected[2], call.value):
+            projected = None  # cut in another way: nothing happens to values before attention
         latest.clear()
         query = call.query * _scaling(call, projected)
         show(Layer(call.site, (query, call.key, call.value), projected))

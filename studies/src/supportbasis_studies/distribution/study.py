@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from inspect import signature
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from supportbasis import InputError
-from supportbasis.cli.loading import Access, chosen_device, chosen_dtype
+from supportbasis.cli.loading import Access, chosen_device, chosen_dtype, one_line
 from supportbasis.cli.report import write_page
 
 from ..figures import save
-from ..models import one_line
+from ..files import folder_digest
+from ..models import without_cache
 from ..study import Machine, Records, Section, Steps, Tick, in_short, publish
 from . import capture, findings, pictures
 from .models import BUILT_IN, PRESETS, RANDOM, Loaded, load
@@ -48,8 +48,8 @@ LEAD = (
 )
 
 UNKNOWN = (
-    "The projections of this model have names that the study does not know, so entries are shown "
-    "only as attention sees them: after rotary embeddings, if it has any."
+    "The projections of this model have names or a layout that the study does not know, so entries "
+    "are shown only as attention sees them: after rotary embeddings, if it has any."
 )
 
 
@@ -76,9 +76,11 @@ class Wish:
         return PRESETS.get(self.model.lower(), self.model)
 
     def unit(self, shown: Shown) -> str:
-        """The model, exactly what it is shown, and in which dtype if one is asked for."""
-        dtype = f", {self.dtype}" if self.dtype else ""
-        return f"{self.name}, {shown.name}, {shown.digest}{dtype}"
+        """The model (of a folder, its files), what it is shown, its dtype if one is asked for."""
+        parts = [self.name, shown.name, shown.digest]
+        if self.model is not None and Path(self.model).is_dir():
+            parts.append(folder_digest(self.model))
+        return ", ".join([*parts, self.dtype] if self.dtype else parts)
 
 
 def run_distribution(wish: Wish, out: Path, console: Console, *, redraw: bool = False) -> None:
@@ -159,8 +161,7 @@ def _run(
         if layer.projected is not None:
             _stream(projected, layer.number, layer.projected)
 
-    parameters = signature(loaded.model.forward).parameters
-    options = {"use_cache": False} if "use_cache" in parameters else {}
+    options = without_cache(loaded.model)
     for done, window in enumerate(shown.windows):
         given = {loaded.model.main_input_name: window.unsqueeze(0).to(device)}
         if shown.is_picture:

@@ -89,11 +89,13 @@ def _natural(
     n = _longest(loaded, window)
     if own and window is None:
         n = min(n, len(ids))
-    if len(ids) < max(n, FEWEST):
+    least = max(n, FEWEST)
+    if len(ids) < least:
         what = "the built-in text" if own else f"--text: {name}"
+        shorter = f" or --window {len(ids)}" if len(ids) >= FEWEST else ""
         raise InputError(
-            f"{what} has {len(ids)} tokens, fewer than a window of {n}; give a longer text or "
-            f"--window {len(ids)}"
+            f"{what} has {len(ids)} tokens, fewer than a window of {least}; give a longer text"
+            f"{shorter}"
         )
     count = min(len(ids) // n, most or len(ids))
     said = f"{name}: {len(text)} characters, {len(ids)} tokens, {count} × {n} shown"

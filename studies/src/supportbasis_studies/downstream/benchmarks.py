@@ -10,12 +10,14 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from supportbasis import InputError
+
+from ..files import file_state
 
 LETTERS = "ABCDE"
 
@@ -132,12 +134,6 @@ def read_benchmark(folder: Path, task: str) -> list[Asked]:
 def data_state(folder: Path) -> str:
     """Changes with the files of the benchmarks."""
     return file_state(file for pattern, _ in FILES.values() for file in folder.glob(pattern))
-
-
-def file_state(files: Iterable[Path]) -> str:
-    """Names, sizes and times of modification."""
-    found = [(file.name, file.stat()) for file in sorted(files)]
-    return str([(name, stat.st_size, stat.st_mtime_ns) for name, stat in found])
 
 
 def _items(file: Path) -> Iterator[dict[str, Any]]:

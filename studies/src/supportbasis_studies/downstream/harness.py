@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,15 @@ from supportbasis import InputError
 from supportbasis.cli.loading import Access, LoadedModel, check_folder, load_model
 
 from ..distribution.models import PRESETS
+from ..files import folder_digest
 from ..models import attending
 from ..study import Row
-from .benchmarks import file_state
 from .diffusion import Diffusion, as_lm
 from .methods import replacement
 from .sampler import Sampling
 
 BENCHMARKS = ("gsm8k", "mmlu", "hellaswag", "arc_easy", "arc_challenge")
 METRICS = ("acc_norm,none", "acc,none", "exact_match,strict-match")  # the first that there is
-READ = (".json", ".jinja", ".model", ".py", ".txt")  # of a model's files, all but its weights
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 INSTALL = 'the benchmarks need lm-eval: pip install "supportbasis-studies[eval]"'
 WRITING = Sampling(length=256, steps=256, block=32)  # LLaDA's own for GSM8K
 
@@ -69,7 +66,7 @@ class Wish:
         """The model (of a folder, its files), its dtype if one is asked for, what it is asked."""
         parts = [self.name, method, task, str(self.limit or "all")]
         if Path(self.name).is_dir():
-            parts.append(sha256(model_state(self.name).encode()).hexdigest()[:8])
+            parts.append(folder_digest(self.name))
         if self.dtype is not None:
             parts.append(str(self.dtype).removeprefix("torch."))
         return ", ".join(parts)
@@ -81,22 +78,6 @@ def load_for(wish: Wish, device: torch.device) -> LoadedModel:
     if found.tokenizer is None:
         raise InputError(f"--model: {found.name} takes pictures; expected a model of language")
     return found
-
-
-def model_state(name: str) -> str:
-    """Changes with the configuration, code, tokenizer and weights of a folder, or of what is on
-    this machine of a model on the hub."""
-    folder = Path(name)
-    if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(name, "config.json")
-        if not isinstance(found, str):
-            return "not on this machine"
-        folder = Path(found).parent
-    files = sorted(file for file in folder.iterdir() if file.is_file())
-    read = b"".join(file.read_bytes() for file in files if file.suffix in READ)
-    return sha256(read).hexdigest() + file_state(file for file in files if file.suffix in WEIGHTS)
 
 
 class Harness:
@@ -181,14 +162,14 @@ def _texts(sample: dict[str, Any]) -> list[str]:
 
 
 def chosen_tasks(text: str | None) -> tuple[str, ...]:
-    """Names with commas between them; without any, the paper's five.
+    """Names with commas between them, each once; without any, the paper's five.
 
-    >>> chosen_tasks("gsm8k, mmlu")
+    >>> chosen_tasks("gsm8k, mmlu, gsm8k")
     ('gsm8k', 'mmlu')
     """
     if text is None:
         return BENCHMARKS
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
         raise InputError(
             f"--tasks: no task is named in {text!r}; for example {','.join(BENCHMARKS)}"

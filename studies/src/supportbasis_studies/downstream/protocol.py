@@ -24,13 +24,14 @@ from torch import Tensor
 
 import supportbasis as sb
 from supportbasis import InputError
-from supportbasis.cli.loading import LoadedModel
+from supportbasis.cli.loading import LoadedModel, one_line
 
-from ..models import attending, one_line
+from ..files import model_state
+from ..models import attending, without_cache
 from .answers import Answer, questions
 from .benchmarks import Asked, data_state, read_benchmark
 from .diffusion import mask_token
-from .harness import Wish, is_diffusion, load_for, model_state
+from .harness import Wish, is_diffusion, load_for
 from .items import ANSWER, NUMBER, TASKS, Item
 from .language import MASK as OWN_MASK
 from .language import STOP
@@ -68,7 +69,9 @@ def chosen_methods(text: str | None) -> tuple[str, ...]:
         if name not in METHODS:
             raise InputError(f"--methods: {name!r} is not one of {', '.join(METHODS)}")
     if not asked:
-        raise InputError(f"--methods: no method is named in {text!r}; there are {list(METHODS)}")
+        raise InputError(
+            f"--methods: no method is named in {text!r}; there are {', '.join(METHODS)}"
+        )
     return tuple(METHODS[name] for name in METHODS if name in ("exact", *asked))
 
 
@@ -121,7 +124,7 @@ class Chat(ABC):
 
     def _logits(self, tokens: Tensor) -> Tensor:
         with one_line(self.name):
-            logits: Tensor = self.model(tokens, use_cache=False).logits
+            logits: Tensor = self.model(tokens, **without_cache(self.model)).logits
         return logits
 
     @cached_property
@@ -155,7 +158,8 @@ class Chat(ABC):
             with sb.models.use(self.model, self.plan, min_tokens=0):
                 yield used
             return
-        chosen: Replacement = replacement(method, self.model.config.num_hidden_layers)
+        layers = getattr(self.model.config, "num_hidden_layers", None)
+        chosen: Replacement = replacement(method, layers)
         with attending(self.model, chosen.attend) if method != EXACT else nullcontext():
             yield chosen.used
 
@@ -268,7 +272,8 @@ class UserChat(Chat):
 
     def answer(self, question: Prompted, written: list[int]) -> Answer:
         assert isinstance(question.asked, Asked)
-        text = self.loaded.tokenizer.decode(written, skip_special_tokens=True)
+        with one_line(f"the tokenizer of {self.name}"):
+            text = self.loaded.tokenizer.decode(written, skip_special_tokens=True)
         found = question.asked.read(text)
         right = found == question.asked.answer
         return Answer(right, found is not None, right)
