@@ -7,7 +7,7 @@ import torch
 
 import supportbasis as sb
 from cases import dense_attention, qkv, relative
-from supportbasis.engine import ranges
+from supportbasis.engine import ranges, sdpa
 
 METHODS = [
     sb.Polynomial(2),
@@ -213,12 +213,8 @@ def test_an_exact_plan_takes_the_smallest_scales(scale):
 
 
 def test_an_exact_plan_under_autocast_attends_once(monkeypatch):
-    calls, real = [], torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        torch.nn.functional,
-        "scaled_dot_product_attention",
-        lambda *x, **y: calls.append(1) or real(*x, **y),
-    )
+    calls, real = [], sdpa.SDPA
+    monkeypatch.setattr(sdpa, "SDPA", lambda *x, **y: calls.append(1) or real(*x, **y))
     q, k, v = qkv(1, 2, n=64, d=8, dtype=torch.float32)
     plan = sb.plan(q, k, v, method=sb.Exact())
     with torch.autocast("cpu", dtype=torch.bfloat16):

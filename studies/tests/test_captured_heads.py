@@ -17,6 +17,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 import supportbasis as sb  # noqa: E402
 from frontier_cases import CPU, fake_encoder, fake_language  # noqa: E402
+from supportbasis.integrations import calls as calls_of_models  # noqa: E402
 from supportbasis_studies.frontier import language, sources  # noqa: E402
 from supportbasis_studies.frontier.encoder import Encoder  # noqa: E402
 from supportbasis_studies.frontier.heads import (  # noqa: E402
@@ -210,14 +211,14 @@ def test_layers_beyond_the_last_are_not_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    plain = F.scaled_dot_product_attention
+    plain = calls_of_models.SDPA
 
     def count(*arguments: Tensor, **options: object) -> Tensor:
         calls.append(1)
         return plain(*arguments, **options)
 
     model = language.Language.of(fake_language(tmp_path / "story"))
-    monkeypatch.setattr(F, "scaled_dot_product_attention", count)
+    monkeypatch.setattr(calls_of_models, "SDPA", count)
     (head,) = model.source(300, ((0, 3),), None, CPU).make()
     assert head.name == "0.3" and not calls
     (head,) = model.source(300, ((1, 3),), None, CPU).make()

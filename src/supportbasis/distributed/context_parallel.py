@@ -193,7 +193,7 @@ def _facts(problem: Problem, options: _Options) -> Mapping[str, Any]:
         "the head dims of query and value": (problem.query.shape[3], problem.value.shape[3]),
         "the dtype": problem.query.dtype,
         "is_causal": options.is_causal,
-        "scale": (problem.scale, problem.is_flipped),
+        "scale": problem.given_scale,
         "layout": options.layout,
         "exchange": options.exchange,
         "method": options.method,
@@ -209,8 +209,7 @@ def _plan(call: _Call, options: _Options) -> Plan:
     if isinstance(method, Exact):
         whole = ExactHead(n=sum(call.queries.lengths), m=sum(call.keys.lengths))
         heads = (whole,) * problem.heads
-        scale = -problem.scale if problem.is_flipped else problem.scale
-        return Plan(method, problem.query.shape[-1], heads, scale, problem.is_causal)
+        return Plan(method, problem.dim, heads, problem.given_scale, problem.is_causal)
     return plan_together(problem, method, call.ranks, call.queries, call.keys)
 
 

@@ -181,6 +181,5 @@ def plan_together(
             return make_plan(own, method).heads if own.heads else ()
 
         found = together(ranks, heads, "planning")
-    scale = -problem.scale if problem.is_flipped else problem.scale
     made = tuple(head for part in found for head in part)
-    return Plan(method, problem.query.shape[-1], made, scale, problem.is_causal)
+    return Plan(method, problem.dim, made, problem.given_scale, problem.is_causal)

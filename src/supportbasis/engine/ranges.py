@@ -106,7 +106,7 @@ def check_plan(problem: Problem, plan: Plan) -> None:
         )
     if plan.scale is None:
         return
-    scale = -problem.scale if problem.is_flipped else problem.scale
+    scale = problem.given_scale
     if abs(scale - plan.scale) > SAME_SCALE * abs(plan.scale):
         raise InputError(
             f"plan was made with scale={plan.scale:g}, but the call has scale={scale:g}; make a "

@@ -71,8 +71,7 @@ def make_plan(problem: Problem, method: Method) -> Plan:
         text = f"{method} has a measured error of {error:.2g} on head {number}{others}"
         text = f"supportbasis: {text}; give a tolerance to limit it"
         warnings.warn(text, UserWarning, stacklevel=4)
-    scale = -problem.scale if problem.is_flipped else problem.scale
-    return Plan(method, problem.dim, heads, scale, problem.is_causal)
+    return Plan(method, problem.dim, heads, problem.given_scale, problem.is_causal)
 
 
 def _check_call(problem: Problem, method: Method) -> None:

@@ -93,9 +93,7 @@ def rungs(problem: Problem, minimise: str, seed: int) -> list[list[HeadPlan]]:
 
 def layer_plan(problem: Problem, heads: Sequence[HeadPlan]) -> Plan:
     """The plan of a layer whose heads have these settings."""
-    scale = -problem.scale if problem.is_flipped else problem.scale
-    dim = problem.query.shape[-1]
-    return Plan(Auto(), dim, tuple(heads), scale, problem.is_causal)
+    return Plan(Auto(), problem.dim, tuple(heads), problem.given_scale, problem.is_causal)
 
 
 def min_tokens(problem: Problem, heads: Sequence[HeadPlan]) -> int:

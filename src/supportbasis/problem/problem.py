@@ -184,6 +184,11 @@ class Problem(Pairs):
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
     @property
+    def given_scale(self) -> float:
+        """The caller's scale; if it was negative, the queries here have its sign."""
+        return -self.scale if self.is_flipped else self.scale
+
+    @property
     def needs_exact(self) -> str | None:
         """Why no approximation applies to this call, or None."""
         if self.dropout_p > 0:
