@@ -60,6 +60,17 @@ def test_an_exact_plan_that_is_reused_is_sdpa(dv, scale):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
+def test_keys_that_are_broadcast_over_a_batch_keep_no_scores(is_causal):
+    """PyTorch's own broadcasting takes the kernel that keeps all of them, with other roundings."""
+    q, k, v = qkv(2, 2, n=40, m=33, d=8, dtype=torch.bfloat16)
+    plan = sb.plan(q, k, v, is_causal=is_causal, method=sb.Exact())
+    for query, key, value in ((q, k[:1], v[:1]), (q[:1], k, v)):
+        once = sb.attention(query, key, value, is_causal=is_causal, plan=plan)
+        whole = (query.expand_as(q), key.expand_as(k), value.expand_as(v))
+        assert torch.equal(once, sb.attention(*whole, is_causal=is_causal, plan=plan))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", ["query", "key"])
 def test_an_infinity_that_leaves_no_trace_in_the_output_is_noticed(name, is_causal):
     """Where all scores of an entry are -inf, its weights vanish."""

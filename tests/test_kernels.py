@@ -168,6 +168,23 @@ def test_density_that_overflows_its_dtype_is_refused():
         sb.gaussian_kde(data, data, 1e-6)
 
 
+@pytest.mark.parametrize("power", [5, 20, 30, 60])
+def test_density_at_the_data_is_as_precise_for_a_small_bandwidth(power):
+    """Powers of 2, whose factors cancel without rounding: the norm must not be added to them."""
+    data, h = torch.tensor([[-1.0], [1.0]]).double(), 2.0**-power
+    result = sb.gaussian_kde(data, data, h, method=sb.Exact(), return_result=True)
+    expected = torch.full((2,), 1 / (2 * math.sqrt(2 * math.pi) * h)).double()
+    torch.testing.assert_close(result.output, expected, rtol=1e-7, atol=0)
+    torch.testing.assert_close(result.lse, expected.log(), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bandwidths_whose_squares_vanish_are_refused(dtype):
+    data = torch.tensor([[-1.0], [1.0]], dtype=dtype)
+    with pytest.raises(sb.InputError, match="bandwidth is so small"):
+        sb.gaussian_kde(data, data, 1e-200, return_result=True)
+
+
 @pytest.mark.parametrize("bandwidth", ["a", None, 1j, True])
 def test_bandwidth_of_another_kind_is_refused(bandwidth):
     with pytest.raises(sb.InputError, match="bandwidth"):
@@ -187,12 +204,11 @@ def test_the_bound_over_norm_bins_is_attained():
     """One row, two keys at the edge of their bin, a remainder of even leading power: both keys err
     the same way and by nearly the most that their norm allows."""
     points, data = torch.tensor([[1.0]]), torch.tensor([[1.0], [-1.0]])
-    head = density_problem(points.double(), data.double(), 1.0, None).head(0, 0)
+    head = density_problem(points.double(), data.double(), 1.0, None)[0].head(0, 0)
     poly = taylor(3, 1.0)
     plan = PolynomialHead(n=1, m=2, cost=1.0, speedup=1.0, polynomial=poly)
     z = torch.tensor([1.0, -1.0], dtype=torch.float64)
-    weights = math.exp(-1.0) / (2 * math.sqrt(2 * math.pi))  # of a row and a key, over the norm
-    true = abs(float((poly(z) * math.e - z.exp()).sum())) * weights
+    true = abs(float((poly(z) * math.e - z.exp()).sum())) * math.exp(-1.0)  # times both weights
     bound = largest_error(head, plan, 0.0)
     assert true <= bound <= 1.5 * true
 

@@ -219,6 +219,10 @@ def test_vmap_calls_the_plan_for_each_slice(method):
     expected = torch.stack([call(x) for x in several.unbind(1)], 2)
     assert_equal([torch.func.vmap(call, in_dims=1, out_dims=2)(several)], [expected])
     assert torch.func.vmap(call)(q.new_zeros(0, *q.shape)).shape == (0, *q.shape)
+    empty = torch.func.vmap(lambda q, k, v: sb.attention(q, k, v, plan=plan))(
+        *(x[None, :0].repeat(2, 1, 1, 1, 1) for x in (q, k, v))
+    )
+    assert empty.shape == (2, 0, *v.shape[1:])
     slopes = torch.func.vmap(torch.func.grad(lambda q: call(q).square().sum()), in_dims=1)(several)
     each = [x.clone().requires_grad_() for x in several.unbind(1)]
     assert_equal(slopes, [grads(call(x), x)[0] for x in each])

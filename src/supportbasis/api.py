@@ -218,14 +218,17 @@ def gaussian_kde(
     >>> sb.gaussian_kde(torch.zeros(1, 1), torch.zeros(5, 1), 1.0)  # 1/sqrt(2 pi)
     tensor([0.3989])
     """
-    problem = density_problem(points, data, bandwidth, weights)
+    problem, log_norm = density_problem(points, data, bandwidth, weights)
     plan = plan_of(problem, method, None)
     outcome = run(problem, plan, return_result)
-    density = _in_linear_units(problem, outcome, points.dtype).squeeze(-1)
+    log_scale = outcome.log_scale - log_norm.reshape(outcome.log_scale.shape)
+    scaled = replace(outcome, log_scale=log_scale)
+    density = _in_linear_units(problem, scaled, points.dtype).squeeze(-1)
     if not return_result:
         return density
     result = _result(problem, plan, outcome)
-    return replace(result, output=density, log_scale=torch.zeros_like(result.log_scale))
+    lse = (result.lse - log_norm.unsqueeze(-1)).to(result.lse.dtype)
+    return replace(result, output=density, lse=lse, log_scale=torch.zeros_like(result.log_scale))
 
 
 def autocast(*tensors: Tensor) -> Sequence[Tensor]:

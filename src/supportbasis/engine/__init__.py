@@ -5,8 +5,8 @@
 `execute`       all heads, one after the other: sums of components, one division; gradients;
                 failed rows and overflow
 `autograd`      the entry: SDPA, the engine, or the engine as an operator of PyTorch
-`sdpa`          exact heads by `torch.nn.functional.scaled_dot_product_attention`
-`ranges`        whether a plan suits a call, and scores stay in the range it was made for
+`sdpa`          exact heads by PyTorch's own `scaled_dot_product_attention`
+`ranges`        whether a plan suits a call, scores stay in the range it was made for, or overflow
 `jensen`        lower bounds of row sums, by which failed rows are found
 ==============  ==========================================================================
 """

@@ -1,8 +1,9 @@
-"""Whether a plan suits a call: the range of scores that it was made for, and which heads leave it.
+"""Ranges of scores: that which a plan was made for, and which heads of a call leave it; and whether
+scores may overflow their dtype.
 
 An approximation is certified, fitted or measured on the scores of the data it was planned on. A
 plan remembers how large they could be, by norms; a call with larger ones runs these heads exactly.
-On a GPU that takes no synchronisation with the host: what a call finds is reported at the next one.
+On a GPU this takes no synchronisation with the host: what a call finds is reported at the next one.
 """
 
 from __future__ import annotations

@@ -121,11 +121,12 @@ def plainly(
     if not all(type(x) is Tensor and x.is_cpu and x.dim() == 4 for x in tensors):
         return None
     try:
-        (_, heads, _, dim), key_heads = query.shape, key.shape[1]
+        (batch, heads, _, dim), (key_batch, key_heads) = query.shape, key.shape[:2]
         fits = (
             type(is_causal) is type(enable_gqa) is bool
             and (scale is None or (type(scale) is float and 1 / ORDINARY < scale < ORDINARY))
             and key.shape == value.shape
+            and batch == key_batch  # PyTorch broadcasts only in its kernel that keeps all scores
             and (heads == key_heads or enable_gqa)
             and (heads, dim) == (plan.num_heads, plan.dim)
             and not torch.is_autocast_enabled("cpu")
@@ -140,5 +141,5 @@ def plainly(
         return SDPA(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=heads != key_heads
         )
-    except RuntimeError:
+    except (RuntimeError, IndexError):  # an IndexError: no entries, inside of a vmap
         return None

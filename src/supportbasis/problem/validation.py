@@ -179,9 +179,10 @@ def _split_mask(
 
 def density_problem(
     points: Tensor, data: Tensor, bandwidth: float | Tensor, weights: Tensor | None
-) -> Problem:
-    """A density as a kernel sum: with x, y centred and divided by h, exp(-|x-y|^2/2) = exp(<x,y>)
-    exp(-|x|^2/2) exp(-|y|^2/2); the factors of the rows are divided by the density's norm."""
+) -> tuple[Problem, Tensor]:
+    """A density as a kernel sum, and the log of what to divide that by: with x, y centred and
+    divided by h, exp(-|x-y|^2/2) = exp(<x,y>) exp(-|x|^2/2) exp(-|y|^2/2). In the factors of rows
+    it would be lost: they are so large that it is rounding beside them, until keys cancel them."""
     names = ("points", "data", "data")
     given = attention_problem(points, data, data, None, 0.0, False, 1.0, False, names=names)
     if not data.shape[-2]:
@@ -193,23 +194,28 @@ def density_problem(
     row_weight, log_weight = (-x.square().sum(-1) / 2 for x in (query, key))
     weight = data64.new_ones(()) if weights is None else _check_weights(weights, data)
     log_weight = log_weight + weight.log()
-    total = weight.expand(data.shape[:-1]).sum(-1, keepdim=True)
-    volume = (width.log() + math.log(2 * math.pi) / 2).expand(points.shape[-1]).sum()
-    row_weight = row_weight - total.log() - volume
+    total = weight.expand(data.shape[:-1]).sum(-1).expand(given.leading)
     dtype = _density_dtype(points.dtype, query, key)
     tokens = (query.to(dtype), key.to(dtype), key.new_ones(*key.shape[:-1], 1, dtype=dtype))
     parts = (*tokens, log_weight.unsqueeze(-1), row_weight.unsqueeze(-1))
     query, key, value, keys, rows = (_four(x, given.leading) for x in parts)
-    return replace(
+    problem = replace(
         given, query=query, key=key, value=value, key_log_weight=keys.squeeze(-1),
         query_log_weight=rows.squeeze(-1), normalise=False,
     )  # fmt: skip
+    volume = (width.log() + math.log(2 * math.pi) / 2).expand(points.shape[-1]).sum()
+    return problem, total.log() + volume
 
 
 def _density_dtype(dtype: torch.dtype, query: Tensor, key: Tensor) -> torch.dtype:
     """float32 unless its rounding of <x, y> would show: the exponent -|x - y|^2/2 is a small
     difference of large numbers when points lie many bandwidths from their centre."""
     reach = sum(float(x.square().sum(-1).max()) for x in (query, key) if x.numel())
+    if not math.isfinite(reach):
+        raise InputError(
+            "bandwidth is so small that squares of distances over it overflow float64; use a "
+            "larger one"
+        )
     rounding = reach * (query.shape[-1] + 6) * unit_roundoff(torch.float32)
     return torch.float64 if rounding > 1e-4 else compute_dtype(dtype)
 
