@@ -45,7 +45,8 @@ class Partial:
     def put_(self, rows: Tensor | None, other: Partial) -> None:
         """Replace some rows (None: all, without a copy)."""
         if rows is None:
-            vars(self).update(vars(other))
+            self.num, self.den = other.num, other.den
+            self.log_scale, self.noise = other.log_scale, other.noise
             return
         self.num[rows], self.den[rows] = other.num, other.den
         self.log_scale[rows], self.noise[rows] = other.log_scale, other.noise
