@@ -228,3 +228,12 @@ def test_neighbours_in_memory_are_joined_without_a_copy(heads):
     assert torch.equal(replay.joined(held[1], held[0]), torch.cat([second, first]))
     if heads == 1:  # any stride of the one head is a contiguous one
         assert first.is_contiguous() and torch.equal(replay.joined(first, second), wanted)
+
+
+def test_memory_of_a_graph_captured_in_inference_mode_serves_other_calls():
+    tokens = torch.randn(2, 8, 4, device=DEVICE)
+    with torch.inference_mode():
+        _, held = replay._held("another stream", (tokens,))
+    with torch.no_grad():
+        assert torch.equal(held[0].copy_(2 * tokens), 2 * tokens)
+    assert not held[0].is_inference()

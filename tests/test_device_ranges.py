@@ -18,6 +18,7 @@ from supportbasis.problem.validation import attention_problem
 # after the interpreter is chosen, which is read when a kernel is decorated
 from supportbasis.cuda.exact.split import first, large, rounded_down  # isort: skip
 from supportbasis.cuda.runtime.range_check import SECONDS, RangeCheck, checked, lengths  # isort: skip
+from supportbasis.cuda.runtime.reporting import Report  # isort: skip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -138,3 +139,13 @@ def test_a_call_on_the_device_is_reported_at_the_next(compiled, marks):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
         call(*far)
+
+
+def test_reports_of_calls_in_and_outside_of_inference_mode_share_their_memory():
+    report, counts = Report(), torch.arange(3, device=DEVICE)
+    for number, inside in enumerate((True, False, True)):
+        with torch.inference_mode(inside):
+            report.send(counts + number)
+            while (found := report.read()) is None:
+                pass
+            assert found.tolist() == (counts + number).tolist()

@@ -76,7 +76,9 @@ def _held(stream: Hashable, given: tuple[Tensor, ...]) -> tuple[list[Tensor], tu
         key = (stream, dtype, *sizes)
         whole = _inputs.get(key)
         if whole is None:
-            whole = _inputs[key] = torch.empty(sum(sizes), dtype=dtype, device=given[0].device)
+            with torch.inference_mode(False):  # replays outside of it write here, too
+                whole = torch.empty(sum(sizes), dtype=dtype, device=given[0].device)
+            _inputs[key] = whole
         memory.append(whole)
         parts[dtype] = iter(whole.split(sizes))
     return memory, tuple(next(parts[x.dtype])[: x.numel()].view(x.shape).copy_(x) for x in given)

@@ -23,7 +23,8 @@ class Report:
         """Start a copy to the host; no other may be pending, and all have one shape and dtype."""
         self.pending = True
         if self._copy is None:
-            self._copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+            with torch.inference_mode(False):  # of which later calls may be outside
+                self._copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
         self._copy.copy_(x, non_blocking=True)
         if x.is_cuda:
             self._event = self._event or torch.cuda.Event()
