@@ -90,7 +90,10 @@ def test_transformers_model(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("name", "usage"),
-    [("transformers_model", "transformers_model.py MODEL TEXT"), ("context_parallel", "torchrun")],
+    [
+        pytest.param("transformers_model", "transformers_model.py MODEL TEXT", marks=pytest.mark.slow),
+        ("context_parallel", "torchrun"),
+    ],
 )
 def test_examples_that_need_arguments_say_how_to_run_them(name, usage):
     pytest.importorskip("transformers")

@@ -264,6 +264,7 @@ def test_every_token_of_a_head_has_a_slot(monkeypatch, count, slots):
         assert (row[count:] == -1).all()
 
 
+@pytest.mark.slow
 def test_heads_with_leaves_of_two_sizes_are_sorted_as_if_alone(monkeypatch):
     short_spans(monkeypatch)
     key, query = random(2, 150, 6).float().to(DEVICE), random(3, 150, 6).float().to(DEVICE) + 1

@@ -204,6 +204,7 @@ def local_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "BenchmarkWish", short)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # lm-eval's and its dependencies'
 @pytest.mark.usefixtures("local_tasks")
 @pytest.mark.parametrize("kind", [*sorted(models.CONTEXT), "llada"])

@@ -155,6 +155,7 @@ def test_a_model_with_code_of_its_own_answers_and_resumes(
     assert invoke(*given, *chosen, "--limit", 3, "--redraw")[0] == 0
 
 
+@pytest.mark.slow
 def test_code_that_neither_counts_layers_nor_has_a_cache(data: Path, tmp_path: Path) -> None:
     folder = save_llada(tmp_path / "other")
     for name, old, new in (
@@ -202,6 +203,7 @@ def test_methods_change_the_logits_of_a_model_with_code_of_its_own(llada: Path, 
                 assert error > 1e-2
 
 
+@pytest.mark.slow
 def test_the_model_of_the_package_is_asked_with_a_stand_in(
     tmp_path: Path,
 ) -> None:

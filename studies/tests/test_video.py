@@ -291,6 +291,7 @@ def test_statements_are_of_the_fastest_plan_that_is_near_enough() -> None:
     assert dropped.holds and "+2.5" in dropped.measured
 
 
+@pytest.mark.slow
 # heads of an untrained model may leave the range that they had on other clips
 @pytest.mark.filterwarnings("ignore:supportbasis. heads .* leave the range")
 def test_the_command_compares_clips_with_exact_ones(
