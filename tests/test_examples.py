@@ -91,7 +91,9 @@ def test_transformers_model(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("name", "usage"),
     [
-        pytest.param("transformers_model", "transformers_model.py MODEL TEXT", marks=pytest.mark.slow),
+        pytest.param(
+            "transformers_model", "transformers_model.py MODEL TEXT", marks=pytest.mark.slow
+        ),
         ("context_parallel", "torchrun"),
     ],
 )
