@@ -20,14 +20,7 @@ from ..models.profiling import HeadProfile, profile
 from ..plans import ExactHead, ModelPlan
 from ..plans.drawing import layer_panels, new_figure
 from ..plans.plan import UNITS
-from .loading import (
-    Access,
-    LoadedModel,
-    chosen_device,
-    chosen_dtype,
-    load_model,
-    one_line,
-)  # fmt: skip
+from .loading import Access, LoadedModel, chosen_device, chosen_dtype, load_model, one_line
 from .report import Grid, Machine, Section, length_label, plain_axes, publish, times, write_csv
 from .terminal import console, friendly, writable
 
